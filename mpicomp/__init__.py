@@ -1,0 +1,3 @@
+"""Compressed gradient exchange for data-parallel training, native to MPI."""
+
+from mpicomp._version import __version__ as __version__
