@@ -1,0 +1,31 @@
+"""Numba kernels for contiguous one-dimensional NumPy arrays of float32 or float64.
+
+Magnitudes are compared as integers: the bits of a float without its sign order like its absolute value,
+with infinity above every finite number and NaN above infinity. One integer maximum in a sweep thus finds
+the largest magnitude and tells whether everything was finite.
+"""
+
+from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates, is_finite
+from mpicomp.kernels.cpu.bits import magnitude_bits
+from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
+from mpicomp.kernels.cpu.scatter import clear_at, gather, scatter_add, subtract_at
+from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest
+from mpicomp.kernels.cpu.sweep import scale
+
+__all__ = [
+    "accumulate",
+    "accumulate_candidates",
+    "clear_at",
+    "gather",
+    "is_finite",
+    "kth_magnitude",
+    "magnitude_bits",
+    "narrow",
+    "scale",
+    "scatter_add",
+    "select_candidates",
+    "select_largest",
+    "subtract_at",
+    "widen",
+    "widen_add",
+]

@@ -1,0 +1,163 @@
+"""16-bit wires: rounding to nearest even, saturating, with what was lost at hand.
+
+A finite value beyond the largest 16-bit number becomes that number, so that error feedback can send the
+rest later; infinity and NaN stay what they are.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.kernels.cpu.compile import kernel
+
+FORMATS = ("fp16", "bf16")
+
+
+def narrow(array: NDArray[np.floating], wire: str, out: NDArray[np.uint16], sent: NDArray[np.floating]) -> float:
+    """Round to 16 bits.
+
+    Parameters
+    ----------
+    array : array, shape (n,)
+        float32 or float64, contiguous.
+    wire : {"fp16", "bf16"}
+        IEEE half precision or bfloat16.
+    out : array of uint16, shape (n,)
+        The 16-bit numbers as integers.
+    sent : array, shape (n,)
+        What the receiver will see, in the dtype of ``array``.
+
+    Returns
+    -------
+    float
+        Squared L2 norm of ``array - sent``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> array = np.array([1.0, 1e9], np.float32)
+    >>> out, sent = np.empty(2, np.uint16), np.empty(2, np.float32)
+    >>> narrow(array, "fp16", out, sent) > 0, sent.tolist()
+    (True, [1.0, 65504.0])
+    """
+    kernel_of = _narrow_bf16 if wire == "bf16" else _narrow_fp16
+    return float(kernel_of(array, out, sent))
+
+
+def widen(source: NDArray[np.uint16], wire: str, out: NDArray[np.floating]) -> None:
+    """Write 16-bit numbers, given as integers, to a float32 or float64 array of the same length."""
+    kernel_of = _widen_bf16 if wire == "bf16" else _widen_fp16
+    kernel_of(source, out)
+
+
+def widen_add(source: NDArray[np.uint16], wire: str, out: NDArray[np.floating]) -> None:
+    """Add 16-bit numbers, given as integers, to a float32 or float64 array of the same length."""
+    kernel_of = _widen_add_bf16 if wire == "bf16" else _widen_add_fp16
+    kernel_of(source, out)
+
+
+_SIGN = np.uint32(0x80000000)
+_INFINITY = np.uint32(0x7F800000)  # of float32
+_LARGEST = np.float32(np.finfo(np.float32).max)
+_NORMAL = np.uint32(113 << 23)  # float32 bits of 2**-14, the smallest normal half
+_SHIFT_IN = np.float32(2.0**112)  # between the exponent biases of half and float32
+_HALF = np.float32(0.5)  # adding it rounds to a multiple of 2**-24, the step of subnormal halves
+_SUBNORMAL = np.uint32(126 << 23)  # its float32 bits
+
+
+@kernel
+def _to_float32(value):  # type: ignore[no-untyped-def]
+    single = np.float32(value)
+    if np.isinf(single) and not np.isinf(value):  # a float64 beyond float32
+        single = np.float32(np.copysign(_LARGEST, single))
+    return single
+
+
+@kernel
+def _bf16_of(single):  # type: ignore[no-untyped-def]
+    bits = np.float32(single).view(np.uint32)
+    magnitude = bits & ~_SIGN
+    half = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    if magnitude > _INFINITY:
+        half = (bits >> np.uint32(16)) | np.uint32(0x40)  # a NaN keeps a bit that says so
+    elif magnitude < _INFINITY and (half & np.uint32(0x7FFF)) == np.uint32(0x7F80):
+        half -= np.uint32(1)  # rounding went up to infinity
+    return np.uint16(half)
+
+
+@kernel
+def _float32_of_bf16(half):  # type: ignore[no-untyped-def]
+    return np.uint32(np.uint32(half) << np.uint32(16)).view(np.float32)
+
+
+@kernel
+def _fp16_of(single):  # type: ignore[no-untyped-def]
+    bits = np.float32(single).view(np.uint32)
+    magnitude = np.uint32(bits & ~_SIGN)
+    if magnitude >= _INFINITY:
+        half = np.uint32(0x7E00) if magnitude > _INFINITY else np.uint32(0x7C00)
+    elif magnitude < _NORMAL:
+        moved = np.uint32(magnitude).view(np.float32) + _HALF
+        half = np.uint32(np.float32(moved).view(np.uint32) - _SUBNORMAL)
+    else:
+        odd = (magnitude >> np.uint32(13)) & np.uint32(1)
+        half = np.uint32((magnitude - np.uint32(112 << 23) + np.uint32(0xFFF) + odd) >> np.uint32(13))
+        half = min(half, np.uint32(0x7BFF))
+    return np.uint16(half | ((bits & _SIGN) >> np.uint32(16)))
+
+
+@kernel
+def _float32_of_fp16(half):  # type: ignore[no-untyped-def]
+    wide = np.uint32(half)
+    magnitude = np.uint32((wide & np.uint32(0x7FFF)) << np.uint32(13))
+    if magnitude >= np.uint32(0x7C00 << 13):
+        bits = magnitude | _INFINITY
+    else:
+        # Taken as a float32 the shifted bits are too small by the difference of the biases, subnormals too.
+        bits = np.float32(np.uint32(magnitude).view(np.float32) * _SHIFT_IN).view(np.uint32)
+    return np.uint32(bits | ((wide & np.uint32(0x8000)) << np.uint32(16))).view(np.float32)
+
+
+@kernel
+def _narrow_bf16(array, out, sent):  # type: ignore[no-untyped-def]
+    lost = 0.0
+    for i in range(array.size):
+        out[i] = _bf16_of(_to_float32(array[i]))
+        sent[i] = _float32_of_bf16(out[i])
+        error = np.float64(array[i]) - np.float64(sent[i])
+        lost += error * error
+    return lost
+
+
+@kernel
+def _narrow_fp16(array, out, sent):  # type: ignore[no-untyped-def]
+    lost = 0.0
+    for i in range(array.size):
+        out[i] = _fp16_of(_to_float32(array[i]))
+        sent[i] = _float32_of_fp16(out[i])
+        error = np.float64(array[i]) - np.float64(sent[i])
+        lost += error * error
+    return lost
+
+
+@kernel
+def _widen_bf16(source, out):  # type: ignore[no-untyped-def]
+    for i in range(source.size):
+        out[i] = _float32_of_bf16(source[i])
+
+
+@kernel
+def _widen_fp16(source, out):  # type: ignore[no-untyped-def]
+    for i in range(source.size):
+        out[i] = _float32_of_fp16(source[i])
+
+
+@kernel
+def _widen_add_bf16(source, out):  # type: ignore[no-untyped-def]
+    for i in range(source.size):
+        out[i] += _float32_of_bf16(source[i])
+
+
+@kernel
+def _widen_add_fp16(source, out):  # type: ignore[no-untyped-def]
+    for i in range(source.size):
+        out[i] += _float32_of_fp16(source[i])

@@ -1,0 +1,47 @@
+"""Every element, in full or in 16 bits."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.registry import register_compressor
+from mpicomp.errors import ConfigurationError
+
+
+@register_compressor
+@dataclass(frozen=True)
+class Dense(Compressor):
+    """No compression, or 16-bit numbers on the wire.
+
+    Parameters
+    ----------
+    wire : {None, "fp16", "bf16"}
+        None sends 32-bit numbers (64 for float64 gradients). The 16-bit forms are rounded at the sender, summed in
+        at least float32 by the owner of each part, and rounded once more; both errors go to the
+        residuals, so they run with error feedback.
+
+    Examples
+    --------
+    >>> Dense().feedback, Dense(wire="bf16").feedback
+    (False, True)
+    """
+
+    id: ClassVar[str] = "dense"
+    family: ClassVar[str] = "dense"
+    message: ClassVar[str] = "dense"
+    paper: ClassVar[str] = "none: what the others are measured against"
+
+    wire: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.wire not in (None, "fp16", "bf16"):
+            raise ConfigurationError(f"dense: wire must be None, 'fp16' or 'bf16', got {self.wire!r}")
+
+    @property
+    def feedback(self) -> bool:
+        """16-bit numbers round, and what rounding takes has to be kept."""
+        return self.wire is not None
+
+    def wire_bytes_per_element(self, itemsize: int) -> float:
+        """2 for the 16-bit forms, otherwise the width of the array's numbers."""
+        return itemsize if self.wire is None else 2

@@ -1,0 +1,63 @@
+"""Errors meant for people: subsystem, rule, value, what to do."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class MpicompError(Exception):
+    """Base of every error that mpicomp raises on purpose."""
+
+
+class ConfigurationError(MpicompError, ValueError):
+    """A setting has a value that it cannot have."""
+
+
+class UnknownNameError(ConfigurationError):
+    """A name stands for nothing; the message gives the nearest one that does.
+
+    Parameters
+    ----------
+    subsystem : str
+        Who was asked, for instance ``"compressor"``.
+    name : str
+        What was asked for.
+    known : iterable of str
+        What there is.
+
+    Examples
+    --------
+    >>> print(UnknownNameError("compressor", "topq", ["dense", "topk"]))
+    compressor: unknown name 'topq'; did you mean 'topk'? Known: dense, topk
+    """
+
+    def __init__(self, subsystem: str, name: str, known: Iterable[str]) -> None:
+        self.subsystem = subsystem
+        self.name = name
+        self.known = sorted(known)
+        near = difflib.get_close_matches(str(name).lower(), self.known, n=1, cutoff=0.4)
+        hint = f"; did you mean '{near[0]}'?" if near else "."
+        super().__init__(f"{subsystem}: unknown name '{name}'{hint} Known: {', '.join(self.known)}")
+
+
+class IncompatiblePairError(ConfigurationError):
+    """A compressor and a collective that do not fit each other."""
+
+
+class ArrayTypeError(MpicompError, TypeError):
+    """An array of a kind or dtype that cannot be reduced."""
+
+
+class DisagreementError(MpicompError, RuntimeError):
+    """The ranks were given different things; raised on all of them before any data moved."""
+
+
+class NonFiniteError(MpicompError, ArithmeticError):
+    """A gradient held NaN or infinity on some rank; raised on all of them, and nothing was applied."""
+
+
+class MessageError(MpicompError, ValueError):
+    """A message that is torn, of another version, or points outside the array."""
+
+
+class ClosedError(MpicompError, RuntimeError):
+    """Something was used after ``close()``."""

@@ -1,0 +1,32 @@
+"""Arrays that are needed at every step, made once."""
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+
+class Workspace:
+    """Named one-dimensional arrays that grow when they must and are otherwise used again.
+
+    Examples
+    --------
+    >>> workspace = Workspace()
+    >>> first = workspace.array("indices", 8, "uint32")
+    >>> second = workspace.array("indices", 4, "uint32")
+    >>> second.size, second.base is first.base
+    (4, True)
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[str, np.dtype], NDArray[np.generic]] = {}
+
+    def array(self, name: str, size: int, dtype: DTypeLike) -> NDArray:
+        """Give ``size`` elements of ``dtype`` with whatever they last held.
+
+        The array is the caller's until the same name and dtype are asked for again.
+        """
+        key = (name, np.dtype(dtype))
+        array = self._arrays.get(key)
+        if array is None or array.size < size:
+            array = np.empty(size, dtype)
+            self._arrays[key] = array
+        return array[:size]
