@@ -1,0 +1,12 @@
+"""Training tasks: real data, a real model, an optimiser tuned for dense exchange, a held-out measurement.
+
+A task is plain PyTorch and knows nothing of MPI or compression, so that what is measured on it is measured
+against a baseline that was not built for the purpose. `get_task` loads one by name; torch and scikit-learn
+are imported then and not before.
+"""
+
+from mpicomp.bench.tasks.registry import get_task as get_task
+from mpicomp.bench.tasks.registry import list_tasks as list_tasks
+from mpicomp.bench.tasks.task import Task as Task
+
+__all__ = ["Task", "get_task", "list_tasks"]

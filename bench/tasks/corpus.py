@@ -1,0 +1,143 @@
+"""Text to learn from: the standard library's sources, or the user's files."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+
+# A few hundred steps see less than a megabyte; more than this only costs every rank time and memory.
+LIMIT_BYTES = 16_000_000
+
+# Skipped wherever they stand: what distributions leave out or Python removed (so that corpora differ little
+# between installations), tests, and tables of numbers.
+_SKIPPED = frozenset(
+    {"distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo", "venv"}
+)
+_SKIPPED |= {"__pycache__", "dist-packages", "encodings", "site-packages", "test", "tests"}
+
+_SPLIT_SEED = 20
+_HELD_OUT = 0.05
+_BLOCK = 16_384
+
+
+def standard_library() -> list[str]:
+    """Return the standard library's sources, one string a file, in the order of their paths."""
+    root = os.path.dirname(os.__file__)
+    documents = [
+        _decoded(_content(path))
+        for path in _files(root, _SKIPPED)
+        # _sysconfigdata holds this build's paths and flags.
+        if path.endswith(".py") and not os.path.basename(path).startswith("_sysconfigdata")
+    ]
+    if sum(map(len, documents)) < 1_000_000:
+        raise ValueError(
+            "text-lstm: the standard library of this Python has no sources; expected a text file as data"
+        )
+    return documents
+
+
+def from_path(path: str) -> list[str]:
+    """Return the user's text: one string a file of a folder, or blocks of lines of a single file.
+
+    Parameters
+    ----------
+    path : str
+        Text file, or folder whose text files are read in the order of their paths. Hidden and binary files of
+        a folder are passed over. Bytes that are not UTF-8 are replaced.
+
+    Warns
+    -----
+    UserWarning
+        When the text is cut to `LIMIT_BYTES`.
+    """
+    if not os.path.exists(path):
+        raise ValueError(
+            f"text-lstm: data: {path!r} does not exist; expected a text file or a folder of text files"
+        )
+    folder = os.path.isdir(path)
+    documents = []
+    left = LIMIT_BYTES
+    try:
+        for file in _files(path, frozenset()) if folder else [path]:
+            if folder and _is_binary(file):
+                continue
+            # One byte more than allowed tells a cut from an end.
+            content = _content(file, left + 1)
+            left -= len(content)
+            documents.append(_decoded(content))
+            if left < 0:
+                break
+    except OSError as error:
+        raise ValueError(
+            f"text-lstm: data: cannot read {error.filename or path!r}: {error.strerror}"
+        ) from error
+    if left < 0:
+        warnings.warn(
+            f"text-lstm: data: {path!r} is cut to its first {LIMIT_BYTES // 1_000_000} MB", stacklevel=2
+        )
+    if not any(document.strip() for document in documents):
+        raise ValueError(
+            f"text-lstm: data: no text in {path!r}; expected a text file or a folder of text files"
+        )
+    # Too few files to hold some of them out: cut them up.
+    if len(documents) < 1 / _HELD_OUT:
+        documents = [block for text in documents for block in _blocks(text)]
+    return documents
+
+
+def split(documents: list[str]) -> tuple[list[str], list[str]]:
+    """Return training and held-out documents.
+
+    Whole documents are held out, about a twentieth of the text, so that no line of a held-out document was
+    near a training one. The choice does not depend on the run's seed: losses of different seeds are
+    comparable.
+    """
+    # What occurs twice could end on both sides.
+    documents = list(dict.fromkeys(documents))
+    total = sum(map(len, documents))
+    held_out: set[int] = set()
+    size = 0
+    for index in np.random.default_rng(_SPLIT_SEED).permutation(len(documents)):
+        if size >= _HELD_OUT * total:
+            break
+        # A few large files would be most of the measurement.
+        if len(documents[index]) <= 2 * total / len(documents):
+            held_out.add(int(index))
+            size += len(documents[index])
+    train = [text for index, text in enumerate(documents) if index not in held_out]
+    return train, [documents[index] for index in sorted(held_out)]
+
+
+def _files(root: str, skipped: frozenset[str]) -> Iterator[str]:
+    """Yield files below a folder in an order that does not depend on the file system."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
+        paths = (os.path.join(folder, name) for name in sorted(files) if not name.startswith("."))
+        # Opening a named pipe would wait for its writer.
+        yield from filter(os.path.isfile, paths)
+
+
+def _is_binary(path: str) -> bool:
+    return b"\0" in _content(path, 1024)
+
+
+def _content(path: str, nbytes: int = -1) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(nbytes)
+
+
+def _decoded(content: bytes) -> str:
+    return content.decode("utf-8", errors="replace").replace("\r\n", "\n")
+
+
+def _blocks(text: str) -> Iterator[str]:
+    """Cut a text at line ends; a line longer than a block is cut where the block ends."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + _BLOCK - 1, start + 2 * _BLOCK) + 1
+        end = end if end > 0 else start + _BLOCK
+        yield text[start:end]
+        start = end

@@ -1,0 +1,185 @@
+"""Hand-written digits: a small convolutional network, trained in seconds."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+
+import numpy as np
+import torch
+from mpicomp.bench.tasks.sampling import Sampler
+from mpicomp.bench.tasks.seeding import seeded
+from torch import nn
+from torch.nn import functional
+
+# The split is the task's, not the run's: accuracies of different seeds are measured on the same images.
+_SPLIT_SEED = 1797
+_HELD_OUT = 0.25
+
+
+class _MissingError(ValueError):
+    """Already a message for the user."""
+
+
+class Digits:
+    """Classify the 1,797 images of 8 x 8 pixels that come with scikit-learn; quality is held-out accuracy.
+
+    A quarter of the images is held out. The network has two convolutions and two linear layers, 38 thousand
+    parameters. The optimiser's setting is explained in TUNING.md.
+
+    Parameters
+    ----------
+    seed : int
+        Seed of the run.
+    data : path, optional
+        An ``.npz`` file with the arrays ``x`` of shape (n, h, w), (n, c, h, w) or (n, features), and ``y``
+        with n integer labels. Features without a plane get a network of linear layers.
+
+    Examples
+    --------
+    >>> task = Digits(seed=0)
+    >>> images, labels = task.batch(step=0, rank=1, ranks=4)
+    >>> tuple(images.shape)
+    (32, 1, 8, 8)
+    """
+
+    name = "digits"
+    quality_name = "held-out accuracy"
+    better = "higher"
+    steps = 200
+    clip = None
+    batch_size = 32
+
+    def __init__(self, seed: int = 0, data: str | os.PathLike[str] | None = None) -> None:
+        self.seed = seed
+        x, labels = _bundled() if data is None else _load(os.fsdecode(data))
+        classes, y = np.unique(labels, return_inverse=True)
+        if len(classes) < 2:
+            raise ValueError(f"digits: labels must hold at least 2 classes, got {len(classes)}")
+        held_out = int(len(x) * _HELD_OUT)
+        if held_out < 1 or len(x) - held_out < self.batch_size:
+            least = next(n for n in range(10**6) if n - int(n * _HELD_OUT) >= self.batch_size)
+            raise ValueError(
+                f"digits: {len(x)} samples are too few for a held-out quarter and a batch of "
+                f"{self.batch_size}: at least {least} are needed"
+            )
+        order = np.random.default_rng(_SPLIT_SEED).permutation(len(x))
+        train, test = order[held_out:], order[:held_out]
+
+        x = x.astype(np.float32)
+        if x.ndim == 3:
+            x = x[:, None]
+        # Pixels share one scale; features of a table have each their own.
+        axes = 0 if x.ndim == 2 else None
+        mean, deviation = x[train].mean(axes), x[train].std(axes)
+        x = (x - mean) / np.where(deviation > 0, deviation, 1)
+
+        self.classes = len(classes)
+        self._shape = x.shape[1:]
+        self._train = torch.from_numpy(x[train]), torch.from_numpy(y[train])
+        self._test = torch.from_numpy(x[test]), torch.from_numpy(y[test])
+        self._sampler = Sampler(self.name, len(train), self.batch_size, seed)
+
+    def model(self) -> nn.Module:
+        """Return a new network, initialised from the seed."""
+        with seeded(self.seed):
+            if len(self._shape) == 1:
+                return nn.Sequential(
+                    nn.Linear(self._shape[0], 256),
+                    nn.ReLU(),
+                    nn.Linear(256, 64),
+                    nn.ReLU(),
+                    nn.Linear(64, self.classes),
+                )
+            return nn.Sequential(
+                nn.Conv2d(self._shape[0], 16, 3, padding=1),
+                nn.ReLU(),
+                nn.Conv2d(16, 32, 3, padding=1),
+                nn.ReLU(),
+                # Adaptive, so that images of any size meet the same linear layers.
+                nn.AdaptiveMaxPool2d(4),
+                nn.Flatten(),
+                nn.Linear(512, 64),
+                nn.ReLU(),
+                nn.Linear(64, self.classes),
+            )
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the setting that TUNING.md found best for dense exchange."""
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def batch(self, step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return images and labels of one rank in one step."""
+        indices = torch.from_numpy(self._sampler.indices(step, rank, ranks))
+        return self._train[0][indices], self._train[1][indices]
+
+    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Return the mean cross entropy."""
+        device = next(model.parameters()).device
+        images, labels = batch
+        return functional.cross_entropy(model(images.to(device)), labels.to(device))
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> float:
+        """Return the accuracy on all held-out images."""
+        device = next(model.parameters()).device
+        training = model.training
+        model.eval()
+        images, labels = self._test
+        right = 0
+        # In pieces, since a user's data may be large.
+        for start in range(0, len(labels), 1024):
+            piece = slice(start, start + 1024)
+            right += int((model(images[piece].to(device)).argmax(1).cpu() == labels[piece]).sum())
+        model.train(training)
+        return right / len(labels)
+
+
+def _bundled() -> tuple[np.ndarray, np.ndarray]:
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "digits: the images come with scikit-learn: pip install 'mpicomp[bench]'"
+        ) from error
+    bunch = load_digits()
+    return bunch.images, bunch.target
+
+
+def _load(path: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read the user's arrays and check all that does not depend on their number."""
+    expected = "expected an .npz file with arrays x and y"
+    if not os.path.exists(path):
+        raise ValueError(f"digits: data: {path!r} does not exist; {expected}")
+    try:
+        with np.load(path) as archive:  # pickles stay refused
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise ValueError("one array without a name")
+            missing = [key for key in ("x", "y") if key not in archive]
+            if missing:
+                found = ", ".join(archive.files) or "nothing"
+                raise _MissingError(
+                    f"digits: data: {path!r} lacks {' and '.join(missing)}, it holds {found}; {expected}"
+                )
+            x, y = archive["x"], archive["y"]
+    except _MissingError:
+        raise
+    except (OSError, ValueError, EOFError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"digits: data: cannot read {path!r} ({reason}); {expected}") from error
+    if x.dtype.kind not in "biuf":
+        raise ValueError(f"digits: data: x must be numbers, got dtype {x.dtype}")
+    if x.ndim not in (2, 3, 4) or 0 in x.shape[1:]:
+        raise ValueError(
+            f"digits: data: x must have shape (n, h, w), (n, c, h, w) or (n, features), got {x.shape}"
+        )
+    if y.ndim != 1 or y.dtype.kind not in "iu":
+        raise ValueError(f"digits: data: y must be n integer labels, got dtype {y.dtype} of shape {y.shape}")
+    if len(x) != len(y):
+        raise ValueError(
+            f"digits: data: x and y must be equally long, got {len(x)} samples and {len(y)} labels"
+        )
+    if not np.isfinite(x).all():
+        raise ValueError("digits: data: x must be finite, it holds NaN or infinity")
+    return x, y

@@ -1,0 +1,57 @@
+"""Which samples a rank sees in a step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class Sampler:
+    """Deal shuffled samples to ranks, epoch by epoch.
+
+    Every epoch shuffles all samples with a generator of (seed, epoch) and deals them in order: step by step,
+    and within a step rank by rank. Thus no sample is seen twice in an epoch, by whichever rank, and every
+    rank computes its share alone. What does not fill a step of all ranks is left out of that epoch.
+
+    Parameters
+    ----------
+    name : str
+        Task, for messages.
+    samples : int
+        Number of training samples.
+    batch : int
+        Samples a rank sees in one step.
+    seed : int
+        Seed of the run.
+
+    Examples
+    --------
+    >>> sampler = Sampler("digits", samples=10, batch=2, seed=0)
+    >>> first, second = sampler.indices(0, 0, 2), sampler.indices(0, 1, 2)
+    >>> len(set(first) | set(second))
+    4
+    """
+
+    def __init__(self, name: str, samples: int, batch: int, seed: int) -> None:
+        self.name = name
+        self.samples = samples
+        self.batch = batch
+        self.seed = seed
+        self._epoch = -1
+        self._order = np.empty(0, np.int64)
+
+    def indices(self, step: int, rank: int, ranks: int) -> np.ndarray:
+        """Return the sample numbers of one rank in one step."""
+        if not 0 <= rank < ranks:
+            raise ValueError(f"{self.name}: rank must be in 0..{ranks - 1}, got {rank}")
+        steps_an_epoch = self.samples // (self.batch * ranks)
+        if steps_an_epoch == 0:
+            raise ValueError(
+                f"{self.name}: {self.samples} training samples are too few for {ranks} ranks with batches of "
+                f"{self.batch}: at most {self.samples // self.batch} ranks, or more data"
+            )
+        epoch, within = divmod(step, steps_an_epoch)
+        if epoch != self._epoch:
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.samples)
+            self._epoch = epoch
+        start = (within * ranks + rank) * self.batch
+        return self._order[start : start + self.batch]

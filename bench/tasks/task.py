@@ -1,0 +1,55 @@
+"""What a training task offers to the loop that trains it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:  # the protocol is read by code that must not load torch
+    import torch
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Data, model, loss, optimiser and held-out measurement of one training problem.
+
+    Everything follows from the task's name, its seed and the user's data, so ranks that build the same task
+    hold the same model and agree on who sees which samples without a word between them.
+    """
+
+    name: str
+    """Name in the registry."""
+    quality_name: str
+    """What `evaluate` returns, in words."""
+    better: Literal["higher", "lower"]
+    """Direction in which the quality improves."""
+    steps: int
+    """Number of steps for which the optimiser was tuned."""
+    clip: float | None
+    """Largest L2 norm of the averaged gradient, applied between exchange and update; None for no clipping."""
+
+    def model(self) -> torch.nn.Module:
+        """Return a new model, initialised from the seed: the same bits on every rank."""
+        ...
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """Return the optimiser with the setting tuned for dense exchange."""
+        ...
+
+    def batch(self, step: int, rank: int, ranks: int) -> Any:
+        """Return the samples of one rank in one step; no sample goes to two ranks of a step.
+
+        Raises
+        ------
+        ValueError
+            When the data cannot give every rank a batch of its own. It depends on `ranks` alone, so all
+            ranks raise.
+        """
+        ...
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        """Return the mean loss of the model on a batch, ready for backward."""
+        ...
+
+    def evaluate(self, model: torch.nn.Module) -> float:
+        """Return the quality on held-out data: always the same data, in the same order."""
+        ...

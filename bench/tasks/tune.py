@@ -1,0 +1,136 @@
+"""Compare optimiser settings on a task: ``python -m mpicomp.bench.tasks.tune --task text-lstm``.
+
+Data-parallel training is simulated in this process: every step takes the gradients of all ranks' batches, at
+the same parameters, and gives their mean to the optimiser. With ``--ratio`` below 1 every rank keeps a
+residual and sends the largest elements of gradient plus residual, chosen over the whole model. The library's
+own exchange is not used: what tunes the baseline must not depend on what is compared to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from mpicomp.bench.tasks.registry import get_task, list_tasks
+from mpicomp.bench.tasks.task import Task
+
+Factory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def _settings() -> dict[str, Factory]:
+    optim = torch.optim
+    settings: dict[str, Factory] = {}
+    for lr in (0.03, 0.1, 0.3, 1.0, 3.0):
+        settings[f"sgd lr={lr:g}"] = lambda p, lr=lr: optim.SGD(p, lr=lr)
+    for lr in (0.01, 0.03, 0.1, 0.3, 1.0):
+        settings[f"momentum lr={lr:g}"] = lambda p, lr=lr: optim.SGD(p, lr=lr, momentum=0.9)
+        settings[f"nesterov lr={lr:g}"] = lambda p, lr=lr: optim.SGD(p, lr=lr, momentum=0.9, nesterov=True)
+    for lr in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3):
+        settings[f"adam lr={lr:g}"] = lambda p, lr=lr: optim.Adam(p, lr=lr)
+        settings[f"adamw lr={lr:g}"] = lambda p, lr=lr: optim.AdamW(p, lr=lr, weight_decay=0.1)
+    return settings
+
+
+def train(
+    task: Task, factory: Factory | None, ranks: int, steps: int, ratio: float = 1.0
+) -> tuple[float, float]:
+    """Train a task with simulated ranks.
+
+    Parameters
+    ----------
+    task : Task
+        What to train.
+    factory : callable or None
+        Makes the optimiser from the parameters; None for the task's own.
+    ranks, steps : int
+        Simulated ranks, and steps of training.
+    ratio : float
+        Kept fraction of top-k with error feedback; 1 for dense.
+
+    Returns
+    -------
+    quality, median_s : float
+        Held-out quality after the last step, and median seconds of one rank's forward and backward.
+    """
+    model = task.model()
+    parameters = list(model.parameters())
+    optimizer = task.optimizer(model) if factory is None else factory(parameters)
+    numel = sum(parameter.numel() for parameter in parameters)
+    residuals = np.zeros((ranks if ratio < 1 else 0, numel), np.float32)
+    keep = max(1, round(ratio * numel))
+    seconds = []
+    for step in range(steps):
+        mean = np.zeros(numel, np.float32)
+        for rank in range(ranks):
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            task.loss(model, task.batch(step, rank, ranks)).backward()
+            seconds.append(time.perf_counter() - start)
+            gradient = np.concatenate([parameter.grad.numpy().ravel() for parameter in parameters])
+            if ratio < 1:
+                accumulated = residuals[rank]
+                accumulated += gradient
+                kept = _largest(np.abs(accumulated), keep)
+                mean[kept] += accumulated[kept]
+                accumulated[kept] = 0
+            else:
+                mean += gradient
+        mean /= ranks
+        start = 0
+        for parameter in parameters:
+            end = start + parameter.numel()
+            parameter.grad.copy_(torch.from_numpy(mean[start:end]).view_as(parameter))
+            start = end
+        if task.clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, task.clip)
+        optimizer.step()
+    return task.evaluate(model), float(np.median(seconds))
+
+
+def _largest(magnitudes: np.ndarray, keep: int) -> np.ndarray:
+    """Return the places of the `keep` largest values."""
+    # A threshold from every 64th value that surely lets `keep` pass leaves few to sort.
+    sample = np.sort(magnitudes[::64])[::-1]
+    threshold = sample[min(len(sample) - 1, 2 * keep // 64 + 16)]
+    candidates = np.flatnonzero(magnitudes >= threshold)
+    if len(candidates) < keep:
+        return np.argpartition(magnitudes, -keep)[-keep:]
+    return candidates[np.argpartition(magnitudes[candidates], -keep)[-keep:]]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print one row for each setting, seed and ratio."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mpicomp.bench.tasks.tune", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--task", choices=list_tasks(), default="text-lstm")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, help="default: the task's")
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0])
+    parser.add_argument("--ratio", type=float, default=1.0, help="kept fraction; 1 is dense")
+    parser.add_argument("--setting", action="append", help="a name as printed, or 'task'; default: all")
+    arguments = parser.parse_args(argv)
+    settings: dict[str, Factory | None] = {"task": None, **_settings()}
+    chosen = arguments.setting or [name for name in settings if name != "task"]
+    unknown = [name for name in chosen if name not in settings]
+    if unknown:
+        parser.error(f"unknown setting {unknown[0]!r}; known: {', '.join(settings)}")
+    # Rows of different machines and moments should differ in their seconds only.
+    torch.set_num_threads(1)
+    for name in chosen:
+        for seed in arguments.seeds:
+            task = get_task(arguments.task, seed)
+            steps = arguments.steps or task.steps
+            quality, median_s = train(task, settings[name], arguments.ranks, steps, arguments.ratio)
+            row = {"task": task.name, "setting": name, "seed": seed, "ratio": arguments.ratio, "steps": steps}
+            print(
+                json.dumps({**row, "quality": round(quality, 4), "median_s": round(median_s, 4)}), flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()
