@@ -1,0 +1,158 @@
+"""The command line: ``mpicomp COMMAND ...``.
+
+A command is a module of this package with a one-line ``HELP``, ``add_arguments(parser)`` and
+``run(arguments) -> int``, which returns the exit status. Its name stands in `COMMANDS`. The modules load
+nothing heavy when they are imported, no MPI above all: ``--help`` imports all of them, also on a login node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from mpicomp import abort, launcher
+from mpicomp._version import __version__
+
+COMMANDS = ("doctor", "list", "train", "lab")
+
+INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended
+BROKEN_PIPE = 141  # the same for SIGPIPE
+
+
+def _available() -> list[str]:
+    return [name for name in COMMANDS if importlib.util.find_spec(f"{__name__}.{name}") is not None]
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """Return the parser; with a command chosen, that command's module is the only one that is imported."""
+    parser = argparse.ArgumentParser(
+        prog="mpicomp", description="Compressed gradient exchange for data-parallel training, native to MPI."
+    )
+    parser.add_argument("--version", action="version", version=f"mpicomp {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in _available() if chosen is None else [chosen]:
+        module = _module(name)
+        subparser = subparsers.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(subparser)
+        subparser.set_defaults(_command=module)
+    return parser
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, _available(), n=1)
+    if near:
+        return f"mpicomp: unknown command '{name}'; did you mean '{near[0]}'?"
+    return f"mpicomp: unknown command '{name}'; there are {', '.join(_available())}"
+
+
+def _parse(argv: Sequence[str], rank: int) -> argparse.Namespace | int:
+    """Return the arguments, or the exit status where there is nothing to run.
+
+    All ranks get the same command line and come to the same verdict, so one of them prints it.
+    """
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    silence = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        if rank != 0:
+            stack.enter_context(contextlib.redirect_stdout(silence))
+            stack.enter_context(contextlib.redirect_stderr(silence))
+        if chosen is not None and chosen not in _available():
+            print(_unknown(chosen), file=sys.stderr)
+            return 2
+        try:
+            return _parser(chosen).parse_args(argv)
+        except SystemExit as leaving:
+            return leaving.code if isinstance(leaving.code, int) else 0
+
+
+def _report(error: Exception) -> None:
+    """Print an error that is meant for people, once if it is the same on all ranks."""
+    mpi = abort.running()
+    text = " ".join(str(error).split("\n")) or type(error).__name__
+    if mpi is None or mpi.COMM_WORLD.Get_size() == 1:
+        print(f"mpicomp: {text}", file=sys.stderr, flush=True)
+        return
+    size, rank = mpi.COMM_WORLD.Get_size(), mpi.COMM_WORLD.Get_rank()
+    notes = abort.meet(text.encode(errors="replace"))
+    if len(notes) < size or len(set(notes.values())) > 1:
+        print(f"mpicomp: rank {rank} of {size}: {text}", file=sys.stderr, flush=True)
+    elif rank == 0:
+        print(f"mpicomp: {text}", file=sys.stderr, flush=True)
+
+
+def _watch_over(launch: launcher.Launch | None) -> None:
+    """Have the job end with this rank, which is about to leave with an error.
+
+    A rank that leaves before it has initialised MPI keeps the others waiting in MPI_Init, where no launcher
+    notices that it is gone; so it joins them first.
+    """
+    if abort.running() is not None or (launch is not None and launch.size > 1 and not _finalized()):
+        with contextlib.suppress(ImportError, RuntimeError):  # no mpi4py, or no MPI library: nobody waits
+            abort.install()
+
+
+def _finalized() -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_finalized())
+
+
+def _run(arguments: argparse.Namespace, launch: launcher.Launch | None) -> int:
+    from mpicomp.errors import MpicompError
+
+    command: ModuleType = arguments._command
+    try:
+        status = int(command.run(arguments) or 0)
+    except MpicompError as error:
+        _watch_over(launch)
+        _report(error)
+        return 2
+    except BrokenPipeError:
+        raise
+    except Exception:
+        _watch_over(launch)
+        raise
+    if status != 0:
+        _watch_over(launch)
+    return status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Parameters
+    ----------
+    argv
+        The words after ``mpicomp``; those of this process when not given.
+
+    Returns
+    -------
+    int
+        The exit status: 0, what the command returns, or 2 for a wrong command line and for errors that the
+        message explains. Other exceptions are passed on; on a job of several ranks they end all of them.
+    """
+    launch = launcher.detect()
+    try:
+        arguments = _parse(sys.argv[1:] if argv is None else argv, launch.rank if launch else 0)
+        status = arguments if isinstance(arguments, int) else _run(arguments, launch)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has left, as `head` does. Python would flush once more at exit and complain.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        _watch_over(launch)
+        return INTERRUPTED
+    return status

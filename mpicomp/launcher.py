@@ -1,0 +1,192 @@
+"""What the program that started this process says about it: launcher, ranks, this rank.
+
+Everything here reads environment variables and nothing else, so it works before MPI is initialised and where
+no MPI is installed. A communicator is what counts once there is one; the launcher's word is for the time
+before, and for noticing that the two disagree.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# Slurm numbers the steps that srun starts from 0; from here on the numbers stand for the batch script, the
+# external step and the interactive shell of salloc, in which a plain python is one process and no rank.
+_SLURM_SPECIAL_STEPS = 0xFFFFFFF0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that keeps a job from running well, and what to do about it."""
+
+    what: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this process was started.
+
+    Parameters
+    ----------
+    name
+        ``"hydra"`` (MPICH and its relatives), ``"openmpi"``, ``"slurm"``, ``"pmi"`` or ``"pmix"`` (something
+        else that speaks this protocol).
+    size
+        How many processes were started together.
+    rank
+        Which one this is, from 0.
+    local_rank, local_size
+        The same among the processes of this host, or None where the launcher does not say.
+    """
+
+    name: str
+    size: int
+    rank: int
+    local_rank: int | None = None
+    local_size: int | None = None
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int | None:
+    """Return the first of these variables that holds a number that can be a count or a rank."""
+    for name in names:
+        value = environ.get(name, "").strip()
+        if value.isascii() and value.isdigit():
+            return int(value)
+    return None
+
+
+def _launch(
+    name: str, size: int | None, rank: int | None, local_rank: int | None, local_size: int | None
+) -> Launch | None:
+    if size is None or rank is None or not rank < size:
+        return None
+    return Launch(name, size, rank, local_rank, local_size)
+
+
+def _openmpi(environ: Mapping[str, str]) -> Launch | None:
+    return _launch(
+        "openmpi",
+        _number(environ, "OMPI_COMM_WORLD_SIZE"),
+        _number(environ, "OMPI_COMM_WORLD_RANK", "PMIX_RANK"),
+        _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    )
+
+
+def _pmi(environ: Mapping[str, str]) -> Launch | None:
+    # Slurm's pmi2 plugin sets PMI_RANK and PMI_SIZE too, but never Hydra's names for the local ranks; Hydra
+    # inside an allocation finds Slurm's variables set, and adds its own.
+    if "MPI_LOCALRANKID" in environ:
+        name = "hydra"
+    elif "SLURM_PROCID" in environ:
+        name = "slurm"
+    else:
+        name = "pmi"
+    return _launch(
+        name,
+        _number(environ, "PMI_SIZE"),
+        _number(environ, "PMI_RANK", "PMI_ID"),
+        _number(environ, "MPI_LOCALRANKID", "SLURM_LOCALID"),
+        _number(environ, "MPI_LOCALNRANKS"),
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> Launch | None:
+    # SLURM_NTASKS alone means nothing: a batch script and the shell of salloc have it as well, set to what
+    # was asked for. Only srun starts a step, and a step has a number.
+    step = _number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
+    if step is None or step >= _SLURM_SPECIAL_STEPS:
+        return None
+    return _launch(
+        "slurm",
+        _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+        _number(environ, "SLURM_PROCID"),
+        _number(environ, "SLURM_LOCALID"),
+        None,
+    )
+
+
+def _pmix(environ: Mapping[str, str]) -> Launch | None:
+    return _launch("pmix", _number(environ, "PMIX_SIZE"), _number(environ, "PMIX_RANK"), None, None)
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
+    """Say which launcher started this process.
+
+    Where several have left their variables (a launcher inside a Slurm job), the innermost is meant: the ones
+    that set the rank of an MPI process come before Slurm's own.
+
+    Parameters
+    ----------
+    environ
+        The environment; that of this process when it is not given.
+
+    Returns
+    -------
+    Launch or None
+        None for a process that nobody started as one of several: a plain ``python``, also in a batch script.
+
+    Examples
+    --------
+    >>> detect({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
+    Launch(name='hydra', size=4, rank=3, local_rank=1, local_size=2)
+    >>> detect({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None
+    True
+    """
+    if environ is None:
+        environ = os.environ
+    return _openmpi(environ) or _pmi(environ) or _slurm(environ) or _pmix(environ)
+
+
+def singletons(
+    environ: Mapping[str, str] | None,
+    comm_size: int,
+    mpi: str = "mpich",
+    python: str | None = None,
+    command: Sequence[str] | None = None,
+) -> Problem | None:
+    """Say what is wrong when N processes were started and every one of them is rank 0 of 1.
+
+    This happens without any error when the launcher and the MPI library do not speak the same protocol.
+
+    Parameters
+    ----------
+    environ
+        The environment; None for that of this process.
+    comm_size
+        The size of the world communicator.
+    mpi
+        The MPI library that was loaded: ``"mpich"`` or ``"openmpi"``.
+    python
+        The running Python, beside which the launcher is sought; ``sys.executable`` when not given.
+    command
+        The command line to start instead; that of this process when not given.
+
+    Examples
+    --------
+    >>> srun = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
+    >>> singletons(srun, 1, "mpich", "/env/bin/python", ["python", "train.py"]).fix
+    'srun --mpi=pmi2 -n 4 python train.py'
+    >>> singletons(srun, 4) is None
+    True
+    """
+    launch = detect(environ)
+    if launch is None or launch.size <= 1 or comm_size != 1:
+        return None
+    names = {"hydra": "mpiexec of MPICH", "openmpi": "mpirun of Open MPI", "slurm": "srun"}
+    started_by = names.get(launch.name, f"a launcher that speaks {launch.name.upper()}")
+    words = shlex.join(sys.orig_argv if command is None else command)
+    if launch.name == "slurm":
+        start = f"srun --mpi={'pmix' if mpi == 'openmpi' else 'pmi2'}"
+    else:
+        start = shlex.quote(os.path.join(os.path.dirname(python or sys.executable), "mpiexec"))
+    library = {"mpich": "MPICH", "openmpi": "Open MPI"}.get(mpi, mpi)
+    return Problem(
+        f"{started_by} started {launch.size} processes, but each of them is rank 0 of 1: "
+        f"{library} did not understand this launcher, so {launch.size} separate jobs are running",
+        f"{start} -n {launch.size} {words}",
+    )

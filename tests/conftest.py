@@ -1,0 +1,138 @@
+"""Options and fixtures of the test suite, and what a parallel run needs so that a failure ends it.
+
+Parallel tests are marked ``@pytest.mark.mpi`` (``min_size=`` where they need so many ranks) and take the
+`comm` fixture. They run under ``mpiexec -n N python -m pytest --only-mpi``; `tests/run.py` does that for
+several N. A parallel test must run the same on all ranks; where it cannot run at all, say so with
+``skipif`` and not with ``pytest.skip`` in its body, so that the number of tests to expect can be told.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+from _pytest.skipping import evaluate_skip_marks
+
+# How long a failing rank waits before it ends the job: its peers mostly fail at the same place, and their
+# reports are worth having too.
+LAST_WORDS_S = 0.3
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("mpicomp")
+    group.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+    group.addoption(
+        "--mpi-census",
+        metavar="FILE",
+        help="write which parallel tests were collected: a JSON object, name to number of ranks it needs",
+    )
+
+
+def _parallel(config):
+    return config.getoption("--with-mpi") or config.getoption("--only-mpi")
+
+
+def _world(config):
+    """Return the world communicator in a parallel run, else None; a serial run must not initialise MPI."""
+    if not _parallel(config) or config.getoption("--collect-only"):
+        return None
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    world = _world(config)
+    if world is None:
+        return
+    # tests/run.py asks for the stacks before it kills a run that takes too long.
+    faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)
+    if world.rank != 0:
+        # One rank reports on the run. What fails elsewhere is printed by _give_up.
+        reporter = config.pluginmanager.getplugin("terminalreporter")
+        reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115 (it lives as long as the run)
+
+
+def pytest_report_header(config):
+    world = _world(config)
+    if world is None:
+        return None
+    from mpi4py import MPI
+
+    vendor, version = MPI.get_vendor()
+    return f"MPI: {vendor} {'.'.join(map(str, version))}, rank {world.rank} of {world.size}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--slow"):
+        return
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+
+
+def pytest_collection_finish(session):
+    name = session.config.getoption("--mpi-census")
+    if not name:
+        return
+    census = {}
+    for item in session.items:
+        sizes = [mark.kwargs.get("min_size") or 1 for mark in item.iter_markers("mpi")]
+        if sizes and not evaluate_skip_marks(item):
+            census[item.nodeid] = max(sizes)
+    with open(name, "w") as file:
+        json.dump(census, file)
+
+
+def _give_up(config, report, when):
+    """Print the report of this rank and end the job.
+
+    Without that, the next barrier of this rank pairs with another one of its peers: tests then pass that
+    should not, or everything hangs.
+    """
+    world = _world(config)
+    if world is None:
+        return
+    capture = config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
+        lines = [f"rank {world.rank} of {world.size}: {when} failed", report.longreprtext]
+        lines += [f"---- {title} ----\n{text}" for title, text in report.sections if text]
+        print("\n" + "\n".join(lines), file=sys.stderr, flush=True)
+        time.sleep(LAST_WORDS_S)
+        sys.stdout.flush()
+        world.Abort(1)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost: xfail has been taken into account
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        _give_up(item.config, report, f"{report.when} of {report.nodeid}")
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(collector):
+    report = yield
+    if report.failed:
+        _give_up(collector.config, report, f"collection of {report.nodeid or 'the tests'}")
+    return report
+
+
+@pytest.fixture
+def comm(request):
+    """Give a duplicate of the world communicator, with a barrier before and after the test."""
+    world = _world(request.config)
+    if world is None:
+        pytest.fail("the comm fixture is for tests marked mpi, in a run with --with-mpi or --only-mpi")
+    world.Barrier()
+    duplicate = world.Dup()
+    yield duplicate
+    duplicate.Barrier()
+    duplicate.Free()

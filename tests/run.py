@@ -1,0 +1,229 @@
+"""Run everything that has to pass: lint, types, the serial suite, and the parallel tests at 1 to 4 ranks.
+
+    python tests/run.py [--slow] [-k EXPRESSION] [--ranks 1,2,3,4] [--only lint,serial,parallel] [PATH ...]
+
+It uses the tools of the Python that runs it and the ``mpiexec`` beside it. The last line is
+``N passed, N failed``: tests over all runs, and each check that is no test counts as one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS = (1, 2, 3, 4)  # 3 catches what only works for powers of two
+LIMIT_S = {"check": 600, "serial": 1800, "parallel": 900}
+STACKS_S = 3  # how long a run that is to be killed has for dumping its stacks
+
+
+@dataclass
+class Count:
+    """How many tests or checks passed and failed."""
+
+    passed: int = 0
+    failed: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.passed + other.passed, self.failed + other.failed)
+
+
+def say(text: str) -> None:
+    print(f"== {text}", flush=True)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that stem from this one. Launchers give ranks process groups of their own."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found, new = [], [pid]
+    while new:
+        new = [child for parent in new for child in children.get(parent, [])]
+        found += new
+    return found
+
+
+def kill(pid: int) -> None:
+    """Kill a process and all that stem from it; those that can dump their stacks do it first."""
+    victims = [pid, *descendants(pid)]
+    for victim in victims:
+        with contextlib.suppress(OSError):
+            # Only a process that has asked for the signal survives it: conftest.py does in parallel runs.
+            caught = int(Path(f"/proc/{victim}/status").read_text().partition("SigCgt:")[2].split()[0], 16)
+            if caught >> (signal.SIGUSR1 - 1) & 1 and "python" in os.readlink(f"/proc/{victim}/exe"):
+                os.kill(victim, signal.SIGUSR1)
+    time.sleep(STACKS_S)
+    for victim in {*victims, *descendants(pid)}:
+        with contextlib.suppress(OSError):
+            os.kill(victim, signal.SIGKILL)
+
+
+def run(command: list[str], limit_s: float, env: dict[str, str] | None = None) -> int:
+    """Run a command with a time limit and return its exit status."""
+    say(" ".join(command))
+    started = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        status = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        say(f"no end after {limit_s:.0f} s: killing it, stacks follow")
+        kill(process.pid)
+        process.wait()
+        status = 124
+    except BaseException:
+        kill(process.pid)
+        raise
+    say(f"status {status} after {time.monotonic() - started:.1f} s")
+    return status
+
+
+def checks() -> Count:
+    """Run the linters. Each is configured in the repository, so it is called without options."""
+    steps = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]]
+    settings = (ROOT / "setup.cfg").read_text()
+    if "[mypy]" not in settings or not any(
+        line.startswith(("files", "packages")) for line in settings.split("\n")
+    ):
+        steps.pop()  # mypy would not know what to look at
+    total = Count()
+    for step in steps:
+        ok = run([sys.executable, "-m", *step], LIMIT_S["check"]) == 0
+        total += Count(int(ok), int(not ok))
+    return total
+
+
+def results(junit: Path) -> tuple[Count, int]:
+    """Return what a run's report counts, and how many of its tests were skipped."""
+    total, skipped = Count(), 0
+    for case in ET.parse(junit).iter("testcase"):
+        kinds = {child.tag: child.get("type", "") for child in case}
+        if "failure" in kinds or "error" in kinds:
+            total += Count(failed=1)
+        elif "skipped" in kinds and kinds["skipped"] != "pytest.xfail":
+            skipped += 1
+        else:
+            total += Count(passed=1)
+    return total, skipped
+
+
+def pytest(
+    arguments: list[str], junit: Path, limit_s: float, prefix: list[str], env: dict[str, str]
+) -> Count:
+    """Run pytest and return its counts; a run that fails without a failed test counts as one failure."""
+    command = [*prefix, sys.executable, "-m", "pytest", f"--junit-xml={junit}", *arguments]
+    status = run(command, limit_s, env)
+    if not junit.exists():
+        return Count(failed=1)
+    total, _ = results(junit)
+    if status not in (0, 5) and total.failed == 0:  # 5: no test was selected, which is no failure of a test
+        total += Count(failed=1)
+    return total
+
+
+def census(arguments: list[str], folder: Path) -> dict[str, int]:
+    """Return the parallel tests that a serial collection finds, each with the number of ranks it needs."""
+    file = folder / "census.json"
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "--with-mpi", f"--mpi-census={file}"]
+    collected = subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=LIMIT_S["check"],
+        check=False,
+    )
+    if not file.exists():
+        print(collected.stdout)
+        return {}
+    found: dict[str, int] = json.loads(file.read_text())
+    return found
+
+
+def launcher() -> tuple[list[str], dict[str, str]]:
+    """Return how to start ranks with the MPI beside this Python, and the environment for a small machine."""
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    command = [str(mpiexec) if mpiexec.exists() else "mpiexec"]
+    # More ranks than cores: threads of the libraries would only take turns.
+    env = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMBA")}
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+    if "open mpi" in version.lower() or "openrte" in version.lower() or "prte" in version.lower():
+        command += ["--oversubscribe"]
+        # A rank that spins while it waits keeps the core from the one it waits for.
+        env |= {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+        }
+    return command, env
+
+
+def parallel(arguments: list[str], ranks: list[int], folder: Path) -> Count:
+    """Run the parallel tests at each number of ranks, and check that none of them was left out."""
+    expected = census(arguments, folder)
+    total = Count()
+    if not expected:
+        say("no parallel test was found")
+        return Count(failed=1)
+    mpiexec, env = launcher()
+    for size in ranks:
+        junit = folder / f"parallel-{size}.xml"
+        # Only rank 0 writes a report: the others would write to the same file.
+        options = ["--only-mpi", "-p", "no:cacheprovider", "-r", "fE", *arguments]
+        counted = pytest(options, junit, LIMIT_S["parallel"], [*mpiexec, "-n", str(size)], env)
+        wanted = sum(least <= size for least in expected.values())
+        if counted.failed == 0 and counted.passed != wanted:
+            say(f"{counted.passed} parallel tests passed at {size} ranks, but {wanted} were to run")
+            counted += Count(failed=1)
+        total += counted
+        say(f"parallel, {size} ranks: {counted.passed} of {wanted} passed")
+    if all(size < min(expected.values()) for size in ranks):
+        say("no parallel test runs at these numbers of ranks")
+        total += Count(failed=1)
+    return total
+
+
+def main() -> int:
+    """Run what was asked for and return the exit status."""
+    parser = argparse.ArgumentParser(description="Run lint, types, the serial suite and the parallel tests.")
+    parser.add_argument("--slow", action="store_true", help="run the tests marked slow, too")
+    parser.add_argument("-k", metavar="EXPRESSION", help="only the tests that match, as for pytest")
+    parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="numbers of ranks, with commas")
+    parser.add_argument("--only", default="lint,serial,parallel", help="lint, serial, parallel, with commas")
+    parser.add_argument("paths", nargs="*", help="files and folders of tests; all when none is given")
+    arguments = parser.parse_args()
+    parts = set(arguments.only.split(","))
+    if not parts <= {"lint", "serial", "parallel"}:
+        parser.error(f"--only takes lint, serial and parallel, got {arguments.only}")
+    passed_on = ["--slow"] * arguments.slow + (["-k", arguments.k] if arguments.k else []) + arguments.paths
+
+    total = Count()
+    with tempfile.TemporaryDirectory(prefix="mpicomp-tests-") as name:
+        folder = Path(name)
+        if "lint" in parts:
+            total += checks()
+        if "serial" in parts:
+            total += pytest(passed_on, folder / "serial.xml", LIMIT_S["serial"], [], {})
+        if "parallel" in parts:
+            total += parallel(passed_on, [int(size) for size in arguments.ranks.split(",")], folder)
+    print(f"{total.passed} passed, {total.failed} failed", flush=True)
+    return 1 if total.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
