@@ -1,0 +1,1 @@
+"""An emulated cluster: hosts are network namespaces, links are shaped."""

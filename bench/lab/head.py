@@ -1,0 +1,205 @@
+"""PID 1 of a lab: makes hosts and networks, runs the launcher, changes the links, reports, ends.
+
+It runs in namespaces of its own. When it ends, for whatever reason, the kernel kills every process of the lab, and
+with the last process of a namespace go its interfaces and mounts.
+"""
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mpicomp.bench.lab import forwarder, host, launch, namespaces, network
+from mpicomp.bench.lab.settings import Link, Settings
+
+_SCRATCH = "/dev/shm/mpicomp-lab"
+_GRACE_S = 2.0
+_PRIORITY = 10
+
+
+class Head:
+    """Runs one lab in the namespaces of this process.
+
+    Parameters
+    ----------
+    settings : Settings
+        The lab.
+    mpi, launcher : str, Path
+        Whose launcher, and where it is.
+    """
+
+    def __init__(self, settings: Settings, mpi: str, launcher: Path) -> None:
+        self.settings = settings
+        self.mpi = mpi
+        self.launcher = launcher
+        self.pids: dict[int, int] = {}
+        self.changes: int | None = None
+
+    def make(self) -> None:
+        """Make hosts and networks."""
+        namespaces.mount("none", "/", None, namespaces.MS_REC | namespaces.MS_PRIVATE)
+        tight = namespaces.MS_NOSUID | namespaces.MS_NODEV | namespaces.MS_NOEXEC
+        namespaces.mount("proc", "/proc", "proc", tight)
+        # Whatever the launcher and the lab have to write down goes where it vanishes with the lab.
+        namespaces.mount(
+            "tmpfs", "/dev/shm", "tmpfs", namespaces.MS_NOSUID | namespaces.MS_NODEV, "mode=1777"
+        )
+        os.mkdir(_SCRATCH, 0o700)
+        namespaces.set_hostname("lab")
+        settings = self.settings
+        names = [network.host_name(index) for index in range(settings.hosts)]
+        hosts_file = f"{_SCRATCH}/hosts"
+        lines = [
+            "127.0.0.1 localhost",
+            *(f"{network.data_address(i)} {name}" for i, name in enumerate(names)),
+        ]
+        Path(hosts_file).write_text("\n".join(lines) + "\n")
+        sysctls = network.sysctls(settings.all_links)
+        for index, name in enumerate(names):
+            self.pids[index] = host.start(name, sysctls, hosts_file)
+        network.make_control(self.pids)
+        if settings.delayed:
+            self.changes = forwarder.start(self.pids, settings.links)
+            for index, pid in self.pids.items():
+                network.configure_eth0(index, pid, forwarder.MTU)
+        else:
+            network.make_data(self.pids, settings.links)
+
+    def write_agent(self) -> str:
+        """Write what the launcher calls in place of ssh, and return its path."""
+        table = f"{_SCRATCH}/table"
+        rows = [f"{network.control_address(i)} {network.host_name(i)} {pid}" for i, pid in self.pids.items()]
+        Path(table).write_text("\n".join(rows) + "\n")
+        agent = f"{_SCRATCH}/agent"
+        script = Path(__file__).with_name("agent.py")
+        words = shlex.join([sys.executable, "-I", "-S", str(script), table])
+        Path(agent).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        os.chmod(agent, 0o700)
+        return agent
+
+    def set_links(self, links: tuple[Link, ...]) -> None:
+        """Change all links now."""
+        if self.changes is not None:
+            os.write(self.changes, forwarder.describe(links))
+        else:
+            network.shape(self.pids, links)
+
+    def counters(self) -> list[dict[str, int]]:
+        """Return what each host's eth0 has counted."""
+        return [network.read_counters(pid) for pid in self.pids.values()]
+
+    def run(self, life: int) -> tuple[int, float]:
+        """Run the command; `life` brings signals to pass on, and its end means that the lab's caller is gone.
+
+        Returns
+        -------
+        tuple of int and float
+            Exit status, and seconds.
+        """
+        line = launch.command_line(self.mpi, self.launcher, self.write_agent(), self.settings, _SCRATCH)
+        environment = launch.environment(self.mpi, self.settings.ppn, os.environ)
+        namespaces.run_realtime(_PRIORITY)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        waker, woken = os.pipe()
+        os.set_blocking(woken, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        begin = time.monotonic()
+        pending = list(self.settings.schedule)
+        while pending and pending[0].at_s == 0:
+            self.set_links(pending.pop(0).links)
+        job = subprocess.Popen(line, env=environment, preexec_fn=_like_a_shell)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        deadline = None
+        while True:
+            status = _reap(job.pid)
+            now = time.monotonic()
+            if status is not None:
+                return status, now - begin
+            if deadline is not None and now >= deadline:
+                return 137, now - begin
+            while pending and begin + pending[0].at_s <= now:
+                self.set_links(pending.pop(0).links)
+                now = time.monotonic()
+            times = [begin + pending[0].at_s] if pending else []
+            times += [deadline] if deadline is not None else []
+            timeout = max(0.0, min(times) - now) if times else None
+            readable, _, _ = select.select([life, waker], (), (), timeout)
+            if waker in readable:
+                os.read(waker, 4096)
+            if life in readable:
+                numbers = os.read(life, 1)
+                if not numbers or deadline is not None:
+                    return 137, time.monotonic() - begin
+                deadline = time.monotonic() + _GRACE_S
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(job.pid, numbers[0])
+
+
+def _like_a_shell() -> None:
+    """Undo in a child what the lab has set for itself; a background job inherits SIGINT ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _reap(wanted: int) -> int | None:
+    """Reap every child that has ended; return the exit status of `wanted` when it is among them."""
+    found = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == wanted:
+                code = os.waitstatus_to_exitcode(status)
+                found = code if code >= 0 else 128 - code
+    return found
+
+
+def main(settings: Settings, mpi: str, launcher: Path, life: int, report: int) -> int:
+    """Run a lab as PID 1 of new namespaces.
+
+    Parameters
+    ----------
+    settings, mpi, launcher
+        As for `Head`.
+    life : int
+        Read end of a pipe from the caller: one byte a signal to pass on, closed when the caller is gone.
+    report : int
+        Write end of a pipe to the caller, for one JSON object: `error`, or `hosts` and `wall_s`.
+
+    Returns
+    -------
+    int
+        Exit status of the job; 2 with an error.
+    """
+
+    def tell(values: dict[str, object]) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(report, json.dumps(values).encode())
+
+    # The caller hears of signals and passes them on by `life`.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    head = Head(settings, mpi, launcher)
+    try:
+        head.make()
+    except OSError as error:
+        tell({"error": str(error)})
+        return 2
+    before = head.counters()
+    status, wall_s = head.run(life)
+    after = head.counters()
+    hosts = [
+        {"host": network.host_name(index), **{key: value - first[key] for key, value in last.items()}}
+        for index, (first, last) in enumerate(zip(before, after, strict=True))
+    ]
+    tell({"hosts": hosts, "wall_s": wall_s})
+    return status

@@ -1,0 +1,103 @@
+"""How MPICH and Open MPI are started on the hosts of a lab."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mpicomp.bench.lab.errors import LabError
+from mpicomp.bench.lab.network import HEAD_ADDRESS, control_address
+from mpicomp.bench.lab.settings import MPIS, Settings
+
+
+def find_launcher() -> Path:
+    """Return the mpiexec beside the running Python."""
+    launcher = Path(sys.executable).parent / "mpiexec"
+    if not os.access(launcher, os.X_OK):
+        raise LabError(
+            f"needs the MPI launcher beside Python, and there is no {launcher}; "
+            "install one with: pip install 'mpicomp[mpich]'"
+        )
+    return launcher
+
+
+def find_mpi(launcher: Path) -> str:
+    """Return whose launcher it is: mpich or openmpi."""
+    try:
+        done = subprocess.run(
+            [launcher, "--version"], capture_output=True, text=True, timeout=30, check=False, env=_as_root({})
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LabError(f"needs a working MPI launcher, and {launcher} --version failed: {error}") from None
+    return "openmpi" if "Open MPI" in done.stdout + done.stderr else "mpich"
+
+
+def check_mpi(asked: str | None, launcher: Path) -> str:
+    """Return the MPI to use: what was asked for when that is what is there."""
+    found = find_mpi(launcher)
+    if asked is not None and asked != found:
+        assert asked in MPIS
+        raise LabError(
+            f"--mpi must name the MPI beside Python, which is {found}, got {asked!r}; "
+            f"leave --mpi out, or run the Python of an environment with {asked}"
+        )
+    return found
+
+
+def _as_root(extra: Mapping[str, str]) -> dict[str, str]:
+    return {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **extra}
+
+
+def environment(mpi: str, ppn: int, caller: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the job: the caller's, with MPI held to eth0.
+
+    What chooses the interface is set in any case, for a job that goes around the shaped links would not be
+    measured at all; the rest only where the caller has said nothing.
+    """
+    result = dict(caller)
+    result["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), caller.get("PATH", os.defpath)])
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "FI_TCP_IFACE"):
+        result[name] = "eth0"
+    # Programs that know nothing of the lab find it out by these.
+    result["MPICOMP_LAB"] = "1"
+    if mpi == "mpich":
+        result["UCX_NET_DEVICES"] = "eth0"
+        # Tests if posix and sysv were left out with one rank a host: UCX then has no reason to look for them.
+        defaults = {
+            "UCX_TLS": "tcp,self" if ppn == 1 else "posix,sysv,tcp,self",
+            "UCX_WARN_UNUSED_ENV_VARS": "n",
+        }
+    else:
+        result |= {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_btl_tcp_if_include": "eth0",
+        }
+        defaults = {
+            "OMPI_MCA_pml": "ob1",
+            "OMPI_MCA_btl": "tcp,self" if ppn == 1 else "tcp,self,sm",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+        }
+    for name, value in defaults.items():
+        result.setdefault(name, value)
+    return result
+
+
+def command_line(mpi: str, launcher: Path, agent: str, settings: Settings, scratch: str) -> list[str]:
+    """Return the launcher's command line; `agent` stands in for ssh, `scratch` is a private folder."""
+    hosts = [control_address(index) for index in range(settings.hosts)]
+    ranks = str(settings.hosts * settings.ppn)
+    if mpi == "mpich":
+        line: Sequence[str] = [
+            *(str(launcher), "-localhost", HEAD_ADDRESS, "-launcher", "ssh", "-launcher-exec", agent),
+            *("-hosts", ",".join(hosts), "-ppn", str(settings.ppn), "-n", ranks),
+        ]
+    else:
+        line = [
+            *(str(launcher), "--prtemca", "plm_ssh_agent", agent, "--prtemca", "plm_ssh_no_tree_spawn", "1"),
+            *("--prtemca", "prte_if_include", "control", "--prtemca", "prte_tmpdir_base", scratch),
+            *("-H", ",".join(f"{host}:{settings.ppn}" for host in hosts), "-n", ranks),
+            *("--map-by", f"ppr:{settings.ppn}:node:OVERSUBSCRIBE", "--bind-to", "none"),
+        ]
+    return [*line, *settings.command]

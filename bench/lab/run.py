@@ -1,0 +1,153 @@
+"""Runs a command on an emulated cluster, and leaves nothing behind."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mpicomp.bench.lab import head, launch, namespaces
+from mpicomp.bench.lab.errors import LabError
+from mpicomp.bench.lab.settings import Settings
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def check_requirements(settings: Settings) -> None:
+    """Raise LabError, saying what to do, when this machine cannot run the lab."""
+    if sys.platform != "linux":
+        raise LabError(f"needs Linux, whose network namespaces are the hosts, and this is {sys.platform}")
+    if os.geteuid() != 0:
+        raise LabError("needs root to make network namespaces, and this is another user; run it with sudo")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise LabError(
+                f"needs the command {tool} (package iproute2 on Debian and Ubuntu), and it is not in PATH"
+            )
+    missing = [
+        kind for kind in ("net", "pid", "mnt", "uts", "ipc") if not os.path.exists(f"/proc/self/ns/{kind}")
+    ]
+    if missing:
+        raise LabError(f"needs a kernel with namespaces, and this one lacks {', '.join(missing)}")
+    if settings.delayed and not os.path.exists("/dev/net/tun"):
+        raise LabError("needs /dev/net/tun to add latency, and it is not there; load it with: modprobe tun")
+
+
+def run_lab(settings: Settings) -> int:
+    """Run a lab from beginning to end.
+
+    Must be called from the main thread, for the sake of signals.
+
+    Parameters
+    ----------
+    settings : Settings
+        The lab, from `mpicomp.bench.lab.settings.make_settings`.
+
+    Returns
+    -------
+    int
+        The exit status of the job; 128 and the number of the signal that ended the lab.
+
+    Raises
+    ------
+    LabError
+        When the lab cannot be made; nothing has been started then.
+    """
+    check_requirements(settings)
+    launcher = launch.find_launcher()
+    mpi = launch.check_mpi(settings.mpi, launcher)
+    if settings.counters is None:
+        return _run(settings, mpi, launcher)[0]
+    try:
+        # Opened before the job runs: a bad path must not cost an hour.
+        file = settings.counters.open("w", encoding="utf-8")
+    except OSError as error:
+        raise LabError(
+            f"--counters must be a file that can be written, got {str(settings.counters)!r}: {error.strerror}"
+        ) from None
+    with file:
+        status, report = _run(settings, mpi, launcher)
+        json.dump(report, file, indent=1)
+        file.write("\n")
+    return status
+
+
+def _run(settings: Settings, mpi: str, launcher: Path) -> tuple[int, dict[str, Any]]:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    life_reader, life_writer = os.pipe()
+    report_reader, report_writer = os.pipe()
+    caller = os.getpid()
+
+    def supervise() -> int:
+        """Stand between the caller and PID 1: a process cannot move itself into a new process namespace."""
+        namespaces.die_with_parent()
+        os.close(life_writer)
+        os.close(report_reader)
+        if os.getppid() != caller:
+            return 137
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        try:
+            namespaces.unshare(namespaces.ALL)
+        except OSError as error:
+            os.write(report_writer, json.dumps({"error": str(error)}).encode())
+            return 2
+        first = namespaces.fork(begin)
+        os.close(report_writer)
+        _, status = os.waitpid(first, 0)
+        code = os.waitstatus_to_exitcode(status)
+        return code if code >= 0 else 128 - code
+
+    def begin() -> int:
+        # Should the supervisor have died before this line, the end of `life` says so.
+        namespaces.die_with_parent()
+        return head.main(settings, mpi, launcher, life_reader, report_writer)
+
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads, which numpy has started; the child uses none.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        supervisor = namespaces.fork(supervise)
+    os.close(life_reader)
+    os.close(report_writer)
+    with _passing_on(life_writer) as received:
+        text = b""
+        while piece := os.read(report_reader, 65536):
+            text += piece
+        _, status = os.waitpid(supervisor, 0)
+    os.close(report_reader)
+    os.close(life_writer)
+    report = json.loads(text) if text else {}
+    if "error" in report:
+        raise LabError(
+            f"needs a kernel with namespaces, veth, bridge, tbf and tun, and a right to use them: {report['error']}; "
+            "in a container, run it privileged"
+        )
+    if received:
+        return 128 + received[0], report
+    code = os.waitstatus_to_exitcode(status)
+    return (code if code >= 0 else 128 - code), report
+
+
+@contextlib.contextmanager
+def _passing_on(life: int) -> Iterator[list[int]]:
+    """Pass signals on to PID 1 of the lab, and collect their numbers."""
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(life, bytes([number]))
+
+    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

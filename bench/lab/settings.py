@@ -1,0 +1,136 @@
+"""What a lab is to be: hosts, ranks, links, and how the links change with time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpicomp.bench.lab.errors import LabError
+from mpicomp.bench.lab.units import parse_bandwidth, parse_latency
+
+# Addresses are NET.1 to NET.(hosts) in one /24 each for data and control.
+MOST_HOSTS = 200
+MPIS = ("mpich", "openmpi")
+
+
+@dataclass(frozen=True)
+class Link:
+    """The cable between one host and the switch: the same rate in both directions.
+
+    Attributes
+    ----------
+    bandwidth : int
+        Bits a second, in each direction.
+    latency_ns : int
+        One-way latency. Between two hosts with different links it is the mean of the two: each cable has half.
+    """
+
+    bandwidth: int
+    latency_ns: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """From `at_s` seconds after the start of the command the links are `links`."""
+
+    at_s: float
+    links: tuple[Link, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A checked description of one lab."""
+
+    hosts: int
+    ppn: int
+    links: tuple[Link, ...]
+    command: tuple[str, ...]
+    mpi: str | None = None
+    schedule: tuple[Change, ...] = field(default=())
+    counters: Path | None = None
+
+    @property
+    def all_links(self) -> tuple[Link, ...]:
+        """Every state of every link, now and later."""
+        return self.links + tuple(link for change in self.schedule for link in change.links)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether any latency has to be added at any time, which the kernel's shapers cannot do."""
+        return any(link.latency_ns for link in self.all_links)
+
+
+def parse_links(bandwidth: str, latency: str, hosts: int) -> tuple[Link, ...]:
+    """Return one link a host from two comma lists of one value, or of one value a host.
+
+    Examples
+    --------
+    >>> parse_links("1gbit,100mbit", "0us", 2)
+    (Link(bandwidth=1000000000, latency_ns=0), Link(bandwidth=100000000, latency_ns=0))
+    """
+    bandwidths = _one_a_host("--bandwidth", [parse_bandwidth(item) for item in bandwidth.split(",")], hosts)
+    latencies = _one_a_host("--latency", [parse_latency(item) for item in latency.split(",")], hosts)
+    return tuple(Link(bits, nanoseconds) for bits, nanoseconds in zip(bandwidths, latencies, strict=True))
+
+
+def _one_a_host(option: str, values: list[int], hosts: int) -> list[int]:
+    if len(values) == 1:
+        return values * hosts
+    if len(values) != hosts:
+        raise LabError(
+            f"{option} must have one value, or one for each of the {hosts} hosts, got {len(values)} values; "
+            "change the list or --hosts"
+        )
+    return values
+
+
+def make_settings(
+    hosts: int,
+    ppn: int,
+    bandwidth: str,
+    latency: str,
+    command: Sequence[str],
+    mpi: str | None = None,
+    schedule: str | None = None,
+    counters: str | None = None,
+) -> Settings:
+    """Check what the user asked for.
+
+    Parameters
+    ----------
+    hosts, ppn : int
+        Number of hosts, and ranks on each.
+    bandwidth, latency : str
+        Comma lists, one value or one a host.
+    command : sequence of str
+        What every rank runs.
+    mpi : {"mpich", "openmpi"}, optional
+        Whose launcher is used; found out when None.
+    schedule, counters : str, optional
+        Paths of the schedule to read and of the counters to write.
+
+    Returns
+    -------
+    Settings
+        What `mpicomp.bench.lab.run.run_lab` takes.
+    """
+    from mpicomp.bench.lab.schedule import read_schedule
+
+    if not 1 <= hosts <= MOST_HOSTS:
+        raise LabError(f"--hosts must be between 1 and {MOST_HOSTS}, got {hosts}")
+    if ppn < 1:
+        raise LabError(f"--ppn must be at least 1, got {ppn}")
+    if mpi is not None and mpi not in MPIS:
+        raise LabError(f"--mpi must be mpich or openmpi, got {mpi!r}")
+    if not command or not command[0]:
+        raise LabError("a command must follow the options, got none; write -- and then the command")
+    links = parse_links(bandwidth, latency, hosts)
+    changes = read_schedule(Path(schedule), hosts) if schedule is not None else ()
+    return Settings(
+        hosts=hosts,
+        ppn=ppn,
+        links=links,
+        command=tuple(command),
+        mpi=mpi,
+        schedule=changes,
+        counters=Path(counters) if counters is not None else None,
+    )

@@ -1,0 +1,73 @@
+"""The command ``mpicomp lab``: run a command on an emulated cluster."""
+
+import argparse
+import sys
+
+HELP = "run a command on an emulated cluster of network namespaces (needs root)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command line."""
+    actions = parser.add_subparsers(dest="action", metavar="run", required=True)
+    run_parser = actions.add_parser(
+        "run",
+        help="run COMMAND as ranks of an MPI job on emulated hosts",
+        description="Run COMMAND as K ranks on each of N emulated hosts: shared memory inside a host, "
+        "shaped TCP between hosts. Needs root, ip and tc; leaves nothing behind.",
+        epilog="",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run_parser.add_argument("--hosts", type=int, required=True, metavar="N", help="number of hosts")
+    run_parser.add_argument(
+        "--ppn", type=int, default=1, metavar="K", help="ranks on each host (%(default)s)"
+    )
+    run_parser.add_argument(
+        "--bandwidth",
+        default="1gbit",
+        metavar="RATE[,..]",
+        help="of each host's link in each direction, in bit, kbit, mbit or gbit; one, or one a host (%(default)s)",
+    )
+    run_parser.add_argument(
+        "--latency",
+        default="0us",
+        metavar="TIME[,..]",
+        help="one way between two hosts, in ns, us, ms or s; one, or one a host (%(default)s)",
+    )
+    run_parser.add_argument("--mpi", metavar="mpich|openmpi", help="whose launcher (found out)")
+    run_parser.add_argument(
+        "--schedule",
+        metavar="FILE",
+        help="change all links while the job runs: lines of 'seconds bandwidth latency'",
+    )
+    run_parser.add_argument(
+        "--counters", metavar="FILE", help="write the bytes and packets of each host's eth0 as JSON"
+    )
+    run_parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each rank runs"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the lab and return the exit status of the job, or 2 when there was none."""
+    from mpicomp.bench.lab.errors import LabError
+    from mpicomp.bench.lab.run import run_lab
+    from mpicomp.bench.lab.settings import make_settings
+
+    command = arguments.command
+    if command and command[0] == "--":
+        command = command[1:]
+    try:
+        settings = make_settings(
+            arguments.hosts,
+            arguments.ppn,
+            arguments.bandwidth,
+            arguments.latency,
+            command,
+            mpi=arguments.mpi,
+            schedule=arguments.schedule,
+            counters=arguments.counters,
+        )
+        return run_lab(settings)
+    except LabError as error:
+        print(f"lab: {error}", file=sys.stderr)
+        return 2
