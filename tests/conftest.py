@@ -45,7 +45,7 @@ def _world(config):
     return MPI.COMM_WORLD
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before the plugin that opens the report file
 def pytest_configure(config):
     world = _world(config)
     if world is None:
@@ -53,8 +53,15 @@ def pytest_configure(config):
     # tests/run.py asks for the stacks before it kills a run that takes too long.
     faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)
     if world.rank != 0:
+        config.option.xmlpath = None  # the ranks would all write the same file
+
+
+@pytest.hookimpl(tryfirst=True)  # before the header is printed
+def pytest_sessionstart(session):
+    world = _world(session.config)
+    if world is not None and world.rank != 0:
         # One rank reports on the run. What fails elsewhere is printed by _give_up.
-        reporter = config.pluginmanager.getplugin("terminalreporter")
+        reporter = session.config.pluginmanager.getplugin("terminalreporter")
         reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115 (it lives as long as the run)
 
 

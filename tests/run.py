@@ -183,8 +183,7 @@ def parallel(arguments: list[str], ranks: list[int], folder: Path) -> Count:
     mpiexec, env = launcher()
     for size in ranks:
         junit = folder / f"parallel-{size}.xml"
-        # Only rank 0 writes a report: the others would write to the same file.
-        options = ["--only-mpi", "-p", "no:cacheprovider", "-r", "fE", *arguments]
+        options = ["--only-mpi", "-m", "mpi", "-p", "no:cacheprovider", "-r", "fE", *arguments]
         counted = pytest(options, junit, LIMIT_S["parallel"], [*mpiexec, "-n", str(size)], env)
         wanted = sum(least <= size for least in expected.values())
         if counted.failed == 0 and counted.passed != wanted:
@@ -218,7 +217,7 @@ def main() -> int:
         if "lint" in parts:
             total += checks()
         if "serial" in parts:
-            total += pytest(passed_on, folder / "serial.xml", LIMIT_S["serial"], [], {})
+            total += pytest(["-m", "not mpi", *passed_on], folder / "serial.xml", LIMIT_S["serial"], [], {})
         if "parallel" in parts:
             total += parallel(passed_on, [int(size) for size in arguments.ranks.split(",")], folder)
     print(f"{total.passed} passed, {total.failed} failed", flush=True)
