@@ -146,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv, launch.rank if launch else 0)
         status = arguments if isinstance(arguments, int) else _run(arguments, launch)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None where the caller has closed it
+            sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read our output has left, as `head` does. Python would flush once more at exit and complain.
         with contextlib.suppress(OSError, ValueError):

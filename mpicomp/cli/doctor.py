@@ -1,0 +1,27 @@
+"""``mpicomp doctor``: what an MPI job finds here, and what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+HELP = "show which MPI, launcher, hosts and GPUs a job gets, and what is wrong with them"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report once, and return 1 if there is a problem."""
+    from mpicomp import abort, doctor, launcher
+
+    launch = launcher.detect()
+    report = doctor.examine()
+    mpi = abort.running()
+    # Processes that do not find each other are all rank 0; then the launcher's rank decides who prints.
+    rank = mpi.COMM_WORLD.Get_rank() if mpi is not None and mpi.COMM_WORLD.Get_size() > 1 else 0
+    if rank == 0 and (report["ranks"] > 1 or launch is None or launch.rank == 0):
+        print(json.dumps(report, indent=2) if arguments.json else doctor.render(report))
+    return 1 if report["problems"] else 0
