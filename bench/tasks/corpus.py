@@ -13,9 +13,7 @@ LIMIT_BYTES = 16_000_000
 
 # Skipped wherever they stand: what distributions leave out or Python removed (so that corpora differ little
 # between installations), tests, and tables of numbers.
-_SKIPPED = frozenset(
-    {"distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo", "venv"}
-)
+_SKIPPED = frozenset({"distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo", "venv"})
 _SKIPPED |= {"__pycache__", "dist-packages", "encodings", "site-packages", "test", "tests"}
 
 _SPLIT_SEED = 20
@@ -33,9 +31,7 @@ def standard_library() -> list[str]:
         if path.endswith(".py") and not os.path.basename(path).startswith("_sysconfigdata")
     ]
     if sum(map(len, documents)) < 1_000_000:
-        raise ValueError(
-            "text-lstm: the standard library of this Python has no sources; expected a text file as data"
-        )
+        raise ValueError("text-lstm: the standard library of this Python has no sources; expected a text file as data")
     return documents
 
 
@@ -54,9 +50,7 @@ def from_path(path: str) -> list[str]:
         When the text is cut to `LIMIT_BYTES`.
     """
     if not os.path.exists(path):
-        raise ValueError(
-            f"text-lstm: data: {path!r} does not exist; expected a text file or a folder of text files"
-        )
+        raise ValueError(f"text-lstm: data: {path!r} does not exist; expected a text file or a folder of text files")
     folder = os.path.isdir(path)
     documents = []
     left = LIMIT_BYTES
@@ -71,17 +65,11 @@ def from_path(path: str) -> list[str]:
             if left < 0:
                 break
     except OSError as error:
-        raise ValueError(
-            f"text-lstm: data: cannot read {error.filename or path!r}: {error.strerror}"
-        ) from error
+        raise ValueError(f"text-lstm: data: cannot read {error.filename or path!r}: {error.strerror}") from error
     if left < 0:
-        warnings.warn(
-            f"text-lstm: data: {path!r} is cut to its first {LIMIT_BYTES // 1_000_000} MB", stacklevel=2
-        )
+        warnings.warn(f"text-lstm: data: {path!r} is cut to its first {LIMIT_BYTES // 1_000_000} MB", stacklevel=2)
     if not any(document.strip() for document in documents):
-        raise ValueError(
-            f"text-lstm: data: no text in {path!r}; expected a text file or a folder of text files"
-        )
+        raise ValueError(f"text-lstm: data: no text in {path!r}; expected a text file or a folder of text files")
     # Too few files to hold some of them out: cut them up.
     if len(documents) < 1 / _HELD_OUT:
         documents = [block for text in documents for block in _blocks(text)]

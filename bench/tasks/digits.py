@@ -140,9 +140,7 @@ def _bundled() -> tuple[np.ndarray, np.ndarray]:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
-        raise ImportError(
-            "digits: the images come with scikit-learn: pip install 'mpicomp[bench]'"
-        ) from error
+        raise ImportError("digits: the images come with scikit-learn: pip install 'mpicomp[bench]'") from error
     bunch = load_digits()
     return bunch.images, bunch.target
 
@@ -153,7 +151,9 @@ def _load(path: str) -> tuple[np.ndarray, np.ndarray]:
     if not os.path.exists(path):
         raise ValueError(f"digits: data: {path!r} does not exist; {expected}")
     try:
-        with np.load(path) as archive:  # pickles stay refused
+        # Opened here, since NumPy leaves a broken archive open. Pickles stay refused.
+        with open(path, "rb") as file:
+            archive = np.load(file)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("one array without a name")
             missing = [key for key in ("x", "y") if key not in archive]
@@ -171,15 +171,11 @@ def _load(path: str) -> tuple[np.ndarray, np.ndarray]:
     if x.dtype.kind not in "biuf":
         raise ValueError(f"digits: data: x must be numbers, got dtype {x.dtype}")
     if x.ndim not in (2, 3, 4) or 0 in x.shape[1:]:
-        raise ValueError(
-            f"digits: data: x must have shape (n, h, w), (n, c, h, w) or (n, features), got {x.shape}"
-        )
+        raise ValueError(f"digits: data: x must have shape (n, h, w), (n, c, h, w) or (n, features), got {x.shape}")
     if y.ndim != 1 or y.dtype.kind not in "iu":
         raise ValueError(f"digits: data: y must be n integer labels, got dtype {y.dtype} of shape {y.shape}")
     if len(x) != len(y):
-        raise ValueError(
-            f"digits: data: x and y must be equally long, got {len(x)} samples and {len(y)} labels"
-        )
+        raise ValueError(f"digits: data: x and y must be equally long, got {len(x)} samples and {len(y)} labels")
     if not np.isfinite(x).all():
         raise ValueError("digits: data: x must be finite, it holds NaN or infinity")
     return x, y

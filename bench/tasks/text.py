@@ -66,9 +66,7 @@ class TextLSTM:
 
     def __init__(self, seed: int = 0, data: str | os.PathLike[str] | None = None) -> None:
         self.seed = seed
-        train, test, self.tokens = (
-            _bundled() if data is None else _tokens(corpus.from_path(os.fsdecode(data)))
-        )
+        train, test, self.tokens = _bundled() if data is None else _tokens(corpus.from_path(os.fsdecode(data)))
         self._train = self._samples(train)
         self._test = self._samples(test)
         if len(self._train) < self.batch_size or not len(self._test):

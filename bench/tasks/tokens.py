@@ -54,8 +54,7 @@ class Vocabulary:
         pieces, numbers = _pieces(documents)
         # Spelling is decided once for each distinct piece; the text itself is only looked up, by NumPy.
         spelled = [
-            [self._token[piece]] if piece in self._token else list(piece.encode("utf-8", "replace"))
-            for piece in pieces
+            [self._token[piece]] if piece in self._token else list(piece.encode("utf-8", "replace")) for piece in pieces
         ]
         lengths = np.array([len(tokens) for tokens in spelled], np.int64)
         starts = np.cumsum(lengths) - lengths

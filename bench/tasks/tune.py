@@ -35,9 +35,7 @@ def _settings() -> dict[str, Factory]:
     return settings
 
 
-def train(
-    task: Task, factory: Factory | None, ranks: int, steps: int, ratio: float = 1.0
-) -> tuple[float, float]:
+def train(task: Task, factory: Factory | None, ranks: int, steps: int, ratio: float = 1.0) -> tuple[float, float]:
     """Train a task with simulated ranks.
 
     Parameters
@@ -104,9 +102,7 @@ def _largest(magnitudes: np.ndarray, keep: int) -> np.ndarray:
 
 def main(argv: list[str] | None = None) -> None:
     """Print one row for each setting, seed and ratio."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mpicomp.bench.tasks.tune", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m mpicomp.bench.tasks.tune", description=__doc__.split("\n")[0])
     parser.add_argument("--task", choices=list_tasks(), default="text-lstm")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, help="default: the task's")
@@ -127,9 +123,7 @@ def main(argv: list[str] | None = None) -> None:
             steps = arguments.steps or task.steps
             quality, median_s = train(task, settings[name], arguments.ranks, steps, arguments.ratio)
             row = {"task": task.name, "setting": name, "seed": seed, "ratio": arguments.ratio, "steps": steps}
-            print(
-                json.dumps({**row, "quality": round(quality, 4), "median_s": round(median_s, 4)}), flush=True
-            )
+            print(json.dumps({**row, "quality": round(quality, 4), "median_s": round(median_s, 4)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,47 @@
+import subprocess
+import sys
+
+import pytest
+from mpicomp.bench.tasks import Task, get_task, list_tasks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_names():
+    assert list_tasks() == ["digits", "text-lstm"]
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("digit", "digits"), ("lstm", "text-lstm")])
+def test_unknown_name_is_answered_with_the_nearest(name, nearest):
+    with pytest.raises(ValueError, match=f"^train: unknown task '{name}'; did you mean '{nearest}'") as error:
+        get_task(name)
+    assert str(error.value).endswith("Known: digits, text-lstm")
+
+
+def test_negative_seed():
+    with pytest.raises(ValueError, match="train: seed must be 0 or larger, got -1"):
+        get_task("digits", seed=-1)
+
+
+def test_tasks_keep_the_protocol():
+    task = get_task("digits")
+    assert isinstance(task, Task)
+    assert task.better in ("higher", "lower")
+
+
+@pytest.mark.parametrize("module", ["mpicomp.bench", "mpicomp.bench.tasks"])
+def test_import_is_light(module):
+    heavy = "{'torch', 'sklearn', 'mpi4py.MPI', 'cupy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", f"import sys, {module}; assert not {heavy}, {heavy}"], check=True)
+
+
+@pytest.mark.parametrize(("absent", "name", "extra"), [("torch", "text-lstm", "torch"), ("sklearn", "digits", "bench")])
+def test_missing_package_names_its_extra(absent, name, extra):
+    code = (
+        f"import sys; sys.modules[{absent!r}] = None\n"
+        "from mpicomp.bench.tasks import get_task\n"
+        f"try: get_task({name!r})\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert f"pip install 'mpicomp[{extra}]'" in done.stdout

@@ -1,0 +1,107 @@
+import numpy as np
+import pytest
+import torch
+from mpicomp.bench.tasks import get_task
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def task():
+    return get_task("text-lstm", seed=1)
+
+
+def test_describes_itself(task):
+    assert (task.name, task.quality_name, task.better) == ("text-lstm", "held-out loss", "lower")
+
+
+def test_same_seed_same_bits(task):
+    again, other = get_task("text-lstm", seed=1), get_task("text-lstm", seed=2)
+    model, same, different = task.model().state_dict(), again.model().state_dict(), other.model().state_dict()
+    assert all(torch.equal(model[name], same[name]) for name in model)
+    assert not any(torch.equal(model[name], different[name]) for name in model)
+    assert torch.equal(task.batch(5, 1, 4), again.batch(5, 1, 4))
+    assert not torch.equal(task.batch(5, 1, 4), other.batch(5, 1, 4))
+
+
+def test_the_callers_random_state_is_left_alone(task):
+    state = torch.get_rng_state()
+    task.model()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_size_of_model_and_batch(task):
+    assert 5e6 <= sum(parameter.numel() for parameter in task.model().parameters()) <= 10e6
+    assert task.batch(0, 0, 1).shape == (8, 21)
+    assert task.batch(0, 0, 1).dtype == torch.int64
+
+
+def test_ranks_see_text_of_their_own(task):
+    seen = [task._sampler.indices(step, rank, 4) for step in range(task.steps) for rank in range(4)]
+    assert len(np.unique(np.concatenate(seen))) == task.steps * 4 * task.batch_size
+
+
+def test_samples_share_no_target(task):
+    # The last target of a sample is the first input of the next one, and only there.
+    assert (task._train[0][-1], task._train[1][-1]) == (task._train[1][0], task._train[2][0])
+
+
+def test_loss_falls(task):
+    model = task.model()
+    optimizer = task.optimizer(model)
+    losses = []
+    for step in range(12):
+        optimizer.zero_grad()
+        loss = task.loss(model, task.batch(step, 0, 1))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(np.log(task.tokens), rel=0.05)
+    assert np.mean(losses[-3:]) < losses[0] - 1
+
+
+def test_evaluate_is_repeatable_and_leaves_no_trace(task):
+    model = task.model()
+    before = task.evaluate(model)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert task.evaluate(model) == before == pytest.approx(np.log(task.tokens), rel=0.05)
+    model.eval()
+    task.evaluate(model)
+    assert not model.training
+
+
+def test_every_held_out_file_is_evaluated(task):
+    # The part that is evaluated spans the held-out text from end to end.
+    assert len(task._test) == 1024
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_users_text(tmp_path, folder):
+    lines = [f"line {number} of the text\n" for number in range(4000)]
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text("".join(lines[number::40]))
+    (tmp_path / "all").write_text("".join(lines))
+    task = get_task("text-lstm", data=tmp_path if folder else tmp_path / "all")
+    assert task.tokens < 400
+    model = task.model()
+    assert task.loss(model, task.batch(0, 0, 1)).item() > 0
+    assert task.evaluate(model) > 0
+
+
+def test_missing_path(tmp_path):
+    with pytest.raises(ValueError, match=r"text-lstm: data: '.*nowhere' does not exist; expected a text file"):
+        get_task("text-lstm", data=tmp_path / "nowhere")
+
+
+def test_too_short(tmp_path):
+    (tmp_path / "a.txt").write_text("too short\n")
+    with pytest.raises(ValueError, match=r"text-lstm: too short a text: .* at least 161 and 21 are needed"):
+        get_task("text-lstm", data=tmp_path)
+
+
+def test_too_short_for_the_ranks(tmp_path):
+    (tmp_path / "a.txt").write_text("a few lines\n" * 4000)
+    task = get_task("text-lstm", data=tmp_path)
+    with pytest.raises(ValueError, match=r"are too few for 1000 ranks with batches of 8: at most .* ranks"):
+        task.batch(0, 0, 1000)
