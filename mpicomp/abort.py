@@ -2,6 +2,9 @@
 
 An MPI job in which one rank stops with an error hangs: the others sit in a collective that will never be
 complete, and often the traceback is not even shown. `install` sets hooks that print it and end the job.
+It is called when MPI is first used. ``sys.exit`` alone is replaced as soon as this module is imported, in
+processes that a launcher started as one of several: in ``sys.exit(main())`` Python looks the function up
+before it calls ``main``. Until `install` was called, the replacement does what the original does.
 
 What is covered on a job of several ranks:
 
@@ -9,8 +12,8 @@ What is covered on a job of several ranks:
 - ``sys.exit(status)``, ``exit(status)`` and ``quit(status)`` with a status other than 0 on some of the ranks.
   Ranks that all leave with such a status within a second end in the ordinary way.
 
-What is not: ``raise SystemExit(3)`` written out, and ``from sys import exit`` done before `install` (nothing
-in Python can see their status in time; start such a program with ``python -m mpi4py``), and
+What is not: ``raise SystemExit(3)`` written out, and a ``sys.exit`` that was looked up before this module was
+imported (nothing in Python can see their status in time; start such a program with ``python -m mpi4py``), and
 an ``excepthook`` that someone sets later and that does not call the one before it. A rank that is killed or
 calls ``os._exit`` is noticed by the launcher, not by this module.
 
@@ -29,6 +32,8 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
+
+from mpicomp import launcher
 
 GRACE_S = 1.0  # how long a rank that leaves with an error waits for the others to do the same
 LIMIT_S = 10.0  # after this long, a rank that tries to end the job is ended the hard way
@@ -63,7 +68,7 @@ def install() -> bool:
         Whether the hooks are set.
     """
     global _installed_in
-    if os.environ.get("MPICOMP_ABORT") == "0":
+    if not _wanted():
         return False
     if _installed_in == os.getpid():
         return True
@@ -75,9 +80,7 @@ def install() -> bool:
     _installed_in = os.getpid()
     _hook_main(sys.excepthook)
     _hook_threads(threading.excepthook)
-    sys.exit = _exit
-    # exit() and quit() raise the SystemExit they find in their own module. Nobody catches anything there.
-    _sitebuiltins.SystemExit = _Exit  # type: ignore[attr-defined]
+    _replace_exit()
     return True
 
 
@@ -142,6 +145,10 @@ def meet(note: bytes = b"", limit_s: float = GRACE_S) -> dict[int, bytes]:
     return notes
 
 
+def _wanted() -> bool:
+    return os.environ.get("MPICOMP_ABORT") != "0"
+
+
 def _here() -> bool:
     """Whether this is the process that installed the hooks, with MPI up. A forked child must not call MPI."""
     return _installed_in == os.getpid() and running() is not None
@@ -194,7 +201,7 @@ class _Exit(SystemExit):
     @property
     def code(self) -> Any:
         code = _STATUS.__get__(self)
-        if sys._getframe().f_back is None and threading.current_thread() is threading.main_thread():
+        if sys._getframe().f_back is None:
             _leave(code)
         return code
 
@@ -211,8 +218,10 @@ _Exit.__name__ = _Exit.__qualname__ = "SystemExit"
 
 def _exit(status: Any = None, /) -> NoReturn:
     """Exit the interpreter by raising SystemExit(status), as the function of this name in sys does."""
+    # Only the main thread ends the program. In the others, threading looks for this very class, not for ours.
+    kind = _Exit if threading.current_thread() is threading.main_thread() else SystemExit
     # Like the original: a tuple is the arguments, not the status.
-    raise _Exit(*status) if isinstance(status, tuple) else _Exit(status)
+    raise kind(*status) if isinstance(status, tuple) else kind(status)
 
 
 def _leave(code: Any) -> None:
@@ -239,3 +248,14 @@ def _leave(code: Any) -> None:
             timer = threading.Timer(GRACE_S, end_job, [status])
             timer.daemon = True
             timer.start()
+
+
+def _replace_exit() -> None:
+    sys.exit = _exit
+    # exit() and quit() raise the SystemExit they find in their own module. Nobody catches anything there.
+    _sitebuiltins.SystemExit = _Exit  # type: ignore[attr-defined]
+
+
+_launch = launcher.detect()
+if _launch is not None and _launch.size > 1 and _wanted():
+    _replace_exit()

@@ -11,10 +11,13 @@ import faulthandler
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import run
 from _pytest.skipping import evaluate_skip_marks
 
 # How long a failing rank waits before it ends the job: its peers mostly fail at the same place, and their
@@ -143,3 +146,48 @@ def comm(request):
     yield duplicate
     duplicate.Barrier()
     duplicate.Free()
+
+
+# What launchers leave in the environment of what they start. A job that a test starts is no part of the job
+# that the test may run in.
+_LAUNCHERS = ("PMI", "PMIX_", "OMPI_COMM_", "OMPI_FILE_", "MPI_LOCAL", "HYD", "PRTE_", "SLURM_")
+
+
+@pytest.fixture(scope="session")
+def clean_environ():
+    """Return this process's environment without a launcher's variables."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+
+
+@pytest.fixture(scope="session")
+def mpiexec(clean_environ):
+    """Start a real job: ``mpiexec(ranks, arguments of Python ..., timeout=20, env={})``, for serial tests.
+
+    It returns a CompletedProcess with stdout and stderr as text, and fails the test when the job takes
+    longer. The job is given no chance to outlive the test.
+    """
+    if not Path(sys.executable).with_name("mpiexec").exists():
+        pytest.skip("there is no mpiexec beside this Python")
+    command, settings = run.launcher()
+
+    def start(ranks, *arguments, timeout=20, env=None):
+        process = subprocess.Popen(
+            [*command, "-n", str(ranks), sys.executable, *map(str, arguments)],
+            env={**clean_environ, **settings, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException as reason:
+            run.kill(process.pid, stacks_s=0)
+            out, err = process.communicate()
+            if isinstance(reason, subprocess.TimeoutExpired):
+                pytest.fail(f"no end after {timeout} s\n{out}\n{err}")
+            raise
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    return start

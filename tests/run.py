@@ -57,7 +57,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def kill(pid: int) -> None:
+def kill(pid: int, stacks_s: float = STACKS_S) -> None:
     """Kill a process and all that stem from it; those that can dump their stacks do it first."""
     victims = [pid, *descendants(pid)]
     for victim in victims:
@@ -66,7 +66,7 @@ def kill(pid: int) -> None:
             caught = int(Path(f"/proc/{victim}/status").read_text().partition("SigCgt:")[2].split()[0], 16)
             if caught >> (signal.SIGUSR1 - 1) & 1 and "python" in os.readlink(f"/proc/{victim}/exe"):
                 os.kill(victim, signal.SIGUSR1)
-    time.sleep(STACKS_S)
+    time.sleep(stacks_s)
     for victim in {*victims, *descendants(pid)}:
         with contextlib.suppress(OSError):
             os.kill(victim, signal.SIGKILL)
@@ -97,9 +97,7 @@ def checks() -> Count:
     """Run the linters. Each is configured in the repository, so it is called without options."""
     steps = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]]
     settings = (ROOT / "setup.cfg").read_text()
-    if "[mypy]" not in settings or not any(
-        line.startswith(("files", "packages")) for line in settings.split("\n")
-    ):
+    if "[mypy]" not in settings or not any(line.startswith(("files", "packages")) for line in settings.split("\n")):
         steps.pop()  # mypy would not know what to look at
     total = Count()
     for step in steps:
@@ -122,9 +120,7 @@ def results(junit: Path) -> tuple[Count, int]:
     return total, skipped
 
 
-def pytest(
-    arguments: list[str], junit: Path, limit_s: float, prefix: list[str], env: dict[str, str]
-) -> Count:
+def pytest(arguments: list[str], junit: Path, limit_s: float, prefix: list[str], env: dict[str, str]) -> Count:
     """Run pytest and return its counts; a run that fails without a failed test counts as one failure."""
     command = [*prefix, sys.executable, "-m", "pytest", f"--junit-xml={junit}", *arguments]
     status = run(command, limit_s, env)
