@@ -1,3 +1,79 @@
-"""Compressed gradient exchange for data-parallel training, native to MPI."""
+"""Compressed gradient exchange for data-parallel training, native to MPI.
 
-from mpicomp._version import __version__ as __version__
+Public names live here and in `mpicomp.torch`; they are loaded when they are first used, so that
+``import mpicomp`` starts neither MPI nor a compiler and loads no torch and no CuPy.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from mpicomp._version import __version__
+
+if TYPE_CHECKING:
+    from mpicomp import torch
+    from mpicomp.collectives import list_collectives
+    from mpicomp.compressors import (
+        Compressor,
+        Dense,
+        Selection,
+        Sparsifier,
+        TopK,
+        get_compressor,
+        list_compressors,
+        register_compressor,
+    )
+    from mpicomp.errors import MpicompError
+    from mpicomp.policies import list_policies
+    from mpicomp.reducer import BucketRecord, Reducer, StepRecord, allreduce
+
+_HOMES = {
+    "BucketRecord": "mpicomp.reducer",
+    "Compressor": "mpicomp.compressors",
+    "Dense": "mpicomp.compressors",
+    "MpicompError": "mpicomp.errors",
+    "Reducer": "mpicomp.reducer",
+    "Selection": "mpicomp.compressors",
+    "Sparsifier": "mpicomp.compressors",
+    "StepRecord": "mpicomp.reducer",
+    "TopK": "mpicomp.compressors",
+    "allreduce": "mpicomp.reducer",
+    "get_compressor": "mpicomp.compressors",
+    "list_collectives": "mpicomp.collectives",
+    "list_compressors": "mpicomp.compressors",
+    "list_policies": "mpicomp.policies",
+    "register_compressor": "mpicomp.compressors",
+}
+
+__all__ = [
+    "BucketRecord",
+    "Compressor",
+    "Dense",
+    "MpicompError",
+    "Reducer",
+    "Selection",
+    "Sparsifier",
+    "StepRecord",
+    "TopK",
+    "__version__",
+    "allreduce",
+    "get_compressor",
+    "list_collectives",
+    "list_compressors",
+    "list_policies",
+    "register_compressor",
+    "torch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "torch":
+        return importlib.import_module("mpicomp.torch")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mpicomp' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

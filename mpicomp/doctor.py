@@ -120,9 +120,7 @@ def _ompi_info(path: str) -> bool | None:
     return None if found is None else found[1] == "true"
 
 
-def cuda_aware(
-    vendor: str | None, path: str | None, environ: Mapping[str, str] | None = None
-) -> tuple[bool, str]:
+def cuda_aware(vendor: str | None, path: str | None, environ: Mapping[str, str] | None = None) -> tuple[bool, str]:
     """Say whether the MPI library may be given pointers to GPU memory, and how that is known.
 
     A wrong yes ends in a segmentation fault and a wrong no in a copy through the host, so no is what holds
@@ -183,9 +181,7 @@ def gpus(environ: Mapping[str, str] | None = None, listing: str | None = None) -
         return [f"{index}: {name}" for index, name, _ in found]
     visible = []
     for word in mask.split(","):
-        chosen = [
-            gpu for gpu in found if word.strip() and (gpu[0] == word.strip() or gpu[2].startswith(word))
-        ]
+        chosen = [gpu for gpu in found if word.strip() and (gpu[0] == word.strip() or gpu[2].startswith(word))]
         if not chosen:
             break  # CUDA ignores what comes after the first device that is not there
         visible.append(f"{chosen[0][0]}: {chosen[0][1]}")
@@ -378,8 +374,7 @@ def examine() -> dict[str, Any]:
         if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
             notes.append(
                 Problem(
-                    f"the thread level is {report['mpi']['thread_level']}: "
-                    "exchange cannot overlap with computation",
+                    f"the thread level is {report['mpi']['thread_level']}: exchange cannot overlap with computation",
                     "leave mpi4py.rc.thread_level alone, and use an MPI library built with threads",
                 )
             )

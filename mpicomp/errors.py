@@ -59,5 +59,9 @@ class MessageError(MpicompError, ValueError):
     """A message that is torn, of another version, or points outside the array."""
 
 
+class LaunchError(MpicompError, RuntimeError):
+    """The job was started in a way that cannot work."""
+
+
 class ClosedError(MpicompError, RuntimeError):
     """Something was used after ``close()``."""

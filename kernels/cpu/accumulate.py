@@ -1,10 +1,9 @@
 """Error feedback: gradient plus residual, in the sweep that also finds what a selection needs."""
 
 import numpy as np
-from numpy.typing import NDArray
-
 from mpicomp.kernels.cpu.bits import as_bits, infinity_of, mask_of
 from mpicomp.kernels.cpu.compile import kernel
+from numpy.typing import NDArray
 
 _BLOCK = 1024  # elements that are swept again while they are in the first-level cache
 _GROUP = 16  # elements that are looked at one by one when their largest is a candidate

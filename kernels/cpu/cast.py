@@ -5,14 +5,18 @@ rest later; infinity and NaN stay what they are.
 """
 
 import numpy as np
-from numpy.typing import NDArray
-
 from mpicomp.kernels.cpu.compile import kernel
+from numpy.typing import NDArray
 
 FORMATS = ("fp16", "bf16")
 
 
-def narrow(array: NDArray[np.floating], wire: str, out: NDArray[np.uint16], sent: NDArray[np.floating]) -> float:
+def narrow(
+    array: NDArray[np.floating],
+    wire: str,
+    out: NDArray[np.uint16],
+    sent: NDArray[np.floating] | None = None,
+) -> float:
     """Round to 16 bits.
 
     Parameters
@@ -23,8 +27,8 @@ def narrow(array: NDArray[np.floating], wire: str, out: NDArray[np.uint16], sent
         IEEE half precision or bfloat16.
     out : array of uint16, shape (n,)
         The 16-bit numbers as integers.
-    sent : array, shape (n,)
-        What the receiver will see, in the dtype of ``array``.
+    sent : array, shape (n,), optional
+        Receives what the receiver will see, in the dtype of ``array``.
 
     Returns
     -------
@@ -122,8 +126,10 @@ def _narrow_bf16(array, out, sent):  # type: ignore[no-untyped-def]
     lost = 0.0
     for i in range(array.size):
         out[i] = _bf16_of(_to_float32(array[i]))
-        sent[i] = _float32_of_bf16(out[i])
-        error = np.float64(array[i]) - np.float64(sent[i])
+        wide = _float32_of_bf16(out[i])
+        if sent is not None:
+            sent[i] = wide
+        error = np.float64(array[i]) - np.float64(wide)
         lost += error * error
     return lost
 
@@ -133,8 +139,10 @@ def _narrow_fp16(array, out, sent):  # type: ignore[no-untyped-def]
     lost = 0.0
     for i in range(array.size):
         out[i] = _fp16_of(_to_float32(array[i]))
-        sent[i] = _float32_of_fp16(out[i])
-        error = np.float64(array[i]) - np.float64(sent[i])
+        wide = _float32_of_fp16(out[i])
+        if sent is not None:
+            sent[i] = wide
+        error = np.float64(array[i]) - np.float64(wide)
         lost += error * error
     return lost
 

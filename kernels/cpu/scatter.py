@@ -1,9 +1,8 @@
 """From arrays to selections and back: gather, scatter-add and what error feedback takes away."""
 
 import numpy as np
-from numpy.typing import NDArray
-
 from mpicomp.kernels.cpu.compile import kernel
+from numpy.typing import NDArray
 
 
 def gather(array: NDArray[np.floating], indices: NDArray[np.uint32], out: NDArray[np.floating]) -> bool:

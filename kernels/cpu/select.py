@@ -1,10 +1,9 @@
 """Exact selection of the largest magnitudes; equal ones go to the lowest index."""
 
 import numpy as np
-from numpy.typing import NDArray
-
 from mpicomp.kernels.cpu.bits import as_bits, mask_of
 from mpicomp.kernels.cpu.compile import kernel
+from numpy.typing import NDArray
 
 _DIGIT = 11  # bits a radix pass looks at: 2048 counters stay in the first-level cache
 
@@ -52,7 +51,14 @@ def select_largest(
     indices, values : arrays, shape (k,)
         Where the selection goes.
     """
-    _select_largest(array, as_bits(array), mask_of(array.dtype), mask_of(array.dtype).dtype.type(threshold), indices, values)
+    _select_largest(
+        array,
+        as_bits(array),
+        mask_of(array.dtype),
+        mask_of(array.dtype).dtype.type(threshold),
+        indices,
+        values,
+    )
 
 
 def select_candidates(

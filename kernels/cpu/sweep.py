@@ -1,10 +1,9 @@
 """Whole-array sweeps that belong to no family."""
 
 import numpy as np
-from numpy.typing import NDArray
-
 from mpicomp.kernels.cpu.bits import as_bits, mask_of
 from mpicomp.kernels.cpu.compile import kernel
+from numpy.typing import NDArray
 
 
 def scale(array: NDArray[np.floating], factor: float) -> int:

@@ -3,7 +3,12 @@
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor, Selection, Sparsifier
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.registry import compressor_class, get_compressor, list_compressors, register_compressor
+from mpicomp.compressors.registry import (
+    compressor_class,
+    get_compressor,
+    list_compressors,
+    register_compressor,
+)
 from mpicomp.compressors.topk import TopK
 
 __all__ = [

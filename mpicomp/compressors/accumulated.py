@@ -77,9 +77,7 @@ class Accumulated:
                 self._add(energy, top)
         return out
 
-    def candidates(
-        self, bound: int, index: NDArray[np.uint32], bits: NDArray[np.unsignedinteger]
-    ) -> int:
+    def candidates(self, bound: int, index: NDArray[np.uint32], bits: NDArray[np.unsignedinteger]) -> int:
         """Make the sum and list its elements of at least a magnitude, in one sweep.
 
         Parameters

@@ -106,9 +106,7 @@ def read_message(message: NDArray[np.uint8], dtype: np.dtype) -> Sparse:
     return Sparse(Selection(indices, values), int(header["flags"]), float(header["energy"]), float(header["kept"]))
 
 
-def _fields(
-    message: NDArray[np.uint8], count: int, dtype: np.dtype
-) -> tuple[NDArray[np.floating], NDArray[np.uint32]]:
+def _fields(message: NDArray[np.uint8], count: int, dtype: np.dtype) -> tuple[NDArray[np.floating], NDArray[np.uint32]]:
     start = _HEADER.itemsize
     middle = start + count * dtype.itemsize
     values = message[start:middle].view(dtype)

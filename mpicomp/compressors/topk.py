@@ -52,7 +52,7 @@ class TopK(Sparsifier):
         return kept(self.ratio, numel)
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """A 32-bit index and the value, for the kept fraction."""
+        """Give a 32-bit index and the value, for the kept fraction."""
         return self.ratio * (4 + itemsize)
 
     def select(self, accumulated: Accumulated, memory: dict[str, Any], workspace: Workspace) -> Selection:
@@ -63,7 +63,8 @@ class TopK(Sparsifier):
         index = workspace.array("topk.index", room, np.uint32)
         bits = workspace.array("topk.bits", room, word)
         selection = Selection(
-            workspace.array("topk.indices", k, np.uint32), workspace.array("topk.values", k, accumulated.dtype)
+            workspace.array("topk.indices", k, np.uint32),
+            workspace.array("topk.values", k, accumulated.dtype),
         )
         found = accumulated.candidates(memory["bound"], index, bits) if "bound" in memory else -1
         array = accumulated.array()

@@ -1,0 +1,206 @@
+"""Train a task with its gradients averaged by mpicomp, and measure every step."""
+
+import hashlib
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mpicomp.bench.dense_probe import DenseProbe, probe_dense
+from mpicomp.bench.metrics import MetricsWriter
+from mpicomp.bench.progress import Progress
+from mpicomp.bench.tasks import Task
+from mpicomp.collectives import Round
+from mpicomp.compressors import Compressor
+from mpicomp.errors import MpicompError
+from mpicomp.reducer import StepRecord
+from mpicomp.torch import DistributedOptimizer, broadcast_parameters
+from mpicomp.transport import Transport
+
+PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
+"""Parts of a step: forward and backward; the reducer's three; the optimizer; what is left."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a training run is told, the same on every rank.
+
+    Parameters
+    ----------
+    compressor : Compressor or None
+        None lets mpicomp choose.
+    collective, policy : str
+        See `mpicomp.Reducer`.
+    steps : int
+        At least 1.
+    seed : int
+        Of the model, the data's order and the schemes.
+    """
+
+    compressor: Compressor | None
+    collective: str
+    policy: str
+    steps: int
+    seed: int
+
+
+@dataclass
+class Outcome:
+    """What a training run came to; the same on every rank, but for ``quality``, which rank 0 has."""
+
+    quality: float
+    parameters: int
+    ranks: int
+    hosts: int
+    compressor: Compressor
+    collectives: list[str]
+    median_step_s: float
+    phases_s: dict[str, float]
+    sent_bytes: int
+    wire_bytes: int
+    dense_wire_bytes: int
+    once_bytes: int
+    gain: float | None
+    probe: DenseProbe
+    steps_timed: int
+
+
+@dataclass
+class _Timings:
+    """Seconds of one rank, a row a step."""
+
+    rows: list[list[float]] = field(default_factory=list)
+
+    def add(self, seconds: float, phases: Mapping[str, float]) -> None:
+        self.rows.append([seconds, *(phases[name] for name in PHASES)])
+
+
+def train(task: Task, settings: Settings, transport: Transport, progress: Progress, metrics: MetricsWriter) -> Outcome:
+    """Train a task. Collective over the transport's ranks.
+
+    Raises
+    ------
+    MpicompError
+        Where replicas are not the same bits on all ranks in the end.
+    """
+    group = transport.group
+    hosts = transport.hosts()
+    torch.set_num_threads(_threads(group.size, hosts))
+    model = task.model()
+    transport.log.clear()
+    broadcast_parameters(model, comm=transport)
+    once_bytes = round(sum(entry.wire_bytes for entry in transport.log))
+    optimizer = DistributedOptimizer(
+        task.optimizer(model),
+        model.named_parameters(),
+        settings.compressor,
+        settings.collective,
+        settings.policy,
+        comm=transport,
+        seed=settings.seed,
+    )
+    parameters = [parameter for group_ in optimizer.param_groups for parameter in group_["params"]]
+    numel = sum(parameter.numel() for parameter in parameters)
+
+    timings = _Timings()
+    sent = wire = dense_wire = 0.0
+    gains = []
+    collectives: dict[str, None] = {}
+    with progress.over(settings.steps):
+        for step in range(settings.steps):
+            loss, seconds, phases = _step(task, model, optimizer, parameters, step, group.rank, group.size)
+            record = optimizer.reducer.last_step
+            timings.add(seconds, phases)
+            sent += record.sent_bytes
+            wire += record.wire_bytes
+            dense_wire += record.dense_wire_bytes
+            gains += [bucket.gain for bucket in record.buckets if bucket.gain is not None]
+            collectives |= dict.fromkeys(bucket.collective for bucket in record.buckets)
+            metrics.write(record.to_json() | {"seconds": seconds, "phases_s": phases, "loss": loss})
+            progress.step(step, loss, seconds, record)
+
+    _check_replicas(model, transport)
+    skipped = min(5, settings.steps // 4)  # the first steps compile, agree and grow buffers
+    seconds_of = _gather(transport, np.array(timings.rows[skipped:], np.float64))
+    probe = probe_dense(numel, transport)
+    totals = _gather(transport, np.array([sent, wire, dense_wire], np.float64)).mean(axis=0)
+    progress.evaluating()
+    quality = task.evaluate(model) if group.rank == 0 else float("nan")
+    transport.hosts()  # nobody leaves while rank 0 evaluates
+    slowest = seconds_of[:, :, 0].argmax(axis=0)
+    of_slowest = seconds_of[slowest, np.arange(slowest.size)]
+    return Outcome(
+        quality=quality,
+        parameters=numel,
+        ranks=group.size,
+        hosts=hosts,
+        compressor=optimizer.reducer.compressor,
+        collectives=list(collectives),
+        median_step_s=float(np.median(of_slowest[:, 0])),
+        phases_s={name: float(np.median(of_slowest[:, place])) for place, name in enumerate(PHASES, 1)},
+        sent_bytes=round(totals[0]),
+        wire_bytes=round(totals[1]),
+        dense_wire_bytes=round(totals[2]),
+        once_bytes=once_bytes,
+        gain=float(np.mean(gains)) if gains else None,
+        probe=probe,
+        steps_timed=settings.steps - skipped,
+    )
+
+
+def _step(
+    task: Task, model: torch.nn.Module, optimizer: Any, parameters: list[torch.Tensor], step: int, rank: int, ranks: int
+) -> tuple[float, float, dict[str, float]]:
+    """Do one step; give the loss on this rank, the seconds, and the seconds by phase."""
+    start = time.perf_counter()
+    optimizer.zero_grad(set_to_none=False)
+    loss = task.loss(model, task.batch(step, rank, ranks))
+    loss.backward()  # type: ignore[no-untyped-call]
+    computed = time.perf_counter()
+    optimizer.synchronize()
+    synchronized = time.perf_counter()
+    if task.clip is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, task.clip)
+    optimizer.step()
+    value = float(loss.detach())
+    end = time.perf_counter()
+    record: StepRecord = optimizer.reducer.last_step
+    phases = {"compute": computed - start, "update": end - synchronized}
+    phases |= {name: record.phases_s[name] for name in ("compress", "exchange", "decode")}
+    phases["other"] = max(0.0, end - start - sum(phases.values()))
+    return value, end - start, {name: phases[name] for name in PHASES}
+
+
+def _threads(ranks: int, hosts: int) -> int:
+    """Share this host's cores among its ranks, unless the user has said how many threads there are."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    return max(1, len(os.sched_getaffinity(0)) * hosts // ranks)
+
+
+def _gather(transport: Transport, array: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Stack an array of all ranks. Collective."""
+    size = transport.group.size
+    flat = np.ascontiguousarray(array).reshape(-1)
+    task = Round("allgatherv", [flat.size] * size, flat.dtype, send=flat, recv=np.empty(size * flat.size))
+    return transport.perform(task).reshape(size, *array.shape)
+
+
+def _check_replicas(model: torch.nn.Module, transport: Transport) -> None:
+    """Compare all ranks' parameters, bit for bit. Collective."""
+    digest = hashlib.blake2b(digest_size=8)
+    for parameter in model.parameters():
+        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy())
+    mine = np.frombuffer(digest.digest(), np.uint8).astype(np.float64)
+    everyones = _gather(transport, mine)
+    different = [rank for rank in range(len(everyones)) if (everyones[rank] != everyones[0]).any()]
+    if different:
+        raise MpicompError(
+            f"train: all ranks must end with the same parameters; those of ranks {different} are not rank 0's. "
+            "Please report it with the output of mpicomp doctor"
+        )

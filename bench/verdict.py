@@ -1,0 +1,56 @@
+"""What a run came to, in plain words, from wire bytes and seconds."""
+
+from mpicomp.bench.train import PHASES, Outcome
+
+_NOISE = 0.03  # differences below this share of a step say nothing
+
+
+def dense_step_s(outcome: Outcome) -> float:
+    """Seconds that a step would have taken with the best dense exchange: all but our exchange, plus it."""
+    ours = sum(outcome.phases_s[name] for name in ("compress", "exchange", "decode"))
+    return max(0.0, outcome.median_step_s - ours) + outcome.probe.seconds
+
+
+def judge(outcome: Outcome) -> str:
+    """Say in one sentence whether compression paid."""
+    if outcome.ranks == 1:
+        return "one rank: nothing was exchanged, so there was nothing to gain; start it with mpiexec -n 4"
+    times = outcome.dense_wire_bytes / outcome.wire_bytes if outcome.wire_bytes else float("inf")
+    dense = dense_step_s(outcome)
+    ratio = dense / outcome.median_step_s
+    fewer = f"{times:.1f} times fewer bytes left each rank than with a dense ring"
+    if outcome.compressor.id == "dense" and outcome.compressor.get_config()["wire"] is None:
+        return f"dense exchange: nothing was compressed; a step took {outcome.median_step_s:.3f} s"
+    if ratio > 1 + _NOISE:
+        return (
+            f"compression paid: a step took {outcome.median_step_s:.3f} s, {ratio:.1f} times faster than "
+            f"the {dense:.3f} s with a dense exchange here, and {fewer}"
+        )
+    if ratio < 1 - _NOISE:
+        return (
+            f"compression did not pay: a step took {outcome.median_step_s:.3f} s, with a dense exchange it would take "
+            f"{dense:.3f} s here, although {fewer}; use --compressor dense on this network"
+        )
+    return f"compression made no difference to the time of a step ({outcome.median_step_s:.3f} s), and {fewer}"
+
+
+def table(outcome: Outcome, quality_name: str, steps: int) -> str:
+    """Give the measurements that the verdict rests on, a line each."""
+    median = outcome.median_step_s
+    lines = [
+        f"{quality_name}: {outcome.quality:.4f} after {steps} steps",
+        f"seconds a step: {median:.4f} (median of {outcome.steps_timed}, slowest rank), of which",
+    ]
+    lines += [
+        f"  {name:<9}{outcome.phases_s[name]:.4f}  {100 * outcome.phases_s[name] / median:5.1f} %" for name in PHASES
+    ]
+    lines += [
+        f"bytes that left a rank: {outcome.wire_bytes / steps:,.0f} a step, "
+        f"dense ring {outcome.dense_wire_bytes / steps:,.0f}",
+        f"bytes at the start, once: {outcome.once_bytes:,}",
+        f"dense exchange here: {outcome.probe.seconds:.4f} s by {outcome.probe.collective} "
+        f"(the fastest; median of {outcome.probe.repeats})",
+    ]
+    if outcome.gain is not None:
+        lines.append(f"gain (share of the accumulated gradient's energy that was sent): {outcome.gain:.3f}")
+    return "\n".join(lines)

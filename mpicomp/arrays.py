@@ -1,0 +1,146 @@
+"""Arrays of NumPy, CuPy and torch, seen as host arrays, and host arrays given back as what came in.
+
+torch and CuPy are never imported here: who passes their arrays has loaded them.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.errors import ArrayTypeError
+from mpicomp.kernels import cpu
+
+WORK_DTYPES = {
+    "float16": np.dtype(np.float32),
+    "bfloat16": np.dtype(np.float32),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+"""For each gradient dtype, the one that sums and residuals are kept in."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """What has to be the same on all ranks for one array: its name, dtype and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def work_dtype(self) -> np.dtype[Any]:
+        """What it is summed in."""
+        return WORK_DTYPES[self.dtype]
+
+
+def _library(array: Any) -> str | None:
+    if isinstance(array, np.ndarray):
+        return "numpy"
+    for cls in type(array).__mro__:
+        module = cls.__module__.partition(".")[0]
+        if (module, cls.__name__) in (("torch", "Tensor"), ("cupy", "ndarray")):
+            return module
+    return None
+
+
+def describe(arrays: Mapping[str, Any]) -> list[Described]:
+    """Describe every array of a mapping, or say which one cannot be reduced.
+
+    Raises
+    ------
+    ArrayTypeError
+        Where the mapping is none, a name is no string, or an array is of a kind or dtype that is not known.
+    """
+    if not isinstance(arrays, Mapping):
+        raise ArrayTypeError(f"reduce: a mapping from names to arrays is needed, got {type(arrays).__name__}")
+    described = []
+    for name, array in arrays.items():
+        if not isinstance(name, str):
+            raise ArrayTypeError(f"reduce: names must be strings, got {name!r}")
+        library = _library(array)
+        if library is None:
+            raise ArrayTypeError(
+                f"reduce: '{name}' must be a NumPy, CuPy or torch array, got {type(array).__name__}; use numpy.asarray"
+            )
+        if library == "torch" and str(array.layout) != "torch.strided":
+            raise ArrayTypeError(f"reduce: '{name}' must be a dense tensor, got {array.layout}; use .to_dense()")
+        dtype = str(array.dtype).removeprefix("torch.")
+        if library == "numpy" and not array.dtype.isnative:
+            dtype = array.dtype.newbyteorder("=").name
+        if dtype not in WORK_DTYPES:
+            raise ArrayTypeError(
+                f"reduce: '{name}' must be one of {', '.join(WORK_DTYPES)}, got {dtype}; cast it first"
+            )
+        described.append(Described(name, dtype, tuple(int(size) for size in array.shape)))
+    return described
+
+
+def to_host(array: Any) -> NDArray[Any]:
+    """Give a NumPy array with the same numbers, without a copy where they are in host memory.
+
+    bfloat16 comes as uint16. Strides are kept.
+    """
+    match _library(array):
+        case "torch":
+            torch = sys.modules["torch"]
+            tensor = array.detach()
+            if tensor.dtype == torch.bfloat16:
+                tensor = tensor.view(torch.int16)
+                return tensor.cpu().numpy().view(np.uint16)  # type: ignore[no-any-return]
+            return tensor.cpu().numpy()  # type: ignore[no-any-return]
+        case "cupy":
+            host: NDArray[Any] = array.get()
+        case _:
+            host = array
+    return host.view(np.uint16) if host.dtype.name == "bfloat16" else host
+
+
+def from_host(mean: NDArray[np.floating], described: Described, like: Any, out: NDArray[Any] | None) -> Any:
+    """Give a flat host mean back as the kind of array that came in.
+
+    Parameters
+    ----------
+    mean : array, shape (numel,)
+        float32 or float64.
+    described : Described
+        Of the array that came in.
+    like : array
+        The array that came in.
+    out : array of uint16, shape (numel,), or None
+        Where 16-bit results go; needed for them only.
+
+    Returns
+    -------
+    array
+        Of the kind, dtype and shape of ``like``; read-only where its library knows such a thing. It shares memory
+        with ``mean`` or ``out`` where it stays in host memory.
+    """
+    host: NDArray[Any] = mean
+    if described.dtype in ("float16", "bfloat16"):
+        assert out is not None
+        # The rounding saturates: a mean beyond 16 bits is delivered as the largest number, not as infinity.
+        cpu.narrow(mean, "fp16" if described.dtype == "float16" else "bf16", out)
+        host = out.view(np.float16) if described.dtype == "float16" else out
+    host = host.reshape(described.shape)
+    match _library(like):
+        case "torch":
+            torch = sys.modules["torch"]
+            if described.dtype == "bfloat16":
+                return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16).to(like.device)
+            return torch.from_numpy(host).to(like.device)
+        case "cupy":
+            device: Any = sys.modules["cupy"].asarray(host.view(like.dtype) if out is not None else host)
+            return device
+        case _:
+            view = host.view(like.dtype.newbyteorder("=")) if out is not None else host.view()
+            view.flags.writeable = False
+            return view

@@ -1,0 +1,68 @@
+"""``mpicomp list``: what there is and what fits what."""
+
+import argparse
+import json
+
+HELP = "list every compressor, collective and policy, and what fits with what"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the lists."""
+    from mpicomp.collectives import collective_class, fitting, list_collectives
+    from mpicomp.compressors import compressor_class, list_compressors
+    from mpicomp.policies import list_policies
+
+    compressors = []
+    for name in list_compressors():
+        cls = compressor_class(name)
+        example = cls()
+        config = example.get_config()
+        compressors.append(
+            {
+                "name": name,
+                "family": cls.family,
+                "message": cls.message,
+                "parameters": {key: value for key, value in config.items() if key != "id"},
+                "feedback": example.feedback,
+                "collectives": fitting(cls),
+                "wire_bytes_per_element": example.wire_bytes_per_element(4),
+                "paper": cls.paper,
+            }
+        )
+    collectives = [
+        {
+            "name": name,
+            "message": collective_class(name).messages,
+            "compressors": [entry["name"] for entry in compressors if name in entry["collectives"]],
+            "paper": collective_class(name).paper,
+        }
+        for name in list_collectives()
+    ]
+    policies = [{"name": name} for name in list_policies()]
+    if arguments.json:
+        print(json.dumps({"compressors": compressors, "collectives": collectives, "policies": policies}, indent=1))
+        return 0
+    print("compressors (defaults in brackets)")
+    for entry in compressors:
+        parameters = ", ".join(f"{key}={value}" for key, value in entry["parameters"].items())
+        print(f"  {entry['name']} ({parameters})")
+        print(
+            f"    family {entry['family']}, {entry['message']} messages, feedback {'on' if entry['feedback'] else 'off'}"
+        )
+        print(f"    bytes on the wire for a float32: {entry['wire_bytes_per_element']:g}")
+        print(f"    collectives: {', '.join(entry['collectives'])}")
+        print(f"    paper: {entry['paper']}")
+    print("collectives")
+    for entry in collectives:
+        print(f"  {entry['name']}")
+        print(f"    carries {entry['message']} messages of {', '.join(entry['compressors'])}")
+        print(f"    paper: {entry['paper']}")
+    print("policies")
+    for entry in policies:
+        print(f"  {entry['name']}")
+    return 0

@@ -1,0 +1,55 @@
+"""The transport's own sum."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpicomp.collectives.round import Group, Round
+from mpicomp.collectives.scatter_reduce import ScatterReduce
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
+from mpicomp.compressors.accumulated import TAIL, Accumulated
+from mpicomp.compressors.dense import Dense
+from mpicomp.kernels import cpu
+
+
+class Allreduce(Scheme[Dense]):
+    """Allreduce of the whole array, with two flags behind it that are summed along.
+
+    16-bit wires never go through a library's sum (there is no bfloat16 in it, and it would round at every hop),
+    and a library whose sums differ between ranks cannot give the mean: both take `ScatterReduce` instead.
+    """
+
+    id: ClassVar[str] = "allreduce"
+    paper: ClassVar[str] = "none: MPI_Allreduce"
+    messages: ClassVar[str] = "dense"
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        """One allreduce; see `Scheme.rounds`."""
+        if not self._summable(group):
+            return ScatterReduce(self.compressor).rounds(numel, dtype, group, step)
+        return [Round("allreduce", (numel + TAIL,), dtype)]
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Sum and divide; see `Scheme.exchange`."""
+        group, numel = context.group, accumulated.numel
+        if not self._summable(group):
+            return (yield from ScatterReduce(self.compressor).exchange(accumulated, context))
+        [shape] = self.rounds(numel, accumulated.dtype, group)
+        accumulated.array()
+        shape.send = accumulated.with_tail(not accumulated.finite, accumulated.stale)
+        shape.recv = context.workspace.array("mean", numel + TAIL, accumulated.dtype)
+        received = yield shape
+        nonfinite, stale = received[numel] > 0, received[numel + 1] > 0
+        mean = received[:numel]
+        top = cpu.scale(mean, 1 / group.size)
+        return Result(
+            mean=mean,
+            sent=accumulated.array(),
+            gain=1.0,
+            kept=float(numel),
+            nonfinite=bool(nonfinite) or not cpu.is_finite(top, mean.dtype),
+            stale=bool(stale),
+        )
+
+    def _summable(self, group: Group) -> bool:
+        return self.compressor.wire is None and group.identical_sums

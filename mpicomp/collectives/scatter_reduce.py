@@ -1,0 +1,141 @@
+"""Every rank owns a part of the array: it sums what all ranks send of it and hands the sum to all."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives.round import Group, Round, parts_of
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.message import NONFINITE, STALE
+from mpicomp.kernels import cpu
+
+_HEADER = np.dtype([("flags", "<u4"), ("zero", "<u4"), ("energy", "<f8"), ("lost", "<f8")])
+
+
+class ScatterReduce(Scheme[Dense]):
+    """Alltoallv of parts, a sum in rank order by each part's owner, Allgatherv of the sums.
+
+    As many bytes as a ring, in two messages for each pair of ranks, and sums that do not depend on how a library
+    orders them. With a 16-bit wire every value is rounded exactly twice, whatever the number of ranks: at
+    the sender, and when the owner sends the mean. The owner takes the second error, times the number of
+    ranks, into its residual.
+    """
+
+    id: ClassVar[str] = "scatter-reduce"
+    paper: ClassVar[str] = "Rabenseifner 2004 in shape; summed in rank order"
+    messages: ClassVar[str] = "dense"
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        """One alltoallv and one allgatherv of bytes; see `Scheme.rounds`."""
+        itemsize = dtype.itemsize if self.compressor.wire is None else 2
+        counts = [_padded(count * itemsize) for count in parts_of(numel, group.size)]
+        return [Round(operation, counts, np.dtype(np.uint8)) for operation in ("alltoallv", "allgatherv")]
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Scatter, sum, gather; see `Scheme.exchange`."""
+        group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
+        wire = self.compressor.wire
+        workspace = context.workspace
+        array = accumulated.array()
+        parts = parts_of(numel, group.size)
+        bounds = np.concatenate(([0], np.cumsum(parts)))
+        scatter, gather = self.rounds(numel, dtype, group)
+        places = np.concatenate(([0], np.cumsum(scatter.counts)))
+        sent = array if wire is None else workspace.array("sent", numel, dtype)
+
+        outgoing = workspace.array("outgoing", places[-1], np.uint8)
+        for rank in range(group.size):
+            part = slice(bounds[rank], bounds[rank + 1])
+            message = outgoing[places[rank] : places[rank + 1]]
+            lost = _pack(array[part], wire, message, sent[part])
+            message[: _HEADER.itemsize].view(_HEADER)[0] = (
+                flags_of(accumulated),
+                0,
+                accumulated.energy,
+                lost,
+            )
+        size = scatter.counts[group.rank]
+        scatter.send = outgoing
+        scatter.recv = workspace.array("incoming", size * group.size, np.uint8)
+        incoming = (yield scatter).reshape(group.size, size)
+
+        headers = incoming[:, : _HEADER.itemsize].reshape(-1).view(_HEADER)
+        mine = slice(bounds[group.rank], bounds[group.rank + 1])
+        total = workspace.array("total", parts[group.rank], dtype)
+        total[:] = 0
+        for message in incoming:
+            _add(message, wire, total)
+        top = cpu.scale(total, 1 / group.size)
+        flags = int(np.bitwise_or.reduce(headers["flags"])) | NONFINITE * (not cpu.is_finite(top, dtype))
+
+        reply = workspace.array("reply", size, np.uint8)
+        delivered = total if wire is None else workspace.array("delivered", total.size, dtype)
+        _pack(total, wire, reply, delivered)
+        lost = float(headers["lost"].sum())
+        if wire is not None and total.size:
+            # The second rounding was of the mean: it took its error from every rank's share of it.
+            with np.errstate(invalid="ignore", over="ignore"):
+                before = _energy(array[mine] - sent[mine])
+                sent[mine] -= group.size * (total - delivered)
+                lost += _energy(array[mine] - sent[mine]) - before
+        reply[: _HEADER.itemsize].view(_HEADER)[0] = (flags, 0, float(headers["energy"].sum()), lost)
+        gather.send = reply
+        gather.recv = workspace.array("replies", places[-1], np.uint8)
+        replies = yield gather
+
+        mean = workspace.array("mean", numel, dtype)
+        flags, lost = 0, 0.0
+        for rank in range(group.size):
+            message = replies[places[rank] : places[rank + 1]]
+            _unpack(message, wire, mean[bounds[rank] : bounds[rank + 1]])
+            header = message[: _HEADER.itemsize].view(_HEADER)[0]
+            flags |= int(header["flags"])
+            lost += float(header["lost"])
+        energy = float(replies[: _HEADER.itemsize].view(_HEADER)[0]["energy"])
+        return Result(
+            mean=mean,
+            sent=sent,
+            gain=gain_of(lost, energy),
+            kept=float(numel),
+            nonfinite=bool(flags & NONFINITE),
+            stale=bool(flags & STALE),
+        )
+
+
+def _padded(payload: int) -> int:
+    return _HEADER.itemsize + -(-payload // 8) * 8
+
+
+def _payload(message: NDArray[np.uint8], size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return message[_HEADER.itemsize : _HEADER.itemsize + size * dtype.itemsize].view(dtype)
+
+
+def _energy(array: NDArray[np.floating]) -> float:
+    return float(np.sum(np.square(array, dtype=np.float64)))
+
+
+def _pack(
+    array: NDArray[np.floating], wire: str | None, message: NDArray[np.uint8], sent: NDArray[np.floating]
+) -> float:
+    """Write an array behind a message's header, and what the receiver will see to ``sent``; give the lost energy."""
+    if wire is None:
+        _payload(message, array.size, array.dtype)[:] = array
+        return 0.0
+    return cpu.narrow(array, wire, _payload(message, array.size, np.dtype(np.uint16)), sent)
+
+
+def _unpack(message: NDArray[np.uint8], wire: str | None, out: NDArray[np.floating]) -> None:
+    if wire is None:
+        out[:] = _payload(message, out.size, out.dtype)
+    else:
+        cpu.widen(_payload(message, out.size, np.dtype(np.uint16)), wire, out)
+
+
+def _add(message: NDArray[np.uint8], wire: str | None, out: NDArray[np.floating]) -> None:
+    if wire is None:
+        np.add(out, _payload(message, out.size, out.dtype), out=out)
+    else:
+        cpu.widen_add(_payload(message, out.size, np.dtype(np.uint16)), wire, out)

@@ -1,0 +1,103 @@
+"""What a scheme is: a compressor bound to a collective, written as a generator of rounds."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives.round import Group, Round
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import Compressor, Selection
+from mpicomp.compressors.message import NONFINITE, STALE
+from mpicomp.workspace import Workspace
+
+Exchange = Generator[Round, NDArray[Any], "Result"]
+"""Yields rounds, is sent what they received, and returns a `Result`."""
+
+
+@dataclass
+class Context:
+    """What a scheme knows beside the array: who takes part, which step it is, and where its memory is."""
+
+    group: Group
+    step: int = 0
+    bucket: int = 0
+    seed: int = 0
+    memory: dict[str, Any] = field(default_factory=dict)
+    workspace: Workspace = field(default_factory=Workspace)
+
+
+@dataclass
+class Result:
+    """What an exchange delivers.
+
+    Parameters
+    ----------
+    mean : array, shape (numel,)
+        The same bits on every rank. It belongs to the workspace.
+    sent : array or Selection
+        This rank's share of what was delivered: the sum over ranks is ``ranks x mean``. A `Selection` is zero outside
+        its indices. It may be the accumulated array itself: then nothing was lost.
+    gain : float
+        ``1 - norm2(accumulated - sent) / norm2(accumulated)``, squared norms summed over ranks; 1 where there
+        was nothing to send. The same on every rank.
+    kept : float
+        Kept elements of a rank, averaged over ranks. The same on every rank.
+    nonfinite, stale : bool
+        Whether some rank held NaN or infinity; whether some rank asked to agree anew. The same on every rank.
+    """
+
+    mean: NDArray[np.floating]
+    sent: NDArray[np.floating] | Selection
+    gain: float
+    kept: float
+    nonfinite: bool
+    stale: bool
+
+
+CompressorType = TypeVar("CompressorType", bound=Compressor)
+
+
+class Scheme(ABC, Generic[CompressorType]):
+    """A collective with a compressor that fits it.
+
+    A collective is one subclass in one file. It yields rounds and does no communication itself, so it runs
+    over MPI, among ranks inside one process, or under a simulator's clock.
+    """
+
+    id: ClassVar[str]
+    """The name in the list of collectives."""
+    paper: ClassVar[str]
+    """Where it comes from, and what is done differently."""
+    messages: ClassVar[str]
+    """The kind of message that it carries: ``"dense"`` or ``"sparse"``."""
+
+    def __init__(self, compressor: CompressorType) -> None:
+        self.compressor = compressor
+
+    @abstractmethod
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        """Give the shapes of the rounds for an array of ``numel`` elements, without arrays.
+
+        Where the number of selected elements depends on the values, the expected number stands for it.
+        """
+
+    @abstractmethod
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Average over the ranks; see `Result`. ``accumulated`` is not empty."""
+
+
+def flags_of(accumulated: Accumulated) -> int:
+    """Give the flags that this rank puts into a header."""
+    return NONFINITE * (not accumulated.finite) | STALE * accumulated.stale
+
+
+def gain_of(lost: float, energy: float) -> float:
+    """Give the retained share of energy: 1 where there was none, NaN where it cannot be told."""
+    if energy == 0:
+        return 1.0
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(1 - np.float64(lost) / np.float64(energy))

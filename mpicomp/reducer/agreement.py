@@ -1,0 +1,132 @@
+"""Ranks compare what they were given, before any data moves.
+
+It costs rounds of its own and so happens only at the first step and when some rank was given something new.
+"""
+
+import hashlib
+import json
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp import errors
+from mpicomp.arrays import Described
+from mpicomp.collectives.round import Group, Round
+from mpicomp.errors import DisagreementError, MpicompError
+
+_BYTE = np.dtype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What has to be the same on all ranks: the reducer's settings and the arrays, in order."""
+
+    settings: dict[str, Any]
+    members: list[Described]
+
+    def to_bytes(self) -> bytes:
+        """Give a form that is equal where signatures are."""
+        arrays = [[member.name, member.dtype, member.shape] for member in self.members]
+        return json.dumps({"settings": self.settings, "arrays": arrays}, sort_keys=True).encode()
+
+
+def agree(
+    signature: Signature | None, problem: MpicompError | None, group: Group, subsystem: str = "reduce"
+) -> Generator[Round, NDArray[Any], None]:
+    """Compare the ranks' signatures and raise the same error on all of them where they differ.
+
+    Parameters
+    ----------
+    signature : Signature or None
+        What this rank was given; None where it has a problem.
+    problem : MpicompError or None
+        What is wrong with it.
+    group : Group
+        All ranks.
+    subsystem : str
+        Who asks, for the message.
+
+    Raises
+    ------
+    DisagreementError
+        Where signatures differ; the message names the first difference, with ranks and values.
+    MpicompError
+        Where some rank has a problem: of that rank's class, on all ranks.
+    """
+    if problem is None:
+        assert signature is not None
+        report = signature.to_bytes()
+    else:
+        report = json.dumps({"error": type(problem).__name__, "message": str(problem)}).encode()
+    short = np.frombuffer(hashlib.blake2b(report, digest_size=16).digest() + bytes([problem is not None]), _BYTE)
+    digests = yield _gather(short, [short.size] * group.size)
+    rows = digests.reshape(group.size, -1)
+    if (rows == rows[0]).all() and problem is None:
+        return
+    length = np.array([len(report)], np.int64)
+    lengths = yield Round(
+        "allgatherv", [1] * group.size, length.dtype, send=length, recv=np.empty(group.size, np.int64)
+    )
+    counts = [int(count) for count in lengths]
+    everything = yield _gather(np.frombuffer(report, _BYTE), counts)
+    bounds = np.concatenate(([0], np.cumsum(counts)))
+    reports = [json.loads(everything[bounds[rank] : bounds[rank + 1]].tobytes()) for rank in range(group.size)]
+    raise _difference(reports, subsystem)
+
+
+def _gather(send: NDArray[np.uint8], counts: list[int]) -> Round:
+    return Round("allgatherv", counts, _BYTE, send=send, recv=np.empty(sum(counts), np.uint8))
+
+
+def _difference(reports: list[dict[str, Any]], subsystem: str) -> MpicompError:
+    """Put the first difference between reports into words; every rank has all reports and finds the same one."""
+    wrong = [rank for rank, report in enumerate(reports) if "error" in report]
+    if wrong:
+        first = reports[wrong[0]]
+        where = "" if len(wrong) == len(reports) else f" (on {_ranks(wrong)})"
+        return _build(getattr(errors, first["error"], MpicompError), first["message"] + where)
+    for rank, report in enumerate(reports[1:], 1):
+        text = _compare(reports[0], report, rank)
+        if text is not None:
+            return DisagreementError(f"{subsystem}: {text}")
+    return DisagreementError(f"{subsystem}: the ranks were given different things")
+
+
+def _compare(ours: dict[str, Any], theirs: dict[str, Any], rank: int) -> str | None:
+    for key, value in ours["settings"].items():
+        if value != theirs["settings"][key]:
+            other = theirs["settings"][key]
+            return f"{key} must be the same on all ranks, got {value} on rank 0 and {other} on rank {rank}"
+    left = {array[0]: array for array in ours["arrays"]}
+    right = {array[0]: array for array in theirs["arrays"]}
+    for name in [*left, *right]:
+        if name not in left or name not in right:
+            here, there = ("rank 0", f"rank {rank}") if name in left else (f"rank {rank}", "rank 0")
+            return f"all ranks must pass the same names; '{name}' is on {here} but not on {there}"
+        for what, place in (("dtype", 1), ("shape", 2)):
+            mine, other = left[name][place], right[name][place]
+            if mine != other:
+                return (
+                    f"'{name}' must have the same {what} on all ranks, got {mine} on rank 0 and {other} on rank {rank}"
+                )
+    for place, (mine, other) in enumerate(zip(left, right, strict=True)):
+        if mine != other:
+            return (
+                f"names must come in the same order on all ranks, got '{mine}' on rank 0 and '{other}' on rank {rank} "
+                f"at place {place}"
+            )
+    return None
+
+
+def _build(cls: type[MpicompError], message: str) -> MpicompError:
+    """Make an error of a class without its constructor, which may ask for more than the message."""
+    error = cls.__new__(cls, message)
+    error.args = (message,)
+    return error
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,136 @@
+"""What a step did, so that every decision can be explained."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SCHEMA = 1
+"""Version of `StepRecord.to_json`; it changes when a field changes its meaning or goes."""
+
+
+@dataclass(frozen=True)
+class BucketRecord:
+    """What was done with one bucket.
+
+    Attributes
+    ----------
+    bucket : int
+        Its number, in the order of exchange.
+    parameters : int
+        How many arrays it holds.
+    numel : int
+        How many elements.
+    compressor : dict
+        The compressor's configuration.
+    collective : str
+        The collective's name.
+    reason : str
+        Why this plan was taken.
+    ratio : float or None
+        Kept fraction that was asked for; None where the compressor has none.
+    ratio_reached : float
+        Kept fraction, averaged over ranks.
+    gain : float or None
+        Retained share of energy, over all ranks; None where it overflowed.
+    phases_s : dict
+        Seconds on this rank: ``compress`` (up to the last round, with the sum of gradient and
+        residual), ``exchange`` (in rounds), ``decode`` (after them).
+    predicted_s : float or None
+        What a cost model predicted; None where there was none.
+    sent_bytes : int
+        Payload that this rank handed to the transport.
+    wire_bytes : float
+        Bytes that left this rank.
+    dense_wire_bytes : float
+        Bytes that would have left it in a ring of 32-bit numbers.
+    rounds : list of str
+        The operations, in order.
+    """
+
+    bucket: int
+    parameters: int
+    numel: int
+    compressor: dict[str, Any]
+    collective: str
+    reason: str
+    ratio: float | None
+    ratio_reached: float
+    gain: float | None
+    phases_s: dict[str, float]
+    predicted_s: float | None
+    sent_bytes: int
+    wire_bytes: float
+    dense_wire_bytes: float
+    rounds: list[str]
+
+
+@dataclass
+class StepRecord:
+    """What one call of `Reducer.reduce` did on this rank.
+
+    Attributes
+    ----------
+    step : int
+        Counts the calls, from 0.
+    seconds : float
+        The whole call.
+    lr : float or None
+        The learning rate that was passed.
+    skipped : bool
+        Whether zeros were delivered since a gradient was not finite.
+    agreed : bool
+        Whether the ranks compared what they were given, which takes a round of its own.
+    overhead_bytes : int
+        Payload of rounds outside the buckets' exchanges: agreement, and exchanges that it cut short.
+    overhead_wire_bytes : float
+        Bytes that left this rank in them.
+    buckets : list of BucketRecord
+    """
+
+    step: int
+    seconds: float = 0.0
+    lr: float | None = None
+    skipped: bool = False
+    agreed: bool = False
+    overhead_bytes: int = 0
+    overhead_wire_bytes: float = 0.0
+    buckets: list[BucketRecord] = field(default_factory=list)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload that this rank handed to the transport."""
+        return self.overhead_bytes + sum(bucket.sent_bytes for bucket in self.buckets)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that left this rank."""
+        return self.overhead_wire_bytes + sum(bucket.wire_bytes for bucket in self.buckets)
+
+    @property
+    def dense_wire_bytes(self) -> float:
+        """Bytes that would have left this rank in a ring of 32-bit numbers."""
+        return sum(bucket.dense_wire_bytes for bucket in self.buckets)
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """Seconds by phase, summed over buckets; ``other`` is what lies outside of them."""
+        phases = {
+            name: sum(bucket.phases_s[name] for bucket in self.buckets) for name in ("compress", "exchange", "decode")
+        }
+        phases["other"] = max(0.0, self.seconds - sum(phases.values()))
+        return phases
+
+    def to_json(self) -> dict[str, Any]:
+        """Give a JSON-able object; the schema is in docs/metrics.md."""
+        return {
+            "schema": SCHEMA,
+            "step": self.step,
+            "seconds": self.seconds,
+            "phases_s": self.phases_s,
+            "lr": self.lr,
+            "skipped": self.skipped,
+            "agreed": self.agreed,
+            "sent_bytes": self.sent_bytes,
+            "wire_bytes": self.wire_bytes,
+            "dense_wire_bytes": self.dense_wire_bytes,
+            "buckets": [asdict(bucket) for bucket in self.buckets],
+        }

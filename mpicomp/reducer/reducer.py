@@ -1,0 +1,414 @@
+"""The reducer: gradients in, their mean over ranks out, and nothing lost in between."""
+
+import time
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.arrays import Described, describe, from_host, to_host
+from mpicomp.collectives import Context, Result, Round, dense_ring_bytes
+from mpicomp.compressors import Compressor, Dense, get_compressor
+from mpicomp.errors import ClosedError, ConfigurationError, MpicompError, NonFiniteError, UnknownNameError
+from mpicomp.policies import Plan, Static, list_policies
+from mpicomp.reducer.agreement import Signature, agree
+from mpicomp.reducer.bucket import Bucket, make_buckets
+from mpicomp.reducer.record import BucketRecord, StepRecord
+from mpicomp.transport import Transport
+
+_NONFINITE = ("raise", "skip", "pass")
+_SCHEMA = 1
+
+Rounds = Generator[Round, NDArray[Any], Any]
+
+
+class Reducer:
+    """Averages named gradients over ranks, compressed, with error feedback.
+
+    To rounding, over all ranks: sum of ``gradient + residual before`` equals ``ranks x mean`` plus sum of ``residual
+    after``. The mean has the same bits on every rank.
+
+    Creating one, `reduce` and `close` are collective over ``comm``.
+
+    Parameters
+    ----------
+    compressor : Compressor, str, mapping or None
+        An object, a name or a configuration (see `mpicomp.get_compressor`). None lets mpicomp choose, which is
+        dense until there is a policy that chooses.
+    collective : str
+        A name from `mpicomp.list_collectives`, or ``"auto"``.
+    policy : str or None
+        ``"static"``, ``"auto"`` or None: static where a compressor is named, auto where none is.
+    feedback : bool or None
+        Whether what a step does not send is kept for the next one. None does what the compressor declares.
+    nonfinite : {"raise", "skip", "pass"}
+        What happens on all ranks when a gradient holds NaN or infinity on some rank. ``"raise"`` raises
+        `NonFiniteError`; ``"skip"`` delivers zeros; both leave the residuals as they were. ``"pass"`` delivers what comes out
+        and keeps it out of the residuals.
+    comm : mpi4py.MPI.Comm, Transport or None
+        A communicator is duplicated. None stands for MPI.COMM_WORLD.
+    bucket_bytes : int
+        Arrays are exchanged in flat buckets of about this size, in the order in which they are first passed.
+    seed : int
+        For schemes that draw random numbers; the same on all ranks.
+
+    Raises
+    ------
+    ConfigurationError
+        For a setting that cannot be; `UnknownNameError` and `IncompatiblePairError` are kinds of it.
+
+    Examples
+    --------
+    One process is a world of one rank:
+
+    >>> import numpy as np
+    >>> from mpicomp import Reducer, TopK
+    >>> from mpicomp.transport import LocalWorld
+    >>> reducer = Reducer(TopK(ratio=0.25), comm=LocalWorld(1).transports[0])
+    >>> mean = reducer.reduce({"weight": np.array([[1, -4], [2, 3]], np.float32)})
+    >>> mean["weight"].tolist()
+    [[0.0, -4.0], [0.0, 0.0]]
+    >>> reducer.residual("weight").tolist()
+    [[1.0, 0.0], [2.0, 3.0]]
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor | str | Mapping[str, Any] | None = None,
+        collective: str = "auto",
+        policy: str | None = None,
+        feedback: bool | None = None,
+        nonfinite: str = "raise",
+        comm: Any = None,
+        *,
+        bucket_bytes: int = 32 << 20,
+        seed: int = 0,
+    ) -> None:
+        if policy is not None and policy not in list_policies():
+            raise UnknownNameError("policy", policy, list_policies())
+        if nonfinite not in _NONFINITE:
+            raise UnknownNameError("nonfinite", nonfinite, _NONFINITE)
+        if feedback not in (None, True, False):
+            raise ConfigurationError(f"reducer: feedback must be None, True or False, got {feedback!r}")
+        if bucket_bytes < 1:
+            raise ConfigurationError(f"reducer: bucket_bytes must be at least 1, got {bucket_bytes}")
+        self._compressor = Dense() if compressor is None else get_compressor(compressor)
+        self._policy = Static(self._compressor, collective)
+        self._feedback = self._compressor.feedback if feedback is None else feedback
+        self._nonfinite = nonfinite
+        self._bucket_bytes = bucket_bytes
+        self._seed = seed
+        self._settings = {
+            "compressor": self._compressor.get_config(),
+            "collective": collective,
+            "feedback": self._feedback,
+            "nonfinite": nonfinite,
+            "bucket_bytes": bucket_bytes,
+            "seed": seed,
+        }
+        self._members: list[Described] | None = None
+        self._buckets: list[Bucket] = []
+        self._kept: dict[str, NDArray[np.floating]] = {}
+        self._delivered: dict[str, NDArray[np.uint16]] = {}
+        self._step = 0
+        self._closed = False
+        self.last_step: StepRecord | None = None
+        """What the last call of `reduce` did on this rank."""
+        self._owned = not isinstance(comm, Transport)
+        self._transport = _transport(comm)
+
+    @property
+    def compressor(self) -> Compressor:
+        """The compressor in use."""
+        return self._compressor
+
+    @property
+    def feedback(self) -> bool:
+        """Whether error feedback is on."""
+        return self._feedback
+
+    @property
+    def transport(self) -> Transport:
+        """What runs the rounds."""
+        return self._transport
+
+    def reduce(self, gradients: Mapping[str, Any], lr: float | None = None) -> dict[str, Any]:
+        """Average gradients over the ranks.
+
+        Collective: all ranks call it with the same names, shapes and dtypes, in the same order at the first call.
+        Names that were never passed before, or that are missing, are compared among ranks and then accepted.
+
+        Parameters
+        ----------
+        gradients : mapping of str to array
+            NumPy, CuPy or torch arrays of float16, bfloat16, float32 or float64, of any shape and strides. They are not
+            modified. 16-bit ones are summed, and their residuals kept, in float32.
+        lr : float, optional
+            The learning rate of this step, for the record and for policies.
+
+        Returns
+        -------
+        dict of str to array
+            The means: of the kind, dtype and shape of the gradients, read-only, valid until the next call.
+
+        Raises
+        ------
+        ArrayTypeError
+            For arrays that cannot be reduced, on all ranks before any data moves.
+        DisagreementError
+            Where ranks were given different things, on all ranks before any data moves.
+        NonFiniteError
+            With ``nonfinite="raise"``, on all ranks; residuals are as they were.
+        ClosedError
+            After `close`.
+        """
+        means: dict[str, Any] = self._transport.run(self.rounds(gradients, lr))
+        return means
+
+    def rounds(self, gradients: Mapping[str, Any], lr: float | None = None) -> Rounds:
+        """Do what `reduce` does as a generator of rounds, for ranks that live in one process.
+
+        See `mpicomp.transport.LocalWorld`.
+        """
+        if self._closed:
+            raise ClosedError("reducer: it was closed; make a new one")
+        start = time.perf_counter()
+        log = self._transport.log
+        log.clear()
+        record = StepRecord(step=self._step, lr=lr)
+        members, problem = None, None
+        try:
+            members = describe(gradients)
+            if not self._is_known(members):
+                self._check_residuals(members)
+        except MpicompError as error:
+            problem = error
+        stale = problem is not None or not self._is_known(members)
+
+        results = None
+        if self._members is not None:
+            results = yield from self._exchange(None if stale else gradients, record)
+            stale = any(result.stale for result in results)
+        if self._members is None or stale:
+            record.buckets.clear()
+            signature = None if members is None else Signature(self._settings, members)
+            yield from agree(signature, problem, self._transport.group)
+            assert members is not None
+            record.agreed = True
+            self._adopt(members)
+            record.overhead_bytes = sum(entry.sent_bytes for entry in log)
+            record.overhead_wire_bytes = sum(entry.wire_bytes for entry in log)
+            results = yield from self._exchange(gradients, record)
+        assert results is not None
+
+        self._step += 1
+        means = self._finish(gradients, results, record)
+        record.seconds = time.perf_counter() - start
+        self.last_step = record
+        return means
+
+    def residual(self, name: str) -> NDArray[np.floating]:
+        """Give a copy of what error feedback holds for an array, shaped like it.
+
+        Zeros without feedback. 16-bit arrays have float32 residuals.
+
+        Raises
+        ------
+        UnknownNameError
+            Where no such array was reduced.
+        """
+        for member in self._members or ():
+            if member.name == name:
+                held = self._held().get(name)
+                return np.zeros(member.shape, member.work_dtype) if held is None else held.reshape(member.shape).copy()
+        if name in self._kept:
+            return self._kept[name].copy()
+        raise UnknownNameError("residual", name, [member.name for member in self._members or ()])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what has to survive a restart, on this rank: residuals and the step.
+
+        Returns
+        -------
+        dict
+            ``schema``, ``step``, ``settings`` and ``residuals``: a dict of name to array, copied.
+        """
+        names = [member.name for member in self._members or ()] if self._feedback else []
+        residuals = {name: self.residual(name) for name in [*names, *self._kept]}
+        return {
+            "schema": _SCHEMA,
+            "step": self._step,
+            "settings": dict(self._settings),
+            "residuals": residuals,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave. Each rank loads its own; not collective.
+
+        Raises
+        ------
+        ConfigurationError
+            Where the state is none of a reducer's, or a residual's shape is not its array's. Nothing is loaded then.
+        """
+        if not isinstance(state, Mapping) or state.get("schema") != _SCHEMA or "residuals" not in state:
+            raise ConfigurationError("reducer: the state is not one that Reducer.state_dict gave; nothing was loaded")
+        residuals = {name: np.array(value, copy=True) for name, value in state["residuals"].items()}
+        for member in self._members or ():
+            held = residuals.get(member.name)
+            _check_shape(member, None if held is None else held.shape)
+        self._step = int(state["step"])
+        self._kept = residuals
+        for held in self._held().values():
+            held[:] = 0
+        self._restore()
+
+    def close(self) -> None:
+        """Give back what it holds of MPI. Collective; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            if self._owned:
+                self._transport.close()
+
+    def _is_known(self, members: list[Described] | None) -> bool:
+        if members is None or self._members is None:
+            return False
+        return members == self._members or set(members) == set(self._members)
+
+    def _adopt(self, members: list[Described]) -> None:
+        """Lay out buckets anew; residuals follow their names, and wait for those that are gone."""
+        if self._feedback:
+            self._kept |= {member.name: self.residual(member.name) for member in self._members or ()}
+        self._members = members
+        self._buckets = make_buckets(members, self._feedback, self._bucket_bytes)
+        self._delivered = {
+            member.name: np.empty(member.numel, np.uint16) for member in members if member.dtype.endswith("float16")
+        }
+        self._restore()
+
+    def _check_residuals(self, members: list[Described]) -> None:
+        """Refuse arrays whose residual has another shape."""
+        shapes = {name: residual.shape for name, residual in self._kept.items()}
+        if self._feedback:
+            shapes |= {member.name: member.shape for member in self._members or ()}
+        for member in members:
+            _check_shape(member, shapes.get(member.name))
+
+    def _restore(self) -> None:
+        for name, held in self._held().items():
+            if name in self._kept:
+                held[:] = self._kept.pop(name).reshape(-1)
+
+    def _held(self) -> dict[str, NDArray[np.floating]]:
+        if not self._feedback:
+            return {}
+        return {member.name: part for bucket in self._buckets for member, part in bucket.residuals()}
+
+    def _exchange(self, gradients: Mapping[str, Any] | None, record: StepRecord) -> Generator[Round, Any, list[Result]]:
+        """Exchange all buckets; None for the gradients takes part with zeros and asks all ranks to agree anew."""
+        results = []
+        for bucket in self._buckets:
+            plan = self._policy.plan()
+            arrays = None
+            if gradients is not None:
+                arrays = [to_host(gradients[member.name]) for member in bucket.members]
+            context = Context(
+                group=self._transport.group,
+                step=self._step,
+                bucket=bucket.index,
+                seed=self._seed,
+                memory=bucket.memory,
+                workspace=bucket.workspace,
+            )
+            result, phases = yield from _timed(plan.scheme.exchange(bucket.accumulate(arrays), context))
+            results.append(result)
+            record.buckets.append(self._describe_bucket(bucket, plan, result, phases))
+        return results
+
+    def _describe_bucket(
+        self, bucket: Bucket, plan: Plan, result: Result, phases: tuple[float, float, int]
+    ) -> BucketRecord:
+        compress_s, decode_s, rounds = phases
+        entries = self._transport.log[-rounds:] if rounds else []
+        compressor = plan.scheme.compressor
+        return BucketRecord(
+            bucket=bucket.index,
+            parameters=len(bucket.members),
+            numel=bucket.numel,
+            compressor=compressor.get_config(),
+            collective=plan.scheme.id,
+            reason=plan.reason,
+            ratio=getattr(compressor, "ratio", None),
+            ratio_reached=result.kept / bucket.numel,
+            gain=result.gain if np.isfinite(result.gain) else None,
+            phases_s={
+                "compress": compress_s,
+                "exchange": sum(entry.seconds for entry in entries),
+                "decode": decode_s,
+            },
+            predicted_s=None,
+            sent_bytes=sum(entry.sent_bytes for entry in entries),
+            wire_bytes=sum(entry.wire_bytes for entry in entries),
+            dense_wire_bytes=dense_ring_bytes(bucket.numel, self._transport.group.size),
+            rounds=[entry.operation for entry in entries],
+        )
+
+    def _finish(self, gradients: Mapping[str, Any], results: list[Result], record: StepRecord) -> dict[str, Any]:
+        """Keep the step or undo it, the same on all ranks, and give the means."""
+        bad = [bucket for bucket, result in zip(self._buckets, results, strict=True) if result.nonfinite]
+        if bad and self._nonfinite == "raise":
+            self.last_step = record
+            names = " or ".join(f"'{bucket.members[0].name}'" for bucket in bad)
+            raise NonFiniteError(
+                f"reduce: gradients must be finite, got NaN or infinity on some rank at step {record.step}, in the "
+                f"bucket that starts with {names}; nothing was applied and the residuals are as they were. "
+                "nonfinite='skip' leaves such steps out"
+            )
+        record.skipped = bool(bad) and self._nonfinite == "skip"
+        means: dict[str, Any] = {}
+        for bucket, result in zip(self._buckets, results, strict=True):
+            if record.skipped:
+                result.mean[:] = 0
+            else:
+                bucket.commit(result.sent, finite=not bad)
+            for member, mean in bucket.parts(result.mean):
+                means[member.name] = from_host(mean, member, gradients[member.name], self._delivered.get(member.name))
+        for member in self._members or ():
+            if member.numel == 0:
+                empty = np.empty(0, member.work_dtype)
+                means[member.name] = from_host(empty, member, gradients[member.name], self._delivered.get(member.name))
+        return {name: means[name] for name in gradients}
+
+
+def _timed(
+    exchange: Generator[Round, Any, Result],
+) -> Generator[Round, Any, tuple[Result, tuple[float, float, int]]]:
+    """Run a scheme and measure its own work: seconds before its last round, seconds after it, and the rounds."""
+    before, last, rounds = 0.0, 0.0, 0
+    received = None
+    while True:
+        start = time.perf_counter()
+        try:
+            task = exchange.send(received)
+        except StopIteration as stop:
+            last = time.perf_counter() - start
+            return stop.value, (before, last, rounds)
+        before += time.perf_counter() - start
+        rounds += 1
+        received = yield task
+
+
+def _check_shape(member: Described, shape: tuple[int, ...] | None) -> None:
+    if shape is not None and shape != member.shape:
+        raise ConfigurationError(
+            f"reducer: the residual of '{member.name}' has shape {shape} and cannot be kept for shape {member.shape}; "
+            "make a new Reducer to start it at zero"
+        )
+
+
+def _transport(comm: Any) -> Transport:
+    if isinstance(comm, Transport):
+        return comm
+    from mpicomp.transport.mpi import MPITransport  # starts MPI, which import mpicomp must not
+
+    return MPITransport(comm)

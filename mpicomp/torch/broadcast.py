@@ -1,0 +1,76 @@
+"""Give every rank the root's parameters."""
+
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpicomp.arrays import Described
+from mpicomp.collectives import Group, Round
+from mpicomp.errors import ArrayTypeError, ConfigurationError
+from mpicomp.reducer.agreement import Signature, agree
+from mpicomp.transport import Transport
+
+
+def broadcast_parameters(
+    model: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    root: int = 0,
+    comm: Any = None,
+) -> None:
+    """Overwrite every rank's parameters and buffers with the root's, in place.
+
+    Collective over ``comm``. Tensors of every dtype are sent, bit for bit.
+
+    Parameters
+    ----------
+    model : torch.nn.Module, mapping or iterable of (name, tensor)
+        A module stands for its parameters and persistent buffers (``model.state_dict()``).
+    root : int
+        The rank whose values are taken.
+    comm : mpi4py.MPI.Comm, Transport or None
+        None stands for MPI.COMM_WORLD.
+
+    Raises
+    ------
+    DisagreementError
+        Where names, dtypes or shapes differ between ranks, on all ranks before any data moves.
+    ConfigurationError
+        For a root that is no rank.
+    """
+    if isinstance(model, torch.nn.Module):
+        tensors = dict(model.state_dict())
+    else:
+        tensors = dict(model.items() if isinstance(model, Mapping) else model)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ArrayTypeError(f"broadcast_parameters: '{name}' must be a tensor, got {type(tensor).__name__}")
+    if isinstance(comm, Transport):
+        transport = comm
+    else:
+        from mpicomp.transport.mpi import MPITransport  # starts MPI
+
+        transport = MPITransport(comm)
+    try:
+        transport.run(_rounds(tensors, root, transport.group))
+    finally:
+        if transport is not comm:
+            transport.close()
+
+
+def _rounds(tensors: Mapping[str, torch.Tensor], root: int, group: Group) -> Generator[Round, Any, None]:
+    if not 0 <= root < group.size:
+        raise ConfigurationError(f"broadcast_parameters: root must be a rank from 0 to {group.size - 1}, got {root}")
+    members = [
+        Described(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
+    yield from agree(Signature({"root": root}, members), None, group, "broadcast_parameters")
+    for tensor in tensors.values():
+        host = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        received = yield Round(
+            "bcast", (host.size,), np.dtype(np.uint8), root=root, send=host, recv=np.empty_like(host)
+        )
+        if group.rank != root:
+            with torch.no_grad():
+                tensor.copy_(torch.from_numpy(received).view(tensor.dtype).reshape(tensor.shape))
