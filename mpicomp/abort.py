@@ -23,6 +23,7 @@ calls ``os._exit`` is noticed by the launcher, not by this module.
 from __future__ import annotations
 
 import _sitebuiltins
+import atexit
 import contextlib
 import faulthandler
 import os
@@ -36,12 +37,13 @@ from typing import Any, NoReturn
 from mpicomp import launcher
 
 GRACE_S = 1.0  # how long a rank that leaves with an error waits for the others to do the same
+LAST_WORDS_S = 0.25  # how long the launcher has to pass on what was printed: it drops the rest
 LIMIT_S = 10.0  # after this long, a rank that tries to end the job is ended the hard way
 _STATUS: Any = SystemExit.__dict__["code"]  # where a SystemExit keeps it
 _TAG = 32749  # below the 32767 that every MPI must allow
 
 _installed_in: int | None = None  # the process that installed the hooks; a forked child is another one
-_together = False  # whether all the ranks have said that they leave
+_met: bool | None = None  # whether all the ranks have said that they leave; None if nobody asked
 _pending: list[Any] = []  # requests, and buffers that MPI may still read
 
 
@@ -97,7 +99,11 @@ def end_job(status: int) -> None:
     # nor its lock.
     with contextlib.suppress(Exception):
         faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__ or 2)
+    time.sleep(LAST_WORDS_S)
     mpi.COMM_WORLD.Abort(status)
+    # MPICH tells the launcher and returns. Until the launcher's signal comes, this thread must not go on.
+    time.sleep(LIMIT_S)
+    os._exit(status)
 
 
 def meet(note: bytes = b"", limit_s: float = GRACE_S) -> dict[int, bytes]:
@@ -118,13 +124,14 @@ def meet(note: bytes = b"", limit_s: float = GRACE_S) -> dict[int, bytes]:
     dict
         Rank to note, of this rank and those that came in time.
     """
-    global _together
+    global _met
     mpi = running()
     if mpi is None:
         return {}
     comm = mpi.COMM_WORLD
     size, rank = comm.Get_size(), comm.Get_rank()
     notes = {rank: note}
+    _met = False
     if mpi.Query_thread() != mpi.THREAD_MULTIPLE and threading.active_count() > 1:
         return notes
     for peer in range(size):
@@ -141,7 +148,7 @@ def meet(note: bytes = b"", limit_s: float = GRACE_S) -> dict[int, bytes]:
             return notes
         else:
             time.sleep(0.001)
-    _together = True
+    _met = True
     return notes
 
 
@@ -232,16 +239,18 @@ def _leave(code: Any) -> None:
     the end of the job is only prepared here.
     """
     status = code & 0xFF if isinstance(code, int) else 0 if code is None else 1
-    if status == 0 or _together or not _here():
+    if status == 0 or _met or not _here():
         return
     mpi = running()
     everyone = False
     try:
-        everyone = len(meet()) == mpi.COMM_WORLD.Get_size()
+        everyone = _met is None and len(meet()) == mpi.COMM_WORLD.Get_size()
         if not everyone:
             _announce(f"left with status {status} while other ranks go on, ending the job")
             # mpi4py ends the job with this status where it would wait for the others in MPI_Finalize.
             mpi._set_abort_status(status)
+            # This handler comes after a message that is the status has been printed, and before the end.
+            atexit.register(time.sleep, LAST_WORDS_S)
     finally:
         if not everyone:
             # An exit handler or a thread that waits for the other ranks would keep it from getting there.
