@@ -205,18 +205,33 @@ def local() -> dict[str, Any]:
     }
 
 
-def _load() -> tuple[Any, Problem | None]:
-    """Return mpi4py.MPI, which initialises MPI, or the problem that keeps it from being loaded."""
+def _load(launch: launcher.Launch | None) -> tuple[Any, Problem | None]:
+    """Return mpi4py.MPI with MPI initialised, or the problem that keeps it from that."""
     try:
-        import mpi4py  # noqa: F401
+        import mpi4py
     except ImportError:
         return None, Problem("mpi4py is not installed", _INSTALL)
+    # MPICH that cannot speak to a PMIx launcher ends the process in MPI_Init, with a message for its own
+    # developers. A session can be told to return the error instead.
+    doubtful = launch is not None and "PMIX_RANK" in os.environ and "mpi4py.MPI" not in sys.modules
+    if doubtful:
+        mpi4py.rc(initialize=False, finalize=True)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         # The first line says that nothing was found, the others each name that was tried.
         reason = str(error).split("\n")[0]
         return None, Problem(f"mpi4py finds no MPI library: {reason}", _INSTALL)
+    if doubtful and launch is not None:
+        vendor = MPI.get_vendor()[0]
+        if vendor == "MPICH" and MPI.Get_version() >= (4, 0):
+            try:
+                MPI.Session.Init(MPI.INFO_NULL, MPI.ERRORS_RETURN).Finalize()
+            except MPI.Exception as error:
+                reason = str(error).strip().split("\n")[-1].rpartition("): ")[2].strip()
+                what = f"{vendor} cannot start under {launcher.describe(launch)}: {reason}"
+                return None, Problem(what, launcher.start_line(launch, "mpich"))
+        MPI.Init_thread()
     return MPI, None
 
 
@@ -335,7 +350,7 @@ def examine() -> dict[str, Any]:
         "notes": [],
     }
     problems, notes = _wheel_problems(), []
-    mpi, missing = _load()
+    mpi, missing = _load(launch)
     if mpi is None or missing is not None:
         problems += [missing] if missing else []
     else:

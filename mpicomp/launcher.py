@@ -142,6 +142,25 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
     return _openmpi(environ) or _pmi(environ) or _slurm(environ) or _pmix(environ)
 
 
+def describe(launch: Launch) -> str:
+    """Name a launcher for people."""
+    names = {"hydra": "mpiexec of MPICH", "openmpi": "mpirun of Open MPI", "slurm": "srun"}
+    return names.get(launch.name, f"a launcher that speaks {launch.name.upper()}")
+
+
+def start_line(launch: Launch, mpi: str, python: str | None = None, command: Sequence[str] | None = None) -> str:
+    """Return the line that starts the same job with a launcher that the MPI library understands.
+
+    The parameters are those of `singletons`.
+    """
+    words = shlex.join(sys.orig_argv if command is None else command)
+    if launch.name == "slurm":
+        start = f"srun --mpi={'pmix' if mpi == 'openmpi' else 'pmi2'}"
+    else:
+        start = shlex.quote(os.path.join(os.path.dirname(python or sys.executable), "mpiexec"))
+    return f"{start} -n {launch.size} {words}"
+
+
 def singletons(
     environ: Mapping[str, str] | None,
     comm_size: int,
@@ -177,16 +196,9 @@ def singletons(
     launch = detect(environ)
     if launch is None or launch.size <= 1 or comm_size != 1:
         return None
-    names = {"hydra": "mpiexec of MPICH", "openmpi": "mpirun of Open MPI", "slurm": "srun"}
-    started_by = names.get(launch.name, f"a launcher that speaks {launch.name.upper()}")
-    words = shlex.join(sys.orig_argv if command is None else command)
-    if launch.name == "slurm":
-        start = f"srun --mpi={'pmix' if mpi == 'openmpi' else 'pmi2'}"
-    else:
-        start = shlex.quote(os.path.join(os.path.dirname(python or sys.executable), "mpiexec"))
     library = {"mpich": "MPICH", "openmpi": "Open MPI"}.get(mpi, mpi)
     return Problem(
-        f"{started_by} started {launch.size} processes, but each of them is rank 0 of 1: "
+        f"{describe(launch)} started {launch.size} processes, but each of them is rank 0 of 1: "
         f"{library} did not understand this launcher, so {launch.size} separate jobs are running",
-        f"{start} -n {launch.size} {words}",
+        start_line(launch, mpi, python, command),
     )

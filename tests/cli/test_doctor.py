@@ -72,6 +72,18 @@ def test_processes_that_do_not_find_each_other_are_noticed_and_told_once(alone):
     assert problem["fix"].endswith("doctor --json")
 
 
+def test_a_launcher_that_the_library_cannot_speak_to_is_a_problem_and_no_crash(alone):
+    if "MPICH" not in alone().stdout:
+        pytest.skip("MPICH only: Open MPI speaks PMIx")
+    # What Open MPI's mpirun sets, as far as MPICH looks at it; the server itself is not there.
+    mpirun = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "x", "PMIX_SERVER_URI41": "x;tcp4://127.0.0.1:1"}
+    ended = alone("--json", OMPI_COMM_WORLD_SIZE="3", OMPI_COMM_WORLD_RANK="0", **mpirun)
+    assert ended.returncode == 1, ended.stderr
+    (problem,) = json.loads(ended.stdout)["problems"]
+    assert problem["what"].startswith("MPICH cannot start under mpirun of Open MPI: ")
+    assert "/mpiexec -n 3 " in problem["fix"]
+
+
 def test_a_batch_script_is_no_job_of_several_ranks(alone):
     assert alone(SLURM_JOB_ID="7", SLURM_NTASKS="4", SLURM_PROCID="0").returncode == 0
 
