@@ -176,7 +176,11 @@ def parallel(arguments: list[str], ranks: list[int], folder: Path) -> Count:
     if not expected:
         say("no parallel test was found")
         return Count(failed=1)
-    mpiexec, env = launcher()
+    try:
+        mpiexec, env = launcher()
+    except FileNotFoundError:
+        say("there is no mpiexec: pip install mpich")
+        return Count(failed=1)
     for size in ranks:
         junit = folder / f"parallel-{size}.xml"
         options = ["--only-mpi", "-m", "mpi", "-p", "no:cacheprovider", "-r", "fE", *arguments]

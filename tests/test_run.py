@@ -1,0 +1,117 @@
+"""The test harness: what it does when a parallel test fails, hangs or is left out."""
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import run
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.mpi
+def test_every_rank_takes_part(comm):
+    from mpi4py import MPI
+
+    assert comm.allreduce(1) == MPI.COMM_WORLD.size
+    assert MPI.Comm.Compare(comm, MPI.COMM_WORLD) == MPI.CONGRUENT
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_test_may_need_several_ranks(comm):
+    assert comm.size >= 2
+
+
+@pytest.fixture
+def suite(tmp_path, monkeypatch):
+    """Make a folder of tests of its own, with this one's conftest, and have the harness run in it."""
+    for name in ("conftest.py", "run.py"):
+        shutil.copy(HERE / name, tmp_path)
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+
+    def write(body):
+        (tmp_path / "test_it.py").write_text("import pytest, time\n" + body)
+        return tmp_path
+
+    return write
+
+
+PASSING = "@pytest.mark.mpi\ndef test_fine(comm):\n    comm.Barrier()\n"
+FAILING = "@pytest.mark.mpi\ndef test_bad(comm):\n    assert comm.rank != 1, 'rank 1 is unhappy'\n    {}\n"
+
+
+def pytest_of(mpiexec, folder, ranks, *arguments, **options):
+    arguments = ("-m", "pytest", "-p", "no:cacheprovider", "--only-mpi", *arguments, folder)
+    return mpiexec(ranks, *arguments, **options)
+
+
+@pytest.mark.parametrize("others", ["comm.Barrier()", "pass"])
+def test_a_failure_on_one_rank_ends_the_run_with_its_traceback(mpiexec, suite, others):
+    folder = suite(FAILING.format(others) + PASSING)
+    started = time.monotonic()
+    ended = pytest_of(mpiexec, folder, 3)
+    assert time.monotonic() - started < 15
+    assert ended.returncode != 0
+    assert "rank 1 of 3: call of " in ended.stderr
+    assert "AssertionError: rank 1 is unhappy" in ended.stderr
+    assert "test_bad" in ended.stderr
+
+
+def test_a_collection_error_on_one_rank_ends_the_run(mpiexec, suite):
+    folder = suite("from mpi4py import MPI\nassert MPI.COMM_WORLD.rank != 1, 'not here'\n" + PASSING)
+    ended = pytest_of(mpiexec, folder, 2)
+    assert ended.returncode != 0
+    assert "not here" in ended.stderr
+
+
+def test_one_rank_reports(mpiexec, suite):
+    ended = pytest_of(mpiexec, suite(PASSING), 3)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("1 passed") == 1
+    assert "rank 0 of 3" in ended.stdout
+    assert ended.stderr == ""
+
+
+def test_an_expected_failure_ends_nothing(mpiexec, suite):
+    ended = pytest_of(mpiexec, suite("@pytest.mark.xfail\n" + FAILING.format("assert False") + PASSING), 2)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "1 passed, 1 xfailed" in ended.stdout
+
+
+def test_parallel_tests_are_counted(suite, tmp_path, monkeypatch):
+    for name in [name for name in run.os.environ if name.startswith(("PMI", "OMPI_COMM_", "PMIX_"))]:
+        monkeypatch.delenv(name)
+    body = (
+        PASSING + "@pytest.mark.mpi(min_size=2)\ndef test_two(comm):\n    pass\n"
+        "@pytest.mark.mpi\n@pytest.mark.skipif(True, reason='never')\ndef test_never(comm):\n    pass\n"
+        "def test_serial():\n    pass\n"
+    )
+    folder = suite(body)
+    assert sorted(run.census([str(folder)], tmp_path).values()) == [1, 2]
+    assert run.parallel([str(folder)], [1, 2], tmp_path) == run.Count(3, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ("def test_serial():\n    pass\n", run.Count(0, 1)),  # none at all
+        (PASSING + "    pytest.skip('in silence')\n", run.Count(0, 1)),
+        (PASSING + "    assert False\n", run.Count(0, 1)),
+    ],
+)
+def test_parallel_tests_that_did_not_run_are_a_failure(suite, tmp_path, body, count):
+    assert run.parallel([str(suite(body))], [2], tmp_path) == count
+
+
+def test_a_run_that_hangs_is_killed_with_its_stacks(suite, capfd):
+    folder = suite("@pytest.mark.mpi\ndef test_hang(comm):\n    time.sleep(60 * (comm.rank == 1))\n")
+    mpiexec, env = run.launcher()
+    command = [*mpiexec, "-n", "2", sys.executable, "-m", "pytest", "--only-mpi", str(folder)]
+    started = time.monotonic()
+    assert run.run(command, 4, env) == 124
+    assert time.monotonic() - started < 15
+    output = capfd.readouterr()
+    assert "killing it" in output.out
+    assert "in test_hang" in output.out + output.err
