@@ -15,8 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-from mpicomp.bench.lab import forwarder, host, launch, namespaces, network
-from mpicomp.bench.lab.settings import Link, Settings
+from mpicomp.bench.lab import host, launch, namespaces, network
+from mpicomp.bench.lab.forwarder import Forwarder
+from mpicomp.bench.lab.settings import Settings
 
 _SCRATCH = "/dev/shm/mpicomp-lab"
 _GRACE_S = 2.0
@@ -39,7 +40,6 @@ class Head:
         self.mpi = mpi
         self.launcher = launcher
         self.pids: dict[int, int] = {}
-        self.changes: int | None = None
 
     def make(self) -> None:
         """Make hosts and networks."""
@@ -47,9 +47,7 @@ class Head:
         tight = namespaces.MS_NOSUID | namespaces.MS_NODEV | namespaces.MS_NOEXEC
         namespaces.mount("proc", "/proc", "proc", tight)
         # Whatever the launcher and the lab have to write down goes where it vanishes with the lab.
-        namespaces.mount(
-            "tmpfs", "/dev/shm", "tmpfs", namespaces.MS_NOSUID | namespaces.MS_NODEV, "mode=1777"
-        )
+        namespaces.mount("tmpfs", "/dev/shm", "tmpfs", namespaces.MS_NOSUID | namespaces.MS_NODEV, "mode=1777")
         os.mkdir(_SCRATCH, 0o700)
         namespaces.set_hostname("lab")
         settings = self.settings
@@ -60,16 +58,15 @@ class Head:
             *(f"{network.data_address(i)} {name}" for i, name in enumerate(names)),
         ]
         Path(hosts_file).write_text("\n".join(lines) + "\n")
-        sysctls = network.sysctls(settings.all_links)
+        mtu = network.choose_mtu(settings.all_links)
+        window = network.choose_window(settings.all_links)
         for index, name in enumerate(names):
-            self.pids[index] = host.start(name, sysctls, hosts_file)
+            self.pids[index] = host.start(name, network.sysctls(window), hosts_file)
+        self.forwarder = Forwarder(self.pids, settings.links, mtu, window, network.DATA_NETWORK)
         network.make_control(self.pids)
-        if settings.delayed:
-            self.changes = forwarder.start(self.pids, settings.links)
-            for index, pid in self.pids.items():
-                network.configure_eth0(index, pid, forwarder.MTU)
-        else:
-            network.make_data(self.pids, settings.links)
+        for index, pid in self.pids.items():
+            network.configure_host(index, pid, mtu)
+        self.forwarder.wait()
 
     def write_agent(self) -> str:
         """Write what the launcher calls in place of ssh, and return its path."""
@@ -83,13 +80,6 @@ class Head:
         os.chmod(agent, 0o700)
         return agent
 
-    def set_links(self, links: tuple[Link, ...]) -> None:
-        """Change all links now."""
-        if self.changes is not None:
-            os.write(self.changes, forwarder.describe(links))
-        else:
-            network.shape(self.pids, links)
-
     def counters(self) -> list[dict[str, int]]:
         """Return what each host's eth0 has counted."""
         return [network.read_counters(pid) for pid in self.pids.values()]
@@ -102,7 +92,7 @@ class Head:
         tuple of int and float
             Exit status, and seconds.
         """
-        line = launch.command_line(self.mpi, self.launcher, self.write_agent(), self.settings, _SCRATCH)
+        line = launch.command_line(self.mpi, self.launcher, self.write_agent(), self.settings)
         environment = launch.environment(self.mpi, self.settings.ppn, os.environ)
         namespaces.run_realtime(_PRIORITY)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -113,7 +103,7 @@ class Head:
         begin = time.monotonic()
         pending = list(self.settings.schedule)
         while pending and pending[0].at_s == 0:
-            self.set_links(pending.pop(0).links)
+            self.forwarder.set_links(pending.pop(0).links)
         job = subprocess.Popen(line, env=environment, preexec_fn=_like_a_shell)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         deadline = None
@@ -125,7 +115,7 @@ class Head:
             if deadline is not None and now >= deadline:
                 return 137, now - begin
             while pending and begin + pending[0].at_s <= now:
-                self.set_links(pending.pop(0).links)
+                self.forwarder.set_links(pending.pop(0).links)
                 now = time.monotonic()
             times = [begin + pending[0].at_s] if pending else []
             times += [deadline] if deadline is not None else []

@@ -84,8 +84,8 @@ def environment(mpi: str, ppn: int, caller: Mapping[str, str]) -> dict[str, str]
     return result
 
 
-def command_line(mpi: str, launcher: Path, agent: str, settings: Settings, scratch: str) -> list[str]:
-    """Return the launcher's command line; `agent` stands in for ssh, `scratch` is a private folder."""
+def command_line(mpi: str, launcher: Path, agent: str, settings: Settings) -> list[str]:
+    """Return the launcher's command line; `agent` stands in for ssh."""
     hosts = [control_address(index) for index in range(settings.hosts)]
     ranks = str(settings.hosts * settings.ppn)
     if mpi == "mpich":
@@ -96,7 +96,7 @@ def command_line(mpi: str, launcher: Path, agent: str, settings: Settings, scrat
     else:
         line = [
             *(str(launcher), "--prtemca", "plm_ssh_agent", agent, "--prtemca", "plm_ssh_no_tree_spawn", "1"),
-            *("--prtemca", "prte_if_include", "control", "--prtemca", "prte_tmpdir_base", scratch),
+            *("--prtemca", "prte_if_include", "control", "--prtemca", "prte_tmpdir_base", "/dev/shm"),
             *("-H", ",".join(f"{host}:{settings.ppn}" for host in hosts), "-n", ranks),
             *("--map-by", f"ppr:{settings.ppn}:node:OVERSUBSCRIBE", "--bind-to", "none"),
         ]

@@ -1,7 +1,7 @@
-"""The two networks of a lab, made by ``ip`` and shaped by ``tc``.
+"""The addresses of a lab, and the settings of its two networks.
 
-Control is a bridge without shaping that only the launcher uses. Data is a bridge of virtual cables ``eth0``,
-each with a token bucket at both ends: at the host for what it sends, at the switch for what it receives.
+Control is a bridge that only the launcher uses, without any limit. Data is what `mpicomp.bench.lab.forwarder`
+carries between the hosts' ``eth0``.
 """
 
 import subprocess
@@ -9,17 +9,19 @@ from collections.abc import Mapping, Sequence
 
 from mpicomp.bench.lab import namespaces
 from mpicomp.bench.lab.settings import Link
-from mpicomp.bench.lab.units import format_bandwidth
 
 CONTROL_NETWORK = "10.99.1"
 DATA_NETWORK = "10.99.0"
 HEAD_ADDRESS = f"{CONTROL_NETWORK}.254"
 
-MTU = 9000
-_FRAME = MTU + 14
-# A shaper has to make up for a timer that comes late, or the rate is missed; what it may make up passes at once,
-# so it is kept small against the time that a message of 64 KiB takes.
-_BURST_S = 150e-6
+_LEAST_MTU = 9000
+_MOST_MTU = 65000
+_PACKET_S = 500e-6
+_LEAST_WINDOW = 2**18
+_MOST_WINDOW = 2**22
+# A rank that shares its core is away for some milliseconds; what is in the window goes on flowing meanwhile. With
+# 2 ms instead of 32 a ring at 1 Gbit/s took 1.6 times as long, and more than 32 gained nothing.
+_WINDOW_S = 32e-3
 
 
 def host_name(index: int) -> str:
@@ -37,24 +39,52 @@ def data_address(index: int) -> str:
     return f"{DATA_NETWORK}.{index + 1}"
 
 
-def burst(bandwidth: int) -> int:
-    """Return the bytes that may pass at once at `bandwidth`.
+def choose_mtu(links: Sequence[Link]) -> int:
+    """Return the size of the largest packet: half a millisecond of the fastest link.
+
+    Every packet costs processor time that the ranks need as well, and no packet can overtake another on its cable:
+    large ones suit fast links, small ones slow links.
 
     Examples
     --------
-    >>> burst(50_000_000), burst(1_000_000_000)
-    (9014, 27764)
+    >>> choose_mtu([Link(200_000_000, 0)])
+    12500
     """
-    return _FRAME + max(0, int(bandwidth / 8 * _BURST_S))
+    most = max(link.bandwidth for link in links)
+    return min(max(_LEAST_MTU, int(most / 8 * _PACKET_S)), _MOST_MTU)
 
 
-def _batch(tool: str, lines: Sequence[str], pid: int | None = None) -> None:
-    """Run lines of `ip` or `tc`, in the network of the process `pid` or here."""
-    if not lines:
-        return
-    command = [tool, "-batch", "-"]
+def choose_window(links: Sequence[Link]) -> int:
+    """Return how many bytes a connection may have under way.
+
+    Enough for what is on the fastest and longest cable, twice, and for the time that a rank is off its core. More
+    would only move the queue from the program into the network, where small messages wait behind large ones.
+    """
+    most = max(link.bandwidth for link in links)
+    idle = min(max(_LEAST_WINDOW, int(most / 8 * _WINDOW_S)), _MOST_WINDOW)
+    under_way = max(link.bandwidth / 8 * 2 * link.latency_ns * 1e-9 for link in links)
+    return idle + 2 * int(under_way)
+
+
+def sysctls(window: int) -> dict[str, str]:
+    """Return the settings of a host's network, by their paths below ``/proc/sys/net``."""
+    return {
+        # Neighbour discovery would count as traffic.
+        "ipv6/conf/all/disable_ipv6": "1",
+        "ipv6/conf/default/disable_ipv6": "1",
+        # A training step computes between its exchanges; each would start with a small window.
+        "ipv4/tcp_slow_start_after_idle": "0",
+        "ipv4/tcp_no_metrics_save": "1",
+        # The kernel counts its own overhead as received.
+        "ipv4/tcp_rmem": f"4096 {2 * window} {2 * window}",
+        "ipv4/tcp_wmem": f"4096 {window} {window}",
+    }
+
+
+def _ip(lines: Sequence[str], pid: int | None = None) -> None:
+    """Run lines of `ip`, in the network of the process `pid` or here."""
     done = subprocess.run(
-        command,
+        ["ip", "-batch", "-"],
         input="\n".join(lines) + "\n",
         text=True,
         capture_output=True,
@@ -62,23 +92,7 @@ def _batch(tool: str, lines: Sequence[str], pid: int | None = None) -> None:
         check=False,
     )
     if done.returncode:
-        raise OSError(f"{tool}: {' '.join(done.stderr.split())}")
-
-
-def sysctls(links: Sequence[Link]) -> dict[str, str]:
-    """Return the settings of a host's network that suit these links."""
-    # A window of twice what is under way, and enough for the messages of one collective: larger only moves the
-    # queue from the program into the switch.
-    most = max(int(link.bandwidth / 8 * 2 * link.latency_ns * 1e-9) for link in links)
-    window = 2 * most + 2**20
-    return {
-        "ipv6/conf/all/disable_ipv6": "1",
-        "ipv6/conf/default/disable_ipv6": "1",
-        "ipv4/tcp_slow_start_after_idle": "0",
-        "ipv4/tcp_no_metrics_save": "1",
-        "ipv4/tcp_rmem": f"4096 {2 * window} {2 * window}",
-        "ipv4/tcp_wmem": f"4096 {window} {window}",
-    }
+        raise OSError(f"ip: {' '.join(done.stderr.split())}")
 
 
 def make_control(pids: Mapping[int, int]) -> None:
@@ -94,57 +108,21 @@ def make_control(pids: Mapping[int, int]) -> None:
             f"link add control{index} type veth peer name control netns {pid}",
             f"link set control{index} master control up",
         ]
-    _batch("ip", lines)
-    for index, pid in pids.items():
-        inside = [
+    _ip(lines)
+
+
+def configure_host(index: int, pid: int, mtu: int) -> None:
+    """Give the interfaces of a host their addresses."""
+    _ip(
+        [
             "link set lo up",
             f"address add {control_address(index)}/24 dev control",
             "link set control up",
-        ]
-        _batch("ip", inside, pid)
-
-
-def make_data(pids: Mapping[int, int], links: Sequence[Link]) -> None:
-    """Join the hosts by cables that the kernel shapes."""
-    lines = ["link add data type bridge forward_delay 0 mcast_snooping 0", f"link set data mtu {MTU} up"]
-    for index, pid in pids.items():
-        lines += [
-            f"link add data{index} mtu {MTU} type veth peer name eth0 mtu {MTU} netns {pid}",
-            f"link set data{index} gso_max_segs 1 master data up",
-        ]
-    _batch("ip", lines)
-    for index, pid in pids.items():
-        inside = [
             f"address add {data_address(index)}/24 dev eth0",
-            f"link set eth0 gso_max_segs 1 mtu {MTU} up",
-        ]
-        _batch("ip", inside, pid)
-    shape(pids, links, "add")
-
-
-def configure_eth0(index: int, pid: int, mtu: int) -> None:
-    """Give an eth0 that exists on the host its address."""
-    lines = [
-        f"address add {data_address(index)}/24 dev eth0",
-        f"link set eth0 mtu {mtu} txqueuelen 10000 up",
-    ]
-    _batch("ip", lines, pid)
-
-
-def shape(pids: Mapping[int, int], links: Sequence[Link], action: str = "change") -> None:
-    """Set the rates of all cables (`action` is tc's: add or change)."""
-
-    def bucket(device: str, link: Link) -> str:
-        # The limit is beyond what the windows of TCP let wait: a loss would cost a timeout of 200 ms, which no
-        # real switch with flow control does.
-        return (
-            f"qdisc {action} dev {device} root tbf rate {format_bandwidth(link.bandwidth)} "
-            f"burst {burst(link.bandwidth)} limit {256 * 2**20}"
-        )
-
-    _batch("tc", [bucket(f"data{index}", links[index]) for index in pids])
-    for index, pid in pids.items():
-        _batch("tc", [bucket("eth0", links[index])], pid)
+            f"link set eth0 mtu {mtu} txqueuelen 10000 up",
+        ],
+        pid,
+    )
 
 
 def read_counters(pid: int) -> dict[str, int]:

@@ -19,24 +19,19 @@ from mpicomp.bench.lab.settings import Settings
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def check_requirements(settings: Settings) -> None:
+def check_requirements() -> None:
     """Raise LabError, saying what to do, when this machine cannot run the lab."""
     if sys.platform != "linux":
         raise LabError(f"needs Linux, whose network namespaces are the hosts, and this is {sys.platform}")
     if os.geteuid() != 0:
         raise LabError("needs root to make network namespaces, and this is another user; run it with sudo")
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            raise LabError(
-                f"needs the command {tool} (package iproute2 on Debian and Ubuntu), and it is not in PATH"
-            )
-    missing = [
-        kind for kind in ("net", "pid", "mnt", "uts", "ipc") if not os.path.exists(f"/proc/self/ns/{kind}")
-    ]
+    if shutil.which("ip") is None:
+        raise LabError("needs the command ip (package iproute2 on Debian and Ubuntu), and it is not in PATH")
+    missing = [kind for kind in ("net", "pid", "mnt", "uts", "ipc") if not os.path.exists(f"/proc/self/ns/{kind}")]
     if missing:
         raise LabError(f"needs a kernel with namespaces, and this one lacks {', '.join(missing)}")
-    if settings.delayed and not os.path.exists("/dev/net/tun"):
-        raise LabError("needs /dev/net/tun to add latency, and it is not there; load it with: modprobe tun")
+    if not os.path.exists("/dev/net/tun"):
+        raise LabError("needs /dev/net/tun for its links, and it is not there; load it with: modprobe tun")
 
 
 def run_lab(settings: Settings) -> int:
@@ -59,7 +54,7 @@ def run_lab(settings: Settings) -> int:
     LabError
         When the lab cannot be made; nothing has been started then.
     """
-    check_requirements(settings)
+    check_requirements()
     launcher = launch.find_launcher()
     mpi = launch.check_mpi(settings.mpi, launcher)
     if settings.counters is None:
@@ -126,7 +121,7 @@ def _run(settings: Settings, mpi: str, launcher: Path) -> tuple[int, dict[str, A
     report = json.loads(text) if text else {}
     if "error" in report:
         raise LabError(
-            f"needs a kernel with namespaces, veth, bridge, tbf and tun, and a right to use them: {report['error']}; "
+            f"needs a kernel with namespaces, veth, bridge and tun, and leave to use them: {report['error']}; "
             "in a container, run it privileged"
         )
     if received:

@@ -51,7 +51,5 @@ def parse_schedule(text: str, hosts: int, name: str = "schedule") -> tuple[Chang
             raise LabError(f"{where}: {str(error).removeprefix('--')}") from None
         changes.append(Change(at_s, links))
     if not changes:
-        raise LabError(
-            f"{name}: a schedule must have at least one line 'seconds bandwidth latency', got none"
-        )
+        raise LabError(f"{name}: a schedule must have at least one line 'seconds bandwidth latency', got none")
     return tuple(changes)

@@ -21,7 +21,8 @@ class Link:
     bandwidth : int
         Bits a second, in each direction.
     latency_ns : int
-        One-way latency. Between two hosts with different links it is the mean of the two: each cable has half.
+        One way between two hosts with this link. Each cable has half of it: between hosts with different
+        links it is the mean of the two.
     """
 
     bandwidth: int
@@ -52,11 +53,6 @@ class Settings:
     def all_links(self) -> tuple[Link, ...]:
         """Every state of every link, now and later."""
         return self.links + tuple(link for change in self.schedule for link in change.links)
-
-    @property
-    def delayed(self) -> bool:
-        """Whether any latency has to be added at any time, which the kernel's shapers cannot do."""
-        return any(link.latency_ns for link in self.all_links)
 
 
 def parse_links(bandwidth: str, latency: str, hosts: int) -> tuple[Link, ...]:

@@ -66,9 +66,7 @@ def parse_latency(text: str) -> int:
     """
     match = _LATENCY.fullmatch(text.strip())
     if match is None:
-        raise LabError(
-            f"--latency must be a number with ns, us, ms or s, got {text!r}; write for example 50us or 0us"
-        )
+        raise LabError(f"--latency must be a number with ns, us, ms or s, got {text!r}; write for example 50us or 0us")
     nanoseconds = round(float(match["number"]) * _NANOSECONDS[match["unit"].lower()])
     if nanoseconds > _MOST_LATENCY_NS:
         raise LabError(f"--latency must be at most 10s, got {text!r}")

@@ -18,9 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run_parser.add_argument("--hosts", type=int, required=True, metavar="N", help="number of hosts")
-    run_parser.add_argument(
-        "--ppn", type=int, default=1, metavar="K", help="ranks on each host (%(default)s)"
-    )
+    run_parser.add_argument("--ppn", type=int, default=1, metavar="K", help="ranks on each host (%(default)s)")
     run_parser.add_argument(
         "--bandwidth",
         default="1gbit",
@@ -42,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_parser.add_argument(
         "--counters", metavar="FILE", help="write the bytes and packets of each host's eth0 as JSON"
     )
-    run_parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each rank runs"
-    )
+    run_parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each rank runs")
 
 
 def run(arguments: argparse.Namespace) -> int:
