@@ -43,7 +43,7 @@ FAILING = "@pytest.mark.mpi\ndef test_bad(comm):\n    assert comm.rank != 1, 'ra
 
 
 def pytest_of(mpiexec, folder, ranks, *arguments, **options):
-    arguments = ("-m", "pytest", "-p", "no:cacheprovider", "--only-mpi", *arguments, folder)
+    arguments = ("-m", "pytest", "--color=no", "-p", "no:cacheprovider", "--only-mpi", *arguments, folder)
     return mpiexec(ranks, *arguments, **options)
 
 
