@@ -35,6 +35,12 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_ignore_collect(collection_path):
+    """Leave out what the tests share: looking for doctests there would import it a second time."""
+    shared = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
+    return True if shared and Path(__file__).parent in collection_path.parents else None
+
+
 def _parallel(config):
     return config.getoption("--with-mpi") or config.getoption("--only-mpi")
 
