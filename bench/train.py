@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-
 from mpicomp.bench.dense_probe import DenseProbe, probe_dense
 from mpicomp.bench.metrics import MetricsWriter
 from mpicomp.bench.progress import Progress
 from mpicomp.bench.tasks import Task
+from numpy.typing import NDArray
+
 from mpicomp.collectives import Round
 from mpicomp.compressors import Compressor
 from mpicomp.errors import MpicompError

@@ -10,12 +10,13 @@ from mpicomp.kernels.cpu.bits import magnitude_bits
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
 from mpicomp.kernels.cpu.scatter import clear_at, gather, scatter_add, subtract_at
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest
-from mpicomp.kernels.cpu.sweep import scale
+from mpicomp.kernels.cpu.sweep import energy, scale, share_rounding
 
 __all__ = [
     "accumulate",
     "accumulate_candidates",
     "clear_at",
+    "energy",
     "gather",
     "is_finite",
     "kth_magnitude",
@@ -25,6 +26,7 @@ __all__ = [
     "scatter_add",
     "select_candidates",
     "select_largest",
+    "share_rounding",
     "subtract_at",
     "widen",
     "widen_add",

@@ -3,6 +3,7 @@
 import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits, infinity_of, mask_of
 from mpicomp.kernels.cpu.compile import kernel
+from mpicomp.kernels.cpu.sweep import _energy
 from numpy.typing import NDArray
 
 _BLOCK = 1024  # elements that are swept again while they are in the first-level cache
@@ -98,15 +99,6 @@ def _add(gradient, residual, out):  # type: ignore[no-untyped-def]
     else:
         for i in range(out.size):
             out[i] = gradient[i] + residual[i]
-
-
-@kernel
-def _energy(out):  # type: ignore[no-untyped-def]
-    energy = 0.0
-    for i in range(out.size):
-        value = np.float64(out[i])
-        energy += value * value
-    return energy
 
 
 @kernel

@@ -20,6 +20,64 @@ def scale(array: NDArray[np.floating], factor: float) -> int:
     return int(_scale(array, as_bits(array), mask_of(array.dtype), array.dtype.type(factor)))
 
 
+def energy(array: NDArray[np.floating]) -> float:
+    """Give the squared L2 norm of a contiguous array, summed in float64.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> energy(np.array([3, 4], np.float32))
+    25.0
+    """
+    return float(_energy(array))
+
+
+def share_rounding(
+    exact: NDArray[np.floating],
+    rounded: NDArray[np.floating],
+    ranks: int,
+    array: NDArray[np.floating],
+    sent: NDArray[np.floating],
+) -> float:
+    """Let the owner of a mean answer for its rounding: ``sent -= ranks * (exact - rounded)``.
+
+    Parameters
+    ----------
+    exact, rounded : arrays, shape (n,)
+        A mean over ranks before and after it was rounded.
+    ranks : int
+        How many ranks receive the rounded mean.
+    array, sent : arrays, shape (n,)
+        The owner's own array, and what it has sent of it; ``sent`` is changed in place.
+
+    Returns
+    -------
+    float
+        By how much the squared L2 norm of ``array - sent`` grew.
+    """
+    return float(_share_rounding(exact, rounded, exact.dtype.type(ranks), array, sent))
+
+
+@kernel
+def _energy(array):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for i in range(array.size):
+        value = np.float64(array[i])
+        total += value * value
+    return total
+
+
+@kernel
+def _share_rounding(exact, rounded, ranks, array, sent):  # type: ignore[no-untyped-def]
+    growth = 0.0
+    for i in range(exact.size):
+        before = np.float64(array[i] - sent[i])
+        sent[i] -= ranks * (exact[i] - rounded[i])
+        after = np.float64(array[i] - sent[i])
+        growth += after * after - before * before
+    return growth
+
+
 @kernel
 def _scale(array, bits, mask, factor):  # type: ignore[no-untyped-def]
     top = mask ^ mask

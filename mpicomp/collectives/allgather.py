@@ -43,7 +43,7 @@ class Allgather(Scheme[Sparsifier]):
         """Select, gather, decode; see `Scheme.exchange`."""
         group, workspace, dtype = context.group, context.workspace, accumulated.dtype
         selection = self.compressor.select(accumulated, context.memory, workspace)
-        kept = float(np.sum(np.square(selection.values, dtype=np.float64)))
+        kept = cpu.energy(selection.values)
         *ask, gather = self.rounds(accumulated.numel, dtype, group)
         if ask:
             ask[0].send = np.array([selection.indices.size], _COUNT)

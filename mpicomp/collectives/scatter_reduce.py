@@ -77,10 +77,7 @@ class ScatterReduce(Scheme[Dense]):
         lost = float(headers["lost"].sum())
         if wire is not None and total.size:
             # The second rounding was of the mean: it took its error from every rank's share of it.
-            with np.errstate(invalid="ignore", over="ignore"):
-                before = _energy(array[mine] - sent[mine])
-                sent[mine] -= group.size * (total - delivered)
-                lost += _energy(array[mine] - sent[mine]) - before
+            lost += cpu.share_rounding(total, delivered, group.size, array[mine], sent[mine])
         reply[: _HEADER.itemsize].view(_HEADER)[0] = (flags, 0, float(headers["energy"].sum()), lost)
         gather.send = reply
         gather.recv = workspace.array("replies", places[-1], np.uint8)
@@ -111,10 +108,6 @@ def _padded(payload: int) -> int:
 
 def _payload(message: NDArray[np.uint8], size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     return message[_HEADER.itemsize : _HEADER.itemsize + size * dtype.itemsize].view(dtype)
-
-
-def _energy(array: NDArray[np.floating]) -> float:
-    return float(np.sum(np.square(array, dtype=np.float64)))
 
 
 def _pack(

@@ -62,7 +62,7 @@ class StarTopk(Scheme[Sparsifier]):
         values = outgoing[:count]
         if not cpu.gather(array, indices, values):
             raise MessageError(f"star-topk: an index from rank {share.root} is not below {accumulated.numel}")
-        kept = float(np.sum(np.square(values, dtype=np.float64)))
+        kept = cpu.energy(values)
         with np.errstate(over="ignore"):
             outgoing[count:] = (not accumulated.finite, accumulated.stale, accumulated.energy, kept)
         add = self._sum(count, dtype, group)

@@ -133,8 +133,13 @@ class Accumulated:
 
 
 def _copy(gradient: NDArray[np.generic], out: NDArray[np.floating]) -> None:
-    if gradient.dtype == np.uint16 or gradient.dtype == np.float16:
-        wire = "bf16" if gradient.dtype == np.uint16 else "fp16"
-        cpu.widen(np.ascontiguousarray(gradient).reshape(-1).view(np.uint16), wire, out)
+    """Widen or pack a gradient into a flat array, without another one in between."""
+    contiguous = gradient.flags.c_contiguous and gradient.dtype.isnative
+    if contiguous and gradient.dtype in (np.uint16, np.float16):
+        cpu.widen(gradient.reshape(-1).view(np.uint16), "bf16" if gradient.dtype == np.uint16 else "fp16", out)
+    elif gradient.dtype == np.uint16:
+        words = out.view(np.uint32)  # bfloat16 is the upper half of a float32
+        np.copyto(words.reshape(gradient.shape), gradient)
+        np.left_shift(words, 16, out=words)
     else:
         np.copyto(out.reshape(gradient.shape), gradient, casting="same_kind")

@@ -27,10 +27,10 @@ class Signature:
     settings: dict[str, Any]
     members: list[Described]
 
-    def to_bytes(self) -> bytes:
-        """Give a form that is equal where signatures are."""
+    def to_json(self) -> dict[str, Any]:
+        """Give a JSON-able form that is equal where signatures are."""
         arrays = [[member.name, member.dtype, member.shape] for member in self.members]
-        return json.dumps({"settings": self.settings, "arrays": arrays}, sort_keys=True).encode()
+        return {"settings": self.settings, "arrays": arrays}
 
 
 def agree(
@@ -41,9 +41,9 @@ def agree(
     Parameters
     ----------
     signature : Signature or None
-        What this rank was given; None where it has a problem.
+        What this rank was given; None where it cannot be described.
     problem : MpicompError or None
-        What is wrong with it.
+        What is wrong with it. That ranks differ is said first: it mostly explains the problem.
     group : Group
         All ranks.
     subsystem : str
@@ -56,11 +56,10 @@ def agree(
     MpicompError
         Where some rank has a problem: of that rank's class, on all ranks.
     """
-    if problem is None:
-        assert signature is not None
-        report = signature.to_bytes()
-    else:
-        report = json.dumps({"error": type(problem).__name__, "message": str(problem)}).encode()
+    content: dict[str, Any] = {} if signature is None else signature.to_json()
+    if problem is not None:
+        content |= {"error": type(problem).__name__, "message": str(problem)}
+    report = json.dumps(content, sort_keys=True).encode()
     short = np.frombuffer(hashlib.blake2b(report, digest_size=16).digest() + bytes([problem is not None]), _BYTE)
     digests = yield _gather(short, [short.size] * group.size)
     rows = digests.reshape(group.size, -1)
@@ -83,39 +82,39 @@ def _gather(send: NDArray[np.uint8], counts: list[int]) -> Round:
 
 def _difference(reports: list[dict[str, Any]], subsystem: str) -> MpicompError:
     """Put the first difference between reports into words; every rank has all reports and finds the same one."""
+    described = [rank for rank, report in enumerate(reports) if "arrays" in report]
+    for rank in described[1:]:
+        text = _compare(reports[described[0]], reports[rank], described[0], rank)
+        if text is not None:
+            return DisagreementError(f"{subsystem}: {text}")
     wrong = [rank for rank, report in enumerate(reports) if "error" in report]
     if wrong:
         first = reports[wrong[0]]
         where = "" if len(wrong) == len(reports) else f" (on {_ranks(wrong)})"
         return _build(getattr(errors, first["error"], MpicompError), first["message"] + where)
-    for rank, report in enumerate(reports[1:], 1):
-        text = _compare(reports[0], report, rank)
-        if text is not None:
-            return DisagreementError(f"{subsystem}: {text}")
     return DisagreementError(f"{subsystem}: the ranks were given different things")
 
 
-def _compare(ours: dict[str, Any], theirs: dict[str, Any], rank: int) -> str | None:
+def _compare(ours: dict[str, Any], theirs: dict[str, Any], first: int, rank: int) -> str | None:
+    """Say how two ranks' signatures differ; None where they do not."""
     for key, value in ours["settings"].items():
         if value != theirs["settings"][key]:
             other = theirs["settings"][key]
-            return f"{key} must be the same on all ranks, got {value} on rank 0 and {other} on rank {rank}"
+            return f"{key} must be the same on all ranks, got {value} on rank {first} and {other} on rank {rank}"
     left = {array[0]: array for array in ours["arrays"]}
     right = {array[0]: array for array in theirs["arrays"]}
     for name in [*left, *right]:
         if name not in left or name not in right:
-            here, there = ("rank 0", f"rank {rank}") if name in left else (f"rank {rank}", "rank 0")
-            return f"all ranks must pass the same names; '{name}' is on {here} but not on {there}"
+            here, there = (first, rank) if name in left else (rank, first)
+            return f"all ranks must pass the same names; '{name}' is on rank {here} but not on rank {there}"
         for what, place in (("dtype", 1), ("shape", 2)):
             mine, other = left[name][place], right[name][place]
             if mine != other:
-                return (
-                    f"'{name}' must have the same {what} on all ranks, got {mine} on rank 0 and {other} on rank {rank}"
-                )
+                return f"'{name}' must have the same {what} on all ranks, got {mine} on rank {first} and {other} on rank {rank}"
     for place, (mine, other) in enumerate(zip(left, right, strict=True)):
         if mine != other:
             return (
-                f"names must come in the same order on all ranks, got '{mine}' on rank 0 and '{other}' on rank {rank} "
+                f"names must come in the same order on all ranks, got '{mine}' on rank {first} and '{other}' on rank {rank} "
                 f"at place {place}"
             )
     return None

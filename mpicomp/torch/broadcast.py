@@ -67,10 +67,12 @@ def _rounds(tensors: Mapping[str, torch.Tensor], root: int, group: Group) -> Gen
     ]
     yield from agree(Signature({"root": root}, members), None, group, "broadcast_parameters")
     for tensor in tensors.values():
-        host = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        received = yield Round(
-            "bcast", (host.size,), np.dtype(np.uint8), root=root, send=host, recv=np.empty_like(host)
-        )
+        if tensor.numel() == 0:
+            continue
+        mine = tensor.detach().cpu().contiguous()
+        roots = torch.empty_like(mine)
+        send, recv = (side.reshape(-1).view(torch.uint8).numpy() for side in (mine, roots))
+        yield Round("bcast", (send.size,), np.dtype(np.uint8), root=root, send=send, recv=recv)
         if group.rank != root:
             with torch.no_grad():
-                tensor.copy_(torch.from_numpy(received).view(tensor.dtype).reshape(tensor.shape))
+                tensor.copy_(roots)

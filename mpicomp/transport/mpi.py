@@ -95,7 +95,8 @@ class MPITransport(Transport):
     def _alltoallv(self, send: NDArray[Any], recv: NDArray[Any], counts: Any, root: int) -> None:
         rank, size = self._comm.rank, self._comm.size
         mine = counts[rank]
-        if max(send.nbytes, recv.nbytes) <= self._limit:
+        largest = max(sum(counts), max(counts) * size) * send.itemsize  # the same on every rank, as the branch must be
+        if largest <= self._limit:
             self._comm.Alltoallv([send, counts], [recv, [mine] * size])
             return
         bounds = np.concatenate(([0], np.cumsum(counts)))

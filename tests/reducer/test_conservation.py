@@ -1,0 +1,141 @@
+"""gradient + residual before == ranks x mean + residual after, for every scheme and every kind of array."""
+
+import numpy as np
+import pytest
+from worlds import Ranks
+
+import mpicomp
+from mpicomp.collectives import fitting
+
+COMPRESSORS = [
+    mpicomp.Dense(),
+    mpicomp.Dense(wire="fp16"),
+    mpicomp.Dense(wire="bf16"),
+    mpicomp.TopK(ratio=0.03),
+    mpicomp.TopK(ratio=1.0),
+]
+PAIRS = [(compressor, name) for compressor in COMPRESSORS for name in fitting(compressor)]
+torch = pytest.importorskip("torch")
+
+
+def arrays(rng):
+    """One rank's gradients: all dtypes, shapes from none to odd, contiguous and not."""
+    return {
+        "fp32": rng.normal(size=(7, 11)).astype(np.float32),
+        "fp64": rng.normal(size=(5, 3, 2)),
+        "fp16": rng.normal(size=33).astype(np.float16),
+        "bf16": torch.from_numpy(rng.normal(size=(4, 9))).to(torch.bfloat16),
+        "one": rng.normal(size=1).astype(np.float32),
+        "scalar": np.array(rng.normal(), np.float32),
+        "none": np.empty((0, 3), np.float32),
+        "none16": np.empty(0, np.float16),
+        "backwards": rng.normal(size=(6, 8)).astype(np.float32)[::-1, ::-3],
+        "transposed": rng.normal(size=(3, 5)).T,
+        "every other half": rng.normal(size=20).astype(np.float16)[::2],
+        "swapped": rng.normal(size=13).astype(">f4"),
+        "transposed tensor": torch.from_numpy(rng.normal(size=(6, 2))).to(torch.bfloat16).T,
+        "fortran": np.asfortranarray(rng.normal(size=(4, 4)).astype(np.float32)),
+    }
+
+
+def wide(array):
+    return array.to(torch.float64).numpy() if isinstance(array, torch.Tensor) else array.astype(np.float64)
+
+
+def bits(array):
+    return (
+        array.contiguous().view(torch.uint8).numpy().tobytes() if isinstance(array, torch.Tensor) else array.tobytes()
+    )
+
+
+# Rounding of the delivered mean, relative to its size: half a unit in the last place, plus the sums'.
+EPS = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 1e-6, "float64": 1e-6}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("compressor", "collective"), PAIRS, ids=lambda value: str(value))
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
+def test_the_law(compressor, collective, ranks, bucket_bytes):
+    together = Ranks(ranks, compressor, collective, feedback=True, bucket_bytes=bucket_bytes)
+    rng = np.random.default_rng(ranks)
+    before = None
+    for _ in range(4):
+        gradients = [arrays(rng) for _ in range(ranks)]
+        copies = [{name: bits(array) for name, array in one.items()} for one in gradients]
+        means = together.reduce(gradients)
+        for one, copy in zip(gradients, copies, strict=True):
+            assert {name: bits(array) for name, array in one.items()} == copy, "input was modified"
+        for name, example in gradients[0].items():
+            mean = means[0][name]
+            assert type(mean) is type(example)
+            assert tuple(mean.shape) == tuple(example.shape)
+            assert mean.dtype == (
+                example.dtype if isinstance(example, torch.Tensor) else example.dtype.newbyteorder("=")
+            )
+            for other in means[1:]:
+                assert bits(other[name]) == bits(mean)
+            put_in = sum(wide(one[name]) for one in gradients)
+            if before is not None:
+                put_in = put_in + before[name]
+            delivered = ranks * wide(mean)
+            scale = max([1.0, *np.abs(delivered).ravel()])
+            eps = EPS[str(example.dtype).removeprefix("torch.").replace(">f4", "float32")]
+            np.testing.assert_allclose(
+                delivered + together.residual_sum(name), put_in, rtol=0, atol=4 * eps * scale, err_msg=name
+            )
+        before = {name: together.residual_sum(name) for name in gradients[0]}
+        for name in gradients[0]:
+            assert together.reducers[0].residual(name).dtype == (
+                np.float64 if name in ("fp64", "transposed") else np.float32
+            )
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_without_feedback_nothing_is_kept(compressor, feedback):
+    together = Ranks(2, compressor, feedback=feedback)
+    rng = np.random.default_rng(0)
+    gradient = rng.normal(size=1000).astype(np.float32)
+    together.reduce([{"w": gradient}, {"w": -gradient / 3}])
+    kept = any(residual.any() for residual in together.residuals("w"))
+    assert kept == (feedback and compressor not in (mpicomp.Dense(), mpicomp.TopK(ratio=1.0)))
+
+
+def test_residuals_start_at_zero():
+    together = Ranks(1, mpicomp.TopK(ratio=0.5))
+    [mean] = together.reduce([{"w": np.array([1, 2], np.float32)}])
+    assert mean["w"].tolist() == [0, 2]
+    assert together.residuals("w")[0].tolist() == [1, 0]
+
+
+def test_what_is_not_sent_arrives_later():
+    together = Ranks(2, mpicomp.TopK(ratio=0.25))
+    gradient = np.array([1, -8, 2, 3], np.float32)
+    total = np.zeros(4)
+    nothing = np.zeros(4, np.float32)
+    for step in range(4):
+        means = together.reduce([{"w": gradient if step == 0 else nothing}] * 2)
+        total += means[0]["w"]
+    np.testing.assert_array_equal(total, gradient)
+
+
+def test_sixteen_bit_gradients_too_small_for_a_mean_are_not_lost():
+    """A mean below the smallest half is delivered as zero; that is the only loss, and residuals stay float32."""
+    together = Ranks(4, mpicomp.TopK(ratio=0.5))
+    tiny = np.full(4, 6e-8, np.float16)
+    together.reduce([{"w": tiny}] * 4)
+    for residual in together.residuals("w"):
+        assert residual.dtype == np.float32
+        np.testing.assert_array_equal(residual, [0, 0, *tiny[2:].astype(np.float32)])
+
+
+@pytest.mark.parametrize("wire", ["fp16", "bf16"])
+def test_values_beyond_a_sixteen_bit_wire_arrive_in_parts(wire):
+    together = Ranks(2, mpicomp.Dense(wire=wire))
+    gradient = np.array([1e5, -3e5, 1.0], np.float32)
+    total = np.zeros(3)
+    for step in range(12):
+        means = together.reduce([{"w": gradient if step == 0 else np.zeros(3, np.float32)}] * 2)
+        assert np.isfinite(means[0]["w"]).all()
+        total += means[0]["w"]
+    np.testing.assert_allclose(total, gradient, rtol=1e-6)

@@ -1,0 +1,143 @@
+"""The reducer over real MPI: the same numbers as among ranks in one process, and the same errors on all ranks."""
+
+import numpy as np
+import pytest
+from worlds import Ranks
+
+import mpicomp
+from mpicomp.collectives import fitting
+from mpicomp.errors import ArrayTypeError, DisagreementError, NonFiniteError
+
+pytestmark = pytest.mark.mpi
+COMPRESSORS = [
+    mpicomp.Dense(),
+    mpicomp.Dense(wire="fp16"),
+    mpicomp.Dense(wire="bf16"),
+    mpicomp.TopK(ratio=0.05),
+    mpicomp.TopK(ratio=1.0),
+]
+PAIRS = [(compressor, name) for compressor in COMPRESSORS for name in fitting(compressor)]
+
+
+def gradients(rank, step):
+    rng = np.random.default_rng((rank, step))
+    return {
+        "fp32": rng.normal(size=(7, 11)).astype(np.float32),
+        "fp64": rng.normal(size=(5, 3)),
+        "fp16": rng.normal(size=33).astype(np.float16),
+        "one": rng.normal(size=1).astype(np.float32),
+        "none": np.empty((0, 3), np.float32),
+        "backwards": rng.normal(size=(6, 8)).astype(np.float32)[::-1, ::-3],
+        "large": rng.standard_t(3, size=40_000).astype(np.float32),
+    }
+
+
+def gather(comm, array):
+    array = np.ascontiguousarray(array)
+    everyones = np.empty((comm.size, array.nbytes), np.uint8)
+    comm.Allgather(array.reshape(-1).view(np.uint8), everyones)
+    return [row.view(array.dtype).reshape(array.shape) for row in everyones]
+
+
+@pytest.mark.parametrize(("compressor", "collective"), PAIRS, ids=str)
+@pytest.mark.parametrize("bucket_bytes", [1000, 1 << 20])
+def test_the_law_and_the_bits(comm, compressor, collective, bucket_bytes):
+    reducer = mpicomp.Reducer(compressor, collective, feedback=True, comm=comm, bucket_bytes=bucket_bytes)
+    here = Ranks(comm.size, compressor, collective, feedback=True, bucket_bytes=bucket_bytes)
+    kept = None
+    for step in range(3):
+        everyones = [gradients(rank, step) for rank in range(comm.size)]
+        means = reducer.reduce(everyones[comm.rank])
+        expected = here.reduce(everyones)[0]
+        residuals = {name: gather(comm, reducer.residual(name)) for name in means}
+        for name, mean in means.items():
+            for other in gather(comm, mean):
+                assert other.tobytes() == mean.tobytes()
+            tolerance = 2**-10 if mean.dtype == np.float16 else 2**-7 if compressor == COMPRESSORS[2] else 2**-10
+            exact = isinstance(compressor, mpicomp.TopK) and collective == "allgather"
+            np.testing.assert_allclose(mean, expected[name], rtol=0 if exact else tolerance, atol=0 if exact else 1e-2)
+            put_in = sum(one[name].astype(np.float64) for one in everyones)
+            put_in = put_in + (0 if kept is None else kept[name])
+            delivered = comm.size * mean.astype(np.float64)
+            left = sum(residual.astype(np.float64) for residual in residuals[name])
+            eps = 2**-10 if mean.dtype == np.float16 else 4e-6
+            scale = max([1.0, *np.abs(delivered).ravel()])
+            np.testing.assert_allclose(delivered + left, put_in, rtol=0, atol=2 * eps * scale, err_msg=name)
+        kept = {name: sum(residual.astype(np.float64) for residual in every) for name, every in residuals.items()}
+    reducer.close()
+
+
+def test_allreduce_of_one_array(comm):
+    array = np.arange(12, dtype=np.float32).reshape(3, 4) * (comm.rank + 1)
+    mean = mpicomp.allreduce(array, comm=comm)
+    factor = sum(range(1, comm.size + 1)) / comm.size
+    np.testing.assert_allclose(mean, np.arange(12).reshape(3, 4) * factor, rtol=1e-6)
+    top = mpicomp.allreduce(array, compressor=mpicomp.TopK(ratio=0.25), comm=comm)
+    np.testing.assert_allclose(top[2], mean[2] * (np.arange(8, 12) > 8), rtol=1e-6)
+    np.testing.assert_array_equal(top[:2], 0)
+    world = mpicomp.allreduce(array)  # MPI.COMM_WORLD, twice over one duplicate
+    np.testing.assert_array_equal(mpicomp.allreduce(array), world)
+    np.testing.assert_array_equal(world, mean)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize(("compressor", "collective"), PAIRS, ids=str)
+def test_all_ranks_raise_and_none_hangs(comm, compressor, collective, steps_before):
+    if comm.size == 1:
+        return
+    reducer = mpicomp.Reducer(compressor, collective, comm=comm)
+    good = {"w": np.ones(10, np.float32)}
+    last = comm.rank == comm.size - 1
+    for _ in range(steps_before):
+        reducer.reduce(good)
+    with pytest.raises(DisagreementError, match=r"'w' must have the same shape on all ranks, got \[10\] on rank 0"):
+        reducer.reduce({"w": np.ones(11, np.float32)} if last else good)
+    with pytest.raises(DisagreementError, match="the same names; 'w' is on rank 0 but not on rank"):
+        reducer.reduce({"v": np.ones(10, np.float32)} if last else good)
+    with pytest.raises(DisagreementError, match="the same dtype"):
+        reducer.reduce({"w": np.ones(10)} if last else good)
+    with pytest.raises(ArrayTypeError, match=f"got int32; cast it first .on rank {comm.size - 1}."):
+        reducer.reduce({"w": np.ones(10, np.int32)} if last else good)
+    reducer.reduce(good)
+    with pytest.raises(NonFiniteError):
+        reducer.reduce({"w": np.full(10, np.nan, np.float32)} if last else good)
+    np.testing.assert_allclose(reducer.reduce(good)["w"].sum() > 0, True)
+    reducer.close()
+
+
+def test_reducers_that_were_set_differently(comm):
+    if comm.size == 1:
+        return
+    reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.5 if comm.rank == 0 else 0.25), comm=comm)
+    with pytest.raises(DisagreementError, match="compressor must be the same on all ranks"):
+        reducer.reduce({"w": np.ones(4, np.float32)})
+    reducer.close()
+    named = mpicomp.Reducer("dense" if comm.rank == 0 else "topk", comm=comm)
+    with pytest.raises(DisagreementError, match="compressor must be the same"):
+        named.reduce({"w": np.ones(4, np.float32)})
+    named.close()
+
+
+def test_two_reducers_do_not_meet(comm):
+    first = mpicomp.Reducer(mpicomp.TopK(ratio=0.5), comm=comm)
+    second = mpicomp.Reducer(comm=comm)
+    for step in range(3):
+        array = np.arange(4, dtype=np.float32) + step
+        np.testing.assert_allclose(second.reduce({"w": array})["w"], array)
+        first.reduce({"w": array})
+    second.close()
+    first.reduce({"w": np.ones(4, np.float32)})
+    first.close()
+
+
+def test_seconds_and_bytes_are_recorded(comm):
+    reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.01), comm=comm)
+    for _ in range(2):
+        reducer.reduce({"w": np.random.default_rng(0).normal(size=10_000)})
+    [bucket] = reducer.last_step.buckets
+    message = 24 + 100 * 12
+    assert bucket.sent_bytes == (message if comm.size > 1 else 0)
+    assert bucket.wire_bytes == (comm.size - 1) * message
+    assert all(bucket.phases_s[name] > 0 for name in ("compress", "exchange", "decode"))
+    assert reducer.last_step.seconds >= sum(bucket.phases_s.values())
+    reducer.close()

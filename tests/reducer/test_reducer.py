@@ -1,0 +1,328 @@
+import sys
+import tracemalloc
+import types
+
+import numpy as np
+import pytest
+from worlds import Ranks
+
+import mpicomp
+from mpicomp.collectives import Group, fitting
+from mpicomp.errors import (
+    ArrayTypeError,
+    ClosedError,
+    ConfigurationError,
+    DisagreementError,
+    NonFiniteError,
+    UnknownNameError,
+)
+from mpicomp.transport import Transport
+
+COMPRESSORS = [mpicomp.Dense(), mpicomp.Dense(wire="bf16"), mpicomp.Dense(wire="fp16"), mpicomp.TopK(ratio=0.2)]
+PAIRS = [(compressor, name) for compressor in COMPRESSORS for name in fitting(compressor)]
+ONES = np.ones(10, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"compressor": "topkk"}, "compressor: unknown name 'topkk'; did you mean 'topk'"),
+        ({"collective": "allgater"}, "collective: unknown name 'allgater'; did you mean"),
+        ({"policy": "statik"}, "policy: unknown name 'statik'; did you mean 'static'"),
+        ({"nonfinite": "rais"}, "nonfinite: unknown name 'rais'; did you mean 'raise'"),
+        ({"compressor": "topk", "collective": "allreduce"}, "topk: does not fit collective 'allreduce'"),
+        ({"feedback": "yes"}, "reducer: feedback must be None, True or False, got 'yes'"),
+        ({"bucket_bytes": 0}, "reducer: bucket_bytes must be at least 1, got 0"),
+    ],
+)
+def test_settings_that_cannot_be(settings, text):
+    with pytest.raises(ConfigurationError, match=text):
+        Ranks(1, **settings)
+
+
+def test_nothing_named_is_dense():
+    reducer = Ranks(1).reducers[0]
+    assert reducer.compressor == mpicomp.Dense()
+    assert not reducer.feedback
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one rank", "all ranks"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize(
+    ("bad", "error", "text"),
+    [
+        (
+            {"w": np.ones(10, np.int64)},
+            ArrayTypeError,
+            "'w' must be one of float16, bfloat16, float32, float64, got int64",
+        ),
+        ({"w": np.ones(10, bool)}, ArrayTypeError, "got bool"),
+        ({"w": np.ones(10, complex)}, ArrayTypeError, "got complex128"),
+        ({"w": [1.0, 2.0]}, ArrayTypeError, "'w' must be a NumPy, CuPy or torch array, got list"),
+        ({3: ONES}, ArrayTypeError, "names must be strings, got 3"),
+        ([ONES], ArrayTypeError, "a mapping from names to arrays is needed, got list"),
+    ],
+    ids=["integer", "bool", "complex", "list", "name", "no mapping"],
+)
+def test_arrays_that_cannot_be_reduced(bad, error, text, steps_before, together):
+    ranks = Ranks(3, mpicomp.TopK(ratio=0.2))
+    for _ in range(steps_before):
+        ranks.reduce([{"w": ONES}] * 3)
+    before = ranks.residuals("w") if steps_before else None
+    sent = [list(end.log) for end in ranks.world.transports]
+    with pytest.raises(error, match=text) as caught:
+        ranks.reduce([bad if together or rank == 1 else {"w": ONES} for rank in range(3)])
+    assert "3 of 3 ranks raised" in caught.value.__notes__
+    assert isinstance(caught.value, TypeError)
+    assert ("(on rank 1)" in str(caught.value)) != together
+    if steps_before:
+        for old, new in zip(before, ranks.residuals("w"), strict=True):
+            np.testing.assert_array_equal(old, new)
+    assert sent is not None
+    ranks.reduce([{"w": ONES}] * 3)  # and on it goes
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (
+            {"w": np.ones(11, np.float32)},
+            r"'w' must have the same shape on all ranks, got \[10\] on rank 0 and \[11\] on rank 2",
+        ),
+        ({"w": np.ones((10, 1), np.float32)}, r"got \[10\] on rank 0 and \[10, 1\] on rank 2"),
+        ({"w": np.ones(10)}, "'w' must have the same dtype on all ranks, got float32 on rank 0 and float64 on rank 2"),
+        ({"v": ONES}, "the same names; 'w' is on rank 0 but not on rank 2"),
+        ({"w": ONES, "v": ONES}, "the same names; 'v' is on rank 2 but not on rank 0"),
+        ({}, "the same names; 'w' is on rank 0 but not on rank 2"),
+    ],
+    ids=["length", "shape", "dtype", "name", "more", "none"],
+)
+@pytest.mark.parametrize(("compressor", "collective"), PAIRS, ids=str)
+def test_ranks_that_are_given_different_things(compressor, collective, other, text, steps_before):
+    ranks = Ranks(3, compressor, collective, feedback=False)
+    for _ in range(steps_before):
+        ranks.reduce([{"w": ONES}] * 3)
+    with pytest.raises(DisagreementError, match=text) as caught:
+        ranks.reduce([{"w": ONES}, {"w": ONES}, other])
+    assert "3 of 3 ranks raised" in caught.value.__notes__
+    means = ranks.reduce([{"w": ONES}] * 3)
+    assert np.isfinite(means[0]["w"]).all()
+
+
+def test_no_data_moves_before_ranks_agree():
+    ranks = Ranks(3)
+    with pytest.raises(DisagreementError):
+        ranks.reduce([{"w": ONES}, {"w": ONES}, {"w": np.ones(11, np.float32)}])
+    for end in ranks.world.transports:
+        # digests, lengths, and the texts that differ
+        assert [entry.operation for entry in end.log] == ["allgatherv"] * 3
+
+
+def test_order_matters_at_the_first_step_only():
+    ranks = Ranks(2)
+    with pytest.raises(DisagreementError, match="the same order on all ranks, got 'a' on rank 0 and 'b' on rank 1"):
+        ranks.reduce([{"a": ONES, "b": ONES}, {"b": ONES, "a": ONES}])
+    ranks.reduce([{"a": ONES, "b": 2 * ONES}] * 2)
+    means = ranks.reduce([{"a": ONES, "b": 2 * ONES}, {"b": 2 * ONES, "a": ONES}])
+    assert list(means[1]) == ["b", "a"]
+    assert means[1]["b"][0] == 2
+    assert not ranks.reducers[0].last_step.agreed
+
+
+def test_settings_that_differ_between_ranks():
+    ranks = Ranks(2, mpicomp.TopK(ratio=0.1))
+    ranks.reducers[1] = mpicomp.Reducer(mpicomp.TopK(ratio=0.2), comm=ranks.world.transports[1])
+    with pytest.raises(DisagreementError, match=r"compressor must be the same on all ranks, got .*0.1.* on rank 0"):
+        ranks.reduce([{"w": ONES}] * 2)
+
+
+def test_names_may_come_and_go_and_their_residuals_wait():
+    ranks = Ranks(2, mpicomp.TopK(ratio=0.1), bucket_bytes=1)
+    ranks.reduce([{"a": np.arange(10, dtype=np.float32)}] * 2)
+    residual = ranks.residuals("a")[0]
+    assert residual.any()
+    ranks.reduce([{"b": ONES}] * 2)
+    assert ranks.reducers[0].last_step.agreed
+    np.testing.assert_array_equal(ranks.residuals("a")[0], residual)
+    means = ranks.reduce([{"b": ONES, "a": np.zeros(10, np.float32)}] * 2)
+    assert means[0]["a"].tolist() == [0] * 8 + [8, 0]
+    with pytest.raises(
+        ConfigurationError, match=r"residual of 'a' has shape \(10,\) and cannot be kept for shape \(5, 2\)"
+    ):
+        ranks.reduce([{"b": ONES, "a": np.zeros((5, 2), np.float32)}] * 2)
+
+
+@pytest.mark.parametrize(("compressor", "collective"), PAIRS, ids=str)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_nonfinite_raise_and_skip_leave_everything_as_it_was(compressor, collective, bad, bucket_bytes):
+    rng = np.random.default_rng(0)
+    for policy in ("raise", "skip"):
+        ranks = Ranks(3, compressor, collective, nonfinite=policy, bucket_bytes=bucket_bytes, feedback=True)
+        good = [{"a": rng.normal(size=20).astype(np.float32), "b": rng.normal(size=30)} for _ in range(3)]
+        ranks.reduce(good)
+        before = {name: ranks.residuals(name) for name in "ab"}
+        poisoned = [{name: array.copy() for name, array in one.items()} for one in good]
+        poisoned[2]["b"][7] = bad
+        if policy == "raise":
+            with pytest.raises(NonFiniteError, match="NaN or infinity on some rank at step 1") as caught:
+                ranks.reduce(poisoned)
+            assert "3 of 3 ranks raised" in caught.value.__notes__
+        else:
+            means = ranks.reduce(poisoned)
+            assert all(not mean.any() for one in means for mean in one.values())
+            assert ranks.reducers[0].last_step.skipped
+        for name in "ab":
+            for old, new in zip(before[name], ranks.residuals(name), strict=True):
+                assert old.tobytes() == new.tobytes()
+        assert np.isfinite(ranks.reduce(good)[0]["b"]).all()
+
+
+@pytest.mark.parametrize(("compressor", "collective"), PAIRS, ids=str)
+def test_nonfinite_pass_delivers_and_keeps_residuals_clean(compressor, collective):
+    ranks = Ranks(2, compressor, collective, nonfinite="pass", feedback=True)
+    poisoned = np.ones(20, np.float32)
+    poisoned[[3, 5, 7, 9, 11]] = [np.nan, np.inf, -np.inf, np.nan, np.nan]
+    means = ranks.reduce([{"w": poisoned}, {"w": np.ones(20, np.float32)}])
+    assert not np.isfinite(means[0]["w"]).all()
+    assert all(np.isfinite(residual).all() for residual in ranks.residuals("w"))
+    assert np.isfinite(ranks.reduce([{"w": np.ones(20, np.float32)}] * 2)[0]["w"]).all()
+
+
+def test_means_are_read_only_and_stay_until_the_next_call():
+    ranks = Ranks(1, mpicomp.TopK(ratio=0.5))
+    for dtype in (np.float16, np.float32, np.float64):
+        [mean] = ranks.reduce([{"w": np.ones(4, dtype)}])
+        with pytest.raises(ValueError, match="read-only"):
+            mean["w"][0] = 1
+
+
+class Alone(Transport):
+    """One rank, whose rounds allocate nothing."""
+
+    group = Group(0, 1)
+
+    def perform(self, task):
+        task.recv[:] = task.send
+        return task.recv
+
+    def hosts(self):
+        return 1
+
+
+@pytest.mark.parametrize(("compressor", "collective"), [*PAIRS, (mpicomp.TopK(ratio=0.01), "allgather")], ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("strides", [1, 2])
+def test_no_allocation_in_the_steady_state(compressor, collective, dtype, strides):
+    rng = np.random.default_rng(0)
+    numel = 400_000
+    reducer = mpicomp.Reducer(compressor, collective, comm=Alone())
+    pool = [{"w": rng.normal(size=numel).astype(dtype)[::strides]} for _ in range(4)]
+    for gradients in pool * 2:
+        reducer.reduce(gradients)
+    tracemalloc.start()
+    try:
+        for gradients in pool:
+            reducer.reduce(gradients)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 50_000
+
+
+def test_state_dict_resumes_bit_for_bit():
+    rng = np.random.default_rng(0)
+    pool = [
+        [{"a": rng.normal(size=(5, 8)), "b": rng.normal(size=9).astype(np.float32)} for _ in range(3)] for _ in range(8)
+    ]
+    first = Ranks(3, mpicomp.TopK(ratio=0.1), "star-topk")
+    for gradients in pool[:4]:
+        first.reduce(gradients)
+    states = [reducer.state_dict() for reducer in first.reducers]
+    second = Ranks(3, mpicomp.TopK(ratio=0.1), "star-topk")
+    third = Ranks(3, mpicomp.TopK(ratio=0.1), "star-topk")
+    third.reduce(pool[7])  # loading replaces what is there
+    for other in (second, third):
+        for reducer, state in zip(other.reducers, states, strict=True):
+            reducer.load_state_dict(state)
+    for gradients in pool[4:]:
+        expected = {name: mean.copy() for name, mean in first.reduce(gradients)[0].items()}
+        for other in (second, third):
+            means = other.reduce(gradients)[0]
+            assert all(means[name].tobytes() == expected[name].tobytes() for name in expected)
+
+
+def test_a_state_that_is_none():
+    ranks = Ranks(1, mpicomp.TopK(ratio=0.5))
+    ranks.reduce([{"w": np.array([1, 2], np.float32)}])
+    for state in ({}, {"schema": 99, "residuals": {}}, None, {"schema": 1}):
+        with pytest.raises(ConfigurationError, match="nothing was loaded"):
+            ranks.reducers[0].load_state_dict(state)
+    state = ranks.reducers[0].state_dict()
+    state["residuals"]["w"] = np.zeros(3, np.float32)
+    with pytest.raises(ConfigurationError, match=r"'w' has shape \(3,\)"):
+        ranks.reducers[0].load_state_dict(state)
+    assert ranks.residuals("w")[0].tolist() == [1, 0]
+
+
+def test_an_unknown_residual():
+    ranks = Ranks(1)
+    ranks.reduce([{"weight": ONES}])
+    with pytest.raises(UnknownNameError, match="residual: unknown name 'wieght'; did you mean 'weight'"):
+        ranks.reducers[0].residual("wieght")
+
+
+def test_after_close():
+    [reducer] = Ranks(1).reducers
+    reducer.close()
+    reducer.close()
+    with pytest.raises(ClosedError, match="make a new one"):
+        next(reducer.rounds({"w": ONES}))
+
+
+def test_the_record_explains_the_step():
+    ranks = Ranks(4, mpicomp.TopK(ratio=0.1), bucket_bytes=400)
+    ranks.reduce([{"a": np.arange(100, dtype=np.float32), "b": ONES}] * 4, lr=0.5)
+    record = ranks.reducers[0].last_step
+    assert (record.step, record.lr, record.agreed, record.skipped) == (0, 0.5, True, False)
+    assert [bucket.numel for bucket in record.buckets] == [100, 10]
+    first = record.buckets[0]
+    assert first.compressor == {"id": "topk", "ratio": 0.1}
+    assert (first.collective, first.ratio, first.ratio_reached) == ("allgather", 0.1, 0.1)
+    assert first.reason
+    assert first.sent_bytes == 24 + 10 * 8
+    assert first.wire_bytes == 3 * first.sent_bytes
+    assert first.dense_wire_bytes == 2 * 3 / 4 * 400
+    np.testing.assert_allclose(first.gain, np.sum(np.arange(90, 100) ** 2) / np.sum(np.arange(100) ** 2))
+    assert record.sent_bytes == sum(bucket.sent_bytes for bucket in record.buckets) + record.overhead_bytes
+    ranks.reduce([{"a": np.zeros(100, np.float32), "b": ONES}] * 4)
+    again = ranks.reducers[0].last_step
+    assert not again.agreed
+    assert again.overhead_bytes == 0
+    assert set(again.phases_s) == {"compress", "exchange", "decode", "other"}
+
+
+def test_arrays_of_cupy_come_back_as_such(monkeypatch):
+    """Host memory that answers like CuPy's arrays: what is asked of the real ones, on a machine without a GPU."""
+    cupy = types.ModuleType("cupy")
+
+    class ndarray:  # noqa: N801, CuPy's name
+        def __init__(self, host):
+            self.host, self.dtype, self.shape = host, host.dtype, host.shape
+
+        def get(self):
+            return self.host.copy()
+
+    ndarray.__module__ = "cupy"
+    cupy.ndarray = ndarray
+    cupy.asarray = lambda host: ndarray(np.array(host))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    ranks = Ranks(2, mpicomp.TopK(ratio=0.5))
+    for dtype in (np.float16, np.float32):
+        names = {f"w{dtype.__name__}": ndarray(np.array([[1, 4], [3, 2]], dtype))}
+        means = ranks.reduce([names] * 2)
+        [mean] = means[0].values()
+        assert isinstance(mean, ndarray)
+        assert mean.dtype == dtype
+        assert mean.host.tolist() == [[0, 4], [3, 0]]

@@ -1,0 +1,40 @@
+"""Every compressor with every collective that fits it, and a compressor whose messages vary in length."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+import mpicomp
+from mpicomp.collectives import fitting
+
+
+@mpicomp.register_compressor
+@dataclass(frozen=True)
+class Above(mpicomp.Sparsifier):
+    """What a user might write: everything above a fixed magnitude, possibly nothing."""
+
+    id: ClassVar[str] = "test-above"
+    paper: ClassVar[str] = "none: a user's own"
+    limit: float = 1.0
+
+    def wire_bytes_per_element(self, itemsize):
+        return 0.1 * (4 + itemsize)
+
+    def select(self, accumulated, memory, workspace):
+        array = accumulated.array()
+        indices = np.flatnonzero(np.abs(array) > self.limit).astype(np.uint32)
+        return mpicomp.Selection(indices, array[indices])
+
+
+COMPRESSORS = [
+    mpicomp.Dense(),
+    mpicomp.Dense(wire="fp16"),
+    mpicomp.Dense(wire="bf16"),
+    mpicomp.TopK(ratio=0.1),
+    mpicomp.TopK(ratio=1.0),
+    Above(limit=1.5),
+    Above(limit=1e30),  # selects nothing, on all ranks
+]
+PAIRS = [(compressor, name) for compressor in COMPRESSORS for name in fitting(compressor)]
+IDS = [f"{compressor}-{name}" for compressor, name in PAIRS]

@@ -1,0 +1,58 @@
+import numpy as np
+import pytest
+
+from mpicomp.collectives import Round
+from mpicomp.errors import MpicompError
+from mpicomp.transport import LocalWorld
+
+
+def ask(operation, value, counts=(1,), size=1):
+    send = np.array([value], np.float64)
+    received = yield Round(operation, counts, send.dtype, send=send, recv=np.empty(size))
+    return received.tolist()
+
+
+def test_operations():
+    world = LocalWorld(3)
+    assert world.run([ask("allreduce", rank + 1.0) for rank in range(3)]) == [[6.0]] * 3
+    assert world.run([ask("bcast", rank + 1.0) for rank in range(3)]) == [[1.0]] * 3
+    gathered = world.run([ask("allgatherv", rank + 1.0, (1, 1, 1), 3) for rank in range(3)])
+    assert gathered == [[1.0, 2.0, 3.0]] * 3
+
+
+def test_ranks_that_meet_in_different_rounds():
+    with pytest.raises(MpicompError, match=r"rank 0 asks for .*allreduce.* and rank 1 for .*bcast"):
+        LocalWorld(2).run([ask("allreduce", 1.0), ask("bcast", 1.0)])
+
+
+def test_a_rank_that_leaves_early():
+    def silent():
+        return 1
+        yield
+
+    with pytest.raises(MpicompError, match="1 ranks are done while others still ask for allreduce"):
+        LocalWorld(2).run([silent(), ask("allreduce", 1.0)])
+
+
+def test_a_rank_that_raises_closes_the_others():
+    closed = []
+
+    def fails():
+        raise ValueError("here")
+        yield
+
+    def waits():
+        try:
+            yield from ask("allreduce", 1.0)
+        finally:
+            closed.append(True)
+
+    with pytest.raises(ValueError, match="here"):
+        LocalWorld(2).run([waits(), fails()])
+    assert closed == [True]
+
+
+def test_several_ranks_do_not_step_alone():
+    with pytest.raises(MpicompError, match=r"use LocalWorld\.run"):
+        LocalWorld(2).transports[0].run(ask("allreduce", 1.0))
+    assert LocalWorld(1).transports[0].run(ask("allreduce", 4.0)) == [4.0]
