@@ -104,7 +104,14 @@ class Head:
         pending = list(self.settings.schedule)
         while pending and pending[0].at_s == 0:
             self.forwarder.set_links(pending.pop(0).links)
-        job = subprocess.Popen(line, env=environment, preexec_fn=_like_a_shell)
+
+        def prepare() -> None:
+            _like_a_shell()
+            if self.mpi == "openmpi":
+                # It warns when the agent it starts is faster than itself.
+                namespaces.run_realtime(1)
+
+        job = subprocess.Popen(line, env=environment, preexec_fn=prepare)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         deadline = None
         while True:

@@ -51,9 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     for entry in compressors:
         parameters = ", ".join(f"{key}={value}" for key, value in entry["parameters"].items())
         print(f"  {entry['name']} ({parameters})")
-        print(
-            f"    family {entry['family']}, {entry['message']} messages, feedback {'on' if entry['feedback'] else 'off'}"
-        )
+        feedback = "on" if entry["feedback"] else "off"
+        print(f"    family {entry['family']}, {entry['message']} messages, feedback {feedback}")
         print(f"    bytes on the wire for a float32: {entry['wire_bytes_per_element']:g}")
         print(f"    collectives: {', '.join(entry['collectives'])}")
         print(f"    paper: {entry['paper']}")

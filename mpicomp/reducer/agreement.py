@@ -110,13 +110,12 @@ def _compare(ours: dict[str, Any], theirs: dict[str, Any], first: int, rank: int
         for what, place in (("dtype", 1), ("shape", 2)):
             mine, other = left[name][place], right[name][place]
             if mine != other:
-                return f"'{name}' must have the same {what} on all ranks, got {mine} on rank {first} and {other} on rank {rank}"
+                got = f"got {mine} on rank {first} and {other} on rank {rank}"
+                return f"'{name}' must have the same {what} on all ranks, {got}"
     for place, (mine, other) in enumerate(zip(left, right, strict=True)):
         if mine != other:
-            return (
-                f"names must come in the same order on all ranks, got '{mine}' on rank {first} and '{other}' on rank {rank} "
-                f"at place {place}"
-            )
+            got = f"got '{mine}' on rank {first} and '{other}' on rank {rank}"
+            return f"names must come in the same order on all ranks, {got} at place {place}"
     return None
 
 

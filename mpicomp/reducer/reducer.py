@@ -44,8 +44,8 @@ class Reducer:
         Whether what a step does not send is kept for the next one. None does what the compressor declares.
     nonfinite : {"raise", "skip", "pass"}
         What happens on all ranks when a gradient holds NaN or infinity on some rank. ``"raise"`` raises
-        `NonFiniteError`; ``"skip"`` delivers zeros; both leave the residuals as they were. ``"pass"`` delivers what comes
-        out and keeps it out of the residuals.
+        `NonFiniteError`; ``"skip"`` delivers zeros; both leave the residuals as they were. ``"pass"``
+        delivers what comes out and keeps it out of the residuals.
     comm : mpi4py.MPI.Comm, Transport or None
         A communicator is duplicated. None stands for MPI.COMM_WORLD.
     bucket_bytes : int
