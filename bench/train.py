@@ -195,7 +195,7 @@ def _check_replicas(model: torch.nn.Module, transport: Transport) -> None:
     """Compare all ranks' parameters, bit for bit. Collective."""
     digest = hashlib.blake2b(digest_size=8)
     for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy())
+        digest.update(parameter.detach().contiguous().numpy().data)
     mine = np.frombuffer(digest.digest(), np.uint8).astype(np.float64)
     everyones = _gather(transport, mine)
     different = [rank for rank in range(len(everyones)) if (everyones[rank] != everyones[0]).any()]

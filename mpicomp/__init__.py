@@ -7,6 +7,7 @@ Public names live here and in `mpicomp.torch`; they are loaded when they are fir
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mpicomp import abort as abort  # puts itself in front of sys.exit before a script looks it up
 from mpicomp._version import __version__
 
 if TYPE_CHECKING:

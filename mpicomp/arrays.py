@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mpicomp.errors import ArrayTypeError
 from mpicomp.kernels import cpu
 
-WORK_DTYPES = {
+WORK_DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float32),
     "bfloat16": np.dtype(np.float32),
     "float32": np.dtype(np.float32),

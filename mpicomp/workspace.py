@@ -1,5 +1,7 @@
 """Arrays that are needed at every step, made once."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -19,7 +21,7 @@ class Workspace:
     def __init__(self) -> None:
         self._arrays: dict[tuple[str, np.dtype], NDArray[np.generic]] = {}
 
-    def array(self, name: str, size: int, dtype: DTypeLike) -> NDArray:
+    def array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
         """Give ``size`` elements of ``dtype`` with whatever they last held.
 
         The array is the caller's until the same name and dtype are asked for again.

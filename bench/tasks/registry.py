@@ -67,4 +67,5 @@ def get_task(name: str, seed: int = 0, data: str | os.PathLike[str] | None = Non
         if error.name != "torch":
             raise
         raise ImportError(f"train: task {name!r} needs PyTorch: pip install 'mpicomp[torch]'") from error
-    return getattr(loaded, factory)(seed=seed, data=data)
+    task: Task = getattr(loaded, factory)(seed=seed, data=data)
+    return task

@@ -1,17 +1,22 @@
 """Floats seen as integers, so that magnitudes can be compared, binned and checked without rounding."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-_INTEGER = {np.dtype(np.float32): np.dtype(np.uint32), np.dtype(np.float64): np.dtype(np.uint64)}
+_INTEGER: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.float32): np.dtype(np.uint32),
+    np.dtype(np.float64): np.dtype(np.uint64),
+}
 
 
-def as_bits(array: NDArray[np.floating]) -> NDArray[np.unsignedinteger]:
+def as_bits(array: NDArray[np.floating]) -> NDArray[Any]:
     """View a contiguous float32 or float64 array as unsigned integers of the same width, sign included."""
     return array.view(_INTEGER[array.dtype])
 
 
-def magnitude_bits(value: float, dtype: np.dtype) -> int:
+def magnitude_bits(value: float, dtype: np.dtype[Any]) -> int:
     """Give the integer that stands for a magnitude in comparisons.
 
     Parameters
@@ -35,17 +40,17 @@ def magnitude_bits(value: float, dtype: np.dtype) -> int:
     return int(as_bits(np.array([value], dtype=dtype))[0])
 
 
-def magnitude_of(bits: int, dtype: np.dtype) -> float:
+def magnitude_of(bits: int, dtype: np.dtype[Any]) -> float:
     """Give the magnitude that an integer of `magnitude_bits` stands for."""
     return float(np.array([bits], dtype=_INTEGER[dtype]).view(dtype)[0])
 
 
-def mask_of(dtype: np.dtype) -> np.unsignedinteger:
+def mask_of(dtype: np.dtype[Any]) -> Any:
     """Give the integer that takes the sign away from the bits of a float of ``dtype``."""
     integer = _INTEGER[dtype].type
     return integer(np.iinfo(integer).max >> 1)
 
 
-def infinity_of(dtype: np.dtype) -> int:
+def infinity_of(dtype: np.dtype[Any]) -> int:
     """Give the magnitude bits of infinity: whatever reaches them is infinite or NaN."""
     return magnitude_bits(np.inf, dtype)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from typing import Any
 
 HELP = "list every compressor, collective and policy, and what fits with what"
 
@@ -17,24 +18,23 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.compressors import compressor_class, list_compressors
     from mpicomp.policies import list_policies
 
-    compressors = []
+    compressors: list[dict[str, Any]] = []
     for name in list_compressors():
         cls = compressor_class(name)
         example = cls()
-        config = example.get_config()
         compressors.append(
             {
                 "name": name,
                 "family": cls.family,
                 "message": cls.message,
-                "parameters": {key: value for key, value in config.items() if key != "id"},
+                "parameters": {key: value for key, value in example.get_config().items() if key != "id"},
                 "feedback": example.feedback,
                 "collectives": fitting(cls),
                 "wire_bytes_per_element": example.wire_bytes_per_element(4),
                 "paper": cls.paper,
             }
         )
-    collectives = [
+    collectives: list[dict[str, Any]] = [
         {
             "name": name,
             "message": collective_class(name).messages,
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         }
         for name in list_collectives()
     ]
-    policies = [{"name": name} for name in list_policies()]
+    policies: list[dict[str, Any]] = [{"name": name} for name in list_policies()]
     if arguments.json:
         print(json.dumps({"compressors": compressors, "collectives": collectives, "policies": policies}, indent=1))
         return 0

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from typing import Any
 
 HELP = "train a real model on real data with compressed exchange, and say whether it paid"
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print a verdict on rank 0."""
+    from mpicomp import launcher
     from mpicomp.compressors import get_compressor
     from mpicomp.compressors.base import check_ratio
     from mpicomp.errors import ConfigurationError
@@ -33,6 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
     compressor = None
     if arguments.compressor is not None:
         compressor = get_compressor(_configuration(arguments.compressor, ratio))
+    launch = launcher.detect()
+    if launch is None or launch.rank == 0:
+        for path in filter(None, (arguments.json, arguments.metrics)):
+            _check_writable(path)
     policy = arguments.policy or ("static" if compressor is not None else "auto")
     try:
         from mpicomp.bench.tasks import get_task
@@ -97,6 +103,15 @@ def run(arguments: argparse.Namespace) -> int:
             json.dump(result, file, indent=1)
             file.write("\n")
     return 0
+
+
+def _check_writable(path: str) -> None:
+    """Say now, and not after hours of training, that a file cannot be written."""
+    from mpicomp.errors import ConfigurationError
+
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ConfigurationError(f"train: '{path}' cannot be written; make its folder, or name another file")
 
 
 def _configuration(text: str, ratio: float) -> dict[str, Any]:

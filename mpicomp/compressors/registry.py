@@ -54,12 +54,12 @@ def get_compressor(config: str | Mapping[str, Any] | Compressor) -> Compressor:
     """
     if isinstance(config, Compressor):
         return config
-    parameters = {"id": config} if isinstance(config, str) else dict(config)
+    parameters: dict[str, Any] = {"id": config} if isinstance(config, str) else dict(config)
     try:
         name = parameters.pop("id")
     except KeyError:
         raise ConfigurationError(
-            f"compressor: a configuration names its compressor under 'id', got {dict(config)!r}"
+            f"compressor: a configuration names its compressor under 'id', got {parameters!r}"
         ) from None
     if name not in _classes:
         raise UnknownNameError("compressor", name, _classes)

@@ -1,7 +1,7 @@
 """One step: accumulate, plan, exchange, record."""
 
-from mpicomp.reducer.allreduce import allreduce
 from mpicomp.reducer.record import BucketRecord, StepRecord
 from mpicomp.reducer.reducer import Reducer
+from mpicomp.reducer.single import allreduce
 
 __all__ = ["BucketRecord", "Reducer", "StepRecord", "allreduce"]

@@ -79,7 +79,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     parameters = _parameters(optimizer, named_parameters)
     reducer = Reducer(compressor, collective, policy, feedback, nonfinite, comm, **settings)
     base = type(optimizer)
-    wrapped = object.__new__(type(f"Distributed{base.__name__}", (_Distributed, base), {}))
+    wrapped: Any = object.__new__(type(f"Distributed{base.__name__}", (_Distributed, base), {}))
     wrapped.__dict__ = optimizer.__dict__
     wrapped.reducer = reducer
     wrapped._mpicomp_parameters = parameters

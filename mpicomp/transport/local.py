@@ -119,7 +119,7 @@ def perform_together(tasks: Sequence[Round]) -> list[NDArray[Any]]:
                     total += task.send
             results = [total] * len(tasks)
         case "allgatherv":
-            results = [np.concatenate([task.send for task in tasks])] * len(tasks)  # type: ignore[misc]
+            results = [np.concatenate([task.send for task in tasks])] * len(tasks)
         case "bcast":
             results = [tasks[first.root].send] * len(tasks)
         case "alltoallv":
