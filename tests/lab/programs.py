@@ -1,0 +1,122 @@
+"""What the ranks of the tests run: ``python programs.py NAME ARGUMENTS``; rank 0 prints one JSON object."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+
+
+def hosts(comm):
+    from mpi4py import MPI
+
+    shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    row = [
+        socket.gethostname(),
+        MPI.Get_processor_name(),
+        shared.size,
+        os.getcwd(),
+        os.environ.get("LAB_TEST"),
+        sys.executable,
+    ]
+    return comm.gather(row)
+
+
+def pingpong(comm, size, repetitions, pause):
+    """Seconds of each round trip between ranks 0 and 1 while the other ranks spin in a barrier."""
+    import numpy as np
+
+    size, repetitions, pause = int(size), int(repetitions), float(pause)
+    data = np.zeros(size, np.uint8)
+    seconds = []
+    comm.Barrier()
+    for _ in range(repetitions + 3):
+        if pause and comm.rank < 2:
+            time.sleep(pause)
+        begin = time.perf_counter()
+        if comm.rank == 0:
+            comm.Send(data, 1)
+            comm.Recv(data, 1)
+        elif comm.rank == 1:
+            comm.Recv(data, 0)
+            comm.Send(data, 0)
+        seconds.append(time.perf_counter() - begin)
+    comm.Barrier()
+    return seconds[3:]
+
+
+def send(comm, size, repetitions):
+    """Send from rank 0 to the last rank; seconds."""
+    import numpy as np
+
+    data = np.zeros(int(size), np.uint8)
+    comm.Barrier()
+    begin = time.perf_counter()
+    for _ in range(int(repetitions)):
+        if comm.rank == 0:
+            comm.Send(data, comm.size - 1)
+        elif comm.rank == comm.size - 1:
+            comm.Recv(data, 0)
+    comm.Barrier()
+    return time.perf_counter() - begin
+
+
+def rates(comm, size, seconds):
+    """Lengths of single messages from rank 0 to rank 1, with the time since the start of each."""
+    import numpy as np
+
+    data, answer = np.zeros(int(size), np.uint8), np.zeros(1, np.uint8)
+    begin, rows = time.perf_counter(), []
+    while True:
+        answer[0] = time.perf_counter() - begin < float(seconds)
+        if not comm.bcast(int(answer[0])):
+            return rows
+        start = time.perf_counter()
+        if comm.rank == 0:
+            comm.Send(data, 1)
+            comm.Recv(answer, 1)
+        elif comm.rank == 1:
+            comm.Recv(data, 0)
+            comm.Send(answer, 0)
+        rows.append((start - begin, time.perf_counter() - start))
+
+
+def allreduce(comm, size):
+    """Seconds of each Allreduce on the slowest rank."""
+    import numpy as np
+    from mpi4py import MPI
+
+    data = np.ones(int(size) // 4, np.float32)
+    result = np.empty_like(data)
+    rows = []
+    for _ in range(5):
+        comm.Barrier()
+        begin = time.perf_counter()
+        comm.Allreduce(data, result)
+        rows.append(comm.allreduce(time.perf_counter() - begin, MPI.MAX))
+    assert (result == comm.size).all()
+    return rows
+
+
+def die(comm):
+    comm.Barrier()
+    if comm.rank == comm.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(300)
+
+
+def wait(comm, marker):
+    """Say that all ranks run, and wait; `marker` shows in the process list."""
+    comm.Barrier()
+    if comm.rank == 0:
+        print("running", flush=True)
+    time.sleep(300)
+
+
+if __name__ == "__main__":
+    from mpi4py import MPI
+
+    value = globals()[sys.argv[1]](MPI.COMM_WORLD, *sys.argv[2:])
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(value), flush=True)

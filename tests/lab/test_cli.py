@@ -1,0 +1,60 @@
+"""Messages of the command, none of which needs root or starts anything."""
+
+import os
+import subprocess
+
+import pytest
+from lab.labs import MAIN, lab_command
+
+
+def call(*options, prelude=None, environment=None):
+    command = lab_command(*options)
+    if prelude is not None:
+        command[2] = f"{prelude}; {MAIN}"
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=50, check=False, env={**os.environ, **(environment or {})}
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--hosts", "2", "--latency", "5", "--", "true"],
+            "lab: --latency must be a number with ns, us, ms or s, got '5'",
+        ),
+        (["--hosts", "0", "--", "true"], "lab: --hosts must be"),
+        (["--hosts", "2"], "lab: a command must follow the options"),
+        (["--hosts", "2", "--"], "lab: a command must follow the options"),
+    ],
+)
+def test_bad_value_is_one_line_and_status_2(options, message):
+    done = call(*options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_root():
+    done = call("--hosts", "2", "--", "true", prelude="import os; os.geteuid = lambda: 1000")
+    assert done.returncode == 2
+    assert done.stderr == "lab: needs root to make network namespaces, and this is another user; run it with sudo\n"
+
+
+def test_not_linux():
+    done = call("--hosts", "2", "--", "true", prelude="import sys, mpicomp.bench.lab.run; sys.platform = 'darwin'")
+    assert done.returncode == 2
+    assert "lab: needs Linux" in done.stderr
+
+
+def test_without_ip():
+    prelude = "import os; os.geteuid = lambda: 0"
+    done = call("--hosts", "2", "--", "true", prelude=prelude, environment={"PATH": "/nowhere"})
+    assert done.returncode == 2
+    assert "lab: needs the command ip" in done.stderr
+
+
+def test_help_needs_nothing():
+    done = call("--help")
+    assert done.returncode == 0
+    assert "--schedule" in done.stdout

@@ -1,0 +1,204 @@
+"""Real labs: what a job sees, how fast the links are, and that nothing stays."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from statistics import median
+
+import pytest
+from lab.labs import PROGRAMS, lab_command
+from mpicomp.bench.lab import launch
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(60)]
+
+
+def test_hosts_ranks_and_surroundings(program, tmp_path):
+    rows = program("--hosts", "3", name="hosts", cwd=tmp_path, environment={"LAB_TEST": "a b"})
+    assert [row[0] for row in rows] == [row[1] for row in rows] == ["host0", "host1", "host2"]
+    assert {(row[2], row[3], row[4], row[5]) for row in rows} == {(1, str(tmp_path), "a b", sys.executable)}
+
+
+def test_shared_memory_only_inside_a_host(program, tmp_path):
+    rows = program("--hosts", "2", "--ppn", "2", name="hosts")
+    assert [(row[0], row[2]) for row in rows] == [("host0", 2), ("host0", 2), ("host1", 2), ("host1", 2)]
+
+    # From rank 0 to rank 3, on the other host, and then to a neighbour.
+    file = tmp_path / "counters"
+    options = ("--hosts", "2", "--ppn", "2", "--counters", str(file))
+    program(*options, name="send", arguments=(1_000_000, 10))
+    sent = json.loads(file.read_text())["hosts"][0]["tx_bytes"]
+    assert 1.0 <= sent / 10e6 <= 1.05
+    program("--hosts", "1", "--ppn", "2", "--counters", str(file), name="send", arguments=(1_000_000, 10))
+    assert json.loads(file.read_text())["hosts"][0]["tx_bytes"] < 10_000
+
+
+def test_counters_agree_with_payload(program, tmp_path):
+    file = tmp_path / "counters"
+    program("--hosts", "2", "--counters", str(file), name="send", arguments=(100_000, 100))
+    report = json.loads(file.read_text())
+    sender, receiver = report["hosts"]
+    assert set(sender) == {"host", "tx_bytes", "rx_bytes", "tx_packets", "rx_packets"}
+    for nbytes in (sender["tx_bytes"], receiver["rx_bytes"]):
+        assert 1.0 <= nbytes / 10e6 <= 1.05
+    assert 0 < report["wall_s"] < 60
+
+
+# A busy machine makes some rounds slow, never fast: the lower bounds hold for all, the upper for the typical.
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_pingpong_takes_two_latencies(program, hosts):
+    options = ("--hosts", str(hosts), "--bandwidth", "100mbit", "--latency", "5ms")
+    seconds = program(*options, name="pingpong", arguments=(1, 40, 0))
+    assert min(seconds) >= 10e-3
+    assert sorted(seconds)[len(seconds) // 4] <= 12e-3
+
+
+@pytest.mark.parametrize(("bandwidth", "bits"), [("50mbit", 50e6), ("1gbit", 1e9)])
+@pytest.mark.parametrize("pause", [0, 0.02])
+def test_one_way_of_64_kib(program, bandwidth, bits, pause):
+    seconds = program("--hosts", "2", "--bandwidth", bandwidth, name="pingpong", arguments=(65536, 40, pause))
+    ratios = sorted(second / 2 / (65536 * 8 / bits) for second in seconds)
+    assert ratios[0] >= 0.8
+    assert ratios[len(ratios) // 4] <= 1.5
+
+
+def test_links_that_differ(program):
+    options = ("--hosts", "2", "--bandwidth", "1gbit,50mbit", "--latency", "2ms,8ms")
+    seconds = program(*options, name="pingpong", arguments=(1, 20, 0))
+    assert 10e-3 <= min(seconds) <= 11e-3
+    seconds = program(*options, name="pingpong", arguments=(65536, 20, 0))
+    assert 2 * (10.5e-3 + 5e-3) * 0.95 <= min(seconds) <= 2 * (10.5e-3 + 5e-3) * 1.2
+
+
+def test_allreduce_stays_above_the_ring_bound(program):
+    seconds = program("--hosts", "4", name="allreduce", arguments=(10_000_000,))
+    assert 0.12 <= min(seconds) <= 0.36
+
+
+@pytest.mark.parametrize("latency", ["0us", "2ms"])
+def test_schedule_changes_the_rate_in_mid_run(program, tmp_path, latency):
+    schedule = tmp_path / "schedule"
+    schedule.write_text(f"0 1gbit 0us\n3 50mbit {latency}  # slow\n5 1gbit 0us\n")
+    options = ("--hosts", "2", "--bandwidth", "100mbit", "--schedule", str(schedule))
+    rows = program(*options, name="rates", arguments=(250_000, 6))
+    # The job's clock starts later than the lab's, by the time of loading.
+    slow = [second for at, second in rows if second > 30e-3]
+    first = [second for at, second in rows[:20]]
+    final = [second for at, second in rows[-20:]]
+    assert median(first) < 15e-3
+    assert median(final) < 15e-3
+    assert 20 <= len(slow) <= 60
+    assert 40e-3 <= median(slow) <= 60e-3
+
+
+@pytest.mark.parametrize("status", [0, 1, 7])
+def test_exit_status_of_the_job(lab, status):
+    done = lab("--hosts", "2", command=["sh", "-c", f"sleep 0.3; echo out; echo err >&2; exit {status}"])
+    assert done.returncode == status
+    assert done.stdout == "out\nout\n"
+    assert "err" in done.stderr
+
+
+def test_a_killed_rank_ends_the_lab(lab):
+    begin = time.monotonic()
+    done = lab("--hosts", "2", command=["python", PROGRAMS, "die"])
+    assert done.returncode != 0
+    assert time.monotonic() - begin < 30
+
+
+def test_a_missing_program(lab):
+    assert lab("--hosts", "2", command=["/nowhere/program"]).returncode not in (0, 2)
+
+
+def test_the_other_mpi_is_refused(lab):
+    found = launch.find_mpi(launch.find_launcher())
+    other = "openmpi" if found == "mpich" else "mpich"
+    done = lab("--hosts", "2", "--mpi", other, command=["true"])
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"lab: --mpi must name the MPI beside Python, which is {found}, got '{other}'")
+
+
+def test_counters_that_cannot_be_written(lab):
+    done = lab("--hosts", "2", "--counters", "/nowhere/file", command=["true"])
+    assert done.returncode == 2
+    assert "--counters must be a file that can be written" in done.stderr
+
+
+def processes_with(marker):
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                if marker.encode() in file.read():
+                    found.append(int(name))
+        except OSError:
+            continue
+    return found
+
+
+def namespaces_of(pids):
+    found = set()
+    for pid in pids:
+        try:
+            found.add(os.readlink(f"/proc/{pid}/ns/net"))
+        except OSError:
+            continue
+    return found - {os.readlink("/proc/self/ns/net")}
+
+
+def namespaces_in_use():
+    return namespaces_of(int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def start_waiting(marker):
+    process = subprocess.Popen(
+        [*lab_command("--hosts", "2", "--latency", "1ms"), "--", "python", PROGRAMS, "wait", marker],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        # As a background job of a shell, which ignores SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_leaves_nothing_behind(lab, number):
+    marker = uuid.uuid4().hex
+    interfaces = os.listdir("/sys/class/net")
+    temporary = {name for name in os.listdir("/tmp") if name.startswith(("ompi", "prte", "pmix"))}
+    process = start_waiting(marker)
+    used = namespaces_of(processes_with(marker))
+    assert len(used) >= 2
+    process.send_signal(number)
+    status = process.wait(timeout=20)
+    process.stdout.close()
+    assert status == (-number if number == signal.SIGKILL else 128 + number)
+    deadline = time.monotonic() + 5
+    while (processes_with(marker) or used & namespaces_in_use()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_with(marker) == []
+    assert not used & namespaces_in_use()
+    assert os.listdir("/sys/class/net") == interfaces
+    after = {name for name in os.listdir("/tmp") if name.startswith(("ompi", "prte", "pmix"))}
+    assert not {name for name in after - temporary if "host" in name or "lab" in name}
+
+
+def test_two_labs_side_by_side(lab):
+    marker = uuid.uuid4().hex
+    first = start_waiting(marker)
+    try:
+        done = lab("--hosts", "2", command=["python", PROGRAMS, "hosts"])
+        assert done.returncode == 0
+        assert first.poll() is None
+        assert len(processes_with(marker)) >= 2
+    finally:
+        first.terminate()
+        first.wait(timeout=20)
+        first.stdout.close()
