@@ -32,7 +32,7 @@ def test_the_callers_random_state_is_left_alone(task):
 
 def test_size_of_model_and_batch(task):
     assert 5e6 <= sum(parameter.numel() for parameter in task.model().parameters()) <= 10e6
-    assert task.batch(0, 0, 1).shape == (4, 21)
+    assert task.batch(0, 0, 1).shape == (8, 21)
     assert task.batch(0, 0, 1).dtype == torch.int64
 
 
@@ -96,12 +96,12 @@ def test_missing_path(tmp_path):
 
 def test_too_short(tmp_path):
     (tmp_path / "a.txt").write_text("too short\n")
-    with pytest.raises(ValueError, match=r"text-lstm: too short a text: .* at least 81 and 21 are needed"):
+    with pytest.raises(ValueError, match=r"text-lstm: too short a text: .* at least 161 and 21 are needed"):
         get_task("text-lstm", data=tmp_path)
 
 
 def test_too_short_for_the_ranks(tmp_path):
     (tmp_path / "a.txt").write_text("a few lines\n" * 4000)
     task = get_task("text-lstm", data=tmp_path)
-    with pytest.raises(ValueError, match=r"are too few for 1000 ranks with batches of 4: at most .* ranks"):
+    with pytest.raises(ValueError, match=r"are too few for 1000 ranks with batches of 8: at most .* ranks"):
         task.batch(0, 0, 1000)
