@@ -21,7 +21,6 @@ _IFF_NO_PI = 0x1000
 _IFF_VNET_HDR = 0x4000
 # Nothing is lost or changed on the way, so that nobody needs a checksum.
 _TUN_F_CSUM = 0x01
-_MOST_ROOM = 2**30
 
 
 class Forwarder:
@@ -33,16 +32,21 @@ class Forwarder:
         Process id of each host's PID 1.
     links : sequence of Link
         One a host.
-    mtu, window : int
-        Bytes of the largest packet, and bytes that a connection may have under way.
+    mtu, packets : int
+        Bytes of the largest packet, and how many there may be under way.
     network : str
         How the hosts' addresses begin, three numbers.
+
+    Attributes
+    ----------
+    pid : int
+        The process, which never ends by itself.
     """
 
-    def __init__(self, pids: Mapping[int, int], links: Sequence[Link], mtu: int, window: int, network: str) -> None:
+    def __init__(self, pids: Mapping[int, int], links: Sequence[Link], mtu: int, packets: int, network: str) -> None:
         self._pids = [pids[index] for index in range(len(links))]
         self._mtu = mtu
-        self._window = window
+        self._packets = packets
         self._network = network
         self._shared = mmap.mmap(-1, 16 * len(links))
         self.set_links(links)
@@ -54,7 +58,7 @@ class Forwarder:
             self._forward(writer)
             return 1
 
-        namespaces.fork(child)
+        self.pid = namespaces.fork(child)
         os.close(writer)
         # What else has to be done for the lab is done while the process loads.
         self._await(b"made")
@@ -85,9 +89,7 @@ class Forwarder:
         shared = np.frombuffer(self._shared, np.int64).reshape(2, hosts)
         prefix = np.array([int(part) for part in self._network.split(".")], np.uint8)
         room = (self._mtu + switch.HEADER + 63) // 64 * 64
-        # All connections may fill their windows; memory is taken up only by what really waits.
-        packets = 64 * hosts + hosts * (hosts - 1) * (self._window // self._mtu + 1)
-        slots = np.empty((min(packets, _MOST_ROOM // room), room), np.uint8)
+        slots = np.empty((self._packets, room), np.uint8)
         arguments = (np.array(descriptors, np.int32), shared[0], shared[1], prefix, slots)
         switch.prepare(arguments)
         namespaces.run_realtime(_PRIORITY)

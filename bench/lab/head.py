@@ -62,7 +62,10 @@ class Head:
         window = network.choose_window(settings.all_links)
         for index, name in enumerate(names):
             self.pids[index] = host.start(name, network.sysctls(window), hosts_file)
-        self.forwarder = Forwarder(self.pids, settings.links, mtu, window, network.DATA_NETWORK)
+        packets = min(
+            network.packets_under_way(settings.hosts, settings.all_links), network.most_packets(settings.all_links)
+        )
+        self.forwarder = Forwarder(self.pids, settings.links, mtu, packets, network.DATA_NETWORK)
         network.make_control(self.pids)
         for index, pid in self.pids.items():
             network.configure_host(index, pid, mtu)
@@ -115,10 +118,13 @@ class Head:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         deadline = None
         while True:
-            status = _reap(job.pid)
+            ended = _reap()
             now = time.monotonic()
-            if status is not None:
-                return status, now - begin
+            if job.pid in ended:
+                return ended[job.pid], now - begin
+            if self.forwarder.pid in ended:
+                print("lab: the process that carries packets has ended, and so has the lab", file=sys.stderr)
+                return 1, now - begin
             if deadline is not None and now >= deadline:
                 return 137, now - begin
             while pending and begin + pending[0].at_s <= now:
@@ -146,18 +152,17 @@ def _like_a_shell() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _reap(wanted: int) -> int | None:
-    """Reap every child that has ended; return the exit status of `wanted` when it is among them."""
-    found = None
+def _reap() -> dict[int, int]:
+    """Reap every child that has ended, as PID 1 must; return exit statuses by process id."""
+    ended = {}
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
-            if pid == wanted:
-                code = os.waitstatus_to_exitcode(status)
-                found = code if code >= 0 else 128 - code
-    return found
+            code = os.waitstatus_to_exitcode(status)
+            ended[pid] = code if code >= 0 else 128 - code
+    return ended
 
 
 def main(settings: Settings, mpi: str, launcher: Path, life: int, report: int) -> int:

@@ -63,7 +63,8 @@ def environment(mpi: str, ppn: int, caller: Mapping[str, str]) -> dict[str, str]
     result["MPICOMP_LAB"] = "1"
     if mpi == "mpich":
         result["UCX_NET_DEVICES"] = "eth0"
-        # Tests if posix and sysv were left out with one rank a host: UCX then has no reason to look for them.
+        # Shared memory cannot reach another host, whose mounts and IPC objects are its own; leaving it out where it
+        # has no use saves UCX from trying.
         defaults = {
             "UCX_TLS": "tcp,self" if ppn == 1 else "posix,sysv,tcp,self",
             "UCX_WARN_UNUSED_ENV_VARS": "n",

@@ -22,6 +22,7 @@ _MOST_WINDOW = 2**22
 # A rank that shares its core is away for some milliseconds; what is in the window goes on flowing meanwhile. With
 # 2 ms instead of 32 a ring at 1 Gbit/s took 1.6 times as long, and more than 32 gained nothing.
 _WINDOW_S = 32e-3
+_MOST_ROOM = 2**31
 
 
 def host_name(index: int) -> str:
@@ -64,6 +65,16 @@ def choose_window(links: Sequence[Link]) -> int:
     idle = min(max(_LEAST_WINDOW, int(most / 8 * _WINDOW_S)), _MOST_WINDOW)
     under_way = max(link.bandwidth / 8 * 2 * link.latency_ns * 1e-9 for link in links)
     return idle + 2 * int(under_way)
+
+
+def packets_under_way(hosts: int, links: Sequence[Link]) -> int:
+    """Return how many packets there are when all connections fill their windows."""
+    return 64 * hosts + hosts * (hosts - 1) * (choose_window(links) // choose_mtu(links) + 1)
+
+
+def most_packets(links: Sequence[Link]) -> int:
+    """Return how many packets the forwarder has room for; memory is taken up only by those that are there."""
+    return _MOST_ROOM // choose_mtu(links)
 
 
 def sysctls(window: int) -> dict[str, str]:

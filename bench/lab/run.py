@@ -12,10 +12,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mpicomp.bench.lab import head, launch, namespaces
+from mpicomp.bench.lab import head, launch, namespaces, network
 from mpicomp.bench.lab.errors import LabError
 from mpicomp.bench.lab.settings import Settings
+from mpicomp.bench.lab.units import format_bandwidth
 
+# The sum over hosts of what leaves them.
+MOST_BANDWIDTH = 10 * 10**9
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -32,6 +35,26 @@ def check_requirements() -> None:
         raise LabError(f"needs a kernel with namespaces, and this one lacks {', '.join(missing)}")
     if not os.path.exists("/dev/net/tun"):
         raise LabError("needs /dev/net/tun for its links, and it is not there; load it with: modprobe tun")
+
+
+def warn_of_limits(settings: Settings) -> None:
+    """Say on stderr when the links are beyond what the emulation was measured to do."""
+    states = [settings.links, *(change.links for change in settings.schedule)]
+    bandwidth = max(sum(link.bandwidth for link in links) for links in states)
+    if bandwidth > MOST_BANDWIDTH:
+        print(
+            f"lab: warning: links of {format_bandwidth(bandwidth)} in all are more than the "
+            f"{format_bandwidth(MOST_BANDWIDTH)} that the emulation was measured to carry; "
+            "times may be the processor's, not the network's",
+            file=sys.stderr,
+        )
+    links = settings.all_links
+    if network.packets_under_way(settings.hosts, links) > network.most_packets(links):
+        print(
+            "lab: warning: bandwidth times latency times hosts is more than the emulation holds under way; "
+            "with traffic between all hosts at once the rate will be lower than asked for",
+            file=sys.stderr,
+        )
 
 
 def run_lab(settings: Settings) -> int:
@@ -55,6 +78,7 @@ def run_lab(settings: Settings) -> int:
         When the lab cannot be made; nothing has been started then.
     """
     check_requirements()
+    warn_of_limits(settings)
     launcher = launch.find_launcher()
     mpi = launch.check_mpi(settings.mpi, launcher)
     if settings.counters is None:

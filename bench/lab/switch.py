@@ -11,10 +11,11 @@ from numba import njit, typeof, types
 from numpy.typing import NDArray
 
 # Called by name, for a compiled function that holds the address of one cannot be cached on disk.
-_read = types.ExternalFunction("read", types.intp(types.int32, types.intp, types.uintp))
-_write = types.ExternalFunction("write", types.intp(types.int32, types.intp, types.uintp))
-_ppoll = types.ExternalFunction("ppoll", types.int32(types.intp, types.uintp, types.intp, types.intp))
-_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
+_read: Any = types.ExternalFunction("read", types.intp(types.int32, types.intp, types.uintp))
+_write: Any = types.ExternalFunction("write", types.intp(types.int32, types.intp, types.uintp))
+_ppoll: Any = types.ExternalFunction("ppoll", types.int32(types.intp, types.uintp, types.intp, types.intp))
+_typeof: Any = typeof
+_clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
 
 # What stands before each packet on a TUN device with IFF_VNET_HDR; it goes to the receiver as it came.
 HEADER = 10
@@ -31,13 +32,13 @@ _TURN = 8
 _NONE = -1
 
 
-@njit(cache=True, nogil=True)  # type: ignore[misc]
+@njit(cache=True, nogil=True)
 def _now(spec: NDArray[np.int64]) -> int:
     _clock_gettime(_CLOCK_MONOTONIC, spec.ctypes.data)
     return spec[0] * 1_000_000_000 + spec[1]  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[misc]
+@njit(cache=True, nogil=True)
 def forward(
     devices: NDArray[np.int32],
     picoseconds_a_byte: NDArray[np.int64],
@@ -188,4 +189,4 @@ def forward(
 
 def prepare(arguments: tuple[Any, ...]) -> None:
     """Compile `forward` for such arguments, or load what was compiled before."""
-    forward.compile(tuple(typeof(argument) for argument in arguments))
+    forward.compile(tuple(_typeof(argument) for argument in arguments))

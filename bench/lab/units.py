@@ -85,19 +85,3 @@ def format_bandwidth(bits: int) -> str:
         if bits % _BITS[unit] == 0:
             return f"{bits // _BITS[unit]}{unit}"
     return f"{bits}bit"
-
-
-def format_latency(nanoseconds: int) -> str:
-    """Return a latency as it would be written on the command line.
-
-    Examples
-    --------
-    >>> format_latency(50_000)
-    '50us'
-    """
-    if nanoseconds == 0:
-        return "0us"
-    for unit in ("s", "ms", "us"):
-        if nanoseconds % _NANOSECONDS[unit] == 0:
-            return f"{nanoseconds // _NANOSECONDS[unit]}{unit}"
-    return f"{nanoseconds}ns"

@@ -14,7 +14,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run COMMAND as ranks of an MPI job on emulated hosts",
         description="Run COMMAND as K ranks on each of N emulated hosts: shared memory inside a host, "
         "shaped TCP between hosts. Needs root, ip and tc; leaves nothing behind.",
-        epilog="",
+        epilog="""\
+Links are the same in both directions; latency is one way, and between hosts with different links it is the
+mean of the two. The way through the emulation itself adds about 20 us. On two cores, 4 hosts at 1 Gbit/s come
+within 15 % of what the links allow, and 2.5 Gbit/s within 30 %; beyond 10 Gbit/s for all hosts together the
+processor is the limit, and a warning says so.
+
+examples:
+  mpicomp lab run --hosts 4 --bandwidth 1gbit --latency 50us -- python train.py
+  mpicomp lab run --hosts 2 --ppn 2 --bandwidth 1gbit,100mbit --latency 1ms -- mpicomp doctor""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run_parser.add_argument("--hosts", type=int, required=True, metavar="N", help="number of hosts")
