@@ -198,10 +198,11 @@ def main(settings: Settings, mpi: str, launcher: Path, life: int, report: int) -
         return 2
     before = head.counters()
     status, wall_s = head.run(life)
-    after = head.counters()
-    hosts = [
-        {"host": network.host_name(index), **{key: value - first[key] for key, value in last.items()}}
-        for index, (first, last) in enumerate(zip(before, after, strict=True))
-    ]
+    hosts: list[dict[str, object]] = []
+    # Without the process that carries packets there is no eth0 any more.
+    with contextlib.suppress(OSError):
+        for index, (first, last) in enumerate(zip(before, head.counters(), strict=True)):
+            passed: dict[str, object] = {key: value - first[key] for key, value in last.items()}
+            hosts.append({"host": network.host_name(index), **passed})
     tell({"hosts": hosts, "wall_s": wall_s})
     return status
