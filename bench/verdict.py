@@ -23,7 +23,7 @@ def judge(outcome: Outcome) -> str:
         return f"dense exchange: nothing was compressed; a step took {outcome.median_step_s:.3f} s"
     if ratio > 1 + _NOISE:
         return (
-            f"compression paid: a step took {outcome.median_step_s:.3f} s, {ratio:.1f} times faster than "
+            f"compression paid: a step took {outcome.median_step_s:.3f} s, {_faster(ratio)} than "
             f"the {dense:.3f} s with a dense exchange here, and {fewer}"
         )
     if ratio < 1 - _NOISE:
@@ -32,6 +32,10 @@ def judge(outcome: Outcome) -> str:
             f"{dense:.3f} s here, although {fewer}; use --compressor dense on this network"
         )
     return f"compression made no difference to the time of a step ({outcome.median_step_s:.3f} s), and {fewer}"
+
+
+def _faster(ratio: float) -> str:
+    return f"{ratio:.1f} times faster" if ratio >= 2 else f"{100 * (ratio - 1):.0f} % faster"
 
 
 def table(outcome: Outcome, quality_name: str, steps: int) -> str:

@@ -1,10 +1,17 @@
-"""Rounds over MPI, blocking.
+"""Rounds over MPI, one after the other.
 
 Only buffer operations are used, on a communicator that is duplicated once, so that no other traffic can meet ours.
 Importing this module imports mpi4py.MPI, which starts MPI.
+
+An MPI call that waits keeps its core busy. Where ranks have a core each that is the fastest way to wait; where
+they share cores it takes them from the ranks that still compute, so there rounds are started without blocking
+and asked for with naps in between.
 """
 
 import hashlib
+import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +27,8 @@ COUNT_LIMIT = 2**31 - 1
 """Largest count, displacement and number of bytes that is handed to MPI in one call."""
 
 _PROBE = 1 << 16  # elements of the sum whose bits are compared at start
+_EAGER = 200  # how often a rank that shares its core asks, yielding in between, before it naps
+_NAP_S = (50e-6, 500e-6)  # naps grow from the first to the second
 
 
 class MPITransport(Transport):
@@ -48,6 +57,7 @@ class MPITransport(Transport):
             _check_launch()
         self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
         self._limit = count_limit
+        self._naps = self._shares_cores()
         self.group = Group(self._comm.rank, self._comm.size, self._sums_are_identical())
 
     def perform(self, task: Round) -> NDArray[Any]:
@@ -72,20 +82,20 @@ class MPITransport(Transport):
 
     def _allreduce(self, send: NDArray[Any], recv: NDArray[Any], counts: Any, root: int) -> None:
         for part in self._cuts(recv):
-            self._comm.Allreduce(send[part], recv[part])
+            self._call("Allreduce", send[part], recv[part])
 
     def _bcast(self, send: NDArray[Any] | None, recv: NDArray[Any], counts: Any, root: int) -> None:
         if self._comm.rank == root:
             recv[:] = send
         for part in self._cuts(recv):
-            self._comm.Bcast(recv[part], root)
+            self._call("Bcast", recv[part], root)
 
     def _allgatherv(self, send: NDArray[Any], recv: NDArray[Any], counts: Any, root: int) -> None:
         if recv.nbytes <= self._limit:
             if min(counts) == max(counts):
-                self._comm.Allgather(send, recv)
+                self._call("Allgather", send, recv)
             else:
-                self._comm.Allgatherv(send, [recv, counts])
+                self._call("Allgatherv", send, [recv, counts])
             return
         # No displacement may pass the limit either, so every rank's part goes out by itself.
         bounds = np.concatenate(([0], np.cumsum(counts)))
@@ -97,7 +107,7 @@ class MPITransport(Transport):
         mine = counts[rank]
         largest = max(sum(counts), max(counts) * size) * send.itemsize  # the same on every rank, as the branch must be
         if largest <= self._limit:
-            self._comm.Alltoallv([send, counts], [recv, [mine] * size])
+            self._call("Alltoallv", [send, counts], [recv, [mine] * size])
             return
         bounds = np.concatenate(([0], np.cumsum(counts)))
         for shift in range(size):
@@ -106,7 +116,36 @@ class MPITransport(Transport):
             incoming = recv[source * mine : (source + 1) * mine]
             requests = [self._comm.Irecv(incoming[part], source) for part in self._cuts(incoming)]
             requests += [self._comm.Isend(outgoing[part], to) for part in self._cuts(outgoing)]
-            MPI.Request.Waitall(requests)
+            self._wait(lambda: bool(MPI.Request.Testall(requests)))
+
+    def _call(self, operation: str, *arguments: Any) -> None:
+        """Run a collective; the same on every rank, whether it naps or not."""
+        if self._naps:
+            request = getattr(self._comm, f"I{operation.lower()}")(*arguments)
+            self._wait(request.Test)
+        else:
+            getattr(self._comm, operation)(*arguments)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        nap, longest = _NAP_S
+        asked = 0
+        while not done():
+            asked += 1
+            if asked <= _EAGER:
+                os.sched_yield()
+            else:
+                time.sleep(nap)
+                nap = min(2 * nap, longest)
+
+    def _shares_cores(self) -> bool:
+        """Tell whether some host has more ranks than cores, the same on all ranks; ``MPICOMP_NAPS=0/1`` overrides."""
+        shared = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+        said = os.environ.get("MPICOMP_NAPS")
+        mine = shared.size > len(os.sched_getaffinity(0)) if said not in ("0", "1") else said == "1"
+        shared.Free()
+        everyones = np.empty(1, np.int32)
+        self._comm.Allreduce(np.array([mine], np.int32), everyones, MPI.MAX)
+        return bool(everyones[0])
 
     def _limit_of(self, array: NDArray[Any]) -> int:
         return max(1, self._limit // array.itemsize)
@@ -124,7 +163,7 @@ class MPITransport(Transport):
         total = np.empty_like(numbers)
         digests = []
         for size in (7, _PROBE):  # libraries take different paths for short and long messages
-            self._comm.Allreduce(numbers[:size], total[:size])
+            self._call("Allreduce", numbers[:size], total[:size])
             digests.append(hashlib.blake2b(total[:size].tobytes(), digest_size=8).digest())
         mine = np.frombuffer(b"".join(digests), np.uint8)
         everyones = np.empty((self._comm.size, mine.size), np.uint8)
