@@ -26,7 +26,7 @@ from mpicomp.transport.base import Transport
 COUNT_LIMIT = 2**31 - 1
 """Largest count, displacement and number of bytes that is handed to MPI in one call."""
 
-_PROBE = 1 << 16  # elements of the sum whose bits are compared at start
+_PROBE = 1 << 14  # elements of the sum whose bits are compared at start
 _EAGER = 200  # how often a rank that shares its core asks, yielding in between, before it naps
 _NAP_S = (50e-6, 500e-6)  # naps grow from the first to the second
 

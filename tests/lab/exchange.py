@@ -1,0 +1,26 @@
+"""What the ranks of test_wire_bytes.py run: reduce some arrays; rank 0 prints every rank's recorded wire bytes."""
+
+import json
+import sys
+
+import numpy as np
+from mpi4py import MPI
+
+import mpicomp
+
+
+def main(config, collective, numel, steps):
+    reducer = mpicomp.Reducer(json.loads(config), collective)
+    rng = np.random.default_rng(MPI.COMM_WORLD.rank)
+    pool = [{"w": rng.normal(size=int(numel)).astype(np.float32)} for _ in range(4)]
+    recorded = 0.0
+    for step in range(int(steps)):
+        reducer.reduce(pool[step % 4])
+        recorded += reducer.last_step.wire_bytes
+    everyones = MPI.COMM_WORLD.gather(recorded)
+    reducer.close()
+    if everyones is not None:
+        print(json.dumps(everyones))
+
+
+main(*sys.argv[1:])

@@ -1,0 +1,44 @@
+"""What the record says left the ranks is what the links counted."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(110)]
+
+
+@pytest.mark.parametrize("hosts", [3, 4])
+@pytest.mark.parametrize(
+    ("config", "collective", "steps"),
+    [
+        ({"id": "dense"}, "allreduce", 10),
+        ({"id": "dense"}, "scatter-reduce", 10),
+        ({"id": "dense", "wire": "bf16"}, "scatter-reduce", 20),
+        ({"id": "topk", "ratio": 0.01}, "allgather", 100),
+        ({"id": "topk", "ratio": 0.1}, "star-topk", 20),
+    ],
+    ids=["allreduce", "scatter-reduce", "bf16", "allgather", "star-topk"],
+)
+def test_the_links_counted_what_was_recorded(lab, tmp_path, hosts, config, collective, steps):
+    counters = tmp_path / "counters.json"
+    done = lab(
+        *("--hosts", str(hosts), "--bandwidth", "1gbit", "--latency", "0us", "--counters", str(counters)),
+        command=[
+            "python",
+            str(Path(__file__).with_name("exchange.py")),
+            json.dumps(config),
+            collective,
+            "1000000",
+            str(steps),
+        ],
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    recorded = json.loads(done.stdout)
+    counted = [host["tx_bytes"] for host in json.loads(counters.read_text())["hosts"]]
+    assert len(counted) == len(recorded) == hosts
+    # Libraries share the work of a reduction or a broadcast unevenly among three ranks; the sum is the same.
+    assert sum(counted) == pytest.approx(sum(recorded), rel=0.05)
+    if hosts == 4 and collective != "star-topk":
+        assert counted == pytest.approx(recorded, rel=0.05)
