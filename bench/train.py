@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpicomp.bench.dense_probe import DenseProbe, probe_dense
 from mpicomp.bench.metrics import MetricsWriter
+from mpicomp.bench.probe import Probe, probe, probe_dense
 from mpicomp.bench.progress import Progress
 from mpicomp.bench.tasks import Task
 from numpy.typing import NDArray
@@ -66,7 +66,8 @@ class Outcome:
     dense_wire_bytes: int
     once_bytes: int
     gain: float | None
-    probe: DenseProbe
+    own_probe: Probe
+    dense_probe: Probe
     steps_timed: int
 
 
@@ -127,7 +128,8 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
     _check_replicas(model, transport)
     skipped = min(5, settings.steps // 4)  # the first steps compile, agree and grow buffers
     seconds_of = _gather(transport, np.array(timings.rows[skipped:], np.float64))
-    probe = probe_dense(numel, transport)
+    own_probe = probe(optimizer.reducer.compressor, settings.collective, numel, transport)
+    dense_probe = probe_dense(numel, transport)
     totals = _gather(transport, np.array([sent, wire, dense_wire], np.float64)).mean(axis=0)
     progress.evaluating()
     quality = task.evaluate(model) if group.rank == 0 else float("nan")
@@ -148,7 +150,8 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
         dense_wire_bytes=round(totals[2]),
         once_bytes=once_bytes,
         gain=float(np.mean(gains)) if gains else None,
-        probe=probe,
+        own_probe=own_probe,
+        dense_probe=dense_probe,
         steps_timed=settings.steps - skipped,
     )
 

@@ -6,9 +6,13 @@ _NOISE = 0.03  # differences below this share of a step say nothing
 
 
 def dense_step_s(outcome: Outcome) -> float:
-    """Seconds that a step would have taken with the best dense exchange: all but our exchange, plus it."""
-    ours = sum(outcome.phases_s[name] for name in ("compress", "exchange", "decode"))
-    return max(0.0, outcome.median_step_s - ours) + outcome.probe.seconds
+    """Seconds that a step would have taken with the best dense exchange.
+
+    Both exchanges were measured by themselves after the training; what a step spends besides, waiting for the
+    slowest rank among it, is taken to be the same.
+    """
+    besides = outcome.median_step_s - outcome.own_probe.seconds
+    return max(besides, outcome.phases_s["compute"] + outcome.phases_s["update"]) + outcome.dense_probe.seconds
 
 
 def judge(outcome: Outcome) -> str:
@@ -52,8 +56,9 @@ def table(outcome: Outcome, quality_name: str, steps: int) -> str:
         f"bytes that left a rank: {outcome.wire_bytes / steps:,.0f} a step, "
         f"dense ring {outcome.dense_wire_bytes / steps:,.0f}",
         f"bytes at the start, once: {outcome.once_bytes:,}",
-        f"dense exchange here: {outcome.probe.seconds:.4f} s by {outcome.probe.collective} "
-        f"(the fastest; median of {outcome.probe.repeats})",
+        f"an exchange by itself: {outcome.own_probe.seconds:.4f} s; dense {outcome.dense_probe.seconds:.4f} s "
+        f"by {outcome.dense_probe.collective}, the fastest (medians of {outcome.own_probe.repeats} and "
+        f"{outcome.dense_probe.repeats})",
     ]
     if outcome.gain is not None:
         lines.append(f"gain (share of the accumulated gradient's energy that was sent): {outcome.gain:.3f}")

@@ -92,13 +92,16 @@ def accumulate_candidates(
 
 
 @kernel
-def _add(gradient, residual, out):  # type: ignore[no-untyped-def]
+def _add(gradient, residual, out, block):  # type: ignore[no-untyped-def]
+    part, first = out[block], gradient[block]
     if residual is None:
-        for i in range(out.size):
-            out[i] = gradient[i]
+        for i in range(part.size):
+            part[i] = first[i]
     else:
-        for i in range(out.size):
-            out[i] = gradient[i] + residual[i]
+        second = residual[block]
+        for i in range(part.size):
+            part[i] = first[i] + second[i]
+    return _energy(part)
 
 
 @kernel
@@ -120,11 +123,7 @@ def _accumulate(gradient, residual, out, bits, mask):  # type: ignore[no-untyped
     top = mask ^ mask
     for start in range(0, out.size, _BLOCK):
         block = slice(start, min(start + _BLOCK, out.size))
-        if residual is None:
-            _add(gradient[block], None, out[block])
-        else:
-            _add(gradient[block], residual[block], out[block])
-        energy += _energy(out[block])
+        energy += _add(gradient, residual, out, block)
         top = max(top, _top(bits[block], mask))
     return energy, top
 
@@ -135,11 +134,7 @@ def _accumulate_candidates(gradient, residual, out, bits, mask, bound, base, ind
     top = mask ^ mask
     for start in range(0, out.size, _BLOCK):
         block = slice(start, min(start + _BLOCK, out.size))
-        if residual is None:
-            _add(gradient[block], None, out[block])
-        else:
-            _add(gradient[block], residual[block], out[block])
-        energy += _energy(out[block])
+        energy += _add(gradient, residual, out, block)
         magnitudes = bits[block]
         for first in range(0, magnitudes.size, _GROUP):
             group = magnitudes[first : first + _GROUP]
