@@ -8,6 +8,7 @@ they share cores it takes them from the ranks that still compute, so there round
 and asked for with naps in between.
 """
 
+import functools
 import hashlib
 import os
 import time
@@ -116,7 +117,7 @@ class MPITransport(Transport):
             incoming = recv[source * mine : (source + 1) * mine]
             requests = [self._comm.Irecv(incoming[part], source) for part in self._cuts(incoming)]
             requests += [self._comm.Isend(outgoing[part], to) for part in self._cuts(outgoing)]
-            self._wait(lambda: bool(MPI.Request.Testall(requests)))
+            self._wait(functools.partial(MPI.Request.Testall, requests))
 
     def _call(self, operation: str, *arguments: Any) -> None:
         """Run a collective; the same on every rank, whether it naps or not."""
