@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 Links are the same in both directions; latency is one way, and between hosts with different links it is the
 mean of the two. The way through the emulation itself adds about 20 us. On two cores, 4 hosts at 1 Gbit/s come
 within 15 % of what the links allow, and 2.5 Gbit/s within 30 %; beyond 10 Gbit/s for all hosts together the
-processor is the limit, and a warning says so.
+processor is the limit, and a warning says so. On a machine that others use as well, put nice -n -15 before it.
 
 examples:
   mpicomp lab run --hosts 4 --bandwidth 1gbit --latency 50us -- python train.py
