@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from mpicomp.bench.lab import launch
 from mpicomp.bench.lab.errors import LabError
 from mpicomp.bench.lab.settings import make_settings
