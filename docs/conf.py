@@ -1,0 +1,30 @@
+"""How the documentation is built: sphinx-build -W docs docs/_build"""
+
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+
+from mpicomp import __version__
+
+project = "mpicomp"
+copyright = "the mpicomp contributors"
+release = version = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "numpydoc"]
+exclude_patterns = ["_build"]
+html_theme = "alabaster"
+html_theme_options = {"description": "Compressed gradient exchange, native to MPI", "page_width": "1100px"}
+
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # numpydoc docstrings say it in words
+numpydoc_show_class_members = False
+
+if importlib.util.find_spec("torch") is None:
+    # Classes that signatures name, so that the pages can be built without PyTorch; autodoc's own mocks know no "|".
+    torch = ModuleType("torch")
+    torch.Tensor = type("Tensor", (), {})
+    torch.nn = SimpleNamespace(Module=type("Module", (), {}))
+    torch.optim = SimpleNamespace(Optimizer=type("Optimizer", (), {}))
+    sys.modules["torch"] = torch

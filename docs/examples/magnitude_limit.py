@@ -1,0 +1,42 @@
+"""A compressor in one file: it sends every element above a fixed magnitude."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+import mpicomp
+from mpicomp.compressors import Accumulated
+from mpicomp.errors import ConfigurationError
+from mpicomp.workspace import Workspace
+
+
+@mpicomp.register_compressor
+@dataclass(frozen=True)
+class MagnitudeLimit(mpicomp.Sparsifier):
+    """Everything above a magnitude, possibly nothing.
+
+    Parameters
+    ----------
+    limit : float
+        Elements of larger magnitude are sent.
+    """
+
+    id: ClassVar[str] = "magnitude-limit"
+    paper: ClassVar[str] = "none: an example"
+
+    limit: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if not self.limit >= 0:
+            raise ConfigurationError(f"magnitude-limit: limit must be at least 0, got {self.limit!r}")
+
+    def wire_bytes_per_element(self, itemsize: int) -> float:
+        """Guess that one element of a hundred is sent: four bytes of index, and the value."""
+        return 0.01 * (4 + itemsize)
+
+    def select(self, accumulated: Accumulated, memory: dict[str, Any], workspace: Workspace) -> mpicomp.Selection:
+        """Select what is above the limit."""
+        array = accumulated.array()
+        indices = np.flatnonzero(np.abs(array) > self.limit).astype(np.uint32)
+        return mpicomp.Selection(indices, array[indices])

@@ -1,0 +1,80 @@
+"""docs/metrics.md has every field that is written, and no other."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpicomp
+from mpicomp.transport import LocalWorld
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+KINDS = {
+    "integer": [int],
+    "number": [int, float],
+    "string": [str],
+    "boolean": [bool],
+    "object": [dict],
+    "null": [type(None)],
+    "list of objects": [list],
+    "list of strings": [list],
+}
+
+
+def documented(heading):
+    """Give the fields below a heading of the page, with their types."""
+    sections = re.split(r"^#{2,3} (.+)$", PAGE.read_text(), flags=re.MULTILINE)
+    text = sections[sections.index(heading) + 1]
+    return dict(re.findall(r"^\| `(\w+)` \| ([\w ]+?) \|", text, flags=re.MULTILINE))
+
+
+def compare(written, heading, left_out=()):
+    fields = {name: kind for name, kind in documented(heading).items() if name not in left_out}
+    assert set(written) == set(fields)
+    for name, kind in fields.items():
+        assert type(written[name]) in [one for word in kind.split(" or ") for one in KINDS[word]], name
+
+
+def test_a_step_record():
+    reducer = mpicomp.Reducer("topk", comm=LocalWorld(1).transports[0])
+    reducer.reduce({"w": np.ones(10, np.float32)}, lr=0.1)
+    line = json.loads(json.dumps(reducer.last_step.to_json()))
+    compare(line, "A line of --metrics", left_out=["loss"])
+    compare(line["phases_s"], "phases_s of a line", left_out=["compute", "update"])
+    for bucket in line["buckets"]:
+        compare(bucket, "An entry of buckets")
+        assert list(bucket["phases_s"]) == ["compress", "exchange", "decode"]
+
+
+@pytest.fixture(scope="module")
+def run(mpiexec, tmp_path_factory):
+    """Train for a few steps on two ranks; give the object and the lines."""
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    folder = tmp_path_factory.mktemp("run")
+    words = ["-m", "mpicomp", "train", "--task", "digits", "--compressor", "topk", "--ratio", "0.05", "--steps", "3"]
+    done = mpiexec(2, *words, "--json", folder / "o.json", "--metrics", folder / "m.jsonl", timeout=100)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
+    return json.loads((folder / "o.json").read_text()), lines
+
+
+def test_the_lines_of_a_run(run):
+    _, lines = run
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    for line in lines:
+        compare(line, "A line of --metrics")
+        compare(line["phases_s"], "phases_s of a line")
+        for bucket in line["buckets"]:
+            compare(bucket, "An entry of buckets")
+
+
+def test_the_object_of_a_run(run):
+    outcome, lines = run
+    compare(outcome, "The object of --json")
+    compare(outcome["phases_s"], "phases_s of a line")
+    compare(outcome["quality"], "quality")
+    assert outcome["dense_bytes"] == 4 * outcome["parameters"] * outcome["steps"]
+    assert outcome["wire_bytes"] == pytest.approx(sum(line["wire_bytes"] for line in lines), abs=8 * len(lines))
