@@ -17,7 +17,7 @@ from torch.nn import functional
 _VOCABULARY = 4096
 _WIDTH = 512
 
-# About two seconds on one core; more would change the third digit.
+# Samples; about a second and a half on one core.
 _EVALUATED = 1024
 
 
@@ -39,10 +39,10 @@ class LanguageModel(nn.Module):
 class TextLSTM:
     """Model the Python standard library's own sources; quality is the held-out loss in nats a token.
 
-    More than 5 MB of text that every installation has, tokens of at most four letters with bytes for what is
-    rare, and an LSTM of 512 units: 6.3 million parameters, in which the rows of rare tokens have gradients of
-    zero. Whole files are held out. A sample is 20 tokens, read from an empty state; a rank sees 8 of them in
-    a step. The optimiser's setting is explained in TUNING.md.
+    More than 5 MB of text that every installation has, tokens of at most four letters with bytes for what is rare,
+    and an LSTM of 512 units: 6.3 million parameters, a third of which are embeddings whose gradient is zero where a
+    token is absent. Whole files are held out. A sample is 20 tokens, read from an empty state; a rank sees 8 of them
+    in a step. The optimiser's setting is explained in TUNING.md.
 
     The text differs a little between versions of Python, hence so does the loss: compare runs of one
     installation.

@@ -26,10 +26,10 @@ def _settings() -> dict[str, Factory]:
     settings: dict[str, Factory] = {}
     for lr in (0.1, 0.3, 1.0, 3.0):
         settings[f"sgd lr={lr:g}"] = lambda p, lr=lr: optim.SGD(p, lr=lr)
-    for lr in (0.03, 0.1, 0.3, 1.0):
+    for lr in (0.03, 0.1, 0.3, 1.0, 2.0):
         settings[f"momentum lr={lr:g}"] = lambda p, lr=lr: optim.SGD(p, lr=lr, momentum=0.9)
         settings[f"nesterov lr={lr:g}"] = lambda p, lr=lr: optim.SGD(p, lr=lr, momentum=0.9, nesterov=True)
-    for lr in (1e-3, 2e-3, 3e-3, 4e-3, 6e-3, 8e-3):
+    for lr in (1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 6e-3, 8e-3, 16e-3):
         settings[f"adam lr={lr:g}"] = lambda p, lr=lr: optim.Adam(p, lr=lr)
         settings[f"adamw lr={lr:g}"] = lambda p, lr=lr: optim.AdamW(p, lr=lr, weight_decay=0.1)
         # A shorter memory of magnitudes suits runs of a few hundred steps.
