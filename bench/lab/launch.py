@@ -68,6 +68,9 @@ def environment(mpi: str, ppn: int, caller: Mapping[str, str]) -> dict[str, str]
         defaults = {
             "UCX_TLS": "tcp,self" if ppn == 1 else "posix,sysv,tcp,self",
             "UCX_WARN_UNUSED_ENV_VARS": "n",
+            # Hydra would write the topology to /tmp and leave it there when it is killed; hwloc takes the empty name
+            # for none and looks for itself.
+            "HWLOC_XMLFILE": "",
         }
     else:
         result |= {
