@@ -96,7 +96,7 @@ class Head:
             Exit status, and seconds.
         """
         line = launch.command_line(self.mpi, self.launcher, self.write_agent(), self.settings)
-        environment = launch.environment(self.mpi, self.settings.ppn, os.environ)
+        environment = launch.environment(self.mpi, self.settings.hosts, self.settings.ppn, os.environ)
         namespaces.run_realtime(_PRIORITY)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         waker, woken = os.pipe()

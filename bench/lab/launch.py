@@ -49,7 +49,7 @@ def _as_root(extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **extra}
 
 
-def environment(mpi: str, ppn: int, caller: Mapping[str, str]) -> dict[str, str]:
+def environment(mpi: str, hosts: int, ppn: int, caller: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the job: the caller's, with MPI held to eth0.
 
     What chooses the interface is set in any case, for a job that goes around the shaped links would not be
@@ -87,6 +87,11 @@ def environment(mpi: str, ppn: int, caller: Mapping[str, str]) -> dict[str, str]
             # messages only every 10 ms: so it was in 7 of 30 jobs of two ranks, and in none of 30 with this.
             "OMPI_MCA_mpi_event_tick_rate": "1",
         }
+    # Every host sees all the cores of this machine: no program in there can tell that it has to share them.
+    cores, ranks = len(os.sched_getaffinity(0)), hosts * ppn
+    defaults["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+    if ranks > cores:
+        defaults["MPICOMP_NAPS"] = "1"
     for name, value in defaults.items():
         result.setdefault(name, value)
     return result

@@ -40,6 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
         for path in filter(None, (arguments.json, arguments.metrics)):
             _check_writable(path)
     policy = arguments.policy or ("static" if compressor is not None else "auto")
+    # MPI starts before torch is loaded: Slurm's pmi2 cuts the longer messages that MPICH sends it afterwards.
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport()
     try:
         from mpicomp.bench.tasks import get_task
         from mpicomp.bench.train import Settings, train
@@ -54,9 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(str(error)) from error
     from mpicomp.bench.metrics import MetricsWriter
     from mpicomp.bench.progress import Progress
-    from mpicomp.transport.mpi import MPITransport
 
-    transport = MPITransport()
     group = transport.group
     first = group.rank == 0
     settings = Settings(compressor, arguments.collective, policy, arguments.steps or task.steps, arguments.seed)

@@ -129,6 +129,8 @@ class StepRecord:
             "lr": self.lr,
             "skipped": self.skipped,
             "agreed": self.agreed,
+            "overhead_bytes": self.overhead_bytes,
+            "overhead_wire_bytes": self.overhead_wire_bytes,
             "sent_bytes": self.sent_bytes,
             "wire_bytes": self.wire_bytes,
             "dense_wire_bytes": self.dense_wire_bytes,

@@ -150,7 +150,8 @@ class Reducer:
         Returns
         -------
         dict of str to array
-            The means: of the kind, dtype and shape of the gradients, read-only, valid until the next call.
+            The means: of the kind, dtype and shape of the gradients, valid until the next call. NumPy arrays are
+            read-only; torch and CuPy know no such thing, and theirs are not to be written to either.
 
         Raises
         ------

@@ -90,6 +90,10 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
 class _Distributed:
     """What `DistributedOptimizer` puts in front of an optimizer's class."""
 
+    # A GradScaler leaves step() out where this rank's gradients overflowed, and the others would wait for it. With this
+    # it calls step() on all of them, after it has set ``found_inf``.
+    _step_supports_amp_scaling = True
+
     reducer: Reducer
     param_groups: list[dict[str, Any]]
     _mpicomp_parameters: dict[str, torch.Tensor]
@@ -115,6 +119,11 @@ class _Distributed:
 
         A closure is called once, before the gradients are averaged, and its value is given back.
         """
+        if hasattr(self, "found_inf"):
+            raise ConfigurationError(
+                "DistributedOptimizer: gradients that a GradScaler has scaled cannot be averaged yet; use "
+                "torch.autocast with bfloat16, which needs no scaler"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -32,11 +32,11 @@ def test_a_niceness_keeps_the_command_as_it_is(monkeypatch):
 
 def test_environment_holds_mpi_to_eth0_and_leaves_the_rest_to_the_caller():
     caller = {"PATH": "/bin", "UCX_NET_DEVICES": "all", "UCX_TLS": "tcp", "OMPI_MCA_btl": "tcp,self"}
-    mpich = launch.environment("mpich", 1, caller)
+    mpich = launch.environment("mpich", 2, 1, caller)
     assert mpich["UCX_NET_DEVICES"] == "eth0"
     assert mpich["UCX_TLS"] == "tcp"
     assert mpich["PATH"] == f"{Path(sys.executable).parent}:/bin"
-    openmpi = launch.environment("openmpi", 2, caller)
+    openmpi = launch.environment("openmpi", 2, 2, caller)
     assert openmpi["OMPI_MCA_btl_tcp_if_include"] == "eth0"
     assert openmpi["OMPI_MCA_btl"] == "tcp,self"
 

@@ -128,6 +128,15 @@ def test_what_cannot_be_served_is_refused():
         alone(alone(optimizer, model), model)
 
 
+def test_a_gradient_scaler_is_refused_and_does_not_leave_ranks_out():
+    model = network()
+    optimizer = alone(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.full((1, 6), torch.inf)).sum()).backward()
+    with pytest.raises(ConfigurationError, match=r"use torch\.autocast with bfloat16"):
+        scaler.step(optimizer)
+
+
 def test_shared_frozen_and_sixteen_bit_parameters():
     model = network()
     model[2].weight.requires_grad_(False)
