@@ -33,7 +33,8 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits of every next token, from an empty state."""
         hidden, _ = self.lstm(self.embedding(tokens))
-        return self.output(hidden)
+        logits: torch.Tensor = self.output(hidden)
+        return logits
 
 
 class TextLSTM:

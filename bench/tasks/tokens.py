@@ -62,7 +62,8 @@ class Vocabulary:
         repeats = lengths[numbers]
         # Position of each output token within its piece.
         within = np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-        return tokens[np.repeat(starts[numbers], repeats) + within]
+        places: np.ndarray = tokens[np.repeat(starts[numbers], repeats) + within]
+        return places
 
 
 def _pieces(documents: Sequence[str]) -> tuple[list[str], np.ndarray]:

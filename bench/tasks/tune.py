@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,15 +26,15 @@ def _settings() -> dict[str, Factory]:
     optim = torch.optim
     settings: dict[str, Factory] = {}
     for lr in (0.1, 0.3, 1.0, 3.0):
-        settings[f"sgd lr={lr:g}"] = lambda p, lr=lr: optim.SGD(p, lr=lr)
+        settings[f"sgd lr={lr:g}"] = partial(optim.SGD, lr=lr)
     for lr in (0.03, 0.1, 0.3, 1.0, 2.0):
-        settings[f"momentum lr={lr:g}"] = lambda p, lr=lr: optim.SGD(p, lr=lr, momentum=0.9)
-        settings[f"nesterov lr={lr:g}"] = lambda p, lr=lr: optim.SGD(p, lr=lr, momentum=0.9, nesterov=True)
+        settings[f"momentum lr={lr:g}"] = partial(optim.SGD, lr=lr, momentum=0.9)
+        settings[f"nesterov lr={lr:g}"] = partial(optim.SGD, lr=lr, momentum=0.9, nesterov=True)
     for lr in (1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 6e-3, 8e-3, 16e-3):
-        settings[f"adam lr={lr:g}"] = lambda p, lr=lr: optim.Adam(p, lr=lr)
-        settings[f"adamw lr={lr:g}"] = lambda p, lr=lr: optim.AdamW(p, lr=lr, weight_decay=0.1)
+        settings[f"adam lr={lr:g}"] = partial(optim.Adam, lr=lr)
+        settings[f"adamw lr={lr:g}"] = partial(optim.AdamW, lr=lr, weight_decay=0.1)
         # A shorter memory of magnitudes suits runs of a few hundred steps.
-        settings[f"adam99 lr={lr:g}"] = lambda p, lr=lr: optim.Adam(p, lr=lr, betas=(0.9, 0.99))
+        settings[f"adam99 lr={lr:g}"] = partial(optim.Adam, lr=lr, betas=(0.9, 0.99))
     return settings
 
 
@@ -69,7 +70,7 @@ def train(task: Task, factory: Factory | None, ranks: int, steps: int, ratio: fl
         for rank in range(ranks):
             start = time.perf_counter()
             # Backward adds to what earlier ranks left: the sum over ranks that dense exchange delivers.
-            (task.loss(model, task.batch(step, rank, ranks)) / ranks).backward()
+            torch.autograd.backward(task.loss(model, task.batch(step, rank, ranks)) / ranks)
             seconds.append(time.perf_counter() - start)
             if ratio < 1:
                 accumulated = residuals[rank]
@@ -87,7 +88,8 @@ def train(task: Task, factory: Factory | None, ranks: int, steps: int, ratio: fl
 
 
 def _flat(parameters: list[torch.nn.Parameter]) -> np.ndarray:
-    return np.concatenate([parameter.grad.numpy().ravel() for parameter in parameters])
+    gradients = [parameter.grad for parameter in parameters]
+    return np.concatenate([gradient.numpy().ravel() for gradient in gradients if gradient is not None])
 
 
 def _deliver(mean: np.ndarray, parameters: list[torch.nn.Parameter]) -> None:
