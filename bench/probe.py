@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpicomp.collectives import Round, fitting
 from mpicomp.compressors import Compressor, Dense
@@ -16,10 +17,23 @@ _LIMIT_S = 6.0  # of measuring one collective
 
 @dataclass(frozen=True)
 class Probe:
-    """A collective, and its median seconds for one whole exchange on the slowest rank."""
+    """A collective and how long it took.
+
+    Attributes
+    ----------
+    collective : str
+        Its name.
+    seconds : float
+        One whole exchange on the slowest rank: median.
+    rounds_s : float
+        Its rounds alone, on the rank that came last and waited for nobody: median.
+    repeats : int
+        Exchanges measured.
+    """
 
     collective: str
     seconds: float
+    rounds_s: float
     repeats: int
 
 
@@ -34,15 +48,18 @@ def probe(compressor: Compressor, collective: str, numel: int, transport: Transp
     warm = time.perf_counter()
     for _ in range(3):  # agrees, compiles, grows buffers and finds bounds
         reducer.reduce(gradient)
-        if _largest(transport, time.perf_counter() - warm) > _LIMIT_S / 2:
+        if _of_all(transport, time.perf_counter() - warm).max() > _LIMIT_S / 2:
             break
     samples: list[float] = []
+    rounds: list[float] = []
     while len(samples) < _REPEATS and sum(samples) < _LIMIT_S:
-        _largest(transport, 0.0)  # nobody starts before the others are there
+        _of_all(transport, 0.0)  # nobody starts before the others are there
         start = time.perf_counter()
         reducer.reduce(gradient)
-        samples.append(_largest(transport, time.perf_counter() - start))
-    return Probe(collective, float(np.median(samples)), len(samples))
+        samples.append(float(_of_all(transport, time.perf_counter() - start).max()))
+        assert reducer.last_step is not None
+        rounds.append(float(_of_all(transport, reducer.last_step.phases_s["exchange"]).min()))
+    return Probe(collective, float(np.median(samples)), float(np.median(rounds)), len(samples))
 
 
 def probe_dense(numel: int, transport: Transport) -> Probe:
@@ -51,7 +68,7 @@ def probe_dense(numel: int, transport: Transport) -> Probe:
     return min(probes, key=lambda measured: measured.seconds)
 
 
-def _largest(transport: Transport, seconds: float) -> float:
+def _of_all(transport: Transport, seconds: float) -> NDArray[np.float64]:
     size = transport.group.size
     task = Round("allgatherv", [1] * size, np.dtype(float), send=np.array([seconds]), recv=np.empty(size))
-    return float(transport.perform(task).max())
+    return transport.perform(task)

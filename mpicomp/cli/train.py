@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from mpicomp.bench.tasks import get_task
         from mpicomp.bench.train import Settings, train
-        from mpicomp.bench.verdict import dense_step_s, judge, table
+        from mpicomp.bench.verdict import dense_step_s, exchange_s, judge, table
 
         task = get_task(arguments.task, arguments.seed, arguments.data)
     except ImportError as error:
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
             "quality": {"name": task.quality_name, "value": outcome.quality, "better": task.better},
             "median_step_s": outcome.median_step_s,
             "phases_s": outcome.phases_s,
-            "exchange_s": outcome.own_probe.seconds,
+            "exchange_s": exchange_s(outcome),
             "dense_exchange_s": outcome.dense_probe.seconds,
             "dense_collective": outcome.dense_probe.collective,
             "dense_step_s": dense_step_s(outcome),
