@@ -1,0 +1,69 @@
+"""Imports point down only, and MPI, torch and CuPy stay where they belong."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# From the top down. A file may import what stands in its own line and in the lines below.
+LAYERS = [
+    ["mpicomp.cli"],
+    ["mpicomp.bench"],
+    ["mpicomp.torch"],
+    ["mpicomp.reducer"],
+    ["mpicomp.policies"],
+    ["mpicomp.transport"],
+    ["mpicomp.collectives"],
+    ["mpicomp.compressors", "mpicomp.arrays"],
+    ["mpicomp.workspace", "mpicomp.kernels"],
+    ["mpicomp.errors", "mpicomp.launcher", "mpicomp.abort", "mpicomp._version"],
+]
+# Who may import what from outside, at whatever place in the file.
+HOMES = {
+    "mpi4py": ("mpicomp/transport/mpi.py", "mpicomp/abort.py", "mpicomp/doctor.py"),
+    "torch": ("mpicomp/torch/", "bench/train.py", "bench/tasks/"),
+    "cupy": (),
+}
+
+FILES = [path.relative_to(ROOT) for top in ("mpicomp", "kernels", "bench") for path in (ROOT / top).rglob("*.py")]
+
+
+def module_of(path):
+    name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    return name if name.startswith("mpicomp") else f"mpicomp.{name}"
+
+
+def imported(path):
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            # "from mpicomp import abort" names a module of its own
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def layer_of(name):
+    for depth, prefixes in enumerate(LAYERS):
+        if any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes):
+            return depth
+    return None
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_imports_point_down(path):
+    own = layer_of(module_of(path))
+    if own is None:  # the package's face and what only the command line uses
+        assert str(path) in ("mpicomp/__init__.py", "mpicomp/__main__.py", "mpicomp/doctor.py")
+        return
+    for name in imported(path):
+        depth = layer_of(name)
+        assert depth is None or depth >= own, f"{path} imports {name}, which stands above it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_what_comes_from_outside_stays_at_home(path):
+    for name in imported(path):
+        homes = HOMES.get(name.partition(".")[0])
+        assert homes is None or str(path).startswith(tuple(homes)), f"{path} imports {name}"
