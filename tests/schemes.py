@@ -27,14 +27,23 @@ class Above(mpicomp.Sparsifier):
         return mpicomp.Selection(indices, array[indices])
 
 
-COMPRESSORS = [
+OWN = [
     mpicomp.Dense(),
     mpicomp.Dense(wire="fp16"),
     mpicomp.Dense(wire="bf16"),
-    mpicomp.TopK(ratio=0.1),
+    mpicomp.TopK(ratio=0.05),
     mpicomp.TopK(ratio=1.0),
+]
+USERS = [
     Above(limit=1.5),
     Above(limit=1e30),  # selects nothing, on all ranks
 ]
-PAIRS = [(compressor, name) for compressor in COMPRESSORS for name in fitting(compressor)]
+
+
+def pairs(compressors):
+    """Every compressor with every collective that carries its messages."""
+    return [(compressor, name) for compressor in compressors for name in fitting(compressor)]
+
+
+PAIRS = pairs(OWN + USERS)
 IDS = [f"{compressor}-{name}" for compressor, name in PAIRS]

@@ -188,10 +188,10 @@ class Reducer:
         stale = problem is not None or not self._is_known(members)
 
         results = None
-        if self._members is not None:
+        if self._buckets:
             results = yield from self._exchange(None if stale else gradients, record)
             stale = any(result.stale for result in results)
-        if self._members is None or stale:
+        if not self._buckets or stale:  # without buckets no message could have carried the flag
             record.buckets.clear()
             signature = None if members is None else Signature(self._settings, members)
             yield from agree(signature, problem, self._transport.group)
@@ -204,10 +204,11 @@ class Reducer:
         assert results is not None
 
         self._step += 1
-        means = self._finish(gradients, results, record)
-        record.seconds = time.perf_counter() - start
         self.last_step = record
-        return means
+        try:
+            return self._finish(gradients, results, record)
+        finally:
+            record.seconds = time.perf_counter() - start
 
     def residual(self, name: str) -> NDArray[np.floating]:
         """Give a copy of what error feedback holds for an array, shaped like it.
@@ -358,7 +359,6 @@ class Reducer:
         """Keep the step or undo it, the same on all ranks, and give the means."""
         bad = [bucket for bucket, result in zip(self._buckets, results, strict=True) if result.nonfinite]
         if bad and self._nonfinite == "raise":
-            self.last_step = record
             names = " or ".join(f"'{bucket.members[0].name}'" for bucket in bad)
             raise NonFiniteError(
                 f"reduce: gradients must be finite, got NaN or infinity on some rank at step {record.step}, in the "

@@ -34,7 +34,7 @@ def test_nothing_selected():
     assert out.tolist() == [1, 1, 1]
 
 
-def test_gather_subtract_and_clear():
+def test_gather_and_subtract():
     array = np.arange(6, dtype=np.float64)
     indices = np.array([1, 4], np.uint32)
     values = np.empty(2)
@@ -42,5 +42,3 @@ def test_gather_subtract_and_clear():
     assert values.tolist() == [1, 4]
     cpu.subtract_at(indices, np.array([0.5, 4.0]), array)
     assert array.tolist() == [0, 0.5, 2, 3, 0, 5]
-    cpu.clear_at(np.array([5, 2], np.uint32), array)
-    assert array.tolist() == [0, 0.5, 0, 3, 0, 0]

@@ -2,19 +2,12 @@
 
 import numpy as np
 import pytest
+from schemes import OWN, pairs
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.collectives import fitting
 
-COMPRESSORS = [
-    mpicomp.Dense(),
-    mpicomp.Dense(wire="fp16"),
-    mpicomp.Dense(wire="bf16"),
-    mpicomp.TopK(ratio=0.03),
-    mpicomp.TopK(ratio=1.0),
-]
-PAIRS = [(compressor, name) for compressor in COMPRESSORS for name in fitting(compressor)]
+PAIRS = pairs(OWN)
 torch = pytest.importorskip("torch")
 
 
@@ -91,7 +84,7 @@ def test_the_law(compressor, collective, ranks, bucket_bytes):
 
 
 @pytest.mark.parametrize("feedback", [True, False])
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+@pytest.mark.parametrize("compressor", OWN, ids=str)
 def test_without_feedback_nothing_is_kept(compressor, feedback):
     together = Ranks(2, compressor, feedback=feedback)
     rng = np.random.default_rng(0)

@@ -110,6 +110,19 @@ def test_ranks_that_are_given_different_things(compressor, collective, other, te
     assert np.isfinite(means[0]["w"]).all()
 
 
+@pytest.mark.parametrize("first", [{}, {"e": np.empty((0, 3), np.float32)}], ids=["no arrays", "no elements"])
+def test_a_step_without_elements_and_one_with_some_after_it(first):
+    ranks = Ranks(2, mpicomp.TopK(ratio=0.1))
+    assert list(ranks.reduce([first] * 2)[0]) == list(first)
+    with pytest.raises(DisagreementError, match="'w' is on rank 1 but not on rank 0"):
+        ranks.reduce([first, {**first, "w": ONES}])
+    with pytest.raises(ArrayTypeError, match="got int64"):
+        ranks.reduce([first, {"w": np.ones(3, np.int64)}])
+    assert ranks.reduce([{"w": ONES}] * 2)[0]["w"].tolist() == [1] + [0] * 9
+    assert ranks.reduce([{}] * 2) == [{}, {}]
+    assert ranks.reduce([{"w": 0 * ONES}] * 2)[0]["w"].tolist() == [0, 1] + [0] * 8
+
+
 def test_no_data_moves_before_ranks_agree():
     ranks = Ranks(3)
     with pytest.raises(DisagreementError):
