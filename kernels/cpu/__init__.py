@@ -8,6 +8,7 @@ the largest magnitude and tells whether everything was finite.
 from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates, is_finite
 from mpicomp.kernels.cpu.bits import magnitude_bits
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
+from mpicomp.kernels.cpu.indices import ascending_below, decode_indices, encode_indices, index_bytes
 from mpicomp.kernels.cpu.scatter import gather, scatter_add, subtract_at
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest
 from mpicomp.kernels.cpu.sweep import energy, scale, share_rounding
@@ -15,8 +16,12 @@ from mpicomp.kernels.cpu.sweep import energy, scale, share_rounding
 __all__ = [
     "accumulate",
     "accumulate_candidates",
+    "ascending_below",
+    "decode_indices",
+    "encode_indices",
     "energy",
     "gather",
+    "index_bytes",
     "is_finite",
     "kth_magnitude",
     "magnitude_bits",

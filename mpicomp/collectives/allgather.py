@@ -8,12 +8,13 @@ from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Selection, Sparsifier
-from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, write_message
+from mpicomp.compressors.message import NONFINITE, STALE, Wire, message_bytes, read_message, write_message
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 
 _COUNT = np.dtype(np.int64)
 _BYTE = np.dtype(np.uint8)
+_WIRE = Wire(None, "plain")
 
 
 class Allgather(Scheme[Sparsifier]):
@@ -31,12 +32,12 @@ class Allgather(Scheme[Sparsifier]):
         """One allgatherv, with one for the lengths before it where they vary; see `Scheme.rounds`."""
         count = self.compressor.count(numel)
         if count is not None:
-            return [Round("allgatherv", [message_bytes(count, dtype.itemsize)] * group.size, _BYTE)]
+            return [Round("allgatherv", [message_bytes(count, numel, dtype, _WIRE)] * group.size, _BYTE)]
         per_element = self.compressor.wire_bytes_per_element(dtype.itemsize)
         expected = round(numel * per_element / (4 + dtype.itemsize))
         return [
             Round("allgatherv", [1] * group.size, _COUNT),
-            Round("allgatherv", [message_bytes(expected, dtype.itemsize)] * group.size, _BYTE),
+            Round("allgatherv", [message_bytes(expected, numel, dtype, _WIRE)] * group.size, _BYTE),
         ]
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
@@ -49,30 +50,30 @@ class Allgather(Scheme[Sparsifier]):
             ask[0].send = np.array([selection.indices.size], _COUNT)
             ask[0].recv = workspace.array("counts", group.size, _COUNT)
             counts = yield ask[0]
-            gather.counts = [message_bytes(int(count), dtype.itemsize) for count in counts]
+            gather.counts = [message_bytes(int(count), accumulated.numel, dtype, _WIRE) for count in counts]
         message = workspace.array("message", gather.counts[group.rank], _BYTE)
-        write_message(message, selection, flags_of(accumulated), accumulated.energy, kept)
+        write_message(message, selection, accumulated.numel, _WIRE, flags_of(accumulated), accumulated.energy, kept)
         gather.send = message
         gather.recv = workspace.array("messages", sum(gather.counts), _BYTE)
         received = yield gather
 
         mean = workspace.array("mean", accumulated.numel, dtype)
         mean[:] = 0
-        flags, selected, energy, all_kept = 0, 0, 0.0, 0.0
+        flags, selected, energy, lost = 0, 0, 0.0, 0.0
         start = 0
         for rank, size in enumerate(gather.counts):
-            sparse = read_message(received[start : start + size], dtype)
+            sparse = read_message(received[start : start + size], accumulated.numel, dtype, workspace)
             start += size
             if not cpu.scatter_add(sparse.selection.indices, sparse.selection.values, 1 / group.size, mean):
                 raise MessageError(f"allgather: an index from rank {rank} is not below {accumulated.numel}")
             flags |= sparse.flags
             selected += sparse.selection.indices.size
             energy += sparse.energy
-            all_kept += sparse.kept
+            lost += sparse.lost
         return Result(
             mean=mean,
             sent=Selection(selection.indices, selection.values),
-            gain=gain_of(energy - all_kept, energy),
+            gain=gain_of(lost, energy),
             kept=selected / group.size,
             nonfinite=bool(flags & NONFINITE),
             stale=bool(flags & STALE),

@@ -1,58 +1,287 @@
+import random
+import struct
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpicomp.kernels import cpu
 
 from mpicomp.compressors.base import Selection
-from mpicomp.compressors.message import message_bytes, read_message, write_message
-from mpicomp.errors import MessageError
+from mpicomp.compressors.message import Wire, compact, message_bytes, read_message, write_message
+from mpicomp.errors import ConfigurationError, MessageError
+from mpicomp.workspace import Workspace
+
+NUMEL = 5000
+PLAIN = Wire()
+WIRES = [Wire(values, indices) for values in (None, "fp16", "bf16") for indices in ("plain", "elias-fano")]
+DTYPES = [np.float32, np.float64]
+GUARD = 64  # bytes around a message
+
+wires = pytest.mark.parametrize("wire", WIRES, ids=[f"{wire.values or 'full'}-{wire.indices}" for wire in WIRES])
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def message(count=3, dtype=np.float32):
+def selection_of(count, dtype, numel=NUMEL):
     rng = np.random.default_rng(count)
-    selection = Selection(
-        np.sort(rng.integers(0, 2**32, count)).astype(np.uint32), rng.normal(size=count).astype(dtype)
-    )
-    out = np.zeros(message_bytes(count, np.dtype(dtype).itemsize), np.uint8)
-    write_message(out, selection, flags=2, energy=1.5, kept=0.5)
-    return out, selection
+    indices = np.sort(rng.choice(numel, count, replace=False)).astype(np.uint32)
+    return Selection(indices, rng.normal(size=count).astype(dtype))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 1000])
-def test_round_trip(count, dtype):
-    out, selection = message(count, dtype)
+def message(count=3, dtype=np.float32, wire=PLAIN):
+    """Write a message between guards; give it, what was selected, and what was rounded away."""
+    selection = selection_of(count, dtype)
+    size = message_bytes(count, NUMEL, np.dtype(dtype), wire)
+    memory = np.full(size + 2 * GUARD, 0xA5, np.uint8)
+    rounding = write_message(memory[GUARD:-GUARD], selection, NUMEL, wire, flags=2, energy=1e4, kept=9e3)
+    assert (memory[:GUARD] == 0xA5).all()
+    assert (memory[-GUARD:] == 0xA5).all()
+    return memory[GUARD:-GUARD], selection, rounding
+
+
+def read(out, dtype=np.float32, numel=NUMEL):
+    return read_message(out, numel, np.dtype(dtype), Workspace())
+
+
+def rounded(values, wire):
+    """What receivers see of values of ordinary size, in float64: NumPy's half, or arithmetic for bfloat16."""
+    if wire is None:
+        return values.astype(np.float64)
+    single = values.astype(np.float32)
+    if wire == "fp16":
+        return single.astype(np.float16).astype(np.float64)
+    fraction, exponent = np.frexp(single.astype(np.float64))
+    return np.ldexp(np.rint(fraction * 2**8), exponent - 8)
+
+
+@wires
+@dtypes
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 1000, NUMEL])
+def test_round_trip(count, dtype, wire):
+    exact = selection_of(count, dtype)
+    out, selection, rounding = message(count, dtype, wire)
     assert out.size % 8 == 0
-    read = read_message(out, np.dtype(dtype))
-    np.testing.assert_array_equal(read.selection.indices, selection.indices)
-    np.testing.assert_array_equal(read.selection.values, selection.values)
-    assert (read.flags, read.energy, read.kept) == (2, 1.5, 0.5)
+    sparse = read(out, dtype)
+    np.testing.assert_array_equal(sparse.selection.indices, exact.indices)
+    np.testing.assert_array_equal(selection.indices, exact.indices)
+    assert sparse.selection.values.dtype == dtype
+    np.testing.assert_array_equal(sparse.selection.values, rounded(exact.values, wire.values))
+    np.testing.assert_array_equal(selection.values, sparse.selection.values)
+    assert (sparse.flags, sparse.energy) == (2, 1e4)
+    expected = np.sum((exact.values.astype(np.float64) - sparse.selection.values.astype(np.float64)) ** 2)
+    np.testing.assert_allclose(rounding, expected, rtol=1e-12)
+    assert (rounding > 0) == (wire.values is not None and count > 0)
+    assert sparse.lost == 1e3 + rounding
+
+
+@wires
+@dtypes
+def test_lost_is_the_energy_of_what_is_not_sent(dtype, wire):
+    rng = np.random.default_rng(0)
+    array = rng.normal(size=NUMEL).astype(dtype)
+    array[7] = 1e6  # saturates in fp16
+    indices = np.flatnonzero(np.abs(array) > 1.5).astype(np.uint32)
+    selection = Selection(indices, array[indices])
+    out = np.empty(message_bytes(indices.size, NUMEL, array.dtype, wire), np.uint8)
+    write_message(out, selection, NUMEL, wire, 0, cpu.energy(array), cpu.energy(selection.values))
+    sparse = read(out, dtype)
+    residual = array.astype(np.float64)
+    residual[sparse.selection.indices] -= sparse.selection.values
+    # Energies near 1e12 are subtracted where the large element is sent as it is.
+    np.testing.assert_allclose(sparse.lost, residual @ residual, rtol=1e-9, atol=1e-2)
+
+
+def test_lost_is_never_negative_and_keeps_nan():
+    out = np.empty(message_bytes(0, 1, np.dtype(np.float32), PLAIN), np.uint8)
+    for energy, kept, lost in [(1.0, 1.0000001, 0.0), (np.nan, np.nan, np.nan), (np.inf, np.inf, np.nan)]:
+        write_message(out, selection_of(0, np.float32), 1, PLAIN, 1, energy, kept)
+        np.testing.assert_equal(read(out, numel=1).lost, lost)
+
+
+@pytest.mark.parametrize("values", ["fp16", "bf16"])
+def test_what_is_not_finite_travels(values):
+    wire = Wire(values)
+    selection = Selection(np.arange(3, dtype=np.uint32), np.array([np.nan, np.inf, -np.inf], np.float32))
+    out = np.empty(message_bytes(3, 3, np.dtype(np.float32), wire), np.uint8)
+    assert np.isnan(write_message(out, selection, 3, wire, 1, np.nan, np.nan))
+    np.testing.assert_array_equal(read(out, numel=3).selection.values, [np.nan, np.inf, -np.inf])
+
+
+def test_what_is_stored_as_it_is_is_not_copied():
+    out, _, _ = message(5)
+    sparse = read(out)
+    assert np.shares_memory(sparse.selection.indices, out)
+    assert np.shares_memory(sparse.selection.values, out)
+
+
+def test_what_is_decoded_uses_the_same_memory_again():
+    workspace = Workspace()
+    out, _, _ = message(100, np.float32, Wire("fp16", "elias-fano"))
+    first, second = (read_message(out, NUMEL, np.dtype(np.float32), workspace).selection for _ in range(2))
+    assert np.shares_memory(first.indices, second.indices)
+    assert np.shares_memory(first.values, second.values)
 
 
 def test_the_bytes_are_what_the_table_says():
-    out = np.zeros(message_bytes(1, 4), np.uint8)
-    write_message(out, Selection(np.array([258], np.uint32), np.array([1], np.float32)), 1, 4.0, 2.0)
-    expected = "0101040001000000000000000000104000000000000000400000803f02010000"
-    assert out.tobytes().hex() == expected
+    """Each message by hand: header, values padded to 8 bytes, indices padded to 8 bytes."""
+    header = {
+        Wire(None, "plain"): "02010101",
+        Wire("fp16", "plain"): "02010301",
+        Wire("bf16", "elias-fano"): "02010402",
+    }
+    values = {
+        None: struct.pack("<f4x", 1),
+        "fp16": struct.pack("<e6x", 1),
+        "bf16": struct.pack("<f4x", 1)[2:] + b"\0\0",
+    }
+    # 258 below 1024 has 10 low bits: none is left for its high part, so the bitmap is one 1.
+    indices = {"plain": struct.pack("<I4x", 258), "elias-fano": struct.pack("<QQ", 258, 1)}
+    for wire, start in header.items():
+        out = np.full(message_bytes(1, 1024, np.dtype(np.float32), wire), 0xFF, np.uint8)
+        selection = Selection(np.array([258], np.uint32), np.array([1], np.float32))
+        assert write_message(out, selection, 1024, wire, 1, 4.0, 3.0) == 0
+        expected = bytes.fromhex(start) + struct.pack("<Idd", 1, 4.0, 1.0) + values[wire.values] + indices[wire.indices]
+        assert out.tobytes() == expected
+
+
+@dtypes
+def test_the_value_kinds_have_different_codes(dtype):
+    codes = [message(1, dtype, Wire(values))[0][2] for values in (None, "fp16", "bf16")]
+    assert codes == [1 if dtype is np.float32 else 2, 3, 4]
+
+
+def test_the_rank_that_pads_leaves_nothing_of_its_memory():
+    for wire in WIRES:
+        size = message_bytes(5, NUMEL, np.dtype(np.float32), wire)
+        first, second = np.zeros(size, np.uint8), np.full(size, 0xFF, np.uint8)
+        for out in (first, second):
+            write_message(out, selection_of(5, np.float32), NUMEL, wire, 0, 1.0, 1.0)
+        np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("indices", ["plain", "elias-fano"])
+@pytest.mark.parametrize(("place", "index"), [(2, NUMEL), (2, 2**32 - 1), (1, 0), (0, NUMEL - 1)])
+def test_wrong_indices_are_refused_by_those_who_read(indices, place, index):
+    wire = Wire(None, indices)
+    selection = Selection(np.array([0, 10, 20], np.uint32), np.ones(3, np.float32))
+    selection.indices[place] = index
+    out = np.empty(message_bytes(3, NUMEL, np.dtype(np.float32), wire), np.uint8)
+    write_message(out, selection, NUMEL, wire, 0, 3.0, 3.0)
+    with pytest.raises(MessageError, match=f"indices do not ascend below {NUMEL}"):
+        read(out)
 
 
 @pytest.mark.parametrize(
     ("place", "value", "text"),
     [
-        (0, 9, "version must be 1, got 9"),
-        (2, 8, "4 bytes, got 8"),
+        (0, 9, "version must be 2, got 9"),
+        (0, 1, "version must be 2, got 1; run one mpicomp on all ranks"),
+        (2, 0, "values are stored in an unknown way, 0"),
+        (2, 2, "values must be float32 or have 16 bits, got float64"),
+        (2, 5, "values are stored in an unknown way, 5"),
+        (2, 3, "3 values make 48 bytes, got 56"),
+        (3, 0, "indices are stored in an unknown way, 0"),
+        (3, 3, "indices are stored in an unknown way, 3"),
         (4, 200, "200 values make"),
-        (7, 255, "values make"),
+        (7, 255, f"values do not come from {NUMEL} elements"),
     ],
 )
 def test_a_corrupted_header_is_refused(place, value, text):
-    out, _ = message()
+    out, _, _ = message()
     out[place] = value
     with pytest.raises(MessageError, match=text):
-        read_message(out, np.dtype(np.float32))
+        read(out)
+
+
+def test_a_message_of_a_double_is_refused_where_singles_are_expected():
+    with pytest.raises(MessageError, match="values must be float32"):
+        read(message(3, np.float64)[0], np.float32)
+    with pytest.raises(MessageError, match="values must be float64"):
+        read(message(3, np.float32)[0], np.float64)
 
 
 @pytest.mark.parametrize("length", [0, 8, 23])
 def test_a_torn_message_is_refused(length):
     with pytest.raises(MessageError, match="at least 24 bytes"):
-        read_message(message()[0][:length], np.dtype(np.float32))
+        read(message()[0][:length])
     with pytest.raises(MessageError, match="values make"):
-        read_message(message()[0][:32], np.dtype(np.float32))
+        read(message()[0][:32])
+
+
+@settings(deadline=None)  # the first call compiles
+@given(
+    wire=st.sampled_from(WIRES),
+    dtype=st.sampled_from(DTYPES),
+    count=st.integers(0, 200),
+    seed=st.integers(0, 2**32),
+    change=st.sampled_from(["flip", "flip in header", "truncate", "extend", "replace"]),
+    numel=st.sampled_from([NUMEL, NUMEL - 1, 100, 0, 2**32 - 1]),
+)
+def test_a_corrupted_message_is_refused_or_gives_a_selection(wire, dtype, count, seed, change, numel):
+    rng = random.Random(seed)
+    data = bytearray(message(count, dtype, wire)[0].tobytes())
+    if change.startswith("flip"):
+        for _ in range(rng.randint(1, 3)):
+            bit = rng.randrange(8 * (24 if change == "flip in header" else len(data)))
+            data[bit // 8] ^= 1 << bit % 8
+    elif change == "truncate":
+        data = data[: rng.randrange(len(data))]
+    elif change == "extend":
+        data += rng.randbytes(rng.randint(1, 40))
+    else:
+        data[24:] = rng.randbytes(len(data) - 24)
+
+    memory = np.frombuffer(bytearray(b"\xff" * GUARD + data + b"\xff" * GUARD), np.uint8)
+    workspace = Workspace()
+    room = max(count, 1) + 2**10
+    buffers = [workspace.array("decoded.indices", room, np.uint32), workspace.array("decoded.values", room, dtype)]
+    for buffer in buffers:
+        buffer.view(np.uint8)[:] = 0xA5
+    try:
+        sparse = read_message(memory[GUARD : GUARD + len(data)], numel, np.dtype(dtype), workspace)
+    except MessageError:
+        used = room - 2**10
+    else:
+        indices, values = sparse.selection.indices.astype(np.int64), sparse.selection.values
+        used = indices.size
+        assert indices.size == values.size <= numel
+        assert (np.diff(indices) > 0).all()
+        assert (indices < numel).all()
+    # A flipped count that still fits the length can ask for some more elements than were sent.
+    for buffer in buffers:
+        assert (buffer[max(used, count + 64) :].view(np.uint8) == 0xA5).all()
+    assert memory[:GUARD].tobytes() == memory[GUARD + len(data) :].tobytes() == b"\xff" * GUARD
+
+
+@pytest.mark.parametrize("numel", [1, 63, 64, 1000, 10**6, 25_600_000, 2**32 - 1])
+def test_compact_codes_what_becomes_shorter(numel):
+    for count in {0, 1, 63, 64, 1000, numel // 1000, numel // 100, numel // 2, numel}:
+        if count <= min(numel, 2**32 - 1):
+            coded = compact(count, numel) == "elias-fano"
+            assert coded == (count >= 64 and cpu.index_bytes(count, numel) <= 0.75 * 4 * count)
+            if coded:
+                sizes = [
+                    message_bytes(count, numel, np.dtype(np.float32), Wire(None, w)) for w in ("plain", "elias-fano")
+                ]
+                assert sizes[1] < sizes[0]
+
+
+def test_a_thousandth_in_half_precision_takes_less_than_half():
+    numel, single = 25_600_000, np.dtype(np.float32)
+    small = message_bytes(numel // 1000, numel, single, Wire("bf16", compact(numel // 1000, numel)))
+    assert small < 0.45 * message_bytes(numel // 1000, numel, single, PLAIN)
+
+
+def test_settings_that_cannot_be():
+    with pytest.raises(ConfigurationError, match="values must be None, 'fp16' or 'bf16', got 'fp8'"):
+        Wire("fp8")
+    with pytest.raises(ConfigurationError, match="indices must be 'plain' or 'elias-fano', got 'rice'"):
+        Wire(None, "rice")
+
+
+def test_arrays_that_do_not_fit_are_told_to_the_caller():
+    out = np.empty(message_bytes(3, NUMEL, np.dtype(np.float32), PLAIN), np.uint8)
+    with pytest.raises(ValueError, match="the message has 56 bytes, out has 48"):
+        write_message(out[:48], selection_of(3, np.float32), NUMEL, PLAIN, 0, 1.0, 1.0)
+    with pytest.raises(ValueError, match="2 indices do not fit 3 values"):
+        write_message(out, Selection(np.arange(2, dtype=np.uint32), np.ones(3, np.float32)), NUMEL, PLAIN, 0, 1.0, 1.0)

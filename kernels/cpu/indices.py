@@ -1,0 +1,192 @@
+"""Elias-Fano code of ascending indices: near the entropy of a random choice, of a length known beforehand.
+
+An index has ``bits`` low bits and a high part. The low parts stand one behind the other. The high parts do not
+descend, so they make a bitmap: the one of the j-th index, from 0 on, is bit ``high + j``, and as many zeros
+stand before it as its high part is large. Low parts and bitmap each begin at a 64-bit word, are filled from
+the lowest bit of their first word on, and leave the rest of their last word zero.
+"""
+
+import numpy as np
+from mpicomp.kernels.cpu.compile import kernel
+from numba.core.cgutils import true_bit
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+
+def index_bytes(count: int, numel: int) -> int:
+    """Give the length of the code of ``count`` indices below ``numel``, a multiple of 8.
+
+    Examples
+    --------
+    >>> index_bytes(0, 1000), index_bytes(1, 1), 8 * index_bytes(25_600, 25_600_000) / 25_600
+    (0, 8, 11.955)
+    """
+    _, low, upper = _layout(count, numel)
+    return 8 * (low + upper)
+
+
+def encode_indices(indices: NDArray[np.uint32], numel: int, out: NDArray[np.unsignedinteger]) -> bool:
+    """Write the code of ``indices``, which ascend without repetition and are below ``numel``.
+
+    Parameters
+    ----------
+    indices : array of uint32, shape (k,)
+        Contiguous.
+    numel : int
+        At most 2**32.
+    out : array of uint8 or uint64
+        Of `index_bytes` bytes, aligned like uint64.
+
+    Returns
+    -------
+    bool
+        False where the indices are not what they have to be. ``out`` is then all zeros, which is the code of nothing:
+        `decode_indices` refuses it like every other wrong code, so that all receivers learn of it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> out = np.empty(index_bytes(3, 100), np.uint8)
+    >>> encode_indices(np.array([5, 6, 99], np.uint32), 100, out)
+    True
+    >>> back = np.empty(3, np.uint32)
+    >>> decode_indices(out, 3, 100, back), back.tolist()
+    (True, [5, 6, 99])
+    """
+    bits, low, upper = _layout(indices.size, numel)
+    code = out.view(np.uint64)
+    if code.size != low + upper:
+        raise ValueError(f"encode_indices: the code has {8 * (low + upper)} bytes, out has {out.nbytes}")
+    if not ascending_below(indices, numel):
+        code[:] = 0
+        return False
+    _encode(indices, bits, code[:low], code[low:])
+    return True
+
+
+def decode_indices(code: NDArray[np.unsignedinteger], count: int, numel: int, out: NDArray[np.uint32]) -> bool:
+    """Read what `encode_indices` wrote; whatever the bytes, nothing outside the arrays is touched.
+
+    Parameters
+    ----------
+    code : array of uint8 or uint64
+        Aligned like uint64.
+    count, numel : int
+        How many indices there are, and what they are below.
+    out : array of uint32, shape (count,)
+        Where they go.
+
+    Returns
+    -------
+    bool
+        False where the length is not that of `index_bytes` or no ascending indices below ``numel`` have this code.
+        ``out`` then holds anything.
+    """
+    bits, low, upper = _layout(count, numel)
+    if out.size != count:
+        raise ValueError(f"decode_indices: {count} indices do not fill an array of {out.size}")
+    if code.nbytes != 8 * (low + upper):
+        return False
+    words = code.view(np.uint64)
+    return bool(_decode(words, bits, words[low:], numel, out))
+
+
+def ascending_below(indices: NDArray[np.uint32], numel: int) -> bool:
+    """Tell whether indices ascend without repetition and are below ``numel``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> indices = np.array([0, 3, 4], np.uint32)
+    >>> ascending_below(indices, 5), ascending_below(indices, 4), ascending_below(indices[::2].repeat(2), 5)
+    (True, False, False)
+    """
+    return indices.size == 0 or (int(indices[-1]) < numel and bool(_ascending(indices[:-1], indices[1:])))
+
+
+def _layout(count: int, numel: int) -> tuple[int, int, int]:
+    """Give the number of low bits and the lengths of low parts and bitmap in words of 64 bits."""
+    if count == 0:
+        return 0, 0, 0
+    # One more low bit costs ``count`` and halves a bitmap of ``numel >> bits`` zeros, so that the logarithm of
+    # ``numel / count`` rounded down makes the shortest code.
+    bits = max(0, (numel // count).bit_length() - 1)
+    return bits, -(-count * bits // 64), -(-(count + ((numel - 1) >> bits) + 1) // 64)
+
+
+@intrinsic
+def _ones(typingctx, word):  # type: ignore[no-untyped-def]
+    return word(word), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
+
+
+@intrinsic
+def _first_one(typingctx, word):  # type: ignore[no-untyped-def]
+    def place(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.cttz(arguments[0], true_bit)  # anything for zero, which has none
+
+    return word(word), place
+
+
+@kernel
+def _ascending(earlier, later):  # type: ignore[no-untyped-def]
+    wrong = np.uint32(0)
+    for j in range(later.size):
+        wrong |= np.uint32(later[j] <= earlier[j])  # no early end: so it vectorises
+    return wrong == 0
+
+
+# Nothing checks bounds in the kernels below, so each says why its places are inside the arrays. Integers are
+# unsigned and 64 bits wide throughout: Numba makes floats of signed with unsigned ones.
+
+
+@kernel
+def _encode(indices, bits, low, upper):  # type: ignore[no-untyped-def]
+    one, six, last, full = np.uint64(1), np.uint64(6), np.uint64(63), np.uint64(64)
+    bits = np.uint64(bits)
+    mask = (one << bits) - one
+    word, filled, place = np.uint64(0), np.uint64(0), np.uint64(0)
+    upper[:] = 0
+    for j in range(indices.size):
+        index = np.uint64(indices[j])
+        part = index & mask
+        word |= part << filled
+        filled += bits
+        if filled >= full:
+            low[place] = word  # every word that is written holds 64 of the count * bits bits, and the last one the rest
+            place += one
+            filled -= full
+            word = part >> (bits - filled)
+        bit = (index >> bits) + np.uint64(j)  # at most (numel - 1 >> bits) + count - 1: the bitmap has one more
+        upper[bit >> six] |= one << (bit & last)
+    if filled > 0:
+        low[place] = word
+
+
+@kernel
+def _decode(code, bits, upper, numel, out):  # type: ignore[no-untyped-def]
+    one, six, last = np.uint64(1), np.uint64(6), np.uint64(63)
+    bits = np.uint64(bits)
+    mask = (one << bits) - one
+    step = np.uint64(bits > 0)
+    count, at, follows = np.uint64(0), np.uint64(0), np.uint64(0)
+    wrong = False
+    for w in range(upper.size):
+        word = upper[w]
+        ones = _ones(word)
+        if count + ones > np.uint64(out.size):
+            return False
+        high = np.uint64(w << 6) - count
+        for _ in range(ones):
+            # Since count < out.size, a low part begins in a word of low parts, and the bitmap has at least one word
+            # behind them; where there are no low parts, both places are 0.
+            place, shift = at >> six, at & last
+            part = (code[place] >> shift) | ((code[place + step] << one) << (last - shift))
+            index = ((high + _first_one(word)) << bits) | (part & mask)
+            wrong |= index < follows
+            out[count] = np.uint32(index)
+            follows = index + one
+            word &= word - one
+            at += bits
+            count += one
+            high -= one
+    return count == np.uint64(out.size) and not wrong and follows <= np.uint64(numel)
