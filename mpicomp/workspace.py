@@ -1,9 +1,12 @@
 """Arrays that are needed at every step, made once."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+Made = TypeVar("Made")
 
 
 class Workspace:
@@ -20,6 +23,14 @@ class Workspace:
 
     def __init__(self) -> None:
         self._arrays: dict[tuple[str, np.dtype], NDArray[np.generic]] = {}
+        self._objects: dict[Any, Any] = {}
+
+    def made(self, key: Any, make: Callable[[], Made]) -> Made:
+        """Give what ``make`` gives, made when its key is asked for first."""
+        if key not in self._objects:
+            self._objects[key] = make()
+        made: Made = self._objects[key]
+        return made
 
     def array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
         """Give ``size`` elements of ``dtype`` with whatever they last held.

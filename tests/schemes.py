@@ -18,10 +18,7 @@ class Above(mpicomp.Sparsifier):
     paper: ClassVar[str] = "none: a user's own"
     limit: float = 1.0
 
-    def wire_bytes_per_element(self, itemsize):
-        return 0.1 * (4 + itemsize)
-
-    def select(self, accumulated, memory, workspace):
+    def select(self, accumulated, scope):
         array = accumulated.array()
         indices = np.flatnonzero(np.abs(array) > self.limit).astype(np.uint32)
         return mpicomp.Selection(indices, array[indices])
@@ -32,7 +29,9 @@ OWN = [
     mpicomp.Dense(wire="fp16"),
     mpicomp.Dense(wire="bf16"),
     mpicomp.TopK(ratio=0.05),
-    mpicomp.TopK(ratio=1.0),
+    mpicomp.TopK(ratio=0.5, wire="fp16"),
+    mpicomp.TopK(ratio=0.1, wire="bf16", indices="elias-fano"),
+    mpicomp.TopK(ratio=1.0, indices="plain"),
 ]
 USERS = [
     Above(limit=1.5),

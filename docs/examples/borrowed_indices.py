@@ -32,7 +32,7 @@ class BorrowedIndices(Scheme[mpicomp.Sparsifier]):
 
         # Round 1: the indices of the rank whose turn it is.
         if group.rank == share.root:
-            share.send = self.compressor.select(accumulated, context.memory, workspace).indices
+            share.send = self.compressor.select(accumulated, context).indices
         share.recv = workspace.array("indices", share.counts[0], np.uint32)
         indices = yield share
 

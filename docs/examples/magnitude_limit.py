@@ -1,14 +1,13 @@
 """A compressor in one file: it sends every element above a fixed magnitude."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 import mpicomp
-from mpicomp.compressors import Accumulated
+from mpicomp.compressors import Accumulated, Scope
 from mpicomp.errors import ConfigurationError
-from mpicomp.workspace import Workspace
 
 
 @mpicomp.register_compressor
@@ -35,7 +34,7 @@ class MagnitudeLimit(mpicomp.Sparsifier):
         """Guess that one element of a hundred is sent: four bytes of index, and the value."""
         return 0.01 * (4 + itemsize)
 
-    def select(self, accumulated: Accumulated, memory: dict[str, Any], workspace: Workspace) -> mpicomp.Selection:
+    def select(self, accumulated: Accumulated, scope: Scope) -> mpicomp.Selection:
         """Select what is above the limit."""
         array = accumulated.array()
         indices = np.flatnonzero(np.abs(array) > self.limit).astype(np.uint32)

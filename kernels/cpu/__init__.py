@@ -5,19 +5,26 @@ with infinity above every finite number and NaN above infinity. One integer maxi
 the largest magnitude and tells whether everything was finite.
 """
 
-from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates, is_finite
-from mpicomp.kernels.cpu.bits import magnitude_bits
+from mpicomp.kernels.cpu.accumulate import Moments, accumulate, accumulate_candidates, is_finite
+from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
 from mpicomp.kernels.cpu.indices import ascending_below, decode_indices, encode_indices, index_bytes
-from mpicomp.kernels.cpu.scatter import gather, scatter_add, subtract_at
+from mpicomp.kernels.cpu.scatter import clear_at, gather, scatter_add, subtract_at
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest
-from mpicomp.kernels.cpu.sweep import energy, scale, share_rounding
+from mpicomp.kernels.cpu.spectrum import BINS, edges, spectrum
+from mpicomp.kernels.cpu.sweep import energy, momentum, scale, share_rounding
+from mpicomp.kernels.cpu.tail import Tail, select_above, select_listed, tail
 
 __all__ = [
+    "BINS",
+    "Moments",
+    "Tail",
     "accumulate",
     "accumulate_candidates",
     "ascending_below",
+    "clear_at",
     "decode_indices",
+    "edges",
     "encode_indices",
     "energy",
     "gather",
@@ -25,13 +32,19 @@ __all__ = [
     "is_finite",
     "kth_magnitude",
     "magnitude_bits",
+    "magnitude_of",
+    "momentum",
     "narrow",
     "scale",
     "scatter_add",
+    "select_above",
     "select_candidates",
     "select_largest",
+    "select_listed",
     "share_rounding",
+    "spectrum",
     "subtract_at",
+    "tail",
     "widen",
     "widen_add",
 ]

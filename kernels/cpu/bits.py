@@ -37,7 +37,8 @@ def magnitude_bits(value: float, dtype: np.dtype[Any]) -> int:
     >>> magnitude_bits(1.0, np.dtype(np.float32)) == 0x3F800000
     True
     """
-    return int(as_bits(np.array([value], dtype=dtype))[0])
+    with np.errstate(over="ignore"):  # beyond the largest number stands infinity
+        return int(as_bits(np.array([value]).astype(dtype))[0])
 
 
 def magnitude_of(bits: int, dtype: np.dtype[Any]) -> float:

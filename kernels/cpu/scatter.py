@@ -48,6 +48,11 @@ def subtract_at(indices: NDArray[np.uint32], values: NDArray[np.floating], out: 
     _subtract_at(indices, values, out)
 
 
+def clear_at(indices: NDArray[np.uint32], out: NDArray[np.floating]) -> None:
+    """Set ``out`` to zero at ``indices``, which are in range."""
+    _clear_at(indices, out)
+
+
 @kernel
 def _in_range(indices, size):  # type: ignore[no-untyped-def]
     largest = np.uint32(0)
@@ -78,3 +83,9 @@ def _scatter_add(indices, values, factor, out):  # type: ignore[no-untyped-def]
 def _subtract_at(indices, values, out):  # type: ignore[no-untyped-def]
     for j in range(indices.size):
         out[indices[j]] -= values[j]
+
+
+@kernel
+def _clear_at(indices, out):  # type: ignore[no-untyped-def]
+    for j in range(indices.size):
+        out[indices[j]] = 0

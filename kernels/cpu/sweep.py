@@ -32,6 +32,36 @@ def energy(array: NDArray[np.floating]) -> float:
     return float(_energy(array))
 
 
+def momentum(
+    gradient: NDArray[np.floating],
+    factor: float,
+    velocity: NDArray[np.floating],
+    decay: float,
+    nesterov: bool,
+    after: NDArray[np.floating],
+    out: NDArray[np.floating],
+) -> None:
+    """Apply momentum to a gradient before it is accumulated (Deep Gradient Compression, arXiv 1712.01887).
+
+    Parameters
+    ----------
+    gradient : array, shape (n,)
+        float32 or float64; it may be ``out``.
+    factor : float
+        What the gradient is multiplied by first.
+    velocity, after : arrays, shape (n,)
+        The velocity u, and where the new one goes: ``u' = decay * u + g``, with Nesterov ``u' = decay * (u + g)``.
+    decay : float
+        The momentum.
+    nesterov : bool
+        Whether ``out`` receives ``u' + g`` in place of ``u'``.
+    out : array, shape (n,)
+        What enters the accumulated gradient.
+    """
+    number = out.dtype.type
+    _momentum(gradient, number(factor), velocity, number(decay), nesterov, after, out)
+
+
 def share_rounding(
     exact: NDArray[np.floating],
     rounded: NDArray[np.floating],
@@ -85,3 +115,16 @@ def _scale(array, bits, mask, factor):  # type: ignore[no-untyped-def]
         array[i] *= factor
         top = max(top, bits[i] & mask)
     return top
+
+
+@kernel
+def _momentum(gradient, factor, velocity, decay, nesterov, after, out):  # type: ignore[no-untyped-def]
+    if nesterov:
+        for i in range(out.size):
+            entering = factor * gradient[i]
+            after[i] = decay * (velocity[i] + entering)
+            out[i] = after[i] + entering
+    else:
+        for i in range(out.size):
+            after[i] = decay * velocity[i] + factor * gradient[i]
+            out[i] = after[i]

@@ -7,8 +7,9 @@ from mpicomp.collectives.allreduce import Allreduce
 from mpicomp.collectives.round import Group, Round, dense_ring_bytes
 from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
+from mpicomp.collectives.shared import SharedPositions
 from mpicomp.collectives.star_topk import StarTopk
-from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.base import Compressor, SharedSparsifier
 from mpicomp.errors import IncompatiblePairError, UnknownNameError
 
 __all__ = [
@@ -56,7 +57,7 @@ def fitting(compressor: type[Compressor] | Compressor) -> list[str]:
     >>> fitting(TopK)
     ['allgather', 'star-topk']
     """
-    return [name for name, cls in _classes.items() if cls.messages == compressor.message]
+    return [name for name, cls in _classes.items() if _carries(cls, compressor)]
 
 
 def bind(compressor: Compressor, collective: str) -> Scheme[Any]:
@@ -78,10 +79,17 @@ def bind(compressor: Compressor, collective: str) -> Scheme[Any]:
 use allgather or star-topk
     """
     cls = collective_class(collective)
-    if cls.messages != compressor.message:
+    if not _carries(cls, compressor):
         verb = "sums" if cls.messages == "dense" else "carries"
         raise IncompatiblePairError(
             f"{compressor.id}: does not fit collective '{collective}', which {verb} {cls.messages} messages; "
             f"use {' or '.join(fitting(compressor))}"
         )
+    if isinstance(compressor, SharedSparsifier):
+        return SharedPositions(compressor, cls)
     return cls(compressor)
+
+
+def _carries(cls: type[Scheme[Any]], compressor: type[Compressor] | Compressor) -> bool:
+    """Tell whether messages fit; values at positions that all ranks share are summed as any dense array is."""
+    return cls.messages == ("dense" if compressor.message == "shared" else compressor.message)

@@ -6,15 +6,15 @@ import numpy as np
 
 from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Selection, Sparsifier
-from mpicomp.compressors.message import NONFINITE, STALE, Wire, message_bytes, read_message, write_message
+from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, wire_of, write_message
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 
 _COUNT = np.dtype(np.int64)
 _BYTE = np.dtype(np.uint8)
-_WIRE = Wire(None, "plain")
 
 
 class Allgather(Scheme[Sparsifier]):
@@ -29,52 +29,56 @@ class Allgather(Scheme[Sparsifier]):
     messages: ClassVar[str] = "sparse"
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """One allgatherv, with one for the lengths before it where they vary; see `Scheme.rounds`."""
-        count = self.compressor.count(numel)
-        if count is not None:
-            return [Round("allgatherv", [message_bytes(count, numel, dtype, _WIRE)] * group.size, _BYTE)]
-        per_element = self.compressor.wire_bytes_per_element(dtype.itemsize)
-        expected = round(numel * per_element / (4 + dtype.itemsize))
-        return [
-            Round("allgatherv", [1] * group.size, _COUNT),
-            Round("allgatherv", [message_bytes(expected, numel, dtype, _WIRE)] * group.size, _BYTE),
-        ]
+        """One allgatherv, with one for the counts before it where they vary; see `Scheme.rounds`."""
+        gather = Round("allgatherv", [self._bytes(self.compressor.expected(numel), numel, dtype)] * group.size, _BYTE)
+        return [gather] if self.compressor.count(numel) is not None else [self._ask(group), gather]
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         """Select, gather, decode; see `Scheme.exchange`."""
-        group, workspace, dtype = context.group, context.workspace, accumulated.dtype
-        selection = self.compressor.select(accumulated, context.memory, workspace)
+        group, workspace = context.group, context.workspace
+        numel, dtype = accumulated.numel, accumulated.dtype
+        selection = self.compressor.select(accumulated, context)
         kept = cpu.energy(selection.values)
-        *ask, gather = self.rounds(accumulated.numel, dtype, group)
-        if ask:
-            ask[0].send = np.array([selection.indices.size], _COUNT)
-            ask[0].recv = workspace.array("counts", group.size, _COUNT)
-            counts = yield ask[0]
-            gather.counts = [message_bytes(int(count), accumulated.numel, dtype, _WIRE) for count in counts]
-        message = workspace.array("message", gather.counts[group.rank], _BYTE)
-        write_message(message, selection, accumulated.numel, _WIRE, flags_of(accumulated), accumulated.energy, kept)
-        gather.send = message
-        gather.recv = workspace.array("messages", sum(gather.counts), _BYTE)
-        received = yield gather
+        counts = [selection.indices.size] * group.size
+        if self.compressor.count(numel) is None:
+            ask = self._ask(group)
+            ask.send = np.array([selection.indices.size], _COUNT)
+            ask.recv = workspace.array("counts", group.size, _COUNT)
+            counts = [int(count) for count in (yield ask)]
+        sizes = [self._bytes(count, numel, dtype) for count in counts]
+        message = workspace.array("message", sizes[group.rank], _BYTE)
+        wire = wire_of(self.compressor, counts[group.rank], numel)
+        if wire.values is not None and np.may_share_memory(selection.values, accumulated.array()):
+            selection = Selection(selection.indices, selection.values.copy())  # rounded in place below
+        write_message(message, selection, numel, wire, flags_of(accumulated), accumulated.energy, kept)
+        received = yield Round(
+            "allgatherv", sizes, _BYTE, send=message, recv=workspace.array("messages", sum(sizes), _BYTE)
+        )
 
-        mean = workspace.array("mean", accumulated.numel, dtype)
-        mean[:] = 0
-        flags, selected, energy, lost = 0, 0, 0.0, 0.0
+        mean = SparseMean.cleared(workspace, numel, dtype)
+        flags, energy, lost = 0, 0.0, 0.0
         start = 0
-        for rank, size in enumerate(gather.counts):
-            sparse = read_message(received[start : start + size], accumulated.numel, dtype, workspace)
+        for rank, size in enumerate(sizes):
+            try:
+                sparse = read_message(received[start : start + size], numel, dtype, workspace)
+            except MessageError as error:
+                raise MessageError(f"allgather: from rank {rank}: {error}") from error
             start += size
-            if not cpu.scatter_add(sparse.selection.indices, sparse.selection.values, 1 / group.size, mean):
-                raise MessageError(f"allgather: an index from rank {rank} is not below {accumulated.numel}")
+            mean.add(sparse.selection.indices, sparse.selection.values, 1 / group.size)
             flags |= sparse.flags
-            selected += sparse.selection.indices.size
             energy += sparse.energy
             lost += sparse.lost
         return Result(
-            mean=mean,
-            sent=Selection(selection.indices, selection.values),
+            mean=mean.array,
+            sent=selection,
             gain=gain_of(lost, energy),
-            kept=selected / group.size,
+            kept=sum(counts) / group.size,
             nonfinite=bool(flags & NONFINITE),
             stale=bool(flags & STALE),
         )
+
+    def _ask(self, group: Group) -> Round:
+        return Round("allgatherv", [1] * group.size, _COUNT)
+
+    def _bytes(self, count: int, numel: int, dtype: np.dtype[Any]) -> int:
+        return message_bytes(count, numel, dtype, wire_of(self.compressor, count, numel))

@@ -6,14 +6,14 @@ import numpy as np
 
 from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scatter_reduce import ScatterReduce
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, gain_of
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.dense import Dense
 from mpicomp.kernels import cpu
 
 
 class Allreduce(Scheme[Dense]):
-    """Allreduce of the whole array, with two flags behind it that are summed along.
+    """Allreduce of the whole array, with two flags and two energies behind it that are summed along.
 
     16-bit wires never go through a library's sum (there is no bfloat16 in it, and it would round at every hop),
     and a library whose sums differ between ranks cannot give the mean: both take `ScatterReduce` instead.
@@ -35,20 +35,21 @@ class Allreduce(Scheme[Dense]):
         if not self._summable(group):
             return (yield from ScatterReduce(self.compressor).exchange(accumulated, context))
         [shape] = self.rounds(numel, accumulated.dtype, group)
-        accumulated.array()
-        shape.send = accumulated.with_tail(not accumulated.finite, accumulated.stale)
+        shape.send = accumulated.with_tail(
+            not accumulated.finite, accumulated.stale, accumulated.energy, accumulated.lost
+        )
         shape.recv = context.workspace.array("mean", numel + TAIL, accumulated.dtype)
         received = yield shape
-        nonfinite, stale = received[numel] > 0, received[numel + 1] > 0
+        nonfinite, stale, energy, lost = (float(number) for number in received[numel:])
         mean = received[:numel]
         top = cpu.scale(mean, 1 / group.size)
         return Result(
             mean=mean,
             sent=accumulated.array(),
-            gain=1.0,
+            gain=gain_of(lost, energy),
             kept=float(numel),
-            nonfinite=bool(nonfinite) or not cpu.is_finite(top, mean.dtype),
-            stale=bool(stale),
+            nonfinite=nonfinite > 0 or not cpu.is_finite(top, mean.dtype),
+            stale=stale > 0,
         )
 
     def _summable(self, group: Group) -> bool:

@@ -47,6 +47,7 @@ class ScatterReduce(Scheme[Dense]):
         sent = array if wire is None else workspace.array("sent", numel, dtype)
 
         outgoing = workspace.array("outgoing", places[-1], np.uint8)
+        left_out = accumulated.lost
         for rank in range(group.size):
             part = slice(bounds[rank], bounds[rank + 1])
             message = outgoing[places[rank] : places[rank + 1]]
@@ -55,8 +56,9 @@ class ScatterReduce(Scheme[Dense]):
                 flags_of(accumulated),
                 0,
                 accumulated.energy,
-                lost,
+                lost + left_out,
             )
+            left_out = 0.0  # said once
         size = scatter.counts[group.rank]
         scatter.send = outgoing
         scatter.recv = workspace.array("incoming", size * group.size, np.uint8)

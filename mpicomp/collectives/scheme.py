@@ -10,24 +10,21 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.round import Group, Round
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Selection
+from mpicomp.compressors.base import Compressor, Scope, Selection
 from mpicomp.compressors.message import NONFINITE, STALE
-from mpicomp.workspace import Workspace
 
 Exchange = Generator[Round, NDArray[Any], "Result"]
 """Yields rounds, is sent what they received, and returns a `Result`."""
 
 
 @dataclass
-class Context:
-    """What a scheme knows beside the array: who takes part, which step it is, and where its memory is."""
+class Context(Scope):
+    """What a scheme knows beside the array: what a compressor is told, and who takes part."""
 
-    group: Group
-    step: int = 0
-    bucket: int = 0
-    seed: int = 0
-    memory: dict[str, Any] = field(default_factory=dict)
-    workspace: Workspace = field(default_factory=Workspace)
+    group: Group = field(default_factory=lambda: Group(0, 1))
+
+    def __post_init__(self) -> None:
+        self.rank = self.group.rank
 
 
 @dataclass
@@ -73,7 +70,7 @@ class Scheme(ABC, Generic[CompressorType]):
     paper: ClassVar[str]
     """Where it comes from, and what is done differently."""
     messages: ClassVar[str]
-    """The kind of message that it carries: ``"dense"`` or ``"sparse"``."""
+    """The kind of message that it carries: ``"dense"`` (``"shared"`` ones too) or ``"sparse"``."""
 
     def __init__(self, compressor: CompressorType) -> None:
         self.compressor = compressor
@@ -96,8 +93,8 @@ def flags_of(accumulated: Accumulated) -> int:
 
 
 def gain_of(lost: float, energy: float) -> float:
-    """Give the retained share of energy: 1 where there was none, NaN where it cannot be told."""
-    if energy == 0:
+    """Give the retained share of energy: 1 where there was none or none was lost, NaN where it cannot be told."""
+    if energy == 0 or lost == 0:
         return 1.0
     with np.errstate(invalid="ignore", over="ignore"):
         return float(1 - np.float64(lost) / np.float64(energy))

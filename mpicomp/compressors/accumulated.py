@@ -1,6 +1,6 @@
 """Gradient plus residual, summed in the sweep that suits whoever asks for it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from mpicomp.kernels import cpu
 
-TAIL = 2
-"""Elements behind the array in its buffer: room for flags that travel with it through a sum."""
+TAIL = 4
+"""Elements behind the array in its buffer: room for flags and energies that travel with it through a sum."""
 
 
 @dataclass
@@ -23,10 +23,36 @@ class Piece:
     gradient: NDArray[np.generic]
 
 
+@dataclass
+class Region:
+    """A part of a bucket in which elements of at least a magnitude are listed while the sum is made."""
+
+    start: int
+    stop: int
+    bound: int
+    """Magnitude bits (`mpicomp.kernels.cpu.magnitude_bits`)."""
+    index: NDArray[np.uint32]
+    """Receives the elements' positions in the bucket, ascending."""
+    bits: NDArray[np.unsignedinteger]
+    """Receives their magnitude bits."""
+    found: int = 0
+    """How many there are; more than ``index.size`` where they did not fit."""
+
+
+@dataclass
+class Velocity:
+    """Momentum correction: the velocity before a step, and where the one after it goes."""
+
+    before: NDArray[np.floating]
+    after: NDArray[np.floating]
+    factor: float
+    nesterov: bool
+
+
 class Accumulated:
     """What error feedback hands to a compressor: gradients, the residual, and room for their sum.
 
-    The sum is made once, by `array` or by `candidates`, whichever is asked for first: a compressor that knows what
+    The sum is made once, by `array` or by `sweep`, whichever is asked for first: a compressor that knows what
     it is looking for finds it in the sweep that makes the sum. The residual is left as it is, so that a
     step can be undone.
 
@@ -38,6 +64,14 @@ class Accumulated:
         Of the dtype of ``buffer``; None where there is no error feedback.
     pieces : sequence of Piece
         The gradients, which together fill the bucket; an empty sequence stands for zeros with no residual.
+    stale : bool
+        Whether this rank asks all ranks to agree anew.
+    threads : int
+        How many threads share a sweep.
+    scale : float
+        What gradients are multiplied by first.
+    velocity : Velocity or None
+        Where momentum is applied before the sum.
     """
 
     def __init__(
@@ -46,16 +80,40 @@ class Accumulated:
         residual: NDArray[np.floating] | None,
         pieces: Sequence[Piece],
         stale: bool = False,
+        threads: int = 1,
+        scale: float = 1.0,
+        velocity: Velocity | None = None,
     ) -> None:
         self._buffer = buffer
         self._residual = residual
         self._pieces = pieces
-        self._done = False
+        self._scale = scale
+        self._velocity = velocity
+        self._moments: cpu.Moments | None = None
         self.stale = stale
-        self.energy = 0.0
-        """Squared L2 norm of the sum, in float64."""
-        self.finite = True
-        """Whether every element of the sum is a finite number; set by the sweep."""
+        self.threads = threads
+        self.lost = 0.0
+        """Energy that is missing from the sum since it was left out before; see `ready`."""
+
+    @classmethod
+    def ready(
+        cls, buffer: NDArray[np.floating], energy: float, lost: float, finite: bool, stale: bool
+    ) -> "Accumulated":
+        """Wrap values that were taken out of a larger array, to be exchanged in its place.
+
+        Parameters
+        ----------
+        buffer : array, shape (numel + TAIL,)
+            The values.
+        energy, lost : float
+            Squared L2 norms of the larger array, and of what was left out of it.
+        finite, stale : bool
+            Of the larger array.
+        """
+        made = cls(buffer, None, [], stale)
+        made.lost = lost
+        made._moments = cpu.Moments(0, 0.0, energy, 0.0, finite)
+        return made
 
     @property
     def numel(self) -> int:
@@ -67,59 +125,74 @@ class Accumulated:
         """float32 or float64."""
         return self._buffer.dtype
 
+    @property
+    def done(self) -> bool:
+        """Whether the sum was made."""
+        return self._moments is not None
+
+    @property
+    def moments(self) -> cpu.Moments:
+        """What the sweep that made the sum told of it."""
+        if self._moments is None:
+            self.sweep()
+        assert self._moments is not None
+        return self._moments
+
+    @property
+    def energy(self) -> float:
+        """Squared L2 norm of the sum, in float64."""
+        return self.moments.energy
+
+    @property
+    def finite(self) -> bool:
+        """Whether every element of the sum is a finite number."""
+        return self.moments.finite
+
     def array(self) -> NDArray[np.floating]:
         """Give the sum, a contiguous array of shape (numel,)."""
-        out = self._buffer[: self.numel]
-        if not self._done:
-            self._start(out)
-            for part, gradient, residual in self._parts(out):
-                energy, top = cpu.accumulate(gradient, residual, out[part])
-                self._add(energy, top)
-        return out
+        if not self.done:
+            self.sweep()
+        return self._buffer[: self.numel]
 
-    def candidates(self, bound: int, index: NDArray[np.uint32], bits: NDArray[np.unsignedinteger]) -> int:
-        """Make the sum and list its elements of at least a magnitude, in one sweep.
+    def sweep(self, regions: Sequence[Region] = (), logarithms: bool = False) -> None:
+        """Make the sum, and list large elements in the same sweep.
 
         Parameters
         ----------
-        bound : int
-            Magnitude bits (`mpicomp.kernels.cpu.magnitude_bits`).
-        index, bits : arrays
-            Filled with the elements' positions, ascending, and their magnitude bits.
-
-        Returns
-        -------
-        int
-            How many there are; more than ``index.size`` where they did not fit. -1 where the sum was made before.
+        regions : sequence of Region
+            Where elements are listed: ascending, apart from each other. They receive what is found.
+        logarithms : bool
+            Whether `moments` is to have the sum of logarithms.
         """
-        if self._done:
-            return -1
+        assert not self.done, "the sum was made before"
         out = self._buffer[: self.numel]
-        self._start(out)
-        count = 0
-        for part, gradient, residual in self._parts(out):
-            count, energy, top = cpu.accumulate_candidates(
-                gradient, residual, out[part], bound, part.start, index, bits, count
-            )
-            self._add(energy, top)
-        return count
-
-    def with_tail(self, *flags: float) -> NDArray[np.floating]:
-        """Give the sum with ``flags`` behind it, a contiguous array of shape (numel + TAIL,)."""
-        self.array()
-        self._buffer[self.numel :] = flags
-        return self._buffer
-
-    def _start(self, out: NDArray[np.floating]) -> None:
-        self._done = True
+        moments = cpu.Moments(0, 0.0, 0.0, 0.0, True)
         if not self._pieces:
             out[:] = 0
+        for part, gradient in self._parts(out):
+            residual = None if self._residual is None else self._residual[part]
+            for cut, region in _cuts(part, regions):
+                own = slice(part.start + cut.start, part.start + cut.stop)
+                behind = None if residual is None else residual[cut]
+                if region is None:
+                    added = cpu.accumulate(gradient[cut], behind, out[own], logarithms, self.threads)
+                else:
+                    region.found, added = cpu.accumulate_candidates(
+                        gradient[cut], behind, out[own], region.bound, own.start, region.index, region.bits,
+                        region.found, logarithms, self.threads,
+                    )  # fmt: skip
+                moments += added
+        self._moments = moments
 
-    def _add(self, energy: float, top: int) -> None:
-        self.energy += energy
-        self.finite = self.finite and cpu.is_finite(top, self.dtype)
+    def with_tail(self, *numbers: float) -> NDArray[np.floating]:
+        """Give the sum with ``numbers`` behind it, a contiguous array of shape (numel + TAIL,)."""
+        self.array()
+        with np.errstate(over="ignore"):  # of an energy in float32
+            self._buffer[self.numel :] = numbers
+        return self._buffer
 
-    def _parts(self, out: NDArray[np.floating]):  # type: ignore[no-untyped-def]
+    def _parts(self, out: NDArray[np.floating]) -> Iterator[tuple[slice, NDArray[np.floating]]]:
+        """Give every piece's place and what enters there, flat."""
         for piece in self._pieces:
             part = slice(piece.offset, piece.offset + piece.gradient.size)
             gradient = piece.gradient
@@ -129,7 +202,30 @@ class Accumulated:
                 # Widened or packed where the sum will stand, which the kernel then adds to in place.
                 flat = out[part]
                 _copy(gradient, flat)
-            yield part, flat, None if self._residual is None else self._residual[part]
+            if self._velocity is not None:
+                velocity = self._velocity
+                before, after = velocity.before[part], velocity.after[part]
+                cpu.momentum(flat, self._scale, before, velocity.factor, velocity.nesterov, after, out[part])
+                flat = out[part]
+            elif self._scale != 1:
+                np.multiply(flat, flat.dtype.type(self._scale), out=out[part])
+                flat = out[part]
+            yield part, flat
+
+
+def _cuts(part: slice, regions: Sequence[Region]) -> Iterator[tuple[slice, Region | None]]:
+    """Cut a piece where regions begin and end; what comes is relative to the piece."""
+    place = part.start
+    for region in regions:
+        start, stop = max(place, region.start), min(part.stop, region.stop)
+        if start >= stop:
+            continue
+        if place < start:
+            yield slice(place - part.start, start - part.start), None
+        yield slice(start - part.start, stop - part.start), region
+        place = stop
+    if place < part.stop:
+        yield slice(place - part.start, part.stop - part.start), None
 
 
 def _copy(gradient: NDArray[np.generic], out: NDArray[np.floating]) -> None:

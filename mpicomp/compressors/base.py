@@ -1,8 +1,8 @@
 """What every compressor is: a frozen set of parameters with a name, that turns an array into a message."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -13,7 +13,58 @@ from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.workspace import Workspace
 
 
+@dataclass
+class Scope:
+    """What a compressor is told beside the array.
+
+    Parameters
+    ----------
+    rank : int
+        Of the one who selects; random choices that must differ between ranks come from it too.
+    step, bucket, seed : int
+        Which exchange it is. The same on all ranks; random choices come from them.
+    memory : dict
+        This bucket's memory from step to step. Numbers and strings in it are part of a checkpoint.
+    workspace : Workspace
+        Where arrays that are needed at every step come from.
+    """
+
+    rank: int = 0
+    step: int = 0
+    bucket: int = 0
+    seed: int = 0
+    memory: dict[str, Any] = field(default_factory=dict)
+    workspace: Workspace = field(default_factory=Workspace)
+
+    def random(self, shared: bool) -> np.random.Generator:
+        """Give this step's and bucket's random numbers, the same on all ranks (``shared``) or different on each."""
+        own = () if shared else (self.rank,)
+        return np.random.default_rng([self.seed, self.step, self.bucket, *own])
+
+
 @dataclass(frozen=True)
+class Entry:
+    """What happens to a gradient before it is added to the residual.
+
+    Parameters
+    ----------
+    clip : float or None
+        Each rank scales its gradients down to an L2 norm of at most ``clip / sqrt(ranks)``, over all its arrays.
+    momentum : float
+        Where it is not 0, what enters is the velocity ``u = momentum * u + gradient``.
+    nesterov : bool
+        ``u = momentum * (u + gradient)`` and what enters is ``u + gradient``.
+    masking : bool
+        Whether the velocity of what was sent is set to zero.
+    """
+
+    clip: float | None = None
+    momentum: float = 0.0
+    nesterov: bool = False
+    masking: bool = True
+
+
+@dataclass(frozen=True, repr=False)
 class Compressor(ABC):
     """A frozen dataclass whose fields are its parameters, each with a default.
 
@@ -30,10 +81,31 @@ class Compressor(ABC):
     paper: ClassVar[str]
     """Where it comes from, and what is done differently."""
 
+    def __repr__(self) -> str:
+        """Name the parameters that are not at their defaults."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        order = sorted(fields(self), key=lambda entry: entry.kw_only)
+        shown = [f"{entry.name}={values[entry.name]!r}" for entry in order if values[entry.name] != entry.default]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     @property
     @abstractmethod
     def feedback(self) -> bool:
         """Whether it runs with error feedback when nothing else is said."""
+
+    @property
+    def contractive(self) -> bool:
+        """Whether what it keeps back shrinks from step to step under error feedback; if not, feedback is refused."""
+        return True
+
+    @property
+    def entry(self) -> Entry:
+        """What happens to gradients before they are added to the residual: nothing, if not said otherwise."""
+        return Entry()
+
+    def within(self, names: Sequence[str], sizes: Sequence[int]) -> "Compressor":
+        """Give the compressor for a bucket of these parameters: itself, unless its parameters differ by layer."""
+        return self
 
     @abstractmethod
     def wire_bytes_per_element(self, itemsize: int) -> float:
@@ -63,16 +135,31 @@ class Selection:
     values: NDArray[np.floating]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sparsifier(Compressor):
     """A compressor that sends some elements as they are and keeps the others back.
 
     To add one: derive from it, give `select` and, where the number of selected elements depends on the
     array's length alone, `count`; register it with `mpicomp.register_compressor`.
+
+    Parameters
+    ----------
+    wire : {None, "fp16", "bf16"}
+        How values travel. The 16-bit forms are rounded at the sender, and the error stays in the residual.
+    indices : {"auto", "plain", "elias-fano"}
+        How indices travel: as 32-bit integers, in a code near their entropy, or in what `mpicomp.compressors.message`
+        finds worth it for their number.
     """
 
     family: ClassVar[str] = "sparsifier"
     message: ClassVar[str] = "sparse"
+
+    wire: str | None = field(default=None, kw_only=True)
+    indices: str = field(default="auto", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_choice(self.id, "wire", self.wire, (None, "fp16", "bf16"))
+        check_choice(self.id, "indices", self.indices, ("auto", "plain", "elias-fano"))
 
     @property
     def feedback(self) -> bool:
@@ -83,18 +170,24 @@ class Sparsifier(Compressor):
         """Give the number of elements selected out of ``numel``; None where the values decide it."""
         return None
 
+    def expected(self, numel: int) -> int:
+        """Give the number of elements that is to be expected, for costs and for room."""
+        return self.count(numel) or kept(getattr(self, "ratio", 0.01), numel)
+
+    def wire_bytes_per_element(self, itemsize: int) -> float:
+        """Give a 32-bit index and the value for the kept fraction; coded indices take less."""
+        return self.expected(1 << 20) / (1 << 20) * (4 + (itemsize if self.wire is None else 2))
+
     @abstractmethod
-    def select(self, accumulated: Accumulated, memory: dict[str, Any], workspace: Workspace) -> Selection:
+    def select(self, accumulated: Accumulated, scope: Scope) -> Selection:
         """Choose what is sent.
 
         Parameters
         ----------
         accumulated : Accumulated
             Gradient plus residual; ``accumulated.array()`` is the plain array. Not empty.
-        memory : dict
-            This bucket's memory from step to step: a hint, never something that the result depends on.
-        workspace : Workspace
-            Where arrays that are needed at every step come from.
+        scope : Scope
+            Step, seed, this bucket's memory, and a workspace for arrays that are needed at every step.
 
         Returns
         -------
@@ -103,11 +196,70 @@ class Sparsifier(Compressor):
         """
 
 
+@dataclass(frozen=True, repr=False)
+class SharedSparsifier(Compressor):
+    """A compressor that sends the same elements on all ranks, so that no index travels and values can be summed.
+
+    To add one: derive from it and give `count` and `positions`. Every collective that sums dense arrays carries it.
+
+    Parameters
+    ----------
+    wire : {None, "fp16", "bf16"}
+        How values travel; the 16-bit forms are summed in at least float32, as those of `mpicomp.Dense` are.
+    """
+
+    family: ClassVar[str] = "sparsifier"
+    message: ClassVar[str] = "shared"
+
+    wire: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_choice(self.id, "wire", self.wire, (None, "fp16", "bf16"))
+
+    @property
+    def feedback(self) -> bool:
+        """What is not sent has to be kept."""
+        return True
+
+    def wire_bytes_per_element(self, itemsize: int) -> float:
+        """Give the value for the kept fraction."""
+        return self.count(1 << 20) / (1 << 20) * (itemsize if self.wire is None else 2)
+
+    @abstractmethod
+    def count(self, numel: int) -> int:
+        """Give the number of elements sent out of ``numel``."""
+
+    @abstractmethod
+    def positions(self, numel: int, scope: Scope, out: NDArray[np.uint32]) -> None:
+        """Write ``count(numel)`` positions, ascending without repetition, the same on all ranks.
+
+        They may depend on the seed, the step and the bucket; ``scope.random(shared=True)`` does.
+        """
+
+    def weights(self, numel: int) -> NDArray[np.floating] | float:
+        """Give what values are multiplied by before they are sent; the receiver adds them as they are."""
+        return 1.0
+
+
 def check_ratio(subsystem: str, ratio: object) -> float:
     """Give a kept fraction back as a float, or say why it is none."""
     if isinstance(ratio, (int, float, np.integer, np.floating)) and not isinstance(ratio, bool) and 0 < ratio <= 1:
         return float(ratio)
     raise ConfigurationError(f"{subsystem}: ratio is the kept fraction and must be in (0, 1], got {ratio!r}")
+
+
+def check_choice(subsystem: str, name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise where a parameter is none of its choices."""
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise ConfigurationError(f"{subsystem}: {name} must be {', '.join(others)} or {last}, got {value!r}")
+
+
+def check_range(subsystem: str, name: str, value: object, least: float, most: float) -> None:
+    """Raise where a parameter is no number from ``least`` to ``most``."""
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not number or not least <= value <= most:  # type: ignore[operator]
+        raise ConfigurationError(f"{subsystem}: {name} must be a number from {least} to {most}, got {value!r}")
 
 
 def kept(ratio: float, numel: int) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Selection
+from mpicomp.compressors.base import Selection, Sparsifier
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
@@ -95,6 +95,11 @@ def compact(count: int, numel: int) -> str:
     ('plain', 'elias-fano', 'plain')
     """
     return "elias-fano" if count >= _FEW and cpu.index_bytes(count, numel) <= 3 * count else "plain"
+
+
+def wire_of(compressor: Sparsifier, count: int, numel: int) -> Wire:
+    """Give what a compressor's parameters ask for, for ``count`` elements of ``numel``; the same on all ranks."""
+    return Wire(compressor.wire, compact(count, numel) if compressor.indices == "auto" else compressor.indices)
 
 
 def message_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> int:

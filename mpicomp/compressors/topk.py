@@ -1,23 +1,24 @@
 """The elements of largest magnitude, exactly."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Selection, Sparsifier, check_ratio, kept
+from mpicomp.compressors.base import Scope, Selection, Sparsifier, check_ratio, kept
+from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.registry import register_compressor
-from mpicomp.kernels import cpu
-from mpicomp.kernels.cpu.bits import magnitude_of
-from mpicomp.workspace import Workspace
+from mpicomp.errors import ConfigurationError
 
 _ROOM = 4  # candidates that are stored, as a multiple of k
 _MARGIN = 0.8  # the bound for candidates, as a fraction of the threshold of the step before
 
 
 @register_compressor
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TopK(Sparsifier):
     """Exact top-k by magnitude; of equal magnitudes the lower index goes first, NaN counts as largest.
 
@@ -29,11 +30,19 @@ class TopK(Sparsifier):
     ----------
     ratio : float
         Kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
+    layers : mapping of str to float, optional
+        Ratios of their own for parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first
+        pattern that matches counts. Each of them then is a selection of its own, and so is what none matches.
+    wire, indices
+        See `Sparsifier`.
 
     Examples
     --------
     >>> TopK(ratio=0.01).count(1000)
     10
+    >>> compressor = TopK(ratio=0.01, layers={"*.bias": 1.0}).within(["fc.weight", "fc.bias"], [1000, 10])
+    >>> compressor.count(1010)
+    20
     >>> TopK(ratio=1.5)
     Traceback (most recent call last):
     mpicomp.errors.ConfigurationError: topk: ratio is the kept fraction and must be in (0, 1], got 1.5
@@ -43,38 +52,73 @@ class TopK(Sparsifier):
     paper: ClassVar[str] = "Aji and Heafield 2017, arXiv 1704.05021; whole buckets, exact, with error feedback"
 
     ratio: float = 0.01
+    layers: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "ratio", check_ratio("topk", self.ratio))
+        if self.layers is not None:
+            if not isinstance(self.layers, Mapping):
+                raise ConfigurationError(f"topk: layers must map names to ratios, got {self.layers!r}")
+            ratios = {str(name): check_ratio(f"topk: layers['{name}']", own) for name, own in self.layers.items()}
+            object.__setattr__(self, "layers", ratios)
+
+    def within(self, names: Sequence[str], sizes: Sequence[int]) -> "TopK":
+        """Give the compressor for a bucket of these parameters; see `Compressor.within`."""
+        if not self.layers:
+            return self
+        parts: list[tuple[int, float, bool]] = []  # elements, ratio, whether a pattern gave it
+        for name, size in zip(names, sizes, strict=True):
+            own = next((ratio for pattern, ratio in self.layers.items() if fnmatchcase(name, pattern)), None)
+            if own is None and parts and not parts[-1][2]:
+                parts[-1] = (parts[-1][0] + size, self.ratio, False)
+            else:
+                parts.append((size, self.ratio if own is None else own, own is not None))
+        return _Layered(**_parameters(self), parts=tuple((size, kept(ratio, size)) for size, ratio, _ in parts))
 
     def count(self, numel: int) -> int:
         """Give k."""
-        return kept(self.ratio, numel)
+        return sum(k for _, k in self._parts(numel))
 
-    def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Give a 32-bit index and the value, for the kept fraction."""
-        return self.ratio * (4 + itemsize)
-
-    def select(self, accumulated: Accumulated, memory: dict[str, Any], workspace: Workspace) -> Selection:
+    def select(self, accumulated: Accumulated, scope: Scope) -> Selection:
         """Select the k largest; see `Sparsifier.select`."""
-        k = self.count(accumulated.numel)
-        word = np.uint32 if accumulated.dtype == np.float32 else np.uint64
-        room = min(accumulated.numel, _ROOM * k)
-        index = workspace.array("topk.index", room, np.uint32)
-        bits = workspace.array("topk.bits", room, word)
-        selection = Selection(
-            workspace.array("topk.indices", k, np.uint32),
-            workspace.array("topk.values", k, accumulated.dtype),
-        )
-        found = accumulated.candidates(memory["bound"], index, bits) if "bound" in memory else -1
-        array = accumulated.array()
-        if k <= found <= room:
-            scratch = workspace.array("topk.scratch", found, word)
-            threshold = cpu.select_candidates(
-                index[:found], bits[:found], scratch, array, selection.indices, selection.values
-            )
-        else:
-            threshold = cpu.kth_magnitude(array, k)
-            cpu.select_largest(array, threshold, selection.indices, selection.values)
-        memory["bound"] = cpu.magnitude_bits(_MARGIN * magnitude_of(threshold, array.dtype), array.dtype)
-        return selection
+        parts = self._parts(accumulated.numel)
+        bounds = scope.memory.get("bounds", [0.0] * len(parts))
+        candidates = []
+        start = 0
+        for place, ((size, k), bound) in enumerate(zip(parts, bounds, strict=True)):
+            part = slice(start, start + size)
+            candidates.append(Candidates(accumulated, scope, bound, _ROOM * k, part, place))
+            start += size
+        if not accumulated.done:
+            accumulated.sweep([entry.region for entry in candidates])
+        outcomes = [entry.largest(k) for entry, (_, k) in zip(candidates, parts, strict=True)]
+        scope.memory["bounds"] = [_MARGIN * threshold for _, threshold in outcomes]
+        if len(outcomes) == 1:
+            return outcomes[0][0]
+        indices = scope.workspace.array("topk.indices", self.count(accumulated.numel), np.uint32)
+        values = scope.workspace.array("topk.values", indices.size, accumulated.dtype)
+        np.concatenate([selection.indices for selection, _ in outcomes], out=indices)
+        np.concatenate([selection.values for selection, _ in outcomes], out=values)
+        return Selection(indices, values)
+
+    def _parts(self, numel: int) -> Sequence[tuple[int, int]]:
+        """Give elements and k of every selection."""
+        return [(numel, kept(self.ratio, numel))]
+
+
+@dataclass(frozen=True, repr=False)
+class _Layered(TopK):
+    """Top-k for one bucket, its parts known."""
+
+    parts: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"id": self.id} | _parameters(self)
+
+    def _parts(self, numel: int) -> Sequence[tuple[int, int]]:
+        return self.parts
+
+
+def _parameters(compressor: TopK) -> dict[str, Any]:
+    return {name: getattr(compressor, name) for name in ("wire", "indices", "ratio", "layers")}

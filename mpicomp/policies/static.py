@@ -1,5 +1,6 @@
 """The same plan for every bucket at every step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ class Static:
     Examples
     --------
     >>> from mpicomp import TopK
-    >>> plan = Static(TopK(), "auto").plan()
+    >>> plan = Static(TopK(), "auto").plan(["weight"], [100])
     >>> plan.scheme.id, plan.reason
     ('allgather', "static: first collective that fits 'topk'")
     """
@@ -41,14 +42,14 @@ class Static:
     id = "static"
 
     def __init__(self, compressor: Compressor, collective: str = "auto") -> None:
+        self._compressor = compressor
+        self._collective = collective
+        self._reason = "static: pinned"
         if collective == "auto":
-            self._plan = Plan(
-                bind(compressor, fitting(compressor)[0]),
-                f"static: first collective that fits '{compressor.id}'",
-            )
-        else:
-            self._plan = Plan(bind(compressor, collective), "static: pinned")
+            self._collective = fitting(compressor)[0]
+            self._reason = f"static: first collective that fits '{compressor.id}'"
+        bind(compressor, self._collective)  # what does not fit is refused here
 
-    def plan(self) -> Plan:
-        """Give the plan."""
-        return self._plan
+    def plan(self, names: Sequence[str], sizes: Sequence[int]) -> Plan:
+        """Give the plan for a bucket of parameters with these names and numbers of elements."""
+        return Plan(bind(self._compressor.within(names, sizes), self._collective), self._reason)

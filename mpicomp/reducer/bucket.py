@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
-from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import Selection
+from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece, Velocity
+from mpicomp.compressors.base import Entry, Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
@@ -28,6 +28,8 @@ class Bucket:
     index: int
     members: list[Described]
     feedback: bool
+    entry: Entry = field(default_factory=Entry)
+    threads: int = 1
     workspace: Workspace = field(default_factory=Workspace)
     memory: dict[str, Any] = field(default_factory=dict)
 
@@ -42,14 +44,32 @@ class Bucket:
             )
         self._accumulated = np.zeros(self.numel + TAIL, self.dtype)
         self._residual = np.zeros(self.numel + TAIL if self.feedback else 0, self.dtype)
+        self._velocity = np.zeros(self.numel if self.entry.momentum else 0, self.dtype)
+        self._next_velocity = np.zeros_like(self._velocity)
 
-    def accumulate(self, gradients: Sequence[NDArray[Any]] | None) -> Accumulated:
-        """Give gradient plus residual; None for the gradients stands for a rank that has none to give (stale)."""
+    def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> Accumulated:
+        """Give gradient plus residual.
+
+        Parameters
+        ----------
+        gradients : sequence of arrays or None
+            One for each member; None stands for a rank that has none to give (stale).
+        scale : float
+            What gradients are multiplied by first.
+        """
         if gradients is None:
             return Accumulated(self._accumulated, None, [], stale=True)
         pieces = [Piece(offset, array) for offset, array in zip(self.offsets, gradients, strict=True)]
         residual = self._residual[: self.numel] if self.feedback else None
-        return Accumulated(self._accumulated, residual, pieces)
+        velocity = None
+        if self.entry.momentum:
+            velocity = Velocity(self._velocity, self._next_velocity, self.entry.momentum, self.entry.nesterov)
+        return Accumulated(self._accumulated, residual, pieces, False, self.threads, scale, velocity)
+
+    def energy(self, gradients: Sequence[NDArray[Any]]) -> float:
+        """Give the squared L2 norm of gradients; overwrites where `accumulate` puts its sum."""
+        pieces = [Piece(offset, array) for offset, array in zip(self.offsets, gradients, strict=True)]
+        return Accumulated(self._accumulated, None, pieces, threads=self.threads).energy
 
     def commit(self, sent: NDArray[np.floating] | Selection, finite: bool) -> None:
         """Make ``accumulated - sent`` the residual; where something was not finite nothing of that is kept."""
@@ -65,11 +85,21 @@ class Bucket:
                 np.subtract(left, sent, out=left)
         if not finite:
             left[~np.isfinite(left)] = 0
+        if self.entry.momentum:
+            if self.entry.masking and isinstance(sent, Selection):
+                cpu.clear_at(sent.indices, self._next_velocity)
+            if not finite:
+                self._next_velocity[~np.isfinite(self._next_velocity)] = 0
+            self._velocity, self._next_velocity = self._next_velocity, self._velocity
         self._accumulated, self._residual = self._residual, self._accumulated
 
     def residuals(self) -> Iterator[tuple[Described, NDArray[np.floating]]]:
         """Give every member with the flat part of the residual that is its own, writable."""
         return self.parts(self._residual)
+
+    def velocities(self) -> Iterator[tuple[Described, NDArray[np.floating]]]:
+        """Give every member with its part of the velocity, writable; nothing where there is no momentum."""
+        return self.parts(self._velocity) if self.entry.momentum else iter(())
 
     def parts(self, flat: NDArray[np.floating]) -> Iterator[tuple[Described, NDArray[np.floating]]]:
         """Cut a flat array of the bucket into its members'."""
@@ -77,7 +107,9 @@ class Bucket:
             yield member, flat[offset : offset + member.numel]
 
 
-def make_buckets(members: Sequence[Described], feedback: bool, limit_bytes: int) -> list[Bucket]:
+def make_buckets(
+    members: Sequence[Described], feedback: bool, limit_bytes: int, entry: Entry, threads: int
+) -> list[Bucket]:
     """Cut arrays into buckets, in their order; those of one work dtype stay together.
 
     A bucket is closed before it would pass the limit; an array that is larger has one of its own. Arrays without
@@ -95,4 +127,4 @@ def make_buckets(members: Sequence[Described], feedback: bool, limit_bytes: int)
                 filled = 0
             groups[-1].append(member)
             filled += nbytes
-    return [Bucket(index, group, feedback) for index, group in enumerate(groups)]
+    return [Bucket(index, group, feedback, entry, threads) for index, group in enumerate(groups)]

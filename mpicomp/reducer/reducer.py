@@ -1,5 +1,7 @@
 """The reducer: gradients in, their mean over ranks out, and nothing lost in between."""
 
+import copy
+import math
 import time
 from collections.abc import Generator, Mapping
 from typing import Any
@@ -19,6 +21,7 @@ from mpicomp.transport import Transport
 
 _NONFINITE = ("raise", "skip", "pass")
 _SCHEMA = 1
+_STATES = ("residuals", "velocities")  # arrays that live from step to step, each a method of Bucket
 
 Rounds = Generator[Round, NDArray[Any], Any]
 
@@ -52,6 +55,8 @@ class Reducer:
         Arrays are exchanged in flat buckets of about this size, in the order in which they are first passed.
     seed : int
         For schemes that draw random numbers; the same on all ranks.
+    threads : int
+        How many threads of this rank share a sweep over a large array.
 
     Raises
     ------
@@ -84,6 +89,7 @@ class Reducer:
         *,
         bucket_bytes: int = 32 << 20,
         seed: int = 0,
+        threads: int = 1,
     ) -> None:
         if policy is not None and policy not in list_policies():
             raise UnknownNameError("policy", policy, list_policies())
@@ -93,12 +99,17 @@ class Reducer:
             raise ConfigurationError(f"reducer: feedback must be None, True or False, got {feedback!r}")
         if bucket_bytes < 1:
             raise ConfigurationError(f"reducer: bucket_bytes must be at least 1, got {bucket_bytes}")
+        if not isinstance(threads, int) or threads < 1:
+            raise ConfigurationError(f"reducer: threads must be at least 1, got {threads!r}")
         self._compressor = Dense() if compressor is None else get_compressor(compressor)
         self._policy = Static(self._compressor, collective)
         self._feedback = self._compressor.feedback if feedback is None else feedback
+        self._entry = self._compressor.entry
+        _check_feedback(self._compressor, self._feedback)
         self._nonfinite = nonfinite
         self._bucket_bytes = bucket_bytes
         self._seed = seed
+        self._threads = threads
         self._settings = {
             "compressor": self._compressor.get_config(),
             "collective": collective,
@@ -109,7 +120,8 @@ class Reducer:
         }
         self._members: list[Described] | None = None
         self._buckets: list[Bucket] = []
-        self._kept: dict[str, NDArray[np.floating]] = {}
+        self._kept: dict[str, dict[str, NDArray[np.floating]]] = {kind: {} for kind in _STATES}
+        self._memories: dict[str, dict[str, Any]] = {}
         self._delivered: dict[str, NDArray[np.uint16]] = {}
         self._step = 0
         self._closed = False
@@ -222,28 +234,28 @@ class Reducer:
         """
         for member in self._members or ():
             if member.name == name:
-                held = self._held().get(name)
+                held = self._held("residuals").get(name)
                 return np.zeros(member.shape, member.work_dtype) if held is None else held.reshape(member.shape).copy()
-        if name in self._kept:
-            return self._kept[name].copy()
+        if name in self._kept["residuals"]:
+            return self._kept["residuals"][name].copy()
         raise UnknownNameError("residual", name, [member.name for member in self._members or ()])
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what has to survive a restart, on this rank: residuals and the step.
+        """Give what has to survive a restart, on this rank.
 
         Returns
         -------
         dict
-            ``schema``, ``step``, ``settings`` and ``residuals``: a dict of name to array, copied.
+            ``schema``, ``step``, ``settings``; ``residuals`` and ``velocities`` (of momentum correction): dicts of name
+            to array, copied; ``memories``: what compressors have learnt, by the first name of each bucket.
         """
-        names = [member.name for member in self._members or ()] if self._feedback else []
-        residuals = {name: self.residual(name) for name in [*names, *self._kept]}
+        memories = {bucket.members[0].name: bucket.memory for bucket in self._buckets if bucket.memory}
         return {
             "schema": _SCHEMA,
             "step": self._step,
             "settings": dict(self._settings),
-            "residuals": residuals,
-        }
+            "memories": copy.deepcopy(self._memories | memories),
+        } | {kind: {name: own.copy() for name, own in self._states(kind).items()} for kind in _STATES}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave. Each rank loads its own; not collective.
@@ -255,14 +267,19 @@ class Reducer:
         """
         if not isinstance(state, Mapping) or state.get("schema") != _SCHEMA or "residuals" not in state:
             raise ConfigurationError("reducer: the state is not one that Reducer.state_dict gave; nothing was loaded")
-        residuals = {name: np.array(value, copy=True) for name, value in state["residuals"].items()}
+        loaded = {
+            kind: {name: np.array(value, copy=True) for name, value in state.get(kind, {}).items()} for kind in _STATES
+        }
         for member in self._members or ():
-            held = residuals.get(member.name)
-            _check_shape(member, None if held is None else held.shape)
+            for arrays in loaded.values():
+                held = arrays.get(member.name)
+                _check_shape(member, None if held is None else held.shape)
         self._step = int(state["step"])
-        self._kept = residuals
-        for held in self._held().values():
-            held[:] = 0
+        self._kept = loaded
+        self._memories = copy.deepcopy(dict(state.get("memories", {})))
+        for kind in _STATES:
+            for own in self._held(kind).values():
+                own[:] = 0
         self._restore()
 
     def close(self) -> None:
@@ -279,10 +296,11 @@ class Reducer:
 
     def _adopt(self, members: list[Described]) -> None:
         """Lay out buckets anew; residuals follow their names, and wait for those that are gone."""
-        if self._feedback:
-            self._kept |= {member.name: self.residual(member.name) for member in self._members or ()}
+        for kind in _STATES:
+            self._kept[kind] = {name: own.copy() for name, own in self._states(kind).items()}
+        self._memories |= {bucket.members[0].name: bucket.memory for bucket in self._buckets}
         self._members = members
-        self._buckets = make_buckets(members, self._feedback, self._bucket_bytes)
+        self._buckets = make_buckets(members, self._feedback, self._bucket_bytes, self._entry, self._threads)
         self._delivered = {
             member.name: np.empty(member.numel, np.uint16) for member in members if member.dtype.endswith("float16")
         }
@@ -290,30 +308,45 @@ class Reducer:
 
     def _check_residuals(self, members: list[Described]) -> None:
         """Refuse arrays whose residual has another shape."""
-        shapes = {name: residual.shape for name, residual in self._kept.items()}
+        shapes = {name: residual.shape for name, residual in self._kept["residuals"].items()}
         if self._feedback:
             shapes |= {member.name: member.shape for member in self._members or ()}
         for member in members:
             _check_shape(member, shapes.get(member.name))
 
     def _restore(self) -> None:
-        for name, held in self._held().items():
-            if name in self._kept:
-                held[:] = self._kept.pop(name).reshape(-1)
+        for kind in _STATES:
+            for name, own in self._held(kind).items():
+                if name in self._kept[kind]:
+                    own[:] = self._kept[kind].pop(name).reshape(-1)
+        for bucket in self._buckets:
+            bucket.memory = self._memories.pop(bucket.members[0].name, bucket.memory)
 
-    def _held(self) -> dict[str, NDArray[np.floating]]:
+    def _held(self, kind: str) -> dict[str, NDArray[np.floating]]:
+        """Give the buckets' arrays of a kind of state by name: flat, writable."""
         if not self._feedback:
             return {}
-        return {member.name: part for bucket in self._buckets for member, part in bucket.residuals()}
+        parts = (getattr(bucket, kind)() for bucket in self._buckets)
+        return {member.name: part for members in parts for member, part in members}
+
+    def _states(self, kind: str) -> dict[str, NDArray[np.floating]]:
+        """Give all arrays of a kind of state by name, in their shapes; those that wait for their names come last."""
+        shapes = {member.name: member.shape for member in self._members or ()}
+        held = {name: own.reshape(shapes[name]) for name, own in self._held(kind).items()}
+        empty = {name: np.zeros(shape) for name, shape in shapes.items() if 0 in shape and self._feedback}
+        return held | (empty if kind == "residuals" else {}) | self._kept[kind]
 
     def _exchange(self, gradients: Mapping[str, Any] | None, record: StepRecord) -> Generator[Round, Any, list[Result]]:
         """Exchange all buckets; None for the gradients takes part with zeros and asks all ranks to agree anew."""
         results = []
+        arrays: dict[str, NDArray[Any]] = {}
+        if gradients is not None:
+            arrays = {member.name: to_host(gradients[member.name]) for member in self._members or ()}
+        scale = self._scale(arrays)
         for bucket in self._buckets:
-            plan = self._policy.plan()
-            arrays = None
-            if gradients is not None:
-                arrays = [to_host(gradients[member.name]) for member in bucket.members]
+            members = bucket.members
+            plan = self._policy.plan([member.name for member in members], [member.numel for member in members])
+            own = [arrays[member.name] for member in members] if gradients is not None else None
             context = Context(
                 group=self._transport.group,
                 step=self._step,
@@ -322,10 +355,18 @@ class Reducer:
                 memory=bucket.memory,
                 workspace=bucket.workspace,
             )
-            result, phases = yield from _timed(plan.scheme.exchange(bucket.accumulate(arrays), context))
+            result, phases = yield from _timed(plan.scheme.exchange(bucket.accumulate(own, scale), context))
             results.append(result)
             record.buckets.append(self._describe_bucket(bucket, plan, result, phases))
         return results
+
+    def _scale(self, arrays: Mapping[str, NDArray[Any]]) -> float:
+        """Give what clips this rank's gradients: 1, if not asked to or if they are not finite."""
+        if self._entry.clip is None or not arrays:
+            return 1.0
+        energy = sum(b.energy([arrays[member.name] for member in b.members]) for b in self._buckets)
+        limit = self._entry.clip / math.sqrt(self._transport.group.size)
+        return limit / math.sqrt(energy) if limit**2 < energy < math.inf else 1.0
 
     def _describe_bucket(
         self, bucket: Bucket, plan: Plan, result: Result, phases: tuple[float, float, int]
@@ -397,6 +438,19 @@ def _timed(
         before += time.perf_counter() - start
         rounds += 1
         received = yield task
+
+
+def _check_feedback(compressor: Compressor, feedback: bool) -> None:
+    if feedback and not compressor.contractive:
+        raise ConfigurationError(
+            f"{compressor.id}: {compressor!r} is unbiased and not contractive, so what it keeps back would grow from "
+            "step to step; leave feedback out, or use its unscaled form"
+        )
+    if not feedback and compressor.entry.momentum:
+        raise ConfigurationError(
+            f"{compressor.id}: momentum correction keeps what was not sent, which needs error feedback; "
+            "leave feedback out, or set momentum=0"
+        )
 
 
 def _check_shape(member: Described, shape: tuple[int, ...] | None) -> None:

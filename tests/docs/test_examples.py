@@ -40,7 +40,7 @@ def test_a_collective(ranks):
         exchanges = [
             scheme.exchange(
                 Accumulated(np.empty(50 + TAIL, np.float32), None, [Piece(0, gradient)]),
-                Context(Group(rank, ranks), step),
+                Context(group=Group(rank, ranks), step=step),
             )
             for rank, gradient in enumerate(gradients)
         ]

@@ -13,7 +13,7 @@ DTYPES = [np.float32, np.float64]
 def floats(dtype):
     width = 32 if dtype == np.float32 else 64
     few = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, float("inf"), -float("inf"), float("nan"), 1e-40])
-    return few | st.floats(width=width)
+    return few | st.floats(width=width, allow_nan=False)  # NaNs of other bits than the listed one order by their bits
 
 
 @st.composite
@@ -45,7 +45,7 @@ def test_the_k_largest_from_candidates(dtype, data):
     out = np.empty_like(array)
     index = np.empty(array.size, np.uint32)
     bits = np.empty(array.size, np.uint32 if dtype == np.float32 else np.uint64)
-    found, _, _ = cpu.accumulate_candidates(array, None, out, bound, 0, index, bits, 0)
+    found, _ = cpu.accumulate_candidates(array, None, out, bound, 0, index, bits, 0)
     assert found >= k
     indices, values = np.empty(k, np.uint32), np.empty(k, dtype)
     smallest = cpu.select_candidates(index[:found], bits[:found], bits[:found].copy(), out, indices, values)

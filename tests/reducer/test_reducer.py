@@ -301,7 +301,7 @@ def test_the_record_explains_the_step():
     assert (record.step, record.lr, record.agreed, record.skipped) == (0, 0.5, True, False)
     assert [bucket.numel for bucket in record.buckets] == [100, 10]
     first = record.buckets[0]
-    assert first.compressor == {"id": "topk", "ratio": 0.1}
+    assert first.compressor == mpicomp.TopK(ratio=0.1).get_config()
     assert (first.collective, first.ratio, first.ratio_reached) == ("allgather", 0.1, 0.1)
     assert first.reason
     assert first.sent_bytes == 24 + 10 * 8

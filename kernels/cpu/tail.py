@@ -1,0 +1,173 @@
+"""What lies above a threshold: how much of it, how far above, and where."""
+
+from typing import NamedTuple
+
+import numpy as np
+from mpicomp.kernels.cpu.bits import as_bits, magnitude_bits, mask_of
+from mpicomp.kernels.cpu.compile import kernel
+from mpicomp.kernels.cpu.lanes import LANES, at_least, trailing_zeros
+from mpicomp.kernels.cpu.threads import cut, spread
+from numpy.typing import NDArray
+
+_BLOCK = 1024
+
+
+class Tail(NamedTuple):
+    """The elements whose magnitudes exceed a threshold."""
+
+    count: int
+    """How many there are."""
+    excess: float
+    """Sum of ``|x| - threshold`` over them."""
+    squares: float
+    """Sum of ``(|x| - threshold)**2`` over them."""
+
+
+def tail(array: NDArray[np.floating], threshold: float, threads: int = 1) -> Tail:
+    """Count what exceeds a threshold, and sum by how much, in one sweep that writes nothing.
+
+    Parameters
+    ----------
+    array : array, shape (n,)
+        float32 or float64, contiguous.
+    threshold : float
+        Taken to the dtype of ``array`` first; magnitudes equal to it are not above it.
+    threads : int
+        How many threads share the sweep.
+
+    Returns
+    -------
+    Tail
+        Sums within 1024 elements are in the array's dtype, over them in float64.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> tail(np.array([1, -3, 2, 5], np.float32), 2)
+    Tail(count=2, excess=4.0, squares=10.0)
+    """
+    limit = array.dtype.type(threshold)
+    parts = spread(lambda part: _tail(array[part], limit), cut(array.size, threads))
+    return Tail(sum(int(part[0]) for part in parts), sum(part[1] for part in parts), sum(part[2] for part in parts))
+
+
+def select_above(
+    array: NDArray[np.floating],
+    threshold: float,
+    base: int,
+    indices: NDArray[np.uint32],
+    values: NDArray[np.floating],
+    count: int,
+) -> int:
+    """Append the elements whose magnitudes exceed a threshold, ascending by index, in one sweep.
+
+    Parameters
+    ----------
+    array, threshold
+        As in `tail`; NaN is above every threshold.
+    base : int
+        What is added to a position to make an index.
+    indices, values : arrays
+        Filled from ``count`` on; ``values`` in the dtype of ``array``.
+    count : int
+        Elements that are there already.
+
+    Returns
+    -------
+    int
+        ``count`` and what was found; more than ``indices.size`` where not all of them were stored.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> indices, values = np.zeros(3, np.uint32), np.zeros(3, np.float32)
+    >>> select_above(np.array([1, -3, 2, 5], np.float32), 2, 10, indices, values, 0)
+    2
+    >>> indices.tolist(), values.tolist()
+    ([11, 13, 0], [-3.0, 5.0, 0.0])
+    """
+    mask = mask_of(array.dtype)
+    bound = mask.dtype.type(magnitude_bits(threshold, array.dtype) + 1)
+    return int(_select_above(array, as_bits(array), mask, bound, base, indices, values, count))
+
+
+def select_listed(
+    index: NDArray[np.uint32],
+    listed: NDArray[np.unsignedinteger],
+    threshold: float,
+    array: NDArray[np.floating],
+    indices: NDArray[np.uint32],
+    values: NDArray[np.floating],
+) -> int:
+    """Do what `select_above` does among listed candidates.
+
+    Parameters
+    ----------
+    index, listed : arrays, shape (c,)
+        Candidates and their magnitude bits as `accumulate_candidates` lists them.
+    threshold : float
+        At least the bound with which they were listed.
+    array : array
+        What the indices point into.
+    indices, values : arrays
+        Where the selection goes; there must be room for all candidates.
+
+    Returns
+    -------
+    int
+        How many were selected.
+    """
+    bound = listed.dtype.type(magnitude_bits(threshold, array.dtype) + 1)
+    return int(_select_listed(index, listed, bound, array, indices, values))
+
+
+@kernel
+def _tail(array, threshold):  # type: ignore[no-untyped-def]
+    count, total, squares = 0, 0.0, 0.0
+    for start in range(0, array.size, _BLOCK):
+        block = array[start : start + _BLOCK]
+        above = 0
+        excess, square = array.dtype.type(0), array.dtype.type(0)
+        for i in range(block.size):
+            # No branch: the loop would not be vectorised. NaN, which is above everything, spoils the sums.
+            beyond = not (abs(block[i]) <= threshold)
+            over = abs(block[i]) - threshold if beyond else array.dtype.type(0)
+            above += beyond
+            excess += over
+            square += over * over
+        count += above
+        total += np.float64(excess)
+        squares += np.float64(square)
+    return count, total, squares
+
+
+@kernel
+def _select_above(array, bits, mask, bound, base, indices, values, count):  # type: ignore[no-untyped-def]
+    whole = bits.size - bits.size % LANES
+    for first in range(0, whole, LANES):
+        reached = at_least(bits, first, bound)
+        while reached != 0:
+            place = first + trailing_zeros(reached)
+            reached &= reached - np.uint64(1)
+            if count < indices.size:
+                indices[count] = base + place
+                values[count] = array[place]
+            count += 1
+    for place in range(whole, bits.size):
+        if (bits[place] & mask) >= bound:
+            if count < indices.size:
+                indices[count] = base + place
+                values[count] = array[place]
+            count += 1
+    return count
+
+
+@kernel
+def _select_listed(index, listed, bound, array, indices, values):  # type: ignore[no-untyped-def]
+    count = 0
+    for j in range(listed.size):
+        if listed[j] >= bound:
+            indices[count] = index[j]
+            values[count] = array[index[j]]
+            count += 1
+    return count

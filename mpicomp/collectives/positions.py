@@ -1,0 +1,68 @@
+"""The sum of all ranks' values at positions that all ranks know."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
+from mpicomp.collectives.sparse_mean import SparseMean
+from mpicomp.compressors.accumulated import TAIL, Accumulated
+from mpicomp.compressors.base import Selection
+from mpicomp.compressors.dense import Dense
+from mpicomp.errors import MessageError
+from mpicomp.kernels import cpu
+
+
+def exchange_at(
+    indices: NDArray[np.uint32],
+    weights: NDArray[np.floating] | float,
+    accumulated: Accumulated,
+    context: Context,
+    inner: Scheme[Dense],
+) -> Exchange:
+    """Average the values at some positions with a dense collective, as if they were the whole array.
+
+    Parameters
+    ----------
+    indices : array of uint32, shape (count,)
+        The same on all ranks, without repetition.
+    weights : array, shape (count,), or float
+        What values are multiplied by before they are sent.
+    accumulated, context
+        As in `Scheme.exchange`.
+    inner : Scheme
+        The dense collective.
+
+    Raises
+    ------
+    MessageError
+        Where an index is out of range.
+    """
+    array, dtype = accumulated.array(), accumulated.dtype
+    buffer = context.workspace.array("positions", indices.size + TAIL, dtype)
+    values = buffer[: indices.size]
+    if not cpu.gather(array, indices, values):
+        raise MessageError(f"{inner.id}: an index of the ranks' common positions is not below {accumulated.numel}")
+    if isinstance(weights, np.ndarray) or weights != 1:
+        np.multiply(values, weights, out=values, casting="same_kind")
+        lost = _lost(array, indices, values, accumulated.energy)
+    else:
+        lost = max(0.0, accumulated.energy - cpu.energy(values))
+    part = Accumulated.ready(buffer, accumulated.energy, lost, accumulated.finite, accumulated.stale)
+    result = yield from inner.exchange(part, context)
+    assert not isinstance(result.sent, Selection)
+    mean = SparseMean.cleared(context.workspace, accumulated.numel, dtype)
+    mean.add(indices, result.mean, 1.0)
+    return Result(
+        mean=mean.array,
+        sent=Selection(indices, result.sent),
+        gain=result.gain,
+        kept=float(indices.size),
+        nonfinite=result.nonfinite,
+        stale=result.stale,
+    )
+
+
+def _lost(array: NDArray[np.floating], indices: NDArray[np.uint32], sent: NDArray[np.floating], energy: float) -> float:
+    """Give the energy of ``array - sent``, which may be more than that of the array."""
+    exact = array[indices]
+    return energy - cpu.energy(exact) + cpu.energy(exact - sent)

@@ -1,0 +1,43 @@
+"""Sparsifiers that pick the same positions on all ranks, carried by any collective that sums dense arrays."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpicomp.collectives.positions import exchange_at
+from mpicomp.collectives.round import Group, Round
+from mpicomp.collectives.scheme import Context, Exchange, Scheme
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import SharedSparsifier
+from mpicomp.compressors.dense import Dense
+
+
+class SharedPositions(Scheme[SharedSparsifier]):
+    """No indices on the wire: the values at the common positions are exchanged as a short dense array.
+
+    Parameters
+    ----------
+    compressor : SharedSparsifier
+        Picks the positions.
+    inner : Scheme
+        Sums the values; its name is this scheme's.
+    """
+
+    paper: ClassVar[str] = "none: the collective's own, on a shorter array"
+    messages: ClassVar[str] = "dense"
+
+    def __init__(self, compressor: SharedSparsifier, inner: type[Scheme[Dense]]) -> None:
+        super().__init__(compressor)
+        self._inner = inner(Dense(wire=compressor.wire))
+        self.id = inner.id  # type: ignore[misc]  # one class for as many names as there are dense collectives
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        """Give the inner collective's rounds for the values; see `Scheme.rounds`."""
+        return self._inner.rounds(self.compressor.count(numel), dtype, group, step)
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Gather, sum, scatter; see `Scheme.exchange`."""
+        numel = accumulated.numel
+        indices = context.workspace.array("indices", self.compressor.count(numel), np.uint32)
+        self.compressor.positions(numel, context, indices)
+        return (yield from exchange_at(indices, self.compressor.weights(numel), accumulated, context, self._inner))

@@ -1,0 +1,137 @@
+"""Large elements, listed in the sweep that makes the sum, and what can be asked of them without another one."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.accumulated import Accumulated, Region
+from mpicomp.compressors.base import Scope, Selection
+from mpicomp.kernels import cpu
+
+
+class Candidates:
+    """The elements of a part of a bucket from a bound on, and answers that hold for all of its elements.
+
+    The bound comes from an earlier step. Whatever is asked for above it is answered from the list, which is
+    short; for the rest, and where the list has no room, the array itself is swept. The answers are the same.
+
+    Parameters
+    ----------
+    accumulated : Accumulated
+        What the sum is made of.
+    scope : Scope
+        Where arrays come from.
+    bound : float
+        Magnitude from which on elements are listed; 0 lists nothing.
+    room : int
+        Elements that can be listed.
+    part : slice, optional
+        Of the bucket; all of it when not given.
+    place : int
+        Number of this part, which tells its arrays from those of others.
+    """
+
+    def __init__(
+        self,
+        accumulated: Accumulated,
+        scope: Scope,
+        bound: float,
+        room: int,
+        part: slice | None = None,
+        place: int = 0,
+    ) -> None:
+        self._accumulated = accumulated
+        self._workspace = scope.workspace
+        self._name = f"candidates.{place}"
+        self.part = slice(0, accumulated.numel) if part is None else part
+        dtype = accumulated.dtype
+        self._word = np.dtype(np.uint32 if dtype == np.float32 else np.uint64)
+        room = min(room, self.part.stop - self.part.start) if bound > 0 else 0
+        self.region = Region(
+            self.part.start,
+            self.part.stop,
+            cpu.magnitude_bits(bound, dtype),
+            scope.workspace.array(f"{self._name}.index", room, np.uint32),
+            scope.workspace.array(f"{self._name}.bits", room, self._word),
+        )
+
+    @property
+    def array(self) -> NDArray[np.floating]:
+        """The part of the sum."""
+        return self._accumulated.array()[self.part]
+
+    @property
+    def listed(self) -> int:
+        """Elements in the list; 0 where it is of no use."""
+        region = self.region
+        return region.found if region.found <= region.index.size else 0
+
+    def tail(self, threshold: float) -> cpu.Tail:
+        """Count what exceeds a threshold, and by how much; see `mpicomp.kernels.cpu.tail`."""
+        if self._covers(threshold):
+            return cpu.tail(self.region.bits[: self.listed].view(self._accumulated.dtype), threshold)
+        return cpu.tail(self.array, threshold, self._accumulated.threads)
+
+    def top(self) -> float:
+        """Give the largest magnitude."""
+        bits = int(self.region.bits[: self.listed].max()) if self.listed else cpu.kth_magnitude(self.array, 1)
+        return cpu.magnitude_of(bits, self._accumulated.dtype)
+
+    def above(self, threshold: float, room: int) -> Selection:
+        """Select what exceeds a threshold, ascending by index.
+
+        Parameters
+        ----------
+        threshold : float
+            Magnitudes equal to it are not selected.
+        room : int
+            How many are expected; where there are more it takes another sweep.
+        """
+        listed = self.listed if self._covers(threshold) else 0
+        selection = self._selection(listed or max(1, room))
+        if listed:
+            index, bits = self.region.index[:listed], self.region.bits[:listed]
+            count = cpu.select_listed(index, bits, threshold, self._accumulated.array(), *_arrays(selection))
+        else:
+            array, start = self.array, self.part.start
+            count = cpu.select_above(array, threshold, start, *_arrays(selection), 0)
+            if count > selection.indices.size:
+                selection = self._selection(count)
+                cpu.select_above(array, threshold, start, *_arrays(selection), 0)
+        return Selection(selection.indices[:count], selection.values[:count])
+
+    def largest(self, k: int) -> tuple[Selection, float]:
+        """Select the k largest, exactly; equal ones go to the lowest index, and NaN is larger than infinity.
+
+        Returns
+        -------
+        selection : Selection
+            Ascending by index.
+        threshold : float
+            Magnitude of the smallest of them.
+        """
+        selection = self._selection(k)
+        array = self._accumulated.array()
+        if k <= self.listed:
+            index, bits = self.region.index[: self.listed], self.region.bits[: self.listed]
+            scratch = self._workspace.array(f"{self._name}.scratch", self.listed, self._word)
+            threshold = cpu.select_candidates(index, bits, scratch, array, *_arrays(selection))
+        else:
+            threshold = cpu.kth_magnitude(self.array, k)
+            cpu.select_largest(self.array, threshold, *_arrays(selection))
+            if self.part.start:
+                selection.indices[:] += np.uint32(self.part.start)
+        return selection, cpu.magnitude_of(threshold, self._accumulated.dtype)
+
+    def _covers(self, threshold: float) -> bool:
+        return self.listed > 0 and cpu.magnitude_bits(threshold, self._accumulated.dtype) >= self.region.bound
+
+    def _selection(self, room: int) -> Selection:
+        workspace, dtype = self._workspace, self._accumulated.dtype
+        return Selection(
+            workspace.array(f"{self._name}.indices", room, np.uint32),
+            workspace.array(f"{self._name}.values", room, dtype),
+        )
+
+
+def _arrays(selection: Selection) -> tuple[NDArray[np.uint32], NDArray[np.floating]]:
+    return selection.indices, selection.values
