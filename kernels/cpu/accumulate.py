@@ -213,14 +213,17 @@ def _top(bits, mask):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _logarithm(array):  # type: ignore[no-untyped-def]
-    if array.itemsize == 8:
-        total = 0.0
-        for i in range(array.size):
-            if array[i] != 0:
-                total += np.log(abs(array[i]))
-        return total
-    # Of float32 by the exponent and a polynomial for log2(1 + x) / x between 1/sqrt(2) and sqrt(2), which is off by
+def _logarithm64(array):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for i in range(array.size):
+        if array[i] != 0:
+            total += np.log(abs(array[i]))
+    return total
+
+
+@kernel
+def _logarithm32(array):  # type: ignore[no-untyped-def]
+    # By the exponent and a polynomial for log2(1 + x) / x between 1/sqrt(2) and sqrt(2), which is off by
     # at most 6e-7 and, unlike a call for each element, vectorises.
     total = np.float32(0)
     for i in range(array.size):
@@ -241,6 +244,11 @@ def _logarithm(array):  # type: ignore[no-untyped-def]
             exponent -= _LIFTED
         total += series * rest + exponent if value != 0 else np.float32(0)
     return np.float64(total) * 0.6931471805599453
+
+
+@kernel
+def _logarithm(array):  # type: ignore[no-untyped-def]
+    return _logarithm64(array) if array.itemsize == 8 else _logarithm32(array)
 
 
 # The kernel goes through memory once, block by block, and lets each of the loops above run over a block while it lies

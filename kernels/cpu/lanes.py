@@ -12,7 +12,7 @@ LANES = 64
 _REGISTER = 512  # bits; where the processor's vectors are shorter LLVM cuts them
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def at_least(typingctx: Any, bits: Any, start: Any, bound: Any) -> Any:
     """Give a 64-bit mask of the elements ``bits[start : start + LANES]`` whose magnitude bits reach ``bound``.
 
@@ -42,7 +42,7 @@ def at_least(typingctx: Any, bits: Any, start: Any, bound: Any) -> Any:
     return types.uint64(bits, types.intp, bits.dtype), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def trailing_zeros(typingctx: Any, word: Any) -> Any:
     """Give the number of zero bits below the lowest one of a 64-bit word that is not zero."""
 

@@ -15,7 +15,7 @@ _BLOCK = 1024
 class Tail(NamedTuple):
     """The elements whose magnitudes exceed a threshold."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # hides the tuple method of that name
     """How many there are."""
     excess: float
     """Sum of ``|x| - threshold`` over them."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -197,7 +198,7 @@ class Accumulated:
             part = slice(piece.offset, piece.offset + piece.gradient.size)
             gradient = piece.gradient
             if gradient.dtype == self.dtype and gradient.dtype.isnative and gradient.flags.c_contiguous:
-                flat = gradient.reshape(-1)
+                flat: NDArray[Any] = gradient.reshape(-1)
             else:
                 # Widened or packed where the sum will stand, which the kernel then adds to in place.
                 flat = out[part]

@@ -84,7 +84,7 @@ class Compressor(ABC):
     def __repr__(self) -> str:
         """Name the parameters that are not at their defaults."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        order = sorted(fields(self), key=lambda entry: entry.kw_only)
+        order = sorted(fields(self), key=lambda entry: bool(entry.kw_only))
         shown = [f"{entry.name}={values[entry.name]!r}" for entry in order if values[entry.name] != entry.default]
         return f"{type(self).__name__}({', '.join(shown)})"
 
