@@ -1,0 +1,57 @@
+"""CUDA kernels for contiguous one-dimensional CuPy arrays of float32 or float64.
+
+What stands in `mpicomp.kernels.cpu` under the same name gives the same result. Everything goes into the current
+stream, and nothing waits: a number that a CPU function returns is a 0-d device array here, and whoever makes a Python
+number of it waits for it. Numbers that kernels are told may be such arrays, too.
+
+Importing this compiles nothing and needs no CuPy; a source is compiled when one of its kernels is first launched on a
+device. Scratch of single functions comes from CuPy's memory pool, that of `topk` and `sidco` from a `Workspace`.
+"""
+
+from mpicomp.kernels.gpu.accumulate import accumulate, accumulate_candidates, is_finite
+from mpicomp.kernels.gpu.bits import magnitude_bits, magnitude_of
+from mpicomp.kernels.gpu.cast import narrow, widen, widen_add
+from mpicomp.kernels.gpu.moments import Moments, logarithms
+from mpicomp.kernels.gpu.scatter import clear_at, gather, scatter_add, subtract_at
+from mpicomp.kernels.gpu.select import kth_magnitude, select_candidates, select_largest
+from mpicomp.kernels.gpu.sidco import Estimate, sidco
+from mpicomp.kernels.gpu.spectrum import BINS, spectrum
+from mpicomp.kernels.gpu.sweep import energy, momentum, scale, share_rounding
+from mpicomp.kernels.gpu.tail import Tail, select_above, select_listed, tail
+from mpicomp.kernels.gpu.topk import Stats, topk
+from mpicomp.kernels.gpu.workspace import Workspace
+
+__all__ = [
+    "BINS",
+    "Estimate",
+    "Moments",
+    "Stats",
+    "Tail",
+    "Workspace",
+    "accumulate",
+    "accumulate_candidates",
+    "clear_at",
+    "energy",
+    "gather",
+    "is_finite",
+    "kth_magnitude",
+    "logarithms",
+    "magnitude_bits",
+    "magnitude_of",
+    "momentum",
+    "narrow",
+    "scale",
+    "scatter_add",
+    "select_above",
+    "select_candidates",
+    "select_largest",
+    "select_listed",
+    "share_rounding",
+    "sidco",
+    "spectrum",
+    "subtract_at",
+    "tail",
+    "topk",
+    "widen",
+    "widen_add",
+]

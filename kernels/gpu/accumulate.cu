@@ -1,0 +1,119 @@
+// Error feedback: gradient plus residual, in the sweep that also finds what a selection or an estimate needs.
+
+// Appends a tile's candidates to the list: in their order, at a place that one addition of thread 0 reserves. Where
+// a tile's candidates lie is kept in starts and counts; what does not fit is counted only. `turn` alternates from
+// call to call, so that a slow warp may still read what it needs of the call before.
+__device__ __forceinline__ void list_candidates(
+    const Items& items, i64 tile, i64 first, Word bound, u32* index, Word* bits, u64 room, u64* starts, u32* counts,
+    State* state, int turn) {
+  __shared__ u32 found[2][WARPS];
+  __shared__ u64 place[2];
+  u32 marks = 0, of_rounds = 0;
+#pragma unroll
+  for (int r = 0; r < ROUNDS; ++r) {
+    u32 of_round = 0;
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+      const u32 mark = (items.item[r][j] & MASK) >= bound;
+      marks |= mark << (r * VEC + j);
+      of_round += mark;
+    }
+    of_rounds |= of_round << (8 * r);  // at most 128 in a warp: one byte a round is enough
+  }
+  const u32 inclusive = warp_scan(of_rounds);
+  const u32 of_warp = __shfl_sync(ALL, inclusive, 31);
+  const u32 total_of_warp = (of_warp & 255) + (of_warp >> 8 & 255) + (of_warp >> 16 & 255) + (of_warp >> 24);
+  if (lane_of_thread() == 0) found[turn][warp_of_thread()] = total_of_warp;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    u32 total = 0;
+    for (int w = 0; w < WARPS; ++w) total += found[turn][w];
+    const u64 start = total ? atomicAdd(&state->candidates, (u64)total) : 0;
+    starts[tile] = start;
+    counts[tile] = total;
+    place[turn] = start + total <= room ? start : ~(u64)0;
+  }
+  __syncthreads();
+  u64 at = place[turn];
+  if (marks == 0 || at == ~(u64)0) return;
+  for (int w = 0; w < warp_of_thread(); ++w) at += found[turn][w];
+  const u32 before = inclusive - of_rounds;
+#pragma unroll
+  for (int r = 0; r < ROUNDS; ++r) {
+    u64 next = at + (before >> (8 * r) & 255);
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+      if (marks >> (r * VEC + j) & 1) {
+        index[next] = (u32)(first + r * STRIP + j);
+        bits[next] = items.item[r][j] & MASK;
+        ++next;
+      }
+    }
+    at += of_warp >> (8 * r) & 255;
+  }
+}
+
+// Columns of sums: how many are not zero, sum of magnitudes, energy, sum of logarithms of what is not zero. A bound of
+// 0 lists nothing: what lies behind the end of the array reads as 0 and must not be a candidate.
+template <bool LOGARITHMS>
+__device__ __forceinline__ void sweep(
+    const Word* gradient, const Word* residual, Word* out, i64 size, Word bound, u32* index, Word* bits, u64 room,
+    u64* starts, u32* counts, State* state, double* sums, u64* tops) {
+  double sum[4] = {};
+  u64 nonzero = 0;
+  Word top = 0;
+  int turn = 0;
+  const bool even = aligned(gradient) && aligned(out) && aligned(residual);
+  for (i64 tile = blockIdx.x; tile * TILE < size; tile += gridDim.x) {
+    const i64 first = tile * TILE + warp_of_thread() * WARP_TILE + lane_of_thread() * VEC;
+    const bool packed = even && (tile + 1) * TILE <= size;
+    Items items;
+    load(items, gradient, first, size, packed);
+    if (residual) {
+      Items other;
+      load(other, residual, first, size, packed);
+#pragma unroll
+      for (int r = 0; r < ROUNDS; ++r) {
+#pragma unroll
+        for (int j = 0; j < VEC; ++j)
+          items.item[r][j] = as_word(as_real(items.item[r][j]) + as_real(other.item[r][j]));
+      }
+    }
+    store(items, out, first, size, packed);
+    Logarithms logarithms;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        const Word magnitude = items.item[r][j] & MASK;
+        const double value = (double)as_real(magnitude);
+        top = larger(top, magnitude);
+        nonzero += magnitude != 0;
+        sum[1] += value;
+        sum[2] += value * value;
+        if constexpr (LOGARITHMS) logarithms.take(value);
+      }
+    }
+    if constexpr (LOGARITHMS) sum[3] += logarithms.sum();
+    if (bound != 0) {
+      list_candidates(items, tile, first, bound, index, bits, room, starts, counts, state, turn);
+      turn ^= 1;
+    }
+  }
+  sum[0] = (double)nonzero;
+  if (!LOGARITHMS) sum[3] = as_real((u64)0x7ff8000000000000ull);  // NaN: nobody asked
+  leave_sums(sum, sums);
+  leave_top(top, tops);
+}
+
+#define SWEEP(NAME, LOGARITHMS)                                                                                       \
+  extern "C" __global__ void __launch_bounds__(THREADS) NAME(                                                         \
+      const Word* gradient, const Word* residual, Word* out, i64 size, const u64* bound, i64 bound_value, u32* index, \
+      Word* bits, i64 room, u64* starts, u32* counts, State* state, double* sums, u64* tops) {                        \
+    sweep<LOGARITHMS>(                                                                                                \
+        gradient, residual, out, size, (Word)given(bound, bound_value), index, bits, (u64)room, starts, counts,       \
+        state, sums, tops);                                                                                           \
+  }
+
+SWEEP(accumulate, false)
+SWEEP(accumulate_logarithms, true)

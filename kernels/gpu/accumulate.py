@@ -1,0 +1,116 @@
+"""Error feedback: gradient plus residual, in the sweep that also finds what a selection needs to know."""
+
+from typing import Any
+
+import numpy as np
+from mpicomp.kernels.cpu.bits import infinity_of
+from mpicomp.kernels.gpu.bits import given, word_of
+from mpicomp.kernels.gpu.compile import launch, library, sweeps, tiles
+from mpicomp.kernels.gpu.moments import Moments
+from mpicomp.kernels.gpu.reduce import Partials
+from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, write_tiles
+
+COLUMNS = 4  # of the sums that a sweep leaves; the first one is an integer
+
+
+def is_finite(top: Any, dtype: Any) -> Any:
+    """Tell from a sweep's largest magnitude bits whether every element was finite, as a 0-d array."""
+    return top < infinity_of(np.dtype(dtype))
+
+
+def accumulate(gradient: Any, residual: Any, out: Any, threads: int = 1, *, logarithms: bool = False) -> Moments:
+    """Write ``gradient + residual`` to ``out``, in one sweep; see `mpicomp.kernels.cpu.accumulate`.
+
+    Parameters
+    ----------
+    gradient : device array, shape (n,)
+        float32 or float64, contiguous. It may be ``out`` itself, as ``residual`` may be.
+    residual : device array, shape (n,), or None
+        Of the same dtype. None stands for zeros: the gradient is copied.
+    out : device array, shape (n,)
+        Where the sum goes; of the same dtype.
+    threads : int
+        Of no meaning here.
+    logarithms : bool
+        Whether to sum logarithms, too, in the same sweep.
+
+    Returns
+    -------
+    Moments
+        Of ``out``.
+    """
+    partials = Partials(sweeps(out.size, out.dtype), COLUMNS, top=True)
+    sweep(gradient, residual, out, logarithms, (0, 0), 0, 0, 0, 0, 0, 0, partials.sums, partials.tops)
+    return _moments(partials, out.dtype, logarithms)
+
+
+def accumulate_candidates(
+    gradient: Any,
+    residual: Any,
+    out: Any,
+    bound: Any,
+    base: int,
+    index: Any,
+    bits: Any,
+    count: Any,
+    threads: int = 1,
+    *,
+    logarithms: bool = False,
+) -> tuple[Any, Moments]:
+    """Do what `accumulate` does and list the elements of at least a given magnitude, ascending by index.
+
+    See `mpicomp.kernels.cpu.accumulate_candidates`; ``bound`` and ``count`` may be 0-d device arrays. The sweep
+    leaves candidates tile by tile, in whatever order the tiles end; two short launches put them in order.
+
+    Returns
+    -------
+    count : 0-d device array of int64
+        Candidates found so far. A count above ``index.size`` means that some were not stored.
+    moments : Moments
+        Of ``out``.
+    """
+    cupy = library()
+    number, room = tiles(out.size, out.dtype), index.size
+    listed = cupy.empty(room, np.uint32), cupy.empty(room, word_of(out.dtype))
+    starts, counts, before = (
+        cupy.empty(number, np.uint64),
+        cupy.empty(number, np.uint32),
+        cupy.empty(number + 1, np.uint64),
+    )
+    state = cupy.zeros(len(Field), np.uint64)
+    partials = Partials(sweeps(out.size, out.dtype), COLUMNS, top=True)
+    least = given(bound, np.uint64)
+    sweep(
+        gradient, residual, out, logarithms, least, *listed, room, starts, counts, state, partials.sums, partials.tops
+    )
+    moments = _moments(partials, out.dtype, logarithms)
+    count_tiles(
+        out, out.size, listed[1], room, starts, counts, Source.LIST_IF_COMPLETE, least, least, Rule.REACH, room,
+        given(count, np.int64), number, before, state,
+    )  # fmt: skip
+    write_tiles(out, out.size, *listed, starts, counts, number, before, state, base, index, magnitudes=bits)
+    return state.view(np.int64)[Field.END], moments
+
+
+def sweep(
+    gradient: Any, residual: Any, out: Any, logarithms: bool, bound: tuple[Any, int], index: Any, bits: Any,
+    room: int, starts: Any, counts: Any, state: Any, sums: Any, tops: Any,
+) -> None:  # fmt: skip
+    """Launch the kernel that makes the sum; a bound of 0 lists nothing."""
+    launch(
+        "accumulate", "accumulate_logarithms" if logarithms else "accumulate", out.dtype, sweeps(out.size, out.dtype),
+        gradient, 0 if residual is None else residual, out, out.size, *bound,
+        index, bits, room, starts, counts, state, sums, tops,
+    )  # fmt: skip
+
+
+def _moments(partials: Partials, dtype: Any, logarithms: bool) -> Moments:
+    partials.finish(dtype, integers=1)
+    return Moments(
+        partials.count(0),
+        partials.total(1),
+        partials.total(2),
+        partials.total(3),
+        partials.finite(),
+        partials.top(),
+    )

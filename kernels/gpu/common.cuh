@@ -1,0 +1,266 @@
+// What the sources share. Each is compiled twice, with REAL defined as float and as double, behind this text; nothing
+// is included, since NVRTC comes without headers.
+//
+// An array is cut into tiles of 16 KiB. In a tile every warp has a part of its own, and in each of its rounds lane l
+// holds the l-th 16 bytes: ascending by warp, round, lane and item is ascending by index.
+
+typedef REAL Real;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+template <typename T>
+struct Bits;
+template <>
+struct Bits<float> {
+  using Word = u32;
+};
+template <>
+struct Bits<double> {
+  using Word = u64;
+};
+using Word = Bits<Real>::Word;
+
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
+constexpr int VEC = 16 / (int)sizeof(Real);
+constexpr int ROUNDS = 4;
+constexpr int STRIP = 32 * VEC;
+constexpr int WARP_TILE = ROUNDS * STRIP;
+[[maybe_unused]] constexpr int TILE = WARPS * WARP_TILE;
+constexpr int GROUP = 1024;
+constexpr u32 ALL = 0xffffffffu;
+[[maybe_unused]] constexpr Word MASK = ~(Word)0 >> 1;
+[[maybe_unused]] constexpr Word INFINITE = sizeof(Real) == 4 ? (Word)0x7f800000u : (Word)0x7ff0000000000000ull;
+
+struct alignas(16) Pack {
+  Word item[VEC];
+};
+
+struct Items {
+  Word item[ROUNDS][VEC];
+};
+
+// What a selection carries from one launch to the next. The host names the fields by their place.
+struct State {
+  u64 candidates;  // reserved so far by the sweep that lists them
+  u64 ticket;      // blocks of the running launch that have ended
+  u64 usable;      // whether the list holds everything that is asked for
+  u64 known;       // digits of the k-th magnitude found so far, at their place
+  u64 remaining;   // its rank among those that share these digits
+  u64 threshold;   // magnitude bits
+  u64 ties;        // how many of those equal to the threshold are taken
+  u64 offset;      // where the selection starts in its output
+  u64 end;         // where it would end if there were room
+  u64 listed;      // what candidates was, kept for the caller
+  u64 gap;         // bits of a double: by which part of the threshold the next bound stays below it, once that is known
+};
+
+__device__ __forceinline__ float as_real(u32 word) { return __uint_as_float(word); }
+__device__ __forceinline__ double as_real(u64 word) { return __longlong_as_double((i64)word); }
+__device__ __forceinline__ u32 as_word(float value) { return __float_as_uint(value); }
+__device__ __forceinline__ u64 as_word(double value) { return (u64)__double_as_longlong(value); }
+__device__ __forceinline__ int lane_of_thread() { return threadIdx.x & 31; }
+__device__ __forceinline__ int warp_of_thread() { return threadIdx.x >> 5; }
+__device__ __forceinline__ bool aligned(const void* pointer) { return ((u64)pointer & 15) == 0; }
+
+template <typename T>
+__device__ __forceinline__ T larger(T first, T second) {
+  return first > second ? first : second;
+}
+
+template <typename T>
+__device__ __forceinline__ T smaller(T first, T second) {
+  return first < second ? first : second;
+}
+
+// What is given either as a number or, where it is known on the device only, by its address.
+template <typename T, typename V>
+__device__ __forceinline__ T given(const T* where, V value) {
+  return where ? *where : (T)value;
+}
+
+// `packed` says that the addresses are multiples of 16 and that the whole tile lies below `size`.
+__device__ __forceinline__ void load(Items& items, const Word* array, i64 first, i64 size, bool packed) {
+  if (packed) {
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+      const Pack pack = *reinterpret_cast<const Pack*>(array + first + r * STRIP);
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) items.item[r][j] = pack.item[j];
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        const i64 i = first + r * STRIP + j;
+        items.item[r][j] = i < size ? array[i] : (Word)0;
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void store(const Items& items, Word* array, i64 first, i64 size, bool packed) {
+  if (packed) {
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+      Pack pack;
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) pack.item[j] = items.item[r][j];
+      *reinterpret_cast<Pack*>(array + first + r * STRIP) = pack;
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        const i64 i = first + r * STRIP + j;
+        if (i < size) array[i] = items.item[r][j];
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T warp_sum(T value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance >>= 1) value += __shfl_xor_sync(ALL, value, distance);
+  return value;
+}
+
+template <typename T>
+__device__ __forceinline__ T warp_max(T value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance >>= 1) value = larger(value, __shfl_xor_sync(ALL, value, distance));
+  return value;
+}
+
+// The sum over this lane and those below it.
+template <typename T>
+__device__ __forceinline__ T warp_scan(T value) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance <<= 1) {
+    const T below = __shfl_up_sync(ALL, value, distance);
+    if (lane_of_thread() >= distance) value += below;
+  }
+  return value;
+}
+
+// The sum over the block, on every thread. The order of the additions is the same at every call.
+template <typename T>
+__device__ __forceinline__ T block_sum(T value) {
+  __shared__ T parts[WARPS];
+  __syncthreads();
+  value = warp_sum(value);
+  if (lane_of_thread() == 0) parts[warp_of_thread()] = value;
+  __syncthreads();
+  T total = 0;
+  for (int w = 0; w < WARPS; ++w) total += parts[w];
+  return total;
+}
+
+template <typename T>
+__device__ __forceinline__ T block_max(T value) {
+  __shared__ T parts[WARPS];
+  __syncthreads();
+  value = warp_max(value);
+  if (lane_of_thread() == 0) parts[warp_of_thread()] = value;
+  __syncthreads();
+  T largest = parts[0];
+  for (int w = 1; w < WARPS; ++w) largest = larger(largest, parts[w]);
+  return largest;
+}
+
+// The sum over the threads below this one; `total` is the sum over all.
+__device__ __forceinline__ u64 block_scan(u64 value, u64& total) {
+  __shared__ u64 parts[WARPS];
+  __syncthreads();
+  const u64 inclusive = warp_scan(value);
+  if (lane_of_thread() == 31) parts[warp_of_thread()] = inclusive;
+  __syncthreads();
+  u64 before = 0;
+  total = 0;
+  for (int w = 0; w < WARPS; ++w) {
+    if (w < warp_of_thread()) before += parts[w];
+    total += parts[w];
+  }
+  return before + inclusive - value;
+}
+
+// Sums of a block go to sums[column * gridDim.x + blockIdx.x]: they are added up later in an order that does not
+// depend on which block ends first.
+template <int COLUMNS>
+__device__ __forceinline__ void leave_sums(const double (&values)[COLUMNS], double* sums) {
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) {
+    const double total = block_sum(values[c]);
+    if (threadIdx.x == 0) sums[(i64)c * gridDim.x + blockIdx.x] = total;
+  }
+}
+
+__device__ __forceinline__ void leave_top(Word top, u64* tops) {
+  const Word largest = block_max(top);
+  if (threadIdx.x == 0) tops[blockIdx.x] = largest;
+}
+
+__device__ __forceinline__ double collect_sum(const double* sums, i64 column, i64 blocks) {
+  double total = 0;
+  for (i64 b = threadIdx.x; b < blocks; b += THREADS) total += sums[column * blocks + b];
+  return block_sum(total);
+}
+
+__device__ __forceinline__ u64 collect_top(const u64* tops, i64 blocks) {
+  u64 top = 0;
+  for (i64 b = threadIdx.x; b < blocks; b += THREADS) top = larger(top, tops[b]);
+  return block_max(top);
+}
+
+// True on all threads of the block that ends last: what the others wrote is then there to be read.
+__device__ __forceinline__ bool ends_last(State* state) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(&state->ticket, (u64)1) == (u64)gridDim.x - 1;
+    if (last) state->ticket = 0;
+  }
+  __syncthreads();
+  __threadfence();
+  return last;
+}
+
+// Where a place in what remains of an array lies in it, when of all groups of 1024 elements every `stride`-th remains.
+__device__ __forceinline__ i64 strided(i64 place, i64 stride) {
+  return place / GROUP * stride * GROUP + place % GROUP;
+}
+
+// Natural logarithms of a thread's magnitudes cost one logarithm in all: exponents are added up as integers and
+// significands multiplied, 16 of which stay below 2^16.
+struct Logarithms {
+  double significand = 1.0;
+  i64 exponent = 0;
+  double rest = 0.0;  // what is infinite or NaN
+
+  __device__ __forceinline__ void take(double magnitude) {
+    u64 word = as_word(magnitude);
+    i64 shift = 0;
+    if (word == 0) return;
+    if (word >> 52 == 0) {
+      word = as_word(magnitude * 18014398509481984.0);  // 2^54 makes it normal
+      shift = 54;
+    }
+    if (word >> 52 == 0x7ff) {
+      rest += magnitude;
+    } else {
+      exponent += (i64)(word >> 52) - 1023 - shift;
+      significand *= as_real((word & 0x000fffffffffffffull) | 0x3ff0000000000000ull);
+    }
+  }
+
+  __device__ __forceinline__ double sum() const {
+    return rest + (double)exponent * 0.69314718055994530942 + log(significand);
+  }
+};

@@ -1,0 +1,78 @@
+"""How the sources are compiled and launched. CuPy is not imported here: who passes its arrays has loaded it."""
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+THREADS = 256
+WARPS = THREADS // 32  # of a block
+LIMIT = 2112  # blocks of a sweep: 16 for each of an H200's multiprocessors, and the same number on any other device
+
+_REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
+
+
+def library() -> Any:
+    """Give the module cupy, which whoever has an array of it has imported."""
+    return sys.modules["cupy"]
+
+
+def launch(source: str, name: str, dtype: Any, blocks: int, *arguments: Any) -> None:
+    """Put a kernel into the current stream of the current device.
+
+    Parameters
+    ----------
+    source : str
+        Name of the file, without its ending.
+    name : str
+        Of the kernel.
+    dtype : numpy.dtype
+        float32 or float64.
+    blocks : int
+        Of `THREADS` threads; at least one is launched.
+    *arguments
+        Device arrays, int for 64-bit integers and null pointers, float for doubles.
+    """
+    cupy = library()
+    _kernel(cupy, cupy.cuda.runtime.getDevice(), source, name, np.dtype(dtype))(
+        (max(1, blocks),), (THREADS,), arguments
+    )
+
+
+def tile(dtype: Any) -> int:
+    """Give the number of elements of a tile: 16 KiB, which is what a block handles at a time."""
+    return 16384 // int(np.dtype(dtype).itemsize)
+
+
+def tiles(size: int, dtype: Any) -> int:
+    """Give the number of tiles of an array."""
+    return -(-size // tile(dtype))
+
+
+def sweeps(size: int, dtype: Any) -> int:
+    """Give the number of blocks that sweep over an array."""
+    return max(1, min(LIMIT, tiles(size, dtype)))
+
+
+def remaining(size: int, stride: int) -> int:
+    """Give the number of elements, the last group filled up, when of groups of 1024 every ``stride``-th remains."""
+    return -(-size // (1024 * stride)) * 1024
+
+
+def strides(size: int) -> int:
+    """Give the number of blocks whose threads go through an array one element at a time."""
+    return max(1, min(LIMIT, -(-size // THREADS)))
+
+
+@functools.cache
+def _kernel(cupy: Any, device: int, source: str, name: str, dtype: np.dtype[Any]) -> Any:
+    return _module(cupy, device, source, dtype).get_function(name)
+
+
+@functools.cache
+def _module(cupy: Any, device: int, source: str, dtype: np.dtype[Any]) -> Any:
+    folder = Path(__file__).parent
+    code = (folder / "common.cuh").read_text() + (folder / f"{source}.cu").read_text()
+    return cupy.RawModule(code=code, options=("-std=c++17", f"-DREAL={_REAL[dtype]}"))

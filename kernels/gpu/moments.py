@@ -1,0 +1,48 @@
+"""What the magnitudes of an array are like, in a few sums."""
+
+from typing import Any, NamedTuple
+
+from mpicomp.kernels.gpu.compile import launch, remaining, sweeps
+from mpicomp.kernels.gpu.reduce import Partials
+
+
+class Moments(NamedTuple):
+    """What one sweep tells of an array's magnitudes, as 0-d device arrays; sums are in float64."""
+
+    nonzero: Any
+    """Elements that are not zero."""
+    total: Any
+    """Sum of magnitudes."""
+    energy: Any
+    """Sum of squares."""
+    logarithm: Any
+    """Sum of natural logarithms of the magnitudes that are not zero; NaN where it was not asked for."""
+    finite: Any
+    """Whether no element is infinite or NaN."""
+    top: Any
+    """Largest magnitude bits, as uint64."""
+
+
+def logarithms(array: Any, stride: int = 1, threads: int = 1) -> tuple[Any, Any, Any]:
+    """Sum magnitudes and their natural logarithms over the elements that are not zero.
+
+    Parameters
+    ----------
+    array : device array, shape (n,)
+        float32 or float64, contiguous.
+    stride : int
+        1 looks at all elements, s at every s-th group of 1024 of them. Nothing is scaled up.
+    threads : int
+        Of no meaning here.
+
+    Returns
+    -------
+    nonzero, total, logarithm : 0-d device arrays
+        How many elements were summed, and the sums.
+    """
+    seen = remaining(array.size, stride)
+    blocks = sweeps(seen, array.dtype)
+    partials = Partials(blocks, 3)
+    launch("moments", "logarithms", array.dtype, blocks, array, array.size, seen, stride, partials.sums)
+    partials.finish(array.dtype, integers=1)
+    return partials.count(0), partials.total(1), partials.total(2)

@@ -1,0 +1,76 @@
+// From arrays to selections and back. Every element of an output is written by one thread, which takes what repeats in
+// the order given: no atomic additions, whose order would differ from rank to rank.
+
+struct Check {
+  u64 outside;    // an index is out of range
+  u64 unordered;  // an index is below the one before
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) check(const u32* indices, i64 count, i64 size, Check* flags) {
+  for (i64 j = (i64)blockIdx.x * THREADS + threadIdx.x; j < count; j += (i64)gridDim.x * THREADS) {
+    const u32 index = indices[j];
+    if ((i64)index >= size) flags->outside = 1;
+    if (j > 0 && indices[j - 1] > index) flags->unordered = 1;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    gather(const Real* array, const u32* indices, i64 count, Real* out, const Check* flags, u8* good) {
+  const bool outside = flags->outside != 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *good = !outside;
+  if (outside) return;
+  for (i64 j = (i64)blockIdx.x * THREADS + threadIdx.x; j < count; j += (i64)gridDim.x * THREADS)
+    out[j] = array[indices[j]];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) scatter_ascending(
+    const u32* indices, const Real* values, i64 count, const double* factor, double factor_value, Real* out,
+    const Check* flags, u8* good) {
+  const bool outside = flags->outside != 0;
+  const Real by = (Real)given(factor, factor_value);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *good = !outside;
+  if (outside || flags->unordered) return;
+  for (i64 j = (i64)blockIdx.x * THREADS + threadIdx.x; j < count; j += (i64)gridDim.x * THREADS) {
+    const u32 index = indices[j];
+    if (j > 0 && indices[j - 1] == index) continue;
+    Real sum = out[index];
+    for (i64 next = j; next < count && indices[next] == index; ++next) sum += by * values[next];
+    out[index] = sum;
+  }
+}
+
+// Indices in any order: a block owns a part of the output and goes through all indices for those that fall into it.
+extern "C" __global__ void __launch_bounds__(THREADS) scatter_unordered(
+    const u32* indices, const Real* values, i64 count, const double* factor, double factor_value, Real* out, i64 size,
+    const Check* flags) {
+  __shared__ u32 where[THREADS];
+  __shared__ Real what[THREADS];
+  if (flags->outside || !flags->unordered) return;
+  const Real by = (Real)given(factor, factor_value);
+  const i64 own = (size + gridDim.x - 1) / gridDim.x;
+  const i64 from = (i64)blockIdx.x * own, to = from + own;
+  for (i64 start = 0; start < count; start += THREADS) {
+    const i64 j = start + threadIdx.x;
+    const u32 index = j < count ? indices[j] : 0;
+    const bool mine = j < count && (i64)index >= from && (i64)index < to;
+    u64 total;
+    const u64 place = block_scan(mine, total);
+    if (mine) {
+      where[place] = index;
+      what[place] = values[j];
+    }
+    __syncthreads();
+    for (u64 p = 0; p < total; ++p)
+      if (where[p] % THREADS == threadIdx.x) out[where[p]] += by * what[p];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    subtract_at(const u32* indices, const Real* values, i64 count, Real* out) {
+  for (i64 j = (i64)blockIdx.x * THREADS + threadIdx.x; j < count; j += (i64)gridDim.x * THREADS)
+    out[indices[j]] -= values[j];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) clear_at(const u32* indices, i64 count, Real* out) {
+  for (i64 j = (i64)blockIdx.x * THREADS + threadIdx.x; j < count; j += (i64)gridDim.x * THREADS) out[indices[j]] = 0;
+}

@@ -1,0 +1,163 @@
+"""Exact selection of the largest magnitudes; equal ones go to the lowest index."""
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from mpicomp.kernels.gpu.bits import given
+from mpicomp.kernels.gpu.compile import WARPS, launch, library, sweeps, tiles
+
+_DIGIT = 11
+BINS = 1 << _DIGIT
+
+
+class Field(IntEnum):
+    """Places in the state that a selection keeps on the device, all of 64 bits."""
+
+    CANDIDATES, TICKET, USABLE, KNOWN, REMAINING, THRESHOLD, TIES, OFFSET, END, LISTED, GAP = range(11)
+
+
+class Source(IntEnum):
+    """Where elements are looked for."""
+
+    ARRAY, AS_STATE_SAYS, LIST_IF_COMPLETE, LIST = range(4)
+
+
+class Rule(IntEnum):
+    """What becomes of elements that are equal to the threshold: none, all, or as many as fill the room."""
+
+    ABOVE, REACH, FILL = range(3)
+
+
+def digits(dtype: Any) -> list[tuple[int, int]]:
+    """Give shift and width of the digits of a radix selection, the most significant first."""
+    found, shift = [], 8 * np.dtype(dtype).itemsize - 1
+    while shift > 0:
+        width = min(_DIGIT, shift)
+        shift -= width
+        found.append((shift, width))
+    return found
+
+
+def kth_magnitude(array: Any, k: int) -> Any:
+    """Find the k-th largest magnitude; see `mpicomp.kernels.cpu.kth_magnitude`.
+
+    Returns
+    -------
+    0-d device array of uint64
+        Its magnitude bits.
+    """
+    return _radix(array, k)[Field.THRESHOLD]
+
+
+def select_largest(array: Any, threshold: Any, indices: Any, values: Any) -> None:
+    """Write the ``indices.size`` largest elements, ascending by index; see `mpicomp.kernels.cpu.select_largest`.
+
+    ``threshold`` is an integer or a 0-d device array.
+    """
+    compact(array, threshold, Rule.FILL, indices, values=values)
+
+
+def select_candidates(index: Any, bits: Any, scratch: Any, array: Any, indices: Any, values: Any) -> Any:
+    """Write the ``indices.size`` largest of listed candidates; see `mpicomp.kernels.cpu.select_candidates`.
+
+    ``scratch`` is not needed here. The result is a 0-d device array.
+    """
+    del scratch
+    threshold = _radix(bits.view(array.dtype), indices.size)[Field.THRESHOLD]
+    compact(array, threshold, Rule.FILL, indices, values=values, candidates=(index, bits))
+    return threshold
+
+
+def compact(
+    array: Any,
+    threshold: Any,
+    rule: Rule,
+    indices: Any,
+    values: Any = 0,
+    magnitudes: Any = 0,
+    base: int = 0,
+    offset: Any = 0,
+    candidates: tuple[Any, Any] | None = None,
+) -> Any:
+    """Write what reaches a threshold, ascending by index, in two launches.
+
+    Parameters
+    ----------
+    array : device array, shape (n,)
+        float32 or float64.
+    threshold : int, or 0-d device array
+        Magnitude bits.
+    rule : Rule
+        What to do with elements that are equal to it.
+    indices : device array of uint32
+        What does not fit is counted and not written.
+    values, magnitudes : device arrays, optional
+        Receive the elements, and their magnitude bits.
+    base : int
+        What is added to a position to make an index.
+    offset : int, or 0-d device array
+        Where in the outputs to start.
+    candidates : (indices, magnitude bits), optional
+        Look among these elements only, which are in ascending order.
+
+    Returns
+    -------
+    0-d device array of int64
+        ``offset`` and what was found.
+    """
+    state = library().zeros(len(Field), np.uint64)
+    index, bits = candidates or (0, 0)
+    size = candidates[0].size if candidates else array.size
+    number = tiles(size, array.dtype)
+    before = library().empty(number + 1, np.uint64)
+    count_tiles(
+        array, size, bits, 0, 0, 0, Source.LIST if candidates else Source.ARRAY,
+        (0, 0), given(threshold, np.uint64), rule, indices.size, given(offset, np.int64), number, before, state,
+    )  # fmt: skip
+    write_tiles(
+        array, size, index, bits, 0, 0, number, before, state, base, indices, values=values, magnitudes=magnitudes
+    )
+    return state.view(np.int64)[Field.END]
+
+
+def count_tiles(
+    array: Any, size: int, bits: Any, listable: int, starts: Any, counts: Any, source: Source,
+    bound: tuple[Any, int], threshold: tuple[Any, int], rule: Rule, room: int, offset: tuple[Any, int],
+    number: int, before: Any, state: Any,
+) -> None:  # fmt: skip
+    """Launch the kernel of that name, with a warp for every tile."""
+    launch(
+        "select", "count_tiles", array.dtype, -(-number // WARPS),
+        array, size, bits, listable, starts, counts, int(source), *bound, *threshold, int(rule), room, *offset,
+        number, before, state,
+    )  # fmt: skip
+
+
+def write_tiles(
+    array: Any, size: int, index: Any, bits: Any, starts: Any, counts: Any, number: int, before: Any, state: Any,
+    base: int, indices: Any, values: Any = 0, magnitudes: Any = 0, clear: bool = False,
+    bound: Any = 0, listable: int = 0, margin: float = 0.0, count: Any = 0,
+) -> None:  # fmt: skip
+    """Launch the kernel of that name, with a warp for every tile."""
+    launch(
+        "select", "write_tiles", array.dtype, -(-number // WARPS),
+        array, size, index, bits, starts, counts, number, before, state, base, indices.size,
+        indices, values, magnitudes, int(clear), bound, listable, margin, count,
+    )  # fmt: skip
+
+
+def radix(array: Any, bits: Any, room: int, bound: Any, k: int, counters: Any, state: Any) -> None:
+    """Launch the passes of a radix selection, on listed candidates where they turn out to be enough."""
+    for place, (shift, width) in enumerate(digits(array.dtype)):
+        launch(
+            "select", "histogram", array.dtype, sweeps(array.size, array.dtype),
+            array, array.size, bits, room, bound, k, shift, width, int(place == 0), counters, state,
+        )  # fmt: skip
+
+
+def _radix(array: Any, k: int) -> Any:
+    memory = library().zeros(BINS + len(Field), np.uint64)
+    counters, state = memory[:BINS], memory[BINS:]
+    radix(array, 0, 0, 0, k, counters, state)
+    return state

@@ -1,0 +1,60 @@
+"""What lies above a threshold: how much of it, how far above, and where."""
+
+from typing import Any, NamedTuple
+
+from mpicomp.kernels.gpu.bits import given, magnitude_bits
+from mpicomp.kernels.gpu.compile import launch, remaining, sweeps
+from mpicomp.kernels.gpu.reduce import Partials
+from mpicomp.kernels.gpu.select import Rule, compact
+from numpy import float64
+
+
+class Tail(NamedTuple):
+    """The elements whose magnitudes exceed a threshold, as 0-d device arrays."""
+
+    count: Any
+    """How many there are."""
+    excess: Any
+    """Sum of ``|x| - threshold`` over them."""
+    squares: Any
+    """Sum of ``(|x| - threshold)**2`` over them."""
+
+
+def tail(array: Any, threshold: Any, stride: int = 1, threads: int = 1) -> Tail:
+    """Count what exceeds a threshold, and sum by how much; see `mpicomp.kernels.cpu.tail`.
+
+    Parameters
+    ----------
+    array : device array, shape (n,)
+        float32 or float64, contiguous.
+    threshold : float, or 0-d device array
+        Taken to the dtype of ``array`` first.
+    stride : int
+        1 looks at all elements, s at every s-th group of 1024 of them. Nothing is scaled up.
+    threads : int
+        Of no meaning here.
+    """
+    seen = remaining(array.size, stride)
+    blocks = sweeps(seen, array.dtype)
+    partials = Partials(blocks, 3)
+    launch(
+        "tail", "tail", array.dtype, blocks,
+        array, array.size, seen, stride, *given(threshold, float64), 0, partials.sums,
+    )  # fmt: skip
+    partials.finish(array.dtype, integers=1)
+    return Tail(partials.count(0), partials.total(1), partials.total(2))
+
+
+def select_above(array: Any, threshold: Any, base: int, indices: Any, values: Any, count: Any) -> Any:
+    """Append the elements whose magnitudes exceed a threshold, ascending; see `mpicomp.kernels.cpu.select_above`.
+
+    ``threshold`` and ``count`` may be 0-d device arrays.
+    """
+    threshold = magnitude_bits(threshold, array.dtype)
+    return compact(array, threshold, Rule.ABOVE, indices, values=values, base=base, offset=count)
+
+
+def select_listed(index: Any, listed: Any, threshold: Any, array: Any, indices: Any, values: Any) -> Any:
+    """Do what `select_above` does among listed candidates; see `mpicomp.kernels.cpu.select_listed`."""
+    threshold = magnitude_bits(threshold, array.dtype)
+    return compact(array, threshold, Rule.ABOVE, indices, values=values, candidates=(index, listed))

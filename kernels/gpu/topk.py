@@ -1,0 +1,85 @@
+"""Error feedback and exact top-k, from gradient to message without a word from the host."""
+
+from typing import Any, NamedTuple
+
+from mpicomp.kernels.gpu.accumulate import COLUMNS, sweep
+from mpicomp.kernels.gpu.compile import launch
+from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, radix, write_tiles
+from mpicomp.kernels.gpu.workspace import MARGIN, Workspace
+
+
+class Stats(NamedTuple):
+    """What `topk` tells, as 0-d device arrays in its workspace."""
+
+    nonzero: Any
+    """Elements of the accumulated gradient that are not zero."""
+    total: Any
+    """Sum of its magnitudes."""
+    energy: Any
+    """Sum of its squares."""
+    top: Any
+    """Its largest magnitude bits, as uint64."""
+    finite: Any
+    """Whether all its elements are finite numbers."""
+    threshold: Any
+    """Magnitude bits of the smallest element that was selected, as uint64."""
+    candidates: Any
+    """Elements that reached the bound; 0 without a bound."""
+    hit: Any
+    """1 where the candidates were enough, 0 where the whole array was searched."""
+
+
+def topk(gradient: Any, residual: Any, out: Any, bound: Any, indices: Any, values: Any, workspace: Workspace) -> Stats:
+    """Select the k largest of gradient plus residual, and leave the rest as the new residual.
+
+    Seven launches for float32, ten for float64, whatever the data; the host learns nothing and waits for nothing.
+    With a good bound one sweep goes through memory, with none or a bad one six (nine).
+
+    Parameters
+    ----------
+    gradient, residual, out
+        As in `mpicomp.kernels.gpu.accumulate`; the selected elements of ``out`` are then set to zero.
+    bound : device array of uint64, shape (1,)
+        Magnitude bits from which on an element is a candidate, 0 for none; receives the bound for the next step, which
+        is 0.8 times the threshold at first, and then such a part of it that between k and 2 k elements reach it.
+    indices, values : device arrays, shape (k,)
+        Of uint32, and of the dtype of ``out``; receive the selection, ascending by index. k is from 1 to n. Equal
+        magnitudes go to the lowest index, NaN is larger than infinity.
+    workspace : Workspace
+        Made for as many elements.
+
+    Returns
+    -------
+    Stats
+        Valid until the next call with this workspace.
+    """
+    workspace.check(gradient, out)
+    w, number, dtype = workspace, workspace.tiles, workspace.dtype
+    if not 1 <= indices.size <= w.numel:
+        raise ValueError(f"topk: k must be from 1 to {w.numel}, got {indices.size}")
+    sweep(
+        gradient, residual, out, False, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.sums, w.tops
+    )
+    launch(
+        "reduce", "finish", dtype, 1,
+        w.sums, COLUMNS, 1, w.tops, w.blocks, w.fit[:COLUMNS], w.bits_of_fit[COLUMNS:], w.flag,
+    )  # fmt: skip
+    radix(out, w.bits, w.room, bound, indices.size, w.counters, w.state)
+    count_tiles(
+        out, out.size, w.bits, w.room, w.starts, w.counts, Source.AS_STATE_SAYS, (0, 0),
+        (w.state[Field.THRESHOLD :], 0), Rule.FILL, indices.size, (0, 0), number, w.before, w.state,
+    )  # fmt: skip
+    write_tiles(
+        out, out.size, w.index, w.bits, w.starts, w.counts, number, w.before, w.state, 0, indices, values=values,
+        clear=True, bound=bound, listable=w.room, margin=MARGIN,
+    )  # fmt: skip
+    return Stats(
+        w.integers_of_fit[0],
+        w.fit[1],
+        w.fit[2],
+        w.bits_of_fit[COLUMNS],
+        w.flag[0],
+        w.state[Field.THRESHOLD],
+        w.numbers[Field.LISTED],
+        w.numbers[Field.USABLE],
+    )

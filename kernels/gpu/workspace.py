@@ -1,0 +1,60 @@
+"""What a selection needs on the device at every step, made once."""
+
+from typing import Any
+
+import numpy as np
+from mpicomp.kernels.gpu.bits import word_of
+from mpicomp.kernels.gpu.compile import library, sweeps, tiles
+from mpicomp.kernels.gpu.select import BINS, Field
+
+MARGIN = 0.8  # the first bound for candidates, as a fraction of the threshold of the step before
+FIT = 10  # fields of 64 bits in which an estimate is kept
+
+
+class Workspace:
+    """Scratch of `topk` and `sidco` for one bucket, of 8 to 12 bytes a candidate and 28 bytes a tile of 16 KiB.
+
+    Results of these functions lie in it and are overwritten by their next call with it; a workspace belongs to one
+    stream at a time.
+
+    Parameters
+    ----------
+    numel : int
+        Elements of the bucket, below 2**32.
+    room : int
+        Candidates that can be kept: four times the expected number of selected elements serves well.
+    dtype : numpy.dtype
+        float32 or float64.
+    """
+
+    def __init__(self, numel: int, room: int, dtype: Any) -> None:
+        if not 0 <= numel < 2**32:
+            raise ValueError(f"Workspace: numel must be below 2**32 for indices of 32 bits, got {numel}")
+        cupy = library()
+        self.numel = numel
+        self.room = min(max(0, room), numel)
+        self.dtype = np.dtype(dtype)
+        self.blocks = sweeps(numel, self.dtype)
+        self.tiles = tiles(numel, self.dtype)
+        self.index = cupy.empty(self.room, np.uint32)
+        self.bits = cupy.empty(self.room, word_of(self.dtype))
+        self.counts = cupy.empty(self.tiles, np.uint32)
+        self.starts = cupy.empty(self.tiles, np.uint64)
+        self.before = cupy.empty(self.tiles + 1, np.uint64)
+        self.counters = cupy.zeros(BINS, np.uint64)
+        self.state = cupy.zeros(len(Field), np.uint64)
+        self.numbers = self.state.view(np.int64)
+        self.sums = cupy.empty(4 * self.blocks, np.float64)
+        self.tops = cupy.empty(self.blocks, np.uint64)
+        self.fit = cupy.zeros(FIT, np.float64)
+        self.bits_of_fit = self.fit.view(np.uint64)
+        self.integers_of_fit = self.fit.view(np.int64)
+        self.flag = cupy.zeros(1, np.bool_)
+
+    def check(self, gradient: Any, out: Any) -> None:
+        """Refuse arrays that this workspace was not made for."""
+        for array in (gradient, out):
+            if array.size != self.numel or array.dtype != self.dtype:
+                raise ValueError(
+                    f"Workspace: made for {self.numel} elements of {self.dtype}, got {array.size} of {array.dtype}"
+                )

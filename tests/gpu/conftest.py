@@ -1,0 +1,76 @@
+"""Where kernels run: in an emulation on the host, and on a device where there is one."""
+
+import contextlib
+import platform
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from gpu import standin
+
+
+class Emulated:
+    """The host stands in for a device: what passes here has never seen one."""
+
+    cupy = standin
+    emulated = True
+    quiet = staticmethod(standin.no_synchronisation)
+
+
+class Device:
+    """A real one, with the real CuPy."""
+
+    emulated = False
+    quiet = staticmethod(contextlib.nullcontext)
+
+    def __init__(self):
+        self.cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+        try:
+            count = self.cupy.cuda.runtime.getDeviceCount()
+        except self.cupy.cuda.runtime.CUDARuntimeError as error:
+            pytest.skip(f"no GPU: {error}")
+        if count == 0:
+            pytest.skip("no GPU")
+
+
+class Place:
+    """Puts arrays where kernels find them, and gets them back."""
+
+    def __init__(self, kind):
+        self.cupy, self.emulated, self.quiet = kind.cupy, kind.emulated, kind.quiet
+
+    def put(self, array, shift=0):
+        """Copy to the device, ``shift`` elements behind an aligned address."""
+        array = np.ascontiguousarray(array)
+        room = self.cupy.asarray(np.concatenate([np.zeros(shift, array.dtype), array.reshape(-1)]))
+        return room[shift:]
+
+    def empty(self, size, dtype, shift=0):
+        return self.cupy.empty(size + shift, dtype)[shift:]
+
+    def zeros(self, size, dtype):
+        return self.cupy.zeros(size, dtype)
+
+    def scalar(self, value, dtype):
+        return self.put(np.array([value], dtype))[0]
+
+
+@pytest.fixture(scope="session")
+def _built(tmp_path_factory):
+    standin.folder = tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture(params=["emulated", "device"])
+def place(request, monkeypatch):
+    if request.param == "device":
+        kind = Device()
+    else:
+        if shutil.which(standin.COMPILER) is None:
+            pytest.skip(f"no {standin.COMPILER} to build the emulation with")
+        if platform.machine() not in ("x86_64", "AMD64"):
+            pytest.skip("the emulation switches between threads in assembly for x86-64")
+        request.getfixturevalue("_built")
+        kind = Emulated
+    monkeypatch.setitem(sys.modules, "cupy", kind.cupy)
+    return Place(kind)

@@ -1,0 +1,198 @@
+"""A stand-in for the module cupy: arrays in host memory, and kernels that run in an emulation.
+
+It has what `mpicomp.kernels.gpu` uses of CuPy and nothing more. Memory is handed out full of rubbish, between guards
+that are looked at after every launch; arguments are held to the kernel's parameters, which CuPy does not do; inside
+`no_synchronisation` whatever would wait for a device fails.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import itertools
+import re
+import struct
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+COMPILER = "g++"
+EMULATOR = Path(__file__).with_name("emulator.h")
+# A product and a sum stay apart, as on x86-64 without further options; the device's compiler joins them.
+OPTIONS = ["-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-gnu-unique", "-w"]
+
+folder = Path()  # where built kernels go; the fixtures set it
+launches: list[str] = []
+seeds = itertools.count(1)
+_GUARD = 512
+_RUBBISH = 0xC9
+_quiet = False
+
+
+@contextlib.contextmanager
+def no_synchronisation():
+    """Fail where the host would wait for the device."""
+    global _quiet
+    _quiet = True
+    try:
+        yield
+    finally:
+        _quiet = False
+
+
+def _synchronise():
+    if _quiet:
+        raise RuntimeError("the host waits for the device")
+
+
+class _Memory:
+    def __init__(self, size):
+        self._all = np.full(size + 2 * _GUARD + 512, _RUBBISH, np.uint8)
+        start = _GUARD + -(self._all.ctypes.data + _GUARD) % 512  # aligned as CuPy's allocator does it
+        self.inside = self._all[start : start + size]
+        self._before, self._behind = self._all[:start], self._all[start + size :]
+
+    def check(self):
+        for guard in (self._before, self._behind):
+            if (guard != _RUBBISH).any():
+                raise RuntimeError("a kernel wrote outside an array")
+
+
+class ndarray:  # noqa: N801 (CuPy's name)
+    def __init__(self, host, memory):
+        self._host = host
+        self._memory = memory
+
+    dtype = property(lambda self: self._host.dtype)
+    size = property(lambda self: self._host.size)
+    shape = property(lambda self: self._host.shape)
+    data = property(lambda self: SimpleNamespace(ptr=self._host.ctypes.data))
+
+    def __getitem__(self, key):
+        if isinstance(key, slice):
+            return ndarray(self._host[key], self._memory)
+        return ndarray(self._host[int(key) : int(key) + 1].reshape(()), self._memory)
+
+    def view(self, dtype):
+        return ndarray(self._host.view(dtype), self._memory)
+
+    def reshape(self, *shape):
+        return ndarray(self._host.reshape(*shape), self._memory)
+
+    def astype(self, dtype, copy=True):
+        if self.dtype == dtype and not copy:
+            return self
+        return asarray(self._host.astype(dtype))
+
+    def __lt__(self, other):
+        return asarray(np.asarray(self._host < (other._host if isinstance(other, ndarray) else other)))
+
+    def get(self):
+        _synchronise()
+        return self._host.copy()
+
+    def item(self):
+        _synchronise()
+        return self._host.item()
+
+    def __int__(self):
+        return int(self.item())
+
+    def __float__(self):
+        return float(self.item())
+
+    def __bool__(self):
+        return bool(self.item())
+
+    __index__ = __int__
+    __array__ = None  # as CuPy, it does not become a NumPy array by itself
+
+
+def empty(size, dtype):
+    memory = _Memory(size * np.dtype(dtype).itemsize)
+    return ndarray(memory.inside.view(dtype), memory)
+
+
+def zeros(size, dtype):
+    array = empty(size, dtype)
+    array._host[:] = 0
+    return array
+
+
+def asarray(host):
+    array = empty(host.size, host.dtype)
+    array._host[:] = host.reshape(-1)
+    return array.reshape(host.shape)
+
+
+def _kernels(code):
+    """Find the names of a source's kernels; where a macro makes them, they are what it is given first."""
+    code = code.replace("\\\n", " ")
+    names = re.findall(r"__global__ void __launch_bounds__\(THREADS\)\s*(\w+)\(", code)
+    for macro in re.findall(r"#define (\w+)\(NAME\b", code):
+        names += re.findall(rf"^{macro}\((\w+)", code, re.MULTILINE)
+    return sorted(set(names) - {"NAME"})
+
+
+class RawModule:
+    def __init__(self, code, options=()):
+        names = _kernels(code)
+        text = f'#include "{EMULATOR}"\n{code}\n'
+        for name in names:
+            text += f'extern "C" const char* signature_{name}() {{ return emulator::signature(&{name}); }}\n'
+            text += (
+                f'extern "C" const char* run_{name}(const uint64_t* words, unsigned blocks, unsigned threads, '
+                f"uint64_t seed) {{ return emulator::run(&{name}, words, blocks, threads, seed); }}\n"
+            )
+        key = hashlib.sha256((text + str(options) + EMULATOR.read_text()).encode()).hexdigest()[:16]
+        library = folder / f"{key}.so"
+        if not library.exists():
+            (folder / f"{key}.cpp").write_text(text)
+            command = [COMPILER, *options, *OPTIONS, str(folder / f"{key}.cpp"), "-o", str(library)]
+            built = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+            assert built.returncode == 0, built.stderr
+        self._library = ctypes.CDLL(str(library))
+
+    def get_function(self, name):
+        return _Kernel(self._library, name)
+
+
+class _Kernel:
+    def __init__(self, library, name):
+        self.name = name
+        tell = getattr(library, f"signature_{name}")
+        tell.restype = ctypes.c_char_p
+        self._signature = tell().decode()
+        self._run = getattr(library, f"run_{name}")
+        self._run.restype = ctypes.c_char_p
+
+    def __call__(self, grid, block, arguments):
+        assert len(grid) == len(block) == 1
+        assert 0 < grid[0] < 2**31
+        assert len(arguments) == len(self._signature), f"{self.name} has parameters {self._signature}"
+        words, memories = [], []
+        for place, (letter, argument) in enumerate(zip(self._signature, arguments, strict=True)):
+            where = f"{self.name}, argument {place}"
+            if isinstance(argument, ndarray):
+                assert letter == "p", f"{where}: an array for {letter}"
+                assert argument._host.flags.c_contiguous, f"{where}: not contiguous"
+                words.append(argument.data.ptr)
+                memories.append(argument._memory)
+            elif isinstance(argument, float):
+                assert letter == "d", f"{where}: a double for {letter}"
+                words.append(struct.unpack("Q", struct.pack("d", argument))[0])
+            else:
+                assert type(argument) is int, f"{where}: {type(argument)}"
+                assert letter == "i" or (letter == "p" and argument == 0), f"{where}: an integer for {letter}"
+                words.append(argument % 2**64)
+        launches.append(self.name)
+        seed = next(seeds) * 0x9E3779B97F4A7C15 % 2**64
+        error = self._run((ctypes.c_uint64 * len(words))(*words), grid[0], block[0], ctypes.c_uint64(seed))
+        if error:
+            raise RuntimeError(f"{self.name}: {error.decode()}")
+        for memory in memories:
+            memory.check()
+
+
+cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0))

@@ -1,0 +1,76 @@
+"""The sources compile for real devices, need no stack, and can be launched by nothing that does not fit.
+
+Compiling is all that these tests do with CUDA: nothing here runs on a GPU.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mpicomp.kernels import cpu, gpu
+from mpicomp.kernels.gpu.compile import THREADS
+from mpicomp.kernels.gpu.select import Field, Rule, Source
+
+FOLDER = Path(gpu.__file__).parent
+SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
+PREFERRED = ["sm_80", "sm_90"]
+
+
+@pytest.fixture(scope="module")
+def architectures():
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc to compile with")
+    listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, timeout=60, check=True)
+    known = [name for name in PREFERRED if name in listed.stdout.split()]
+    if not known:
+        pytest.skip(f"nvcc knows none of {', '.join(PREFERRED)}")
+    return nvcc, known
+
+
+@pytest.mark.parametrize("real", ["float", "double"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_compiles_without_a_spilled_register(architectures, source, real, tmp_path):
+    nvcc, known = architectures
+    text = (FOLDER / "common.cuh").read_text() + (FOLDER / f"{source}.cu").read_text()
+    assert "#include" not in text, "NVRTC, which CuPy compiles with, has no headers"
+    (tmp_path / "source.cu").write_text(text)
+    targets = [f"-gencode=arch=compute_{name[3:]},code={name}" for name in known]
+    command = [nvcc, *targets, "-std=c++17", f"-DREAL={real}", "-Xptxas", "-v", "-Werror", "all-warnings"]
+    command += ["-fatbin", "-o", str(tmp_path / "source.fatbin"), str(tmp_path / "source.cu")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    kernels = re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", done.stderr)
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", done.stderr)]
+    assert len(kernels) == len(registers) > 0
+    for (kernel, architecture), number in zip(kernels, registers, strict=True):
+        print(f"{source} {real} {architecture} {kernel}: {number} registers")
+        assert number <= 128, f"{kernel}: fewer than two blocks of 256 threads on a multiprocessor"
+    assert set(re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", done.stderr)) == {"0"}
+
+
+def test_what_kernels_name_is_what_the_host_names():
+    """The host knows fields of device structures by their place, and sizes of tiles by their value."""
+    common, select = (FOLDER / "common.cuh").read_text(), (FOLDER / "select.cu").read_text()
+    fields = re.search(r"struct State \{(.*?)\};", common, re.DOTALL).group(1)
+    assert [name.upper() for name in re.findall(r"u64 (\w+);", fields)] == [field.name for field in Field]
+    for enum in (Source, Rule):
+        body = re.search(rf"enum {enum.__name__} \{{ (.*?) \}}", select).group(1)
+        assert body.split(", ") == [f"{member.name} = {member.value}" for member in enum]
+    assert f"constexpr int THREADS = {THREADS};" in common
+    assert cpu.BINS == gpu.BINS
+
+
+def test_importing_it_needs_no_cupy():
+    code = "import sys; from mpicomp.kernels import gpu; print('cupy' in sys.modules, len(gpu.__all__) > 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+def test_names_are_those_of_the_cpu():
+    """What a device has beyond them are whole compressions, and their results and scratch."""
+    own = {"Estimate", "Stats", "Workspace", "logarithms", "sidco", "topk"}
+    assert set(gpu.__all__) - set(cpu.__all__) <= own

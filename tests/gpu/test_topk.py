@@ -1,0 +1,166 @@
+"""Error feedback with exact top-k in one go: in an emulation on the host, and on a GPU where there is one."""
+
+import numpy as np
+import pytest
+from gpu import standin
+from gpu.bounds import next_bound
+from mpicomp.kernels import cpu, gpu
+
+DTYPES = [np.float32, np.float64]
+LAUNCHES = {np.float32: 7, np.float64: 10}
+
+
+def word(dtype):
+    return np.uint32 if dtype == np.float32 else np.uint64
+
+
+def largest(array, k):
+    """Indices of the k largest magnitudes by a stable sort of their bits."""
+    bits = array.view(word(array.dtype.type)) & np.iinfo(word(array.dtype.type)).max // 2
+    return np.sort(np.argsort(-bits.astype(np.int64), kind="stable")[:k])
+
+
+def bits_of(value, dtype):
+    return cpu.magnitude_bits(float(value), np.dtype(dtype))
+
+
+def step(place, gradient, residual, bound, k, workspace, shift=0):
+    """One step on copies; checks everything that it leaves behind, and gives what it tells."""
+    dtype = gradient.dtype.type
+    out = place.empty(gradient.size, dtype, shift)
+    indices, values = place.empty(k, np.uint32), place.empty(k, dtype)
+    there = place.put(gradient, shift), None if residual is None else place.put(residual)
+    before = int(bound.get()[0])
+    standin.launches.clear()
+    with place.quiet():
+        stats = gpu.topk(*there, out, bound, indices, values, workspace)
+    if place.emulated:
+        assert len(standin.launches) == LAUNCHES[dtype]
+    with np.errstate(all="ignore"):
+        total = gradient if residual is None else gradient + residual
+    expected = largest(total, k)
+    np.testing.assert_array_equal(indices.get(), expected)
+    np.testing.assert_array_equal(values.get().view(word(dtype)), total[expected].view(word(dtype)))
+    left = total.copy()
+    left[expected] = 0
+    np.testing.assert_array_equal(out.get().view(word(dtype)), left.view(word(dtype)))
+    smallest = np.sort(total.view(word(dtype)) & np.iinfo(word(dtype)).max // 2)[total.size - k]
+    assert stats.threshold.item() == smallest
+    candidates = stats.candidates.item()
+    assert bound.get()[0] == next_bound(workspace, before, candidates, k, float(smallest.view(dtype)))
+    assert stats.finite.item() == np.isfinite(total).all()
+    if np.isfinite(total).all():
+        np.testing.assert_allclose(stats.energy.item(), np.square(total, dtype=np.float64).sum(), rtol=1e-12)
+        assert stats.top.item() == bits_of(np.abs(total).max(), dtype)
+    return stats
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 31, 4096, 4097, 50_021])
+@pytest.mark.parametrize("part", [0, 0.01, 0.3, 1])
+def test_with_every_kind_of_bound(place, dtype, size, part):
+    rng = np.random.default_rng(size)
+    gradient, residual = rng.laplace(size=(2, size)).astype(dtype)
+    k = max(1, int(part * size))
+    workspace = gpu.Workspace(size, 4 * k, dtype)
+    magnitudes = np.sort(np.abs(gradient + residual))
+    kth = magnitudes[size - k]
+    bounds = {
+        "none": (0, 0),
+        "good": (bits_of(0.9 * kth, dtype), None),
+        "exact": (bits_of(kth, dtype), 1),
+        "too high": (bits_of(kth, dtype) + 1, 0),
+        "beyond all": (bits_of(np.inf, dtype), 0),
+        "lowest": (1, int(np.count_nonzero(magnitudes) <= workspace.room)),
+    }
+    for name, (bits, hit) in bounds.items():
+        bound = place.put(np.array([bits], np.uint64))
+        stats = step(place, gradient, residual, bound, k, workspace)
+        candidates = 0 if bits == 0 else np.count_nonzero(magnitudes >= np.array(bits, word(dtype)).view(dtype))
+        assert stats.candidates.item() == candidates, name
+        assert hit is None or stats.hit.item() == hit, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [300, 30])
+def test_the_bound_becomes_one_that_serves(place, dtype, k):
+    size = 30_011
+    rng = np.random.default_rng(0)
+    workspace, bound = gpu.Workspace(size, 4 * k, dtype), place.zeros(1, np.uint64)
+    residual, hits = np.zeros(size, dtype), []
+    for _ in range(200):  # so that much has been left behind, close below the threshold
+        residual += rng.laplace(size=size).astype(dtype)
+        residual[np.argpartition(np.abs(residual), size - k)[size - k :]] = 0
+    for _ in range(12):
+        gradient = rng.laplace(size=size).astype(dtype)
+        hits.append(step(place, gradient, residual, bound, k, workspace).hit.item())
+        residual += gradient
+        residual[largest(residual, k)] = 0
+    assert hits[:2] == [0, 0]
+    assert all(hits[-6:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["tied", "zeros", "equal", "few", "subnormal", "special", "clustered", "sorted"])
+def test_inputs_that_are_not_smooth(place, dtype, kind):
+    size = 9001
+    rng = np.random.default_rng(0)
+    tiny = float(np.finfo(dtype).smallest_subnormal)
+    array = {
+        "tied": lambda: np.round(rng.laplace(size=size, scale=2)),
+        "zeros": lambda: np.where(rng.random(size) < 0.5, -0.0, 0.0),
+        "equal": lambda: rng.choice([-1.5, 1.5], size),
+        "few": lambda: np.where(rng.random(size) < 0.002, rng.normal(size=size), -0.0),
+        "subnormal": lambda: rng.integers(-900, 900, size) * tiny,
+        "special": lambda: rng.choice([0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1, 1e-40, 3e38], size),
+        "clustered": lambda: np.where(np.arange(size) // 1000 == 3, 100, 1) * rng.laplace(size=size),
+        "sorted": lambda: np.sort(rng.laplace(size=size)),
+    }[kind]().astype(dtype)
+    for k in (1, 90, 4000, size):
+        workspace, bound = gpu.Workspace(size, 4 * k, dtype), place.zeros(1, np.uint64)
+        for _ in range(2):
+            step(place, array, None, bound, k, workspace)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_addresses_that_are_not_multiples_of_16(place, dtype):
+    gradient, residual = np.random.default_rng(0).laplace(size=(2, 9001)).astype(dtype)
+    workspace, bound = gpu.Workspace(9001, 400, dtype), place.zeros(1, np.uint64)
+    assert step(place, gradient, residual, bound, 100, workspace, shift=1).hit.item() == 0
+    assert step(place, gradient, residual, bound, 100, workspace, shift=1).hit.item() == 1
+
+
+@pytest.mark.parametrize("room", [0, 1, 150])
+def test_no_room_for_candidates_costs_time_only(place, room):
+    gradient = np.random.default_rng(0).laplace(size=9001).astype(np.float32)
+    workspace, bound = gpu.Workspace(9001, room, np.float32), place.zeros(1, np.uint64)
+    for _ in range(2):
+        assert step(place, gradient, None, bound, 140, workspace).hit.item() == 0
+
+
+def test_the_residual_in_place(place):
+    rng = np.random.default_rng(0)
+    size, k = 9001, 90
+    gradient, residual = rng.laplace(size=(2, size)).astype(np.float32)
+    there, bound = place.put(residual), place.zeros(1, np.uint64)
+    indices, values = place.empty(k, np.uint32), place.empty(k, np.float32)
+    workspace = gpu.Workspace(size, 4 * k, np.float32)
+    for _ in range(3):
+        gpu.topk(place.put(gradient), there, there, bound, indices, values, workspace)
+        residual += gradient
+        chosen = largest(residual, k)
+        np.testing.assert_array_equal(indices.get(), chosen)
+        residual[chosen] = 0
+        np.testing.assert_array_equal(there.get(), residual)
+
+
+def test_what_does_not_fit_is_refused(place):
+    workspace, bound = gpu.Workspace(100, 10, np.float32), place.zeros(1, np.uint64)
+    array = place.zeros(100, np.float32)
+    indices, values = place.empty(101, np.uint32), place.empty(101, np.float32)
+    with pytest.raises(ValueError, match="from 1 to 100, got 101"):
+        gpu.topk(array, None, array, bound, indices, values, workspace)
+    with pytest.raises(ValueError, match="100 elements of float32, got 99"):
+        gpu.topk(array[1:], None, array[1:], bound, indices[:1], values[:1], workspace)
+    with pytest.raises(ValueError, match="below 2\\*\\*32"):
+        gpu.Workspace(2**32, 10, np.float32)
