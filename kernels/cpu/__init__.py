@@ -5,10 +5,11 @@ with infinity above every finite number and NaN above infinity. One integer maxi
 the largest magnitude and tells whether everything was finite.
 """
 
-from mpicomp.kernels.cpu.accumulate import Moments, accumulate, accumulate_candidates, is_finite
-from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of
+from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates, is_finite
+from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of, mask_of
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
 from mpicomp.kernels.cpu.indices import ascending_below, decode_indices, encode_indices, index_bytes
+from mpicomp.kernels.cpu.moments import Moments, logarithms
 from mpicomp.kernels.cpu.scatter import clear_at, gather, scatter_add, subtract_at
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest
 from mpicomp.kernels.cpu.spectrum import BINS, edges, spectrum
@@ -31,8 +32,10 @@ __all__ = [
     "index_bytes",
     "is_finite",
     "kth_magnitude",
+    "logarithms",
     "magnitude_bits",
     "magnitude_of",
+    "mask_of",
     "momentum",
     "narrow",
     "scale",

@@ -3,7 +3,8 @@
 import numpy as np
 from mpicomp.kernels.cpu.bits import infinity_of
 from mpicomp.kernels.cpu.compile import kernel
-from mpicomp.kernels.cpu.threads import cut, spread
+from mpicomp.kernels.cpu.moments import strided
+from mpicomp.kernels.cpu.threads import spread
 from numpy.typing import NDArray
 
 BINS = 2048
@@ -69,12 +70,7 @@ def spectrum(
         _spectrum_fine(array[part], stride, fine)
         return fine
 
-    # Parts begin at multiples of stride groups, so that the same groups are seen whatever the number of threads.
-    length = _BLOCK * stride
-    groups = -(-array.size // length)
-    starts = [part.start // _BLOCK for part in cut(groups * _BLOCK, threads)]
-    parts = [slice(a * length, b * length) for a, b in zip(starts, [*starts[1:], groups], strict=True)]
-    for fine in spread(sweep, parts):
+    for fine in spread(sweep, strided(array.size, stride, threads)):
         _gather_fine(fine, counts, energies)
 
 

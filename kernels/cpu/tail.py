@@ -6,7 +6,8 @@ import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits, magnitude_bits, mask_of
 from mpicomp.kernels.cpu.compile import kernel
 from mpicomp.kernels.cpu.lanes import LANES, at_least, trailing_zeros
-from mpicomp.kernels.cpu.threads import cut, spread
+from mpicomp.kernels.cpu.moments import strided
+from mpicomp.kernels.cpu.threads import spread
 from numpy.typing import NDArray
 
 _BLOCK = 1024
@@ -23,7 +24,7 @@ class Tail(NamedTuple):
     """Sum of ``(|x| - threshold)**2`` over them."""
 
 
-def tail(array: NDArray[np.floating], threshold: float, threads: int = 1) -> Tail:
+def tail(array: NDArray[np.floating], threshold: float, stride: int = 1, threads: int = 1) -> Tail:
     """Count what exceeds a threshold, and sum by how much, in one sweep that writes nothing.
 
     Parameters
@@ -32,6 +33,8 @@ def tail(array: NDArray[np.floating], threshold: float, threads: int = 1) -> Tai
         float32 or float64, contiguous.
     threshold : float
         Taken to the dtype of ``array`` first; magnitudes equal to it are not above it.
+    stride : int
+        1 looks at all elements, s at every s-th group of 1024 of them. Nothing is scaled up.
     threads : int
         How many threads share the sweep.
 
@@ -46,8 +49,9 @@ def tail(array: NDArray[np.floating], threshold: float, threads: int = 1) -> Tai
     >>> tail(np.array([1, -3, 2, 5], np.float32), 2)
     Tail(count=2, excess=4.0, squares=10.0)
     """
-    limit = array.dtype.type(threshold)
-    parts = spread(lambda part: _tail(array[part], limit), cut(array.size, threads))
+    with np.errstate(over="ignore"):  # beyond the largest number stands infinity
+        limit = np.float64(threshold).astype(array.dtype)
+    parts = spread(lambda part: _tail(array[part], limit, stride), strided(array.size, stride, threads))
     return Tail(sum(int(part[0]) for part in parts), sum(part[1] for part in parts), sum(part[2] for part in parts))
 
 
@@ -122,9 +126,9 @@ def select_listed(
 
 
 @kernel
-def _tail(array, threshold):  # type: ignore[no-untyped-def]
+def _tail(array, threshold, stride):  # type: ignore[no-untyped-def]
     count, total, squares = 0, 0.0, 0.0
-    for start in range(0, array.size, _BLOCK):
+    for start in range(0, array.size, _BLOCK * stride):
         block = array[start : start + _BLOCK]
         above = 0
         excess, square = array.dtype.type(0), array.dtype.type(0)

@@ -113,7 +113,7 @@ class Accumulated:
         """
         made = cls(buffer, None, [], stale)
         made.lost = lost
-        made._moments = cpu.Moments(0, 0.0, energy, 0.0, finite)
+        made._moments = cpu.Moments(0, 0.0, energy, finite)
         return made
 
     @property
@@ -155,19 +155,17 @@ class Accumulated:
             self.sweep()
         return self._buffer[: self.numel]
 
-    def sweep(self, regions: Sequence[Region] = (), logarithms: bool = False) -> None:
+    def sweep(self, regions: Sequence[Region] = ()) -> None:
         """Make the sum, and list large elements in the same sweep.
 
         Parameters
         ----------
         regions : sequence of Region
             Where elements are listed: ascending, apart from each other. They receive what is found.
-        logarithms : bool
-            Whether `moments` is to have the sum of logarithms.
         """
         assert not self.done, "the sum was made before"
         out = self._buffer[: self.numel]
-        moments = cpu.Moments(0, 0.0, 0.0, 0.0, True)
+        moments = cpu.Moments(0, 0.0, 0.0, True)
         if not self._pieces:
             out[:] = 0
         for part, gradient in self._parts(out):
@@ -176,11 +174,11 @@ class Accumulated:
                 own = slice(part.start + cut.start, part.start + cut.stop)
                 behind = None if residual is None else residual[cut]
                 if region is None:
-                    added = cpu.accumulate(gradient[cut], behind, out[own], logarithms, self.threads)
+                    added = cpu.accumulate(gradient[cut], behind, out[own], self.threads)
                 else:
                     region.found, added = cpu.accumulate_candidates(
                         gradient[cut], behind, out[own], region.bound, own.start, region.index, region.bits,
-                        region.found, logarithms, self.threads,
+                        region.found, self.threads,
                     )  # fmt: skip
                 moments += added
         self._moments = moments

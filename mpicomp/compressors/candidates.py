@@ -7,6 +7,34 @@ from mpicomp.compressors.accumulated import Accumulated, Region
 from mpicomp.compressors.base import Scope, Selection
 from mpicomp.kernels import cpu
 
+WIDE = 0.2
+"""Gap between a threshold and the bound for the next step's candidates, as a fraction, where nothing is known yet."""
+
+
+def next_gap(gap: float, found: int, wanted: int) -> float:
+    """Widen the gap below a threshold where it listed too few elements, and narrow it where it listed many.
+
+    Under error feedback elements crowd just below the threshold, and the same gap that is narrow for a gradient alone
+    then lists a multiple of what is sent.
+
+    Parameters
+    ----------
+    gap : float
+        With which candidates were listed.
+    found, wanted : int
+        How many there were, and how many were selected.
+
+    Examples
+    --------
+    >>> next_gap(0.1, 99, 100), next_gap(0.1, 150, 100), next_gap(0.1, 400, 100)
+    (0.4, 0.1, 0.05)
+    """
+    if found < wanted:
+        return min(0.5, 4 * gap)
+    if found < 1.2 * wanted:
+        return min(0.5, 1.5 * gap)
+    return gap if found <= 2 * wanted else max(gap / 2, 1e-4)
+
 
 class Candidates:
     """The elements of a part of a bucket from a bound on, and answers that hold for all of its elements.
@@ -45,7 +73,7 @@ class Candidates:
         self.part = slice(0, accumulated.numel) if part is None else part
         dtype = accumulated.dtype
         self._word = np.dtype(np.uint32 if dtype == np.float32 else np.uint64)
-        room = min(room, self.part.stop - self.part.start) if bound > 0 else 0
+        room = min(room, self.numel) if bound > 0 else 0
         self.region = Region(
             self.part.start,
             self.part.stop,
@@ -53,6 +81,16 @@ class Candidates:
             scope.workspace.array(f"{self._name}.index", room, np.uint32),
             scope.workspace.array(f"{self._name}.bits", room, self._word),
         )
+
+    @property
+    def numel(self) -> int:
+        """Elements of this part."""
+        return self.part.stop - self.part.start
+
+    @property
+    def moments(self) -> cpu.Moments:
+        """Of the whole sum, whatever part of it this is."""
+        return self._accumulated.moments
 
     @property
     def array(self) -> NDArray[np.floating]:
@@ -65,11 +103,15 @@ class Candidates:
         region = self.region
         return region.found if region.found <= region.index.size else 0
 
-    def tail(self, threshold: float) -> cpu.Tail:
+    def tail(self, threshold: float, stride: int = 1) -> cpu.Tail:
         """Count what exceeds a threshold, and by how much; see `mpicomp.kernels.cpu.tail`."""
-        if self._covers(threshold):
+        if stride == 1 and self._covers(threshold):
             return cpu.tail(self.region.bits[: self.listed].view(self._accumulated.dtype), threshold)
-        return cpu.tail(self.array, threshold, self._accumulated.threads)
+        return cpu.tail(self.array, threshold, stride, self._accumulated.threads)
+
+    def logarithms(self, stride: int) -> tuple[int, float, float]:
+        """Sum magnitudes and their logarithms; see `mpicomp.kernels.cpu.logarithms`."""
+        return cpu.logarithms(self.array, stride, self._accumulated.threads)
 
     def top(self) -> float:
         """Give the largest magnitude."""
@@ -111,6 +153,8 @@ class Candidates:
         """
         selection = self._selection(k)
         array = self._accumulated.array()
+        if k // 4 < self.listed < k:
+            self._list_more(k)
         if k <= self.listed:
             index, bits = self.region.index[: self.listed], self.region.bits[: self.listed]
             scratch = self._workspace.array(f"{self._name}.scratch", self.listed, self._word)
@@ -121,6 +165,45 @@ class Candidates:
             if self.part.start:
                 selection.indices[:] += np.uint32(self.part.start)
         return selection, cpu.magnitude_of(threshold, self._accumulated.dtype)
+
+    def bound_for_next(self, k: int, threshold: float, before: float) -> float:
+        """Give the bound for the next step's candidates, where `largest` was asked for k elements in this one.
+
+        It is meant to list half as many again. Under error feedback elements crowd below the threshold, so that no
+        fixed fraction of it would do, and for the first few hundred steps it rises.
+
+        Parameters
+        ----------
+        k, threshold : int, float
+            What was asked for, and what it gave.
+        before : float
+            Threshold of the step before; 0 where there was none.
+        """
+        listed, found = self.listed, self.region.found
+        if listed == 0 and found > k:  # too many to be stored: as if they were spread evenly
+            bound = cpu.magnitude_of(self.region.bound, self._accumulated.dtype)
+            return threshold - (threshold - bound) * 0.5 * k / (found - k)
+        if listed < k:
+            return 0.97 * threshold
+        place = max(0, listed - k - k // 2)
+        spare = self._workspace.array(f"{self._name}.scratch", listed, self._word)[: listed - k + 1]
+        spare.partition(place)  # `largest` left the k largest behind these
+        lower = cpu.magnitude_of(int(spare[place]), self._accumulated.dtype)
+        if listed < k + k // 2:
+            lower *= 0.98
+        return lower * (min(max(threshold / before, 0.8), 1.2) if before > 0 else 1.0)
+
+    def _list_more(self, wanted: int) -> None:
+        """List again with a lower bound, which takes a fraction of the time of a radix selection."""
+        region, array = self.region, self.array
+        dtype = self._accumulated.dtype
+        for factor in (0.95, 0.7):
+            bound = factor * cpu.magnitude_of(region.bound, dtype)
+            found = cpu.select_above(array, bound, self.part.start, region.index, region.bits.view(dtype), 0)
+            region.found, region.bound = found, cpu.magnitude_bits(bound, dtype) + 1
+            region.bits[:found] &= cpu.mask_of(dtype)
+            if found >= wanted:
+                return
 
     def _covers(self, threshold: float) -> bool:
         return self.listed > 0 and cpu.magnitude_bits(threshold, self._accumulated.dtype) >= self.region.bound

@@ -14,7 +14,6 @@ from mpicomp.compressors.registry import register_compressor
 from mpicomp.errors import ConfigurationError
 
 _ROOM = 4  # candidates that are stored, as a multiple of k
-_MARGIN = 0.8  # the bound for candidates, as a fraction of the threshold of the step before
 
 
 @register_compressor
@@ -83,7 +82,8 @@ class TopK(Sparsifier):
     def select(self, accumulated: Accumulated, scope: Scope) -> Selection:
         """Select the k largest; see `Sparsifier.select`."""
         parts = self._parts(accumulated.numel)
-        bounds = scope.memory.get("bounds", [0.0] * len(parts))
+        bounds = _remembered(scope, "bounds", 0.0, len(parts))
+        before = _remembered(scope, "thresholds", 0.0, len(parts))
         candidates = []
         start = 0
         for place, ((size, k), bound) in enumerate(zip(parts, bounds, strict=True)):
@@ -91,9 +91,14 @@ class TopK(Sparsifier):
             candidates.append(Candidates(accumulated, scope, bound, _ROOM * k, part, place))
             start += size
         if not accumulated.done:
-            accumulated.sweep([entry.region for entry in candidates])
+            accumulated.sweep([entry.region for entry in candidates if entry.region.bound > 0])
         outcomes = [entry.largest(k) for entry, (_, k) in zip(candidates, parts, strict=True)]
-        scope.memory["bounds"] = [_MARGIN * threshold for _, threshold in outcomes]
+        thresholds = [threshold for _, threshold in outcomes]
+        scope.memory["thresholds"] = thresholds
+        scope.memory["bounds"] = [
+            entry.bound_for_next(k, now, then)
+            for entry, (_, k), now, then in zip(candidates, parts, thresholds, before, strict=True)
+        ]
         if len(outcomes) == 1:
             return outcomes[0][0]
         indices = scope.workspace.array("topk.indices", self.count(accumulated.numel), np.uint32)
@@ -118,6 +123,12 @@ class _Layered(TopK):
 
     def _parts(self, numel: int) -> Sequence[tuple[int, int]]:
         return self.parts
+
+
+def _remembered(scope: Scope, key: str, default: float, parts: int) -> list[float]:
+    """Give a number for every part, as the step before left them if it had as many parts."""
+    numbers: list[float] = scope.memory.get(key, [])
+    return numbers if len(numbers) == parts else [default] * parts
 
 
 def _parameters(compressor: TopK) -> dict[str, Any]:

@@ -76,4 +76,12 @@ def test_among_listed_candidates(dtype):
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_find_the_same(dtype, threads):
     array = laplace(300_001, dtype)
-    np.testing.assert_allclose(cpu.tail(array, 1.3, threads), cpu.tail(array, 1.3), rtol=1e-6)
+    for stride in (1, 3):
+        expected = cpu.tail(array, 1.3, stride)
+        np.testing.assert_allclose(cpu.tail(array, 1.3, stride, threads), expected, rtol=1e-6)
+
+
+def test_a_sample_takes_every_sth_group():
+    array = laplace(50_000, np.float32)
+    groups = np.concatenate([array[start : start + 1024] for start in range(0, array.size, 1024 * 7)])
+    np.testing.assert_allclose(cpu.tail(array, 1.3, 7), cpu.tail(groups, 1.3), rtol=1e-6)
