@@ -3,6 +3,7 @@
 A command is a module of this package with a one-line ``HELP``, ``add_arguments(parser)`` and
 ``run(arguments) -> int``, which returns the exit status. Its name stands in `COMMANDS`. The modules load
 nothing heavy when they are imported, no MPI above all: ``--help`` imports all of them, also on a login node.
+What is to run on rank 0 alone, without MPI, sets ``alone`` among the defaults of its parser.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from types import ModuleType
 from mpicomp import abort, launcher
 from mpicomp._version import __version__
 
-COMMANDS = ("doctor", "list", "train", "lab")
+COMMANDS = ("doctor", "list", "bench", "train", "lab")
 
 INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended
 BROKEN_PIPE = 141  # the same for SIGPIPE
@@ -145,6 +146,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     launch = launcher.detect()
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv, launch.rank if launch else 0)
+        if launch is not None and getattr(arguments, "alone", False):
+            if launch.rank != 0:
+                return 0
+            launch = None  # the others have left, and an error must not wait for them
         status = arguments if isinstance(arguments, int) else _run(arguments, launch)
         if sys.stdout is not None:  # None where the caller has closed it
             sys.stdout.flush()

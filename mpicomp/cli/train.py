@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-from typing import Any
 
 HELP = "train a real model on real data with compressed exchange, and say whether it paid"
 
@@ -25,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print a verdict on rank 0."""
     from mpicomp import launcher
+    from mpicomp.cli.options import check_writable, read_configuration
     from mpicomp.compressors import get_compressor
     from mpicomp.compressors.base import check_ratio
     from mpicomp.errors import ConfigurationError
@@ -34,11 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"train: --steps must be at least 1, got {arguments.steps}")
     compressor = None
     if arguments.compressor is not None:
-        compressor = get_compressor(_configuration(arguments.compressor, ratio))
+        compressor = get_compressor(read_configuration("train", arguments.compressor, ratio))
     launch = launcher.detect()
     if launch is None or launch.rank == 0:
         for path in filter(None, (arguments.json, arguments.metrics)):
-            _check_writable(path)
+            check_writable("train", path)
     policy = arguments.policy or ("static" if compressor is not None else "auto")
     # MPI starts before torch is loaded: Slurm's pmi2 cuts the longer messages that MPICH sends it afterwards.
     from mpicomp.transport.mpi import MPITransport
@@ -106,30 +105,3 @@ def run(arguments: argparse.Namespace) -> int:
             json.dump(result, file, indent=1)
             file.write("\n")
     return 0
-
-
-def _check_writable(path: str) -> None:
-    """Say now, and not after hours of training, that a file cannot be written."""
-    from mpicomp.errors import ConfigurationError
-
-    folder = os.path.dirname(path) or "."
-    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise ConfigurationError(f"train: '{path}' cannot be written; make its folder, or name another file")
-
-
-def _configuration(text: str, ratio: float) -> dict[str, Any]:
-    """Read a name or a JSON configuration; the ratio goes where the compressor has one that is not given."""
-    from dataclasses import fields
-
-    from mpicomp.compressors import compressor_class
-    from mpicomp.errors import ConfigurationError
-
-    config: dict[str, Any] = {"id": text}
-    if text.lstrip().startswith("{"):
-        try:
-            config = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigurationError(f"train: --compressor must be a name or JSON, got {text!r}: {error}") from error
-    if "id" in config and any(entry.name == "ratio" for entry in fields(compressor_class(config["id"]))):
-        config.setdefault("ratio", ratio)
-    return config

@@ -1,0 +1,86 @@
+"""Error feedback by itself: one rank's bucket and compressor, without an exchange."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from mpicomp.kernels import cpu
+from numpy.typing import NDArray
+
+from mpicomp.arrays import Described
+from mpicomp.collectives.scheme import flags_of
+from mpicomp.compressors import Accumulated, Compressor, Scope, Selection, SharedSparsifier, Sparsifier
+from mpicomp.compressors.message import Wire, message_bytes, write_message
+from mpicomp.reducer.bucket import Bucket
+
+DTYPE = np.dtype(np.float32)
+
+_PLAIN = Wire()
+
+
+def make_bucket(numel: int, compressor: Compressor, feedback: bool, threads: int = 1) -> Bucket:
+    """Make a bucket of one array, with what the compressor wants to happen before the sum."""
+    return Bucket(0, [Described("gradient", DTYPE.name, (numel,))], feedback, compressor.entry, threads)
+
+
+@dataclass
+class Selecting:
+    """A compressor at work on one array, step after step, with its memory and its arrays.
+
+    Parameters
+    ----------
+    compressor : Sparsifier or SharedSparsifier
+        What selects.
+    numel : int
+        Length of the array.
+    """
+
+    compressor: Sparsifier | SharedSparsifier
+    numel: int
+    scope: Scope = field(default_factory=Scope)
+
+    def __post_init__(self) -> None:
+        compressor = self.compressor.within(["gradient"], [self.numel])
+        assert isinstance(compressor, Sparsifier | SharedSparsifier)
+        self.compressor = compressor
+
+    def step(self, bucket: Bucket, gradient: NDArray[np.floating], message: bool) -> int:
+        """Do what a step does before and after its exchange, and give the number of selected elements.
+
+        Parameters
+        ----------
+        bucket : Bucket
+            Holds the residual, which becomes the next one.
+        gradient : array, shape (numel,)
+            Of this step.
+        message : bool
+            Whether to write what would be sent: plain 32-bit pairs, or the values alone where all ranks select the same
+            positions.
+        """
+        accumulated = bucket.accumulate([gradient])
+        selection = self._select(accumulated, message)
+        bucket.commit(selection, accumulated.finite)
+        self.scope.step += 1
+        return int(selection.indices.size)
+
+    def _select(self, accumulated: Accumulated, message: bool) -> Selection:
+        compressor, scope = self.compressor, self.scope
+        if isinstance(compressor, SharedSparsifier):
+            count = compressor.count(self.numel)
+            indices = scope.workspace.array("indices", count, np.uint32)
+            compressor.positions(self.numel, scope, indices)
+            values = scope.workspace.array("values", count, accumulated.dtype)
+            cpu.gather(accumulated.array(), indices, values)
+            return Selection(indices, values)
+        selection = compressor.select(accumulated, scope)
+        if message:
+            write_plain(selection, accumulated, scope)
+        return selection
+
+
+def write_plain(selection: Selection, accumulated: Accumulated, scope: Scope) -> NDArray[np.uint8]:
+    """Write the message of a selection as plain 32-bit pairs, into the workspace."""
+    numel, dtype = accumulated.numel, accumulated.dtype
+    out = scope.workspace.array("message", message_bytes(selection.indices.size, numel, dtype, _PLAIN), np.uint8)
+    kept = cpu.energy(selection.values)
+    write_message(out, selection, numel, _PLAIN, flags_of(accumulated), accumulated.energy, kept)
+    return out

@@ -1,0 +1,468 @@
+"""How long compressors and their kernels take, in multiples of one memcpy of the array."""
+
+import gc
+import importlib
+import importlib.util
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpicomp.bench.feedback import DTYPE, Selecting, make_bucket, write_plain
+from mpicomp.kernels import cpu
+from numpy.typing import NDArray
+
+from mpicomp.collectives.sparse_mean import SparseMean
+from mpicomp.compressors import (
+    Compressor,
+    Scope,
+    SharedSparsifier,
+    Sparsifier,
+    TopK,
+    compressor_class,
+    list_compressors,
+)
+from mpicomp.compressors.message import read_message
+from mpicomp.errors import ConfigurationError
+from mpicomp.reducer.bucket import Bucket
+from mpicomp.workspace import Workspace
+
+RANKS = 4
+"""Messages that are decoded into a mean."""
+STRIDE = 16
+"""Of the sampled spectrum."""
+
+_POOL = 2  # arrays of gradients
+_SLACK = 1 << 20  # elements by which they are longer than a gradient, which begins anywhere in there
+_SMALL = 1 << 18  # elements of the array on which a residual is brought to its steady state
+_TURNOVERS = 2  # of the residual, each of 1 / ratio steps: its spread stays the same from the first on
+_MOST_STEPS = 5000
+_WARM = 20  # steps of a compressor at full length that are not timed: it finds its bounds and stages
+_SLOW = 20  # copies from which on a kernel is repeated less often
+_LIMIT = 1 << 32  # elements; indices travel in 32 bits
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Parameters
+    ----------
+    numel : int
+        Elements of the arrays, which are float32.
+    ratios : sequence of float
+        For everything that selects and is no compressor.
+    compressors : sequence of Compressor
+        Sparsifiers, each with the ratio at which it is measured.
+    threads : int
+        How many share a sweep.
+    repeats : int
+        How often each kernel is timed; slow ones a quarter as often, and at least three times.
+    """
+
+    numel: int
+    ratios: Sequence[float]
+    compressors: Sequence[Compressor]
+    threads: int = 1
+    repeats: int = 20
+
+
+def sparsifiers() -> list[str]:
+    """Give the names of the compressors that can be measured: all that select elements.
+
+    Examples
+    --------
+    >>> "topk" in sparsifiers(), "dense" in sparsifiers()
+    (True, False)
+    """
+    return [name for name in list_compressors() if issubclass(compressor_class(name), Sparsifier | SharedSparsifier)]
+
+
+def check_memory(settings: Settings) -> None:
+    """Refuse arrays that are too long to be selected from, or that would not fit into memory.
+
+    Raises
+    ------
+    ConfigurationError
+        For either.
+    """
+    if settings.numel >= _LIMIT:
+        raise ConfigurationError(f"bench kernels: --numel must be below 2**32, got {settings.numel}")
+    # Gradients, the bucket, the copy, magnitudes, the rivals' results and, for each ratio, a sum and a mean.
+    arrays = _POOL + 2 + 1 + 1 + 6 + 2 * len(settings.ratios)
+    needed, free = arrays * settings.numel * DTYPE.itemsize, _available_bytes()
+    if free is not None and needed > free:
+        raise ConfigurationError(
+            f"bench kernels: --numel {settings.numel} needs {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB "
+            "are free; choose a smaller one"
+        )
+
+
+def measure(settings: Settings) -> list[dict[str, Any]]:
+    """Measure everything, taking turns, so that what else happens on the machine falls on all of it alike.
+
+    Each timed call follows a copy of the array: the copies are as many as the calls, see the same conditions, and
+    leave the same things in the caches.
+
+    Returns
+    -------
+    list of dict
+        The rows; docs/benchmarks.md says what is in them.
+    """
+    gradients, short = Gradients(settings.numel), Gradients(min(_SMALL, settings.numel), seed=1)
+    copy = _Copy("memcpy", gradients)
+    kernels = [*_compressing(settings, gradients, short), *_others(settings, gradients, short)]
+    for kernel in kernels:
+        kernel.warm()
+    _take_turns(kernels, copy, settings.repeats)
+    unit = float(np.median(copy.seconds))
+    return [kernel.row(settings.numel, unit) for kernel in [copy, *kernels]]
+
+
+class Gradients:
+    """Laplace-distributed arrays that are as good as fresh: each is a random part of a longer one.
+
+    Parameters
+    ----------
+    numel : int
+        Their length.
+    """
+
+    def __init__(self, numel: int, seed: int = 0) -> None:
+        self.numel = numel
+        self._random = np.random.default_rng(seed)
+        self._pool = [self._laplace(numel + min(numel, _SLACK) + 64) for _ in range(_POOL)]
+
+    def fresh(self) -> NDArray[np.float32]:
+        """Give a gradient; not to be written to."""
+        array = self._pool[self._random.integers(_POOL)]
+        start = int(self._random.integers((array.size - self.numel) // 16)) * 16  # where a cache line begins
+        return array[start : start + self.numel]
+
+    def _laplace(self, size: int) -> NDArray[np.float32]:
+        array = np.empty(size, np.float32)
+        for start in range(0, size, 1 << 20):  # by pieces: what is taken away needs memory too
+            part = array[start : start + (1 << 20)]
+            self._random.standard_exponential(out=part, dtype=np.float32)
+            part -= self._random.standard_exponential(part.size, dtype=np.float32)
+        return array
+
+
+class Settled:
+    """Error feedback on a short array that has reached its steady state, where thresholds do not rise any more.
+
+    A long array's residual is like the short one's, repeated. That is how a compressor gets its own steady state, which
+    is far away (in ``1 / ratio`` steps every element is sent once), and how it keeps it while others take their turns.
+
+    Parameters
+    ----------
+    compressor : Sparsifier or SharedSparsifier
+        Its ratio tells how many steps it takes.
+    gradients : Gradients
+        Short ones.
+    """
+
+    def __init__(self, compressor: Sparsifier | SharedSparsifier, gradients: Gradients) -> None:
+        self._gradients = gradients
+        self._bucket = make_bucket(gradients.numel, compressor, compressor.feedback)
+        self._selecting = Selecting(compressor, gradients.numel)
+        for _ in range(min(_MOST_STEPS, int(_TURNOVERS / getattr(compressor, "ratio", 0.01)) + 1)):
+            self.advance()
+
+    def advance(self) -> None:
+        """Do one more step: some compressors swing between too much and too little."""
+        self._selecting.step(self._bucket, self._gradients.fresh(), message=False)
+
+    def give(self, bucket: Bucket, shift: int = 0) -> None:
+        """Make the residual of a long array like this one's, which may begin elsewhere."""
+        for (_, own), (_, residual) in zip(self._bucket.residuals(), bucket.residuals(), strict=True):
+            if own.size:
+                tile = np.roll(own, shift)
+                whole = residual.size - residual.size % tile.size
+                residual[:whole].reshape(-1, tile.size)[:] = tile
+                residual[whole:] = tile[: residual.size - whole]
+
+
+@dataclass
+class Kernel(ABC):
+    """Something that is timed."""
+
+    name: str
+    ratio: float | None = field(default=None, kw_only=True)
+    threads: int = field(default=1, kw_only=True)
+    seconds: list[float] = field(default_factory=list, init=False)
+
+    def warm(self) -> None:
+        """Compile, touch memory, come to a steady state."""
+        for _ in range(2):
+            self.prepare()
+            self.run()
+
+    def prepare(self) -> None:  # noqa: B027, most have nothing to prepare
+        """Do what comes before a call and is not timed."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Do what is timed."""
+
+    def reset(self) -> None:
+        """Forget what was measured."""
+        self.seconds.clear()
+
+    def facts(self) -> dict[str, Any]:
+        """Give what its row has besides seconds."""
+        return {}
+
+    def row(self, numel: int, unit: float) -> dict[str, Any]:
+        """Give its row, in units of ``unit`` seconds."""
+        low, median, high = (float(value) for value in np.percentile(self.seconds, [25, 50, 75]))
+        empty = {"ratio_reached": None, "bits_per_index": None, "config": None}
+        return {
+            "name": self.name,
+            "numel": numel,
+            "ratio": self.ratio,
+            "median_s": median,
+            "copies": median / unit,
+            "p25_s": low,
+            "p75_s": high,
+            "repeats": len(self.seconds),
+            "threads": self.threads,
+        } | (empty | self.facts())
+
+
+@dataclass
+class _Copy(Kernel):
+    gradients: Gradients
+
+    def __post_init__(self) -> None:
+        self._out = np.zeros(self.gradients.numel, np.float32)
+        self._source = self.gradients.fresh()
+
+    def prepare(self) -> None:
+        self._source = self.gradients.fresh()
+
+    def run(self) -> None:
+        np.copyto(self._out, self._source)
+
+
+@dataclass
+class _Compress(Kernel):
+    """Error feedback, selection and message on a fresh gradient, and the residual that follows."""
+
+    selecting: Selecting
+    bucket: Bucket
+    settled: Settled
+    gradients: Gradients
+
+    def __post_init__(self) -> None:
+        self._kept: list[int] = []
+        self._gradient = self.gradients.fresh()
+
+    def warm(self) -> None:
+        for _ in range(_WARM):
+            self.prepare()
+            self.run()
+
+    def reset(self) -> None:
+        super().reset()
+        self._kept.clear()
+
+    def prepare(self) -> None:
+        # Compressors take turns with one bucket: as many residuals as compressors would not fit into memory.
+        self.settled.advance()
+        self.settled.give(self.bucket)
+        self._gradient = self.gradients.fresh()
+
+    def run(self) -> None:
+        self._kept.append(self.selecting.step(self.bucket, self._gradient, message=True))
+
+    def facts(self) -> dict[str, Any]:
+        reached = float(np.mean(self._kept)) / self.gradients.numel
+        return {"ratio_reached": reached, "config": self.selecting.compressor.get_config()}
+
+
+@dataclass
+class _Decode(Kernel):
+    messages: list[NDArray[np.uint8]]
+    numel: int
+
+    def __post_init__(self) -> None:
+        self._workspace = Workspace()
+
+    def run(self) -> None:
+        mean = SparseMean.cleared(self._workspace, self.numel, DTYPE)
+        for message in self.messages:
+            selection = read_message(message, self.numel, DTYPE, self._workspace).selection
+            mean.add(selection.indices, selection.values, 1 / len(self.messages))
+
+
+@dataclass
+class _Indices(Kernel):
+    """Encoding of the indices of a selection, or the way back."""
+
+    indices: NDArray[np.uint32]
+    numel: int
+    back: bool
+
+    def __post_init__(self) -> None:
+        self._code = np.zeros(cpu.index_bytes(self.indices.size, self.numel), np.uint8)
+        self._out = np.zeros_like(self.indices)
+        cpu.encode_indices(self.indices, self.numel, self._code)
+
+    def run(self) -> None:
+        if self.back:
+            cpu.decode_indices(self._code, self.indices.size, self.numel, self._out)
+        else:
+            cpu.encode_indices(self.indices, self.numel, self._code)
+
+    def facts(self) -> dict[str, Any]:
+        return {"bits_per_index": 8 * self._code.size / self.indices.size}
+
+
+@dataclass
+class _Spectrum(Kernel):
+    array: NDArray[np.float32]
+    stride: int
+
+    def __post_init__(self) -> None:
+        self._counts, self._energies = np.zeros(cpu.BINS, np.int64), np.zeros(cpu.BINS)
+
+    def run(self) -> None:
+        cpu.spectrum(self.array, self._counts, self._energies, self.stride, self.threads)
+
+
+@dataclass
+class _Argpartition(Kernel):
+    """What NumPy has to find the largest elements with."""
+
+    array: NDArray[np.float32]
+    k: int
+    magnitudes: NDArray[np.float32]
+
+    def run(self) -> None:
+        np.abs(self.array, out=self.magnitudes)
+        indices = np.argpartition(self.magnitudes, self.array.size - self.k)[self.array.size - self.k :]
+        self.array[indices]
+
+
+@dataclass
+class _TorchTopk(Kernel):
+    """What PyTorch has for it."""
+
+    array: NDArray[np.float32]
+    k: int
+    magnitudes: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        self._torch = importlib.import_module("torch")  # where it is installed; nothing else here needs it
+        self._array, self._magnitudes = map(self._torch.from_numpy, (self.array, self.magnitudes))
+
+    def run(self) -> None:
+        before = self._torch.get_num_threads()
+        self._torch.set_num_threads(self.threads)
+        self._torch.abs(self._array, out=self._magnitudes)
+        _, indices = self._torch.topk(self._magnitudes, self.k, sorted=False)
+        self._array[indices]
+        self._torch.set_num_threads(before)
+
+
+def _compressing(settings: Settings, gradients: Gradients, short: Gradients) -> Iterable[Kernel]:
+    """Give the compressors, which share buckets."""
+    buckets: dict[Any, Bucket] = {}
+    for compressor in settings.compressors:
+        assert isinstance(compressor, Sparsifier | SharedSparsifier)
+        kind = (compressor.entry, compressor.feedback)
+        if kind not in buckets:
+            buckets[kind] = make_bucket(settings.numel, compressor, compressor.feedback, settings.threads)
+        yield _Compress(
+            f"{compressor.id}.compress",
+            Selecting(compressor, settings.numel),
+            buckets[kind],
+            Settled(compressor, short),
+            gradients,
+            ratio=getattr(compressor, "ratio", None),
+            threads=settings.threads,
+        )
+
+
+def _others(settings: Settings, gradients: Gradients, short: Gradients) -> Iterable[Kernel]:
+    """Give the kernels that are no compressors, on what exact top-k with error feedback leads to."""
+    numel, threads = settings.numel, settings.threads
+    magnitudes = np.zeros(numel, np.float32)
+    sums = []
+    selecting: list[Kernel] = []
+    for ratio in settings.ratios:
+        array, indices, messages = _ranks(ratio, gradients, short)
+        sums.append(array)
+        selecting.append(_Decode("decode", messages, numel, ratio=ratio))
+        selecting.append(_Indices("indices.encode", indices, numel, False, ratio=ratio))
+        selecting.append(_Indices("indices.decode", indices, numel, True, ratio=ratio))
+        if importlib.util.find_spec("torch") is not None:
+            selecting.append(_TorchTopk("torch.topk", array, indices.size, magnitudes, ratio=ratio, threads=threads))
+        selecting.append(_Argpartition("numpy.argpartition", array, indices.size, magnitudes, ratio=ratio))
+    return [
+        _Spectrum("spectrum", sums[0], 1, threads=threads),
+        _Spectrum("spectrum.sampled", sums[0], STRIDE, threads=threads),
+        *sorted(selecting, key=lambda kernel: kernel.name),
+    ]
+
+
+def _ranks(
+    ratio: float, gradients: Gradients, short: Gradients
+) -> tuple[NDArray[np.float32], NDArray[np.uint32], list[NDArray[np.uint8]]]:
+    """Give the accumulated gradient of the last rank, its indices, and the messages of all."""
+    numel, compressor = gradients.numel, TopK(ratio=ratio)
+    settled = Settled(compressor, short)
+    bucket = make_bucket(numel, compressor, True)
+    messages = []
+    for rank in range(RANKS):
+        settled.give(bucket, shift=rank * short.numel // RANKS)
+        accumulated, scope = bucket.accumulate([gradients.fresh()]), Scope(rank=rank)
+        selection = compressor.select(accumulated, scope)
+        messages.append(write_plain(selection, accumulated, scope))
+    return accumulated.array(), selection.indices, messages
+
+
+def _take_turns(kernels: Sequence[Kernel], copy: Kernel, repeats: int) -> None:
+    """Time all kernels, round after round, and a copy before each call."""
+    copy.warm()
+    unit = min(_timed(copy) for _ in range(3))
+    times = [repeats if _timed(kernel) < _SLOW * unit else min(repeats, max(3, repeats // 4)) for kernel in kernels]
+    for kernel in kernels:
+        kernel.reset()
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(repeats):
+            for kernel, own in zip(kernels, times, strict=True):
+                if turn * own // repeats != (turn + 1) * own // repeats:
+                    kernel.prepare()
+                    copy.seconds.append(_timed(copy))
+                    kernel.seconds.append(_clock(kernel))
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _timed(kernel: Kernel) -> float:
+    kernel.prepare()
+    return _clock(kernel)
+
+
+def _clock(kernel: Kernel) -> float:
+    start = time.perf_counter()
+    kernel.run()
+    return time.perf_counter() - start
+
+
+def _available_bytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(found[0]) if found else None

@@ -1,0 +1,28 @@
+"""``mpicomp bench WHAT``: micro-benchmarks.
+
+Each is a module of this package named ``bench_WHAT`` that looks like a command's: ``HELP``, ``add_arguments`` and
+``run``.
+"""
+
+import argparse
+import importlib
+from typing import Any
+
+HELP = "measure kernels, and how well thresholds are estimated"
+
+BENCHMARKS = ("kernels", "estimators")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the benchmarks and their options."""
+    benchmarks = parser.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
+    for name in BENCHMARKS:
+        module: Any = importlib.import_module(f"mpicomp.cli.bench_{name}")
+        subparser = benchmarks.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(subparser)
+        subparser.set_defaults(_benchmark=module)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the benchmark that was named."""
+    return int(arguments._benchmark.run(arguments))

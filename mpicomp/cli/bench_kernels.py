@@ -1,0 +1,79 @@
+"""``mpicomp bench kernels``: how long compressors and their kernels take, in copies of the array."""
+
+import argparse
+
+HELP = "time every sparsifier and kernel on this machine, in multiples of one memcpy of the array"
+
+_COMMAND = "bench kernels"
+_COLUMNS = {
+    "name": "",
+    "ratio": "g",
+    "median_s": ".3g",
+    "copies": ".2f",
+    "p25_s": ".3g",
+    "p75_s": ".3g",
+    "repeats": "d",
+    "threads": "d",
+    "ratio_reached": ".3g",
+    "bits_per_index": ".2f",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--numel", type=int, default=25_600_000, metavar="N", help="float32 elements (%(default)s)")
+    parser.add_argument("--ratio", default="0.001,0.01", metavar="R[,..]", help="kept fractions (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, metavar="T", help="that share a sweep (%(default)s)")
+    parser.add_argument(
+        "--compressor", metavar="A[,..]", help="names from `mpicomp list`, or configurations as JSON (all sparsifiers)"
+    )
+    parser.add_argument("--repeats", type=int, default=20, metavar="K", help="of what is not slow (%(default)s)")
+    parser.add_argument("--json", metavar="F", help="write the rows to F as one JSON object")
+    parser.set_defaults(alone=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, and print a table."""
+    from mpicomp.bench import rows
+    from mpicomp.bench.kernels import Settings, check_memory, measure, sparsifiers
+    from mpicomp.cli.options import (
+        check_least,
+        check_writable,
+        has_ratio,
+        read_configuration,
+        read_list,
+        read_ratios,
+    )
+    from mpicomp.compressors import get_compressor
+    from mpicomp.errors import ConfigurationError
+
+    check_least(_COMMAND, "--numel", arguments.numel)
+    check_least(_COMMAND, "--threads", arguments.threads)
+    check_least(_COMMAND, "--repeats", arguments.repeats)
+    ratios = read_ratios(_COMMAND, arguments.ratio)
+    known = sparsifiers()
+    compressors = []
+    for word in known if arguments.compressor is None else read_list(arguments.compressor):
+        configs = [read_configuration(_COMMAND, word, ratio) for ratio in ratios]
+        for index, config in enumerate(configs):
+            compressor = get_compressor(config)
+            if compressor.id not in known:
+                raise ConfigurationError(
+                    f"{_COMMAND}: '{compressor.id}' is no sparsifier; there are {', '.join(known)}"
+                )
+            if index == 0 or (has_ratio(compressor.id) and config != configs[0]):
+                compressors.append(compressor)
+    if not compressors:
+        raise ConfigurationError(f"{_COMMAND}: --compressor names nothing; there are {', '.join(known)}")
+    settings = Settings(arguments.numel, tuple(ratios), tuple(compressors), arguments.threads, arguments.repeats)
+    check_memory(settings)
+    if arguments.json is not None:
+        check_writable(_COMMAND, arguments.json)
+
+    threads = "1 thread" if settings.threads == 1 else f"{settings.threads} threads"
+    print(f"{_COMMAND}: {settings.numel:,} float32, {threads}; copies are multiples of a memcpy", flush=True)
+    found = measure(settings)
+    rows.show(found, _COLUMNS)
+    if arguments.json is not None:
+        rows.write(arguments.json, found, settings.threads)
+    return 0

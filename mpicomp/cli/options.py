@@ -1,0 +1,83 @@
+"""What several commands do with their words: compressors, lists of ratios, files that will be written."""
+
+import json
+import os
+from typing import Any
+
+
+def check_writable(command: str, path: str) -> None:
+    """Say now, and not after hours of work, that a file cannot be written."""
+    from mpicomp.errors import ConfigurationError
+
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ConfigurationError(f"{command}: '{path}' cannot be written; make its folder, or name another file")
+
+
+def check_least(command: str, option: str, value: int, least: int = 1) -> int:
+    """Give a whole number back, or say that it is too small."""
+    from mpicomp.errors import ConfigurationError
+
+    if value < least:
+        raise ConfigurationError(f"{command}: {option} must be at least {least}, got {value}")
+    return value
+
+
+def read_ratios(command: str, text: str) -> list[float]:
+    """Read kept fractions with commas between them; what is named twice counts once."""
+    from mpicomp.compressors.base import check_ratio
+    from mpicomp.errors import ConfigurationError
+
+    try:
+        numbers = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigurationError(f"{command}: --ratio must be numbers such as 0.001,0.01, got {text!r}") from None
+    return list(dict.fromkeys(check_ratio(command, number) for number in numbers))
+
+
+def read_list(text: str) -> list[str]:
+    """Cut at commas, but not inside a JSON object.
+
+    Examples
+    --------
+    >>> read_list('topk, {"id": "topk", "wire": "fp16"},dense')
+    ['topk', '{"id": "topk", "wire": "fp16"}', 'dense']
+    """
+    words = []
+    text = text.strip(" ,")
+    while text:
+        end = text.find(",") if "," in text else len(text)
+        if text.startswith("{"):
+            try:
+                end = json.JSONDecoder().raw_decode(text)[1]
+            except json.JSONDecodeError:
+                end = len(text)  # whoever reads it says what is wrong
+        words.append(text[:end].strip())
+        text = text[end:].lstrip(" ,")
+    return words
+
+
+def read_configuration(command: str, text: str, ratio: float) -> dict[str, Any]:
+    """Read a name or a JSON configuration; the ratio goes where the compressor has one that is not given."""
+    from mpicomp.errors import ConfigurationError
+
+    config: dict[str, Any] = {"id": text}
+    if text.lstrip().startswith("{"):
+        try:
+            config = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigurationError(
+                f"{command}: --compressor must be a name or JSON, got {text!r}: {error}"
+            ) from error
+    if "id" in config and has_ratio(config["id"]):
+        config.setdefault("ratio", ratio)
+    return config
+
+
+def has_ratio(name: str) -> bool:
+    """Tell whether the compressor of this name has a ratio among its parameters."""
+    from dataclasses import fields
+
+    from mpicomp.compressors import compressor_class
+
+    return any(entry.name == "ratio" for entry in fields(compressor_class(name)))

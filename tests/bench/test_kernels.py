@@ -1,0 +1,133 @@
+"""The rows of ``mpicomp bench kernels``; no time is asserted, only how times relate."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from mpicomp.bench import kernels
+from mpicomp.bench.feedback import make_bucket
+
+from mpicomp.compressors import TopK, get_compressor
+from mpicomp.compressors.base import SharedSparsifier
+
+NUMEL = 20_000
+RATIOS = (0.01, 0.1)
+FIXED = {"memcpy", "spectrum", "spectrum.sampled"}
+BY_RATIO = {"decode", "indices.encode", "indices.decode", "numpy.argpartition"}
+
+
+def of(ratio):
+    """Give every sparsifier, at a ratio where it has one."""
+    made = [get_compressor(name) for name in kernels.sparsifiers()]
+    return [
+        get_compressor({**entry.get_config(), "ratio": ratio}) if hasattr(entry, "ratio") else entry for entry in made
+    ]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    compressors = of(RATIOS[0]) + [entry for entry in of(RATIOS[1]) if hasattr(entry, "ratio")]
+    return kernels.measure(kernels.Settings(NUMEL, RATIOS, compressors, repeats=4))
+
+
+def test_everything_has_its_rows(rows):
+    found = {(row["name"], row["ratio"]) for row in rows}
+    assert len(found) == len(rows)
+    expected = {(name, None) for name in FIXED} | {(name, ratio) for name in BY_RATIO for ratio in RATIOS}
+    for entry in of(RATIOS[0]):
+        ratios = RATIOS if hasattr(entry, "ratio") else (None,)
+        expected |= {(f"{entry.id}.compress", ratio) for ratio in ratios}
+    assert found - {("torch.topk", ratio) for ratio in RATIOS} == expected
+
+
+def test_torch_is_compared_with_where_it_is(rows):
+    pytest.importorskip("torch")
+    assert {("torch.topk", ratio) for ratio in RATIOS} <= {(row["name"], row["ratio"]) for row in rows}
+
+
+def test_copies_are_medians_over_the_copy_of_the_same_run(rows):
+    assert rows[0]["name"] == "memcpy"
+    assert rows[0]["copies"] == 1
+    for row in rows:
+        assert row["numel"] == NUMEL
+        assert row["copies"] == pytest.approx(row["median_s"] / rows[0]["median_s"])
+        assert 0 < row["p25_s"] <= row["median_s"] <= row["p75_s"]
+        assert row["threads"] == 1
+
+
+def test_every_call_follows_a_copy(rows):
+    assert rows[0]["repeats"] == sum(row["repeats"] for row in rows[1:])
+    assert {row["repeats"] for row in rows[1:]} <= {3, 4}
+
+
+def test_what_was_reached(rows):
+    for row in rows:
+        assert (row["ratio_reached"] is None) == (not row["name"].endswith(".compress"))
+        if row["name"] in ("topk.compress", "randomk.compress"):
+            assert row["ratio_reached"] == pytest.approx(row["ratio"])
+        if row["ratio_reached"] is not None:
+            assert 0 <= row["ratio_reached"] <= 1
+            assert get_compressor(row["config"]).id == row["name"].removesuffix(".compress")
+
+
+def test_bits_of_an_index_are_near_the_entropy(rows):
+    for row in rows:
+        assert (row["bits_per_index"] is None) == (not row["name"].startswith("indices."))
+        if row["bits_per_index"] is not None:
+            p = row["ratio"]
+            entropy = -(np.log2(p) + (1 - p) / p * np.log2(1 - p))
+            assert entropy < row["bits_per_index"] < entropy + 1.2
+
+
+def test_slow_kernels_are_repeated_less():
+    class Nap(kernels.Kernel):
+        def run(self):
+            for _ in range(1 if self.name == "quick" else 100_000):
+                pass
+
+    quick, slow, copy = Nap("quick"), Nap("slow"), Nap("quick")
+    kernels._take_turns([quick, slow], copy, 16)
+    assert (len(quick.seconds), len(slow.seconds), len(copy.seconds)) == (16, 4, 20)
+
+
+@pytest.mark.parametrize("entry", of(0.01), ids=lambda entry: entry.id)
+def test_a_settled_residual_stays_as_large_as_it_is(entry):
+    """After twice as many steps its energy is the same, where the ratio asked for is the one that is reached."""
+    if entry.id not in ("topk", "sidco", "dgc", "mstopk", "randomk", "block-randomk"):
+        pytest.skip("reaches another ratio, and its steady state later")
+    energies = []
+    settled = kernels.Settled(entry, kernels.Gradients(NUMEL))
+    bucket = make_bucket(NUMEL, entry, True)
+    for _ in range(2):
+        settled.give(bucket)
+        energies += [float(np.square(residual).sum()) for _, residual in bucket.residuals()]
+        for _ in range(200):
+            settled.advance()
+    assert energies[1] == pytest.approx(energies[0], rel=0.1)
+    if isinstance(entry, SharedSparsifier):  # every element waits for its turn as long as chance has it
+        assert energies[0] / NUMEL == pytest.approx(2 / Fraction(1, 100), rel=0.25)  # 2: variance of a gradient
+
+
+def test_a_long_residual_repeats_the_short_one():
+    short = kernels.Gradients(1000)
+    settled = kernels.Settled(TopK(ratio=0.1), short)
+    bucket = make_bucket(2500, TopK(), True)
+    settled.give(bucket)
+    ((_, residual),) = bucket.residuals()
+    first = residual[:1000].copy()
+    assert np.count_nonzero(first) > 800
+    np.testing.assert_array_equal(residual[1000:2000], first)
+    np.testing.assert_array_equal(residual[2000:], first[:500])
+    settled.give(bucket, shift=10)
+    np.testing.assert_array_equal(residual[10:1010], first)
+
+
+def test_gradients_are_fresh_and_laplace():
+    gradients = kernels.Gradients(100_000)
+    first, second = gradients.fresh(), gradients.fresh()
+    assert first.shape == second.shape == (100_000,)
+    assert first.flags.c_contiguous
+    assert not np.array_equal(first, second)
+    assert np.abs(first).mean() == pytest.approx(1, rel=0.02)
+    assert np.square(first).mean() == pytest.approx(2, rel=0.03)
+    assert first.mean() == pytest.approx(0, abs=0.03)

@@ -1,0 +1,136 @@
+"""``mpicomp bench`` as a user starts it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mpicomp.cli import main
+
+KERNELS = ["bench", "kernels", "--numel", "3000", "--ratio", "0.1", "--repeats", "2"]
+ESTIMATORS = ["bench", "estimators", "--numel", "3000", "--ratio", "0.1", "--steps", "2"]
+
+
+def table(text):
+    """Give the lines of a plain table below its header, cut into words."""
+    lines = [line.split() for line in text.splitlines()]
+    header = next(index for index, words in enumerate(lines) if words[:1] == ["name"])
+    return lines[header], lines[header + 1 :]
+
+
+def test_kernels_print_a_table_and_write_the_same_rows(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    assert main([*KERNELS, "--compressor", "topk", "--json", str(path)]) == 0
+    written = json.loads(path.read_text())
+    assert set(written) == {"schema", "environment", "rows"}
+    assert written["schema"] == 1
+    assert written["environment"]["threads"] == 1
+    header, lines = table(capsys.readouterr().out)
+    assert header[:4] == ["name", "ratio", "median_s", "copies"]
+    assert [line[0] for line in lines] == [row["name"] for row in written["rows"]]
+    assert lines[0][0] == "memcpy"
+    assert "topk.compress" in [line[0] for line in lines]
+
+
+def test_compressors_are_named_or_configured(tmp_path):
+    path = tmp_path / "out.json"
+    words = 'topk,{"id": "topk", "wire": "fp16"}, {"id": "topk", "ratio": 0.5}'
+    options = ["--ratio", "0.1,0.2,0.1", "--compressor", words, "--json", str(path)]
+    assert main([*KERNELS, *options]) == 0
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["name"] == "topk.compress"]
+    configs = [(row["ratio"], row["config"]["wire"]) for row in rows]
+    assert configs == [(0.1, None), (0.2, None), (0.1, "fp16"), (0.2, "fp16"), (0.5, None)]
+    assert [row["ratio_reached"] for row in rows] == [0.1, 0.2, 0.1, 0.2, 0.5]
+
+
+def test_estimators_print_a_table_and_write_the_same_rows(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    assert main([*ESTIMATORS, "--data", "normal,laplace", "--json", str(path)]) == 0
+    written = json.loads(path.read_text())
+    assert set(written) == {"schema", "environment", "rows"}
+    header, lines = table(capsys.readouterr().out)
+    assert header == ["name", "data", "ratio", "mean", "min", "max"]
+    assert [line[:2] for line in lines] == [[row["name"], row["data"]] for row in written["rows"]]
+    assert list(dict.fromkeys(row["data"] for row in written["rows"])) == ["normal", "laplace"]
+
+
+def test_estimators_take_gradients_of_ones_own(tmp_path, capsys):
+    path = tmp_path / "mine.npz"
+    np.savez(path, mine=np.random.default_rng(0).standard_normal((27, 500)))
+    assert main([*ESTIMATORS, "--gradients", str(path)]) == 0
+    _, lines = table(capsys.readouterr().out)
+    assert {line[1] for line in lines} == {"mine"}
+    assert ["topk", "mine", "0.1", "1.000", "1.000", "1.000"] in lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([*KERNELS, "--numel", "0"], "bench kernels: --numel must be at least 1, got 0"),
+        ([*KERNELS, "--numel", "4294967296"], "bench kernels: --numel must be below 2**32"),
+        ([*KERNELS, "--numel", "4294967295"], "GB of memory"),
+        ([*KERNELS, "--threads", "0"], "bench kernels: --threads must be at least 1, got 0"),
+        ([*KERNELS, "--repeats", "0"], "bench kernels: --repeats must be at least 1, got 0"),
+        ([*KERNELS, "--ratio", "0.1,0"], "bench kernels: ratio is the kept fraction and must be in (0, 1], got 0.0"),
+        ([*KERNELS, "--ratio", "one"], "bench kernels: --ratio must be numbers such as 0.001,0.01, got 'one'"),
+        ([*KERNELS, "--compressor", "topq"], "unknown name 'topq'; did you mean 'topk'?"),
+        ([*KERNELS, "--compressor", "dense"], "bench kernels: 'dense' is no sparsifier; there are "),
+        ([*KERNELS, "--compressor", '{"id": '], "bench kernels: --compressor must be a name or JSON"),
+        ([*KERNELS, "--compressor", " ,"], "bench kernels: --compressor names nothing"),
+        ([*KERNELS, "--json", "/nonexistent/out.json"], "bench kernels: '/nonexistent/out.json' cannot be written"),
+        ([*ESTIMATORS, "--steps", "0"], "bench estimators: --steps must be at least 1, got 0"),
+        ([*ESTIMATORS, "--ratio", "2"], "bench estimators: ratio is the kept fraction and must be in (0, 1], got 2.0"),
+        ([*ESTIMATORS, "--data", "norml"], "unknown name 'norml'; did you mean 'normal'?"),
+        ([*ESTIMATORS, "--gradients", "/nonexistent.npz"], "bench estimators: cannot read '/nonexistent.npz'"),
+        ([*ESTIMATORS, "--json", "/nonexistent/out.json"], "bench estimators: '/nonexistent/out.json' cannot be"),
+    ],
+)
+def test_bad_words_are_told_before_anything_is_measured(arguments, text, capsys):
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("mpicomp: ")
+    assert text in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arrays", "text"),
+    [
+        ({}, "holds nothing"),
+        ({"g": np.zeros(5)}, "'g' in "),
+        ({"g": np.zeros((30, 5), int)}, "'g' in "),
+        ({"g": np.zeros((26, 5))}, "has 26 steps, at least 27 are needed"),
+        ({"g": np.full((27, 5), np.nan)}, "holds NaN or infinity"),
+    ],
+)
+def test_gradients_that_are_none(arrays, text, tmp_path, capsys):
+    np.savez(tmp_path / "bad.npz", **arrays)
+    assert main([*ESTIMATORS, "--gradients", str(tmp_path / "bad.npz")]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["bench"], ["bench", "kernel"], ["bench", "kernels", "--numel", "many"]])
+def test_what_argparse_refuses(arguments, capsys):
+    assert main(arguments) == 2
+    assert "usage: mpicomp bench" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["kernels", "estimators"])
+def test_the_help_of_each(name, capsys):
+    assert main(["bench", name, "--help"]) == 0
+    assert f"usage: mpicomp bench {name}" in capsys.readouterr().out
+
+
+def test_of_several_ranks_one_measures_and_prints(mpiexec, tmp_path):
+    done = mpiexec(3, "-m", "mpicomp", *KERNELS, "--compressor", "topk", "--json", tmp_path / "out.json", timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("topk.compress") == 1
+    assert (tmp_path / "out.json").exists()
+
+
+def test_of_several_ranks_one_tells_what_is_wrong_and_nobody_waits(mpiexec):
+    done = mpiexec(3, "-m", "mpicomp", *KERNELS, "--ratio", "0")
+    assert done.returncode == 2
+    assert done.stderr.count("ratio is the kept fraction") == 1
+    assert "Traceback" not in done.stderr
