@@ -32,6 +32,19 @@ OWN = [
     mpicomp.TopK(ratio=0.5, wire="fp16"),
     mpicomp.TopK(ratio=0.1, wire="bf16", indices="elias-fano"),
     mpicomp.TopK(ratio=1.0, indices="plain"),
+    mpicomp.MSTopK(ratio=0.05),
+    mpicomp.RandomK(ratio=0.05),
+    mpicomp.BlockRandomK(ratio=0.05, wire="bf16"),
+]
+VARYING = [  # values decide how many elements are sent
+    mpicomp.Threshold(limit=1.5),
+    mpicomp.RedSync(ratio=0.05),
+    mpicomp.GaussianK(ratio=0.05),
+    mpicomp.DGC(ratio=0.05),
+]
+UNBIASED = [  # refused with error feedback
+    mpicomp.RandomK(ratio=0.3, scaled=True),
+    mpicomp.BlockRandomK(ratio=0.3, scaled=True),
 ]
 USERS = [
     Above(limit=1.5),
@@ -44,5 +57,5 @@ def pairs(compressors):
     return [(compressor, name) for compressor in compressors for name in fitting(compressor)]
 
 
-PAIRS = pairs(OWN + USERS)
+PAIRS = pairs(OWN + UNBIASED + USERS)
 IDS = [f"{compressor}-{name}" for compressor, name in PAIRS]

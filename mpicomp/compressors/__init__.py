@@ -4,24 +4,37 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor, Entry, Scope, Selection, SharedSparsifier, Sparsifier
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.dgc import DGC
+from mpicomp.compressors.gaussiank import GaussianK
+from mpicomp.compressors.mstopk import MSTopK
+from mpicomp.compressors.randomk import BlockRandomK, RandomK
+from mpicomp.compressors.redsync import RedSync
 from mpicomp.compressors.registry import (
     compressor_class,
     get_compressor,
     list_compressors,
     register_compressor,
 )
+from mpicomp.compressors.threshold import Threshold
 from mpicomp.compressors.topk import TopK
 
 __all__ = [
+    "DGC",
     "Accumulated",
+    "BlockRandomK",
     "Candidates",
     "Compressor",
     "Dense",
     "Entry",
+    "GaussianK",
+    "MSTopK",
+    "RandomK",
+    "RedSync",
     "Scope",
     "Selection",
     "SharedSparsifier",
     "Sparsifier",
+    "Threshold",
     "TopK",
     "compressor_class",
     "get_compressor",

@@ -1,0 +1,133 @@
+"""A threshold from a sample, with momentum correction and a ratio that falls at the beginning."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import Entry, Scope, Selection, Sparsifier, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.registry import register_compressor
+from mpicomp.compressors.threshold import Search
+from mpicomp.errors import ConfigurationError
+
+_FEW = 0.8  # times k; with fewer than that the threshold is lowered
+_LOWER = 0.8
+_CORRECTIONS = 10
+
+
+@register_compressor
+@dataclass(frozen=True, repr=False)
+class DGC(Sparsifier):
+    """Deep Gradient Compression (arXiv 1712.01887): a threshold from a sample, momentum correction, clipping, warm-up.
+
+    The exact top-k of a strided sample gives the threshold. Where fewer than 0.8 k elements exceed it, it is multiplied
+    by 0.8, at most ten times; where more than k do, exactly the k largest are sent.
+
+    Parameters
+    ----------
+    ratio : float
+        Kept fraction in (0, 1] after the warm-up; k is the nearest integer to ``ratio * numel``, at least 1.
+    sample : float
+        Fraction of the elements that are looked at, but at least ``2 / ratio`` of them. Where that is not fewer than
+        every third, all of them are.
+    momentum : float
+        Where it is not 0, momentum is applied before the residual (momentum correction), and the optimizer must not
+        apply it again.
+    nesterov : bool
+        Whether that is Nesterov's form.
+    masking : bool
+        Whether the velocity of what was sent is set to zero (momentum factor masking).
+    clip : float or None
+        Each rank first scales its gradients down to an L2 norm of at most ``clip / sqrt(ranks)``.
+    warmup_steps : int
+        At step s of the warm-up, from 0 on, the ratio is ``ratio ** ((s + 1) / (warmup_steps + 1))``.
+    wire, indices
+        See `Sparsifier`.
+
+    Notes
+    -----
+    Different from the paper and its published code:
+
+    - Momentum correction is off unless asked for.
+    - No more than k elements are ever sent, and what is left back is the smallest. Published code sends up to 1.3 k
+      candidates' first k in the order of indices, so that elements at the end of an array lose whatever their size.
+    - Clipping is by the norm of all of a rank's gradients.
+    - The warm-up is counted in steps; biases and other vectors are part of their bucket and compressed like the rest.
+    - The sample's stride is odd, so that it does not stay within a few columns of a matrix.
+    - With infinities or NaN, exactly the k largest are sent; so they are where the sample has fewer elements that are
+      not zero than it takes. Of an array of zeros nothing is sent.
+
+    Examples
+    --------
+    >>> compressor = DGC(ratio=0.001, warmup_steps=2)
+    >>> [round(compressor.ratio_at(step), 4) for step in range(4)]
+    [0.1, 0.01, 0.001, 0.001]
+    """
+
+    id: ClassVar[str] = "dgc"
+    paper: ClassVar[str] = "Lin et al. 2018, arXiv 1712.01887; at most k elements, the largest; momentum off by default"
+
+    ratio: float = 0.01
+    sample: float = 0.01
+    momentum: float = 0.0
+    nesterov: bool = False
+    masking: bool = True
+    clip: float | None = None
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "ratio", check_ratio("dgc", self.ratio))
+        for name in ("sample", "momentum"):
+            check_range("dgc", name, getattr(self, name), 0, 1)
+            object.__setattr__(self, name, float(getattr(self, name)))
+        for name in ("nesterov", "masking"):
+            check_choice("dgc", name, getattr(self, name), (True, False))
+            object.__setattr__(self, name, bool(getattr(self, name)))
+        if self.clip is not None:
+            check_range("dgc", "clip", self.clip, 0, math.inf)
+            if self.clip == 0:
+                raise ConfigurationError("dgc: clip must be above 0, or None; at 0 nothing would ever be sent")
+            object.__setattr__(self, "clip", float(self.clip))
+        if not isinstance(self.warmup_steps, int) or isinstance(self.warmup_steps, bool) or self.warmup_steps < 0:
+            raise ConfigurationError(f"dgc: warmup_steps must be an integer of at least 0, got {self.warmup_steps!r}")
+
+    @property
+    def entry(self) -> Entry:
+        """Clipping and momentum correction."""
+        return Entry(self.clip, self.momentum, self.nesterov, self.masking)
+
+    def ratio_at(self, step: int) -> float:
+        """Give the kept fraction that is aimed at in a step."""
+        if step >= self.warmup_steps:
+            return self.ratio
+        return float(self.ratio ** ((step + 1) / (self.warmup_steps + 1)))
+
+    def select(self, accumulated: Accumulated, scope: Scope) -> Selection:
+        """Select what exceeds the sample's threshold; see `Sparsifier.select`."""
+        ratio = self.ratio_at(scope.step)
+        search = Search("dgc", accumulated, scope, kept(ratio, accumulated.numel))
+        size = math.ceil(max(self.sample * search.numel, min(search.numel, 2 / ratio)))
+        stride = max(1, search.numel // size - 1) | 1
+        if stride == 1 or not accumulated.finite:
+            return search.largest()
+        start = int(scope.random(shared=False).integers(stride))
+        threshold = self._estimate(accumulated.array()[start::stride], ratio, scope)
+        count = search.count(threshold, search.k + 1)
+        for _ in range(_CORRECTIONS):
+            if count >= _FEW * search.k:
+                break
+            threshold *= _LOWER
+            count = search.count(threshold, search.k + 1)
+        return search.largest() if count > search.k else search.above(threshold)
+
+    def _estimate(self, sample: NDArray[np.floating], ratio: float, scope: Scope) -> float:
+        """Give the smallest of a sample's largest magnitudes."""
+        magnitudes = scope.workspace.array("dgc.sample", sample.size, sample.dtype)
+        np.abs(sample, out=magnitudes)
+        place = sample.size - kept(ratio, sample.size)
+        magnitudes.partition(place)
+        return float(magnitudes[place])

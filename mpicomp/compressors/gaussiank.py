@@ -1,0 +1,59 @@
+"""A threshold from a normal distribution, corrected by counting."""
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import ClassVar
+
+from mpicomp.compressors.registry import register_compressor
+from mpicomp.compressors.threshold import Estimator, Search
+
+_CORRECTIONS = 3
+_LEAST = 5e-324  # half of the smallest ratio is 0, which has no quantile
+
+
+@register_compressor
+@dataclass(frozen=True, repr=False)
+class GaussianK(Estimator):
+    """GaussianK-SGD (arXiv 1911.08772): the threshold that a normal distribution of the elements would have.
+
+    It is halved where fewer than 2 k / 3 elements exceed it and multiplied by 1.5 where more than 4 k / 3 do, at most
+    three times. Gradients have longer tails than a normal distribution, so that at small ratios it begins too low.
+
+    Parameters
+    ----------
+    ratio : float
+        Kept fraction in (0, 1] that is aimed at; k is the nearest integer to ``ratio * numel``, at least 1.
+    wire, indices
+        See `Sparsifier`.
+
+    Notes
+    -----
+    Different from published code: the mean of the elements is taken to be 0, so their root mean square stands for the
+    standard deviation; the selection is made after the last correction, and is not cut to its first k elements in the
+    order of indices; where it would be nothing or more than 4 k + 1024 elements, and where there are infinities or NaN,
+    exactly the k largest are sent. Of an array of zeros nothing is.
+
+    Examples
+    --------
+    >>> GaussianK(ratio=0.001).expected(1_000_000)
+    1000
+    """
+
+    id: ClassVar[str] = "gaussiank"
+    paper: ClassVar[str] = "GaussianK-SGD, Shi et al. 2019, arXiv 1911.08772; mean taken as 0, bounded by 4 k + 1024"
+
+    def threshold(self, search: Search) -> float:
+        """Give the normal quantile, corrected; see `Estimator.threshold`."""
+        k = search.k
+        quantile = -NormalDist().inv_cdf(max(self.ratio / 2, _LEAST))
+        threshold = quantile * math.sqrt(search.accumulated.energy / search.numel)
+        for _ in range(_CORRECTIONS):
+            count = search.count(threshold, 4 * k // 3 + 1)
+            if 3 * count < 2 * k:
+                threshold *= 0.5
+            elif 3 * count > 4 * k:
+                threshold *= 1.5
+            else:
+                break
+        return threshold

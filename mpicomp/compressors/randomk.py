@@ -1,0 +1,158 @@
+"""Random positions, the same on all ranks, so that no index travels."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.base import Scope, SharedSparsifier, check_choice, check_ratio, kept
+from mpicomp.compressors.registry import register_compressor
+
+_CHUNK = 1 << 16  # strata that are drawn at once: what they need stays in the cache
+
+
+@dataclass(frozen=True, repr=False)
+class _Random(SharedSparsifier):
+    """What the random sparsifiers have in common."""
+
+    ratio: float = 0.01
+    scaled: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "ratio", check_ratio(self.id, self.ratio))
+        check_choice(self.id, "scaled", self.scaled, (True, False))
+        object.__setattr__(self, "scaled", bool(self.scaled))
+
+    @property
+    def feedback(self) -> bool:
+        """Off where values are scaled: they are right on the average, and what is kept back would not shrink."""
+        return not self.scaled
+
+    @property
+    def contractive(self) -> bool:
+        """Whether values are sent as they are."""
+        return not self.scaled
+
+    def count(self, numel: int) -> int:
+        """Give k."""
+        return kept(self.ratio, numel)
+
+
+@register_compressor
+@dataclass(frozen=True, repr=False)
+class RandomK(_Random):
+    """Random-k: one element at random of each of k parts of nearly equal length.
+
+    Parameters
+    ----------
+    ratio : float
+        Kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
+    scaled : bool
+        Whether values are multiplied by the length of their part, which makes the mean unbiased. That form runs
+        without error feedback.
+    wire
+        See `SharedSparsifier`.
+
+    Notes
+    -----
+    Different from random-k as it is usually given: a part for each position takes the place of a permutation of all of
+    them. An element is sent with probability one over the length of its part, which is k / numel as nearly as integers
+    allow; the chosen ones are spread evenly, and drawing them takes k steps.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> out = np.empty(3, np.uint32)
+    >>> RandomK(ratio=0.3).positions(10, Scope(step=7), out)
+    >>> out.tolist()  # of 0 to 2, of 3 to 5 and of 6 to 9
+    [0, 5, 9]
+    >>> RandomK(ratio=0.3, scaled=True).weights(10).tolist()
+    [3.0, 3.0, 4.0]
+    """
+
+    id: ClassVar[str] = "randomk"
+    paper: ClassVar[str] = (
+        "random-k with a seed that ranks share, see Eghlidi and Jaggi 2020, arXiv 2009.09271; one position of each of "
+        "k parts in place of a permutation"
+    )
+
+    def positions(self, numel: int, scope: Scope, out: NDArray[np.uint32]) -> None:
+        """Draw one position of each part; see `SharedSparsifier.positions`."""
+        k = out.size
+        random = scope.random(shared=True)
+        draws = scope.workspace.array("randomk.draws", min(k, _CHUNK), np.float64)
+        for first in range(0, k, _CHUNK):
+            bounds = _bounds(first, min(first + _CHUNK, k), numel, k)
+            own = draws[: bounds.size - 1]
+            random.random(out=own)
+            own *= np.diff(bounds)
+            np.floor(own, out=own)
+            own += bounds[:-1]
+            out[first : first + own.size] = own
+
+    def weights(self, numel: int) -> NDArray[np.floating] | float:
+        """Give the parts' lengths, or 1; see `SharedSparsifier.weights`."""
+        return _lengths(numel, self.count(numel)) if self.scaled else 1.0
+
+
+@register_compressor
+@dataclass(frozen=True, repr=False)
+class BlockRandomK(_Random):
+    """Block random-k (arXiv 2009.09271): k neighbours from a random element on; behind the last comes the first.
+
+    Parameters
+    ----------
+    ratio : float
+        Kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
+    scaled : bool
+        Whether values are multiplied by ``numel / k``, which makes the mean unbiased. That form runs without error
+        feedback.
+    wire
+        See `SharedSparsifier`.
+
+    Notes
+    -----
+    Different from published code: one block for a bucket, not one for each of its arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> out = np.empty(5, np.uint32)
+    >>> BlockRandomK(ratio=0.5).positions(10, Scope(step=2), out)
+    >>> out.tolist()
+    [0, 1, 2, 3, 9]
+    >>> BlockRandomK(ratio=0.5, scaled=True).weights(10)
+    2.0
+    """
+
+    id: ClassVar[str] = "block-randomk"
+    paper: ClassVar[str] = "random-block sparsification, Eghlidi and Jaggi 2020, arXiv 2009.09271; one block a bucket"
+
+    def positions(self, numel: int, scope: Scope, out: NDArray[np.uint32]) -> None:
+        """Draw where the block begins; see `SharedSparsifier.positions`."""
+        start = int(scope.random(shared=True).integers(numel))
+        wrapped = max(0, start + out.size - numel)
+        out[:wrapped] = np.arange(wrapped, dtype=np.uint32)
+        out[wrapped:] = np.arange(start, start + out.size - wrapped, dtype=np.uint32)
+
+    def weights(self, numel: int) -> float:
+        """Give ``numel / k``, or 1; see `SharedSparsifier.weights`."""
+        return numel / self.count(numel) if self.scaled else 1.0
+
+
+def _bounds(first: int, last: int, numel: int, k: int) -> NDArray[np.uint64]:
+    """Give where parts begin, and where the last one ends."""
+    bounds = np.arange(first, last + 1, dtype=np.uint64)
+    bounds *= np.uint64(numel)  # below 2**64, since numel and k are below 2**32
+    bounds //= np.uint64(k)
+    return bounds
+
+
+@lru_cache(maxsize=8)
+def _lengths(numel: int, k: int) -> NDArray[np.float64]:
+    lengths = np.diff(_bounds(0, k, numel, k)).astype(np.float64)
+    lengths.flags.writeable = False
+    return lengths

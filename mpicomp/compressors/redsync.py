@@ -1,0 +1,72 @@
+"""A threshold between the mean and the largest magnitude, found in a few coarse steps."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpicomp.compressors.base import check_choice
+from mpicomp.compressors.registry import register_compressor
+from mpicomp.compressors.threshold import Estimator, Search
+
+_WIDTH = 0.2  # of the interval at which the search ends
+_TRIMS = (0.8, 0.6, 0.4, 0.2, 0.0)
+
+
+@register_compressor
+@dataclass(frozen=True, repr=False)
+class RedSync(Estimator):
+    """RedSync (arXiv 1808.04357): a coarse search for the threshold ``mean + t * (largest - mean)`` of magnitudes.
+
+    What is selected is often far from k: t takes few values, and the largest magnitude alone moves them all.
+
+    Parameters
+    ----------
+    ratio : float
+        Kept fraction in (0, 1] that is aimed at; k is the nearest integer to ``ratio * numel``, at least 1.
+    search : {"binary", "trimmed"}
+        ``"binary"`` halves the interval of t, first [0, 1], until it is shorter than 0.2, and takes the last t. It ends
+        sooner where more than k and fewer than 2 k elements exceed the threshold; with fewer than k / 2 it goes on
+        below, otherwise above. ``"trimmed"`` takes the first t of 0.8, 0.6 ... 0 above which there are k elements.
+    wire, indices
+        See `Sparsifier`.
+
+    Notes
+    -----
+    Different from the paper's system: with the binary search too the threshold is found anew at every step, the form of
+    the search does not depend on a layer's size, and values travel as they are, not as one mean. Different from
+    published code: where the threshold selects nothing or more than 4 k + 1024 elements, and where there are infinities
+    or NaN, exactly the k largest are sent. Of an array of zeros nothing is.
+
+    Examples
+    --------
+    >>> RedSync(ratio=0.001, search="trimmed")
+    RedSync(ratio=0.001, search='trimmed')
+    """
+
+    id: ClassVar[str] = "redsync"
+    paper: ClassVar[str] = "RedSync, Fang et al. 2018, arXiv 1808.04357; bounded by 4 k + 1024, values in full"
+
+    search: str = "binary"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("redsync", "search", self.search, ("binary", "trimmed"))
+
+    def threshold(self, search: Search) -> float:
+        """Search between the mean and the largest; see `Estimator.threshold`."""
+        mean, span = search.mean, search.top() - search.mean
+        if not 0 < span < float("inf"):
+            return float("nan")
+        k, place = search.k, 0.0
+        if self.search == "trimmed":
+            return next((mean + t * span for t in _TRIMS if search.count(mean + t * span, k) >= k), mean)
+        low, high = 0.0, 1.0
+        while high - low > _WIDTH:
+            place = (low + high) / 2
+            count = search.count(mean + place * span, 2 * k)
+            if k < count < 2 * k:
+                break
+            if 2 * count < k:
+                high = place
+            else:
+                low = place
+        return mean + place * span

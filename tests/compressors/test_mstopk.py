@@ -1,0 +1,99 @@
+import numpy as np
+import oracle
+import pytest
+from estimates import AWKWARD, check_awkward, check_memory_changes_nothing, select, sequences
+
+from mpicomp import MSTopK, Scope
+from mpicomp.errors import ConfigurationError
+
+
+def bracket(array, k, samplings):
+    """The two thresholds that bisection ends with; None for one that was not reached."""
+    magnitudes = np.abs(array.astype(np.float64))
+    mean, top = magnitudes.mean(), magnitudes.max()
+    low, high = 0.0, 1.0
+    lower, upper = None, top
+    for _ in range(samplings):
+        t = (low + high) / 2
+        threshold = mean + t * (top - mean)
+        passed = np.count_nonzero(np.abs(array) > array.dtype.type(threshold))
+        if passed > k:
+            low, lower = t, threshold
+        else:
+            high, upper = t, threshold
+    return lower, upper
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("samplings", [1, 2, 5, 8, 25])
+def test_it_selects_what_the_rule_says(dtype, ratio, samplings):
+    k = oracle.kept(ratio, 6000)
+    scope, runs = Scope(seed=1), 0
+    for step, array in enumerate(sequences(6000, dtype)):
+        scope.step = step
+        chosen, _ = select(MSTopK(ratio=ratio, samplings=samplings), array, scope)
+        assert chosen.size == k
+        chosen = chosen.tolist()
+        if chosen == oracle.largest(array, k):
+            continue
+        # The rest is a run of what lies between the thresholds.
+        lower, upper = (dtype(threshold) for threshold in bracket(array, k, samplings))
+        magnitudes = np.abs(array)
+        assert np.count_nonzero(magnitudes > lower) <= 8 * k
+        above = np.flatnonzero(magnitudes > upper).tolist()
+        between = np.flatnonzero((magnitudes > lower) & (magnitudes <= upper)).tolist()
+        rest = [index for index in chosen if index not in set(above)]
+        assert len(rest) == k - len(above)
+        start = between.index(rest[0])
+        assert between[start : start + len(rest)] == rest
+        runs += 1
+    if samplings == 5 and 0.01 <= ratio <= 0.1:
+        assert runs, "only the exact selection was seen"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_twenty_five_samplings_make_it_exact_where_magnitudes_differ(dtype):
+    array = np.random.default_rng(0).permutation(np.linspace(-3, 5, 4000)).astype(dtype)
+    for ratio in (0.001, 0.01, 0.1, 0.4):
+        k = oracle.kept(ratio, 4000)
+        assert select(MSTopK(ratio=ratio), array, Scope())[0].tolist() == oracle.largest(array, k)
+
+
+def test_runs_begin_anywhere():
+    array = np.where(np.arange(300) % 3 == 0, 1.0, 0.0).astype(np.float32)
+    array[7] = 2.0
+    compressor = MSTopK(ratio=50 / 300)
+    starts = set()
+    for step in range(40):
+        indices, _ = select(compressor, array, Scope(step=step))
+        assert 7 in indices
+        starts.add(int(indices[indices != 7][0]))
+        assert np.diff(indices[indices != 7]).tolist() == [3] * 48
+    assert len(starts) > 10
+    one, other = (select(compressor, array, Scope(rank=rank))[0].tolist() for rank in (0, 1))
+    assert one != other
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("ratio", [0.0001, 0.01, 1.0])
+def test_awkward_arrays(name, dtype, ratio):
+    check_awkward(MSTopK(ratio=ratio), name, dtype, ratio, fixed=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("ratio", "samplings"), [(0.001, 25), (0.03, 25), (0.03, 6), (0.1, 3)])
+def test_memory_changes_nothing(dtype, ratio, samplings):
+    check_memory_changes_nothing(MSTopK(ratio=ratio, samplings=samplings), 5000, dtype)
+
+
+def test_float64_sums_that_overflow_end_in_an_exact_selection():
+    array = np.linspace(1e307, 1.7e308, 5000)
+    assert select(MSTopK(ratio=0.01), array, Scope())[0].tolist() == oracle.largest(array, 50)
+
+
+@pytest.mark.parametrize("samplings", [0, -1, 2.5, True, None])
+def test_samplings_must_be_a_number(samplings):
+    with pytest.raises(ConfigurationError, match="mstopk: samplings must be an integer of at least 1, got"):
+        MSTopK(samplings=samplings)

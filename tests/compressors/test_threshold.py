@@ -1,0 +1,87 @@
+import numpy as np
+import pytest
+from estimates import AWKWARD, check_memory_changes_nothing, select, sequences
+from schemes import VARYING, pairs
+from worlds import Ranks
+
+from mpicomp import Scope, Threshold
+from mpicomp.errors import ConfigurationError
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("limit", [0.0, 1e-42, 1e-6, 0.7, 2.0, 1e30, 1e300])
+def test_what_reaches_the_limit_is_selected(dtype, limit):
+    scope = Scope()
+    for array in sequences(2000, dtype):
+        array[[5, 77, 1999]] = [min(limit, 1e38), -min(limit, 1e38), np.nextafter(dtype(min(limit, 1e38)), dtype(0))]
+        indices, _ = select(Threshold(limit=limit), array, scope)
+        with np.errstate(over="ignore"):
+            expected = np.flatnonzero((np.abs(array) >= dtype(limit)) & (array != 0))
+        assert indices.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_awkward_arrays(name, dtype):
+    with np.errstate(over="ignore", under="ignore"):
+        array = AWKWARD[name].astype(dtype)
+    scope = Scope()
+    for _ in range(3):
+        indices, _ = select(Threshold(limit=0.5), array, scope)
+        assert indices.tolist() == np.flatnonzero(~(np.abs(array) < 0.5)).tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_memory_changes_nothing(dtype):
+    check_memory_changes_nothing(Threshold(limit=1.5), 5000, dtype)
+
+
+def test_what_adds_up_to_the_limit_is_sent():
+    together = Ranks(2, Threshold(limit=1.0))
+    gradient = np.array([0.375, -2.0, 0.0, 0.01], np.float32)
+    sums = np.zeros(4)
+    for _ in range(3):
+        means = together.reduce([{"w": gradient}] * 2)
+        sums += means[0]["w"]
+    np.testing.assert_array_equal(sums, [1.125, -6.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize(("compressor", "collective"), pairs(VARYING), ids=str)
+def test_nothing_is_lost_where_messages_vary_in_length(compressor, collective, ranks):
+    together = Ranks(ranks, compressor, collective)
+    rng = np.random.default_rng(ranks)
+    before = np.zeros(2001)
+    for _ in range(6):
+        # A rank with nothing that is large, and one that has nothing at all.
+        gradients = [(1.0, 1e-3, 0.0)[rank % 3] * rng.standard_t(3, 2001) for rank in range(ranks)]
+        means = together.reduce([{"w": gradient} for gradient in gradients])
+        assert all(other["w"].tobytes() == means[0]["w"].tobytes() for other in means)
+        after = together.residual_sum("w")
+        np.testing.assert_allclose(
+            ranks * means[0]["w"] + after, before + np.sum(gradients, axis=0), rtol=0, atol=1e-12
+        )
+        before = after
+
+
+def test_ten_standard_deviations_keep_about_one_percent():
+    rng = np.random.default_rng(0)
+    waiting, sent = np.zeros(4000), 0
+    for step in range(400):
+        waiting += rng.normal(size=4000)
+        reached = np.abs(waiting) >= 10
+        waiting[reached] = 0
+        sent += np.count_nonzero(reached) if step >= 200 else 0
+    assert 0.008 < sent / (200 * 4000) < 0.012
+
+
+@pytest.mark.parametrize("limit", [-1, float("nan"), None, "1", True])
+def test_a_limit_outside_its_range_is_refused(limit):
+    with pytest.raises(ConfigurationError, match="threshold: limit must be a number from 0 to inf, got"):
+        Threshold(limit=limit)
+
+
+def test_one_percent_is_expected():
+    assert Threshold().expected(1000) == 10
+    assert Threshold().count(1000) is None
+    assert Threshold(wire="fp16").wire_bytes_per_element(4) == pytest.approx(0.06, rel=1e-3)
