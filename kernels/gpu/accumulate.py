@@ -8,7 +8,7 @@ from mpicomp.kernels.gpu.bits import given, word_of
 from mpicomp.kernels.gpu.compile import launch, library, sweeps, tiles
 from mpicomp.kernels.gpu.moments import Moments
 from mpicomp.kernels.gpu.reduce import Partials
-from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, write_tiles
+from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, counters_of_tiles, write_tiles
 
 COLUMNS = 4  # of the sums that a sweep leaves; the first one is an integer
 
@@ -72,11 +72,8 @@ def accumulate_candidates(
     cupy = library()
     number, room = tiles(out.size, out.dtype), index.size
     listed = cupy.empty(room, np.uint32), cupy.empty(room, word_of(out.dtype))
-    starts, counts, before = (
-        cupy.empty(number, np.uint64),
-        cupy.empty(number, np.uint32),
-        cupy.empty(number + 1, np.uint64),
-    )
+    starts, counts = cupy.empty(number, np.uint64), cupy.empty(number, np.uint32)
+    of_tiles, before = counters_of_tiles(number)
     state = cupy.zeros(len(Field), np.uint64)
     partials = Partials(sweeps(out.size, out.dtype), COLUMNS, top=True)
     least = given(bound, np.uint64)
@@ -86,9 +83,9 @@ def accumulate_candidates(
     moments = _moments(partials, out.dtype, logarithms)
     count_tiles(
         out, out.size, listed[1], room, starts, counts, Source.LIST_IF_COMPLETE, least, least, Rule.REACH, room,
-        given(count, np.int64), number, before, state,
+        given(count, np.int64), number, of_tiles, before, state,
     )  # fmt: skip
-    write_tiles(out, out.size, *listed, starts, counts, number, before, state, base, index, magnitudes=bits)
+    write_tiles(out, out.size, *listed, starts, counts, number, of_tiles, before, state, base, index, magnitudes=bits)
     return state.view(np.int64)[Field.END], moments
 
 

@@ -218,13 +218,13 @@ __device__ __forceinline__ u64 collect_top(const u64* tops, i64 blocks) {
   return block_max(top);
 }
 
-// True on all threads of the block that ends last: what the others wrote is then there to be read.
-__device__ __forceinline__ bool ends_last(State* state) {
+// True on all threads of the one of `blocks` that ends last: what the others wrote is then there to be read.
+__device__ __forceinline__ bool ends_last(State* state, u64 blocks) {
   __shared__ bool last;
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = atomicAdd(&state->ticket, (u64)1) == (u64)gridDim.x - 1;
+    last = atomicAdd(&state->ticket, (u64)1) == blocks - 1;
     if (last) state->ticket = 0;
   }
   __syncthreads();

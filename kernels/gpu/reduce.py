@@ -33,7 +33,7 @@ class Partials:
     def finish(self, dtype: Any, integers: int = 0) -> None:
         """Add up what was left; bit c of ``integers`` makes an integer of column c."""
         launch(
-            "reduce", "finish", dtype, 1,
+            "reduce", "finish", dtype, self.columns + self._top,
             self.sums, self.columns, integers, self.tops, self.blocks, self.results, self._largest, self._finite,
         )  # fmt: skip
 

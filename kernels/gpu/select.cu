@@ -21,10 +21,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) histogram(
   const Word* source = usable ? bits : array;
   const i64 count = usable ? (i64)candidates : size;
   const u32 last = (1u << digit) - 1;
+  // The grid is made for the array. A list is short, and the blocks that have no part of it are not waited for.
+  const i64 working = larger((i64)1, smaller((i64)gridDim.x, (count + TILE - 1) / TILE));
+  if (blockIdx.x >= working) return;
   for (int b = threadIdx.x; b < BINS; b += THREADS) bins[b] = 0;
   __syncthreads();
   const bool even = aligned(source);
-  for (i64 tile = blockIdx.x; tile * TILE < count; tile += gridDim.x) {
+  for (i64 tile = blockIdx.x; tile * TILE < count; tile += working) {
     const i64 start = tile * TILE + warp_of_thread() * WARP_TILE + lane_of_thread() * VEC;
     const bool whole = (tile + 1) * TILE <= count;
     Items items;
@@ -43,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) histogram(
   __syncthreads();
   for (int b = threadIdx.x; b < BINS; b += THREADS)
     if (bins[b]) atomicAdd(&counters[b], (u64)bins[b]);
-  if (!ends_last(state)) return;
+  if (!ends_last(state, working)) return;
 
   // Bins from the highest down, a thread's own side by side.
   constexpr int OWN = BINS / THREADS;
@@ -79,11 +82,11 @@ __device__ __forceinline__ Segment segment_of(i64 tile, i64 size, const u64* sta
 }
 
 // How many of each tile's elements lie above the threshold (high half) and are equal to it (low half); the block that
-// ends last turns that into the numbers before each tile. A warp has a tile.
+// ends last turns the sums of blocks into the numbers before each block. A warp has a tile.
 extern "C" __global__ void __launch_bounds__(THREADS) count_tiles(
     const Word* array, i64 size, const Word* bits, i64 listable, const u64* starts, const u32* counts, i64 source,
     const u64* bound, i64 bound_value, const u64* threshold, i64 threshold_value, i64 rule, i64 room,
-    const i64* offset, i64 offset_value, i64 tiles, u64* before, State* state) {
+    const i64* offset, i64 offset_value, i64 tiles, u64* of_tiles, u64* before, State* state) {
   const u64 wanted = given(threshold, threshold_value);
   bool usable = source == LIST || (source == AS_STATE_SAYS && state->usable != 0);
   if (source == LIST_IF_COMPLETE) {
@@ -93,8 +96,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_tiles(
   const Word limit = (Word)wanted;
   const bool even = aligned(array);
   const i64 tile = (i64)blockIdx.x * WARPS + warp_of_thread();
+  u32 above = 0, equal = 0;
   if (tile < tiles) {
-    u32 above = 0, equal = 0;
     if (usable) {
       const Segment segment = segment_of(tile, size, starts, counts);
       for (i64 j = lane_of_thread(); j < segment.count; j += 32) {
@@ -119,26 +122,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_tiles(
         }
       }
     }
-    const u64 both = (u64)warp_sum(above) << 32 | warp_sum(equal);
-    if (lane_of_thread() == 0) before[tile] = both;
   }
-  if (!ends_last(state)) return;
+  const u64 of_tile = warp_sum((u64)above << 32 | equal);
+  if (lane_of_thread() == 0 && tile < tiles) of_tiles[tile] = of_tile;
+  const u64 of_block = block_sum(lane_of_thread() == 0 ? of_tile : 0);
+  if (threadIdx.x == 0) before[blockIdx.x] = of_block;
+  if (!ends_last(state, gridDim.x)) return;
 
-  const i64 own = (tiles + THREADS - 1) / THREADS;
-  const i64 from = smaller((i64)threadIdx.x * own, tiles), to = smaller(from + own, tiles);
+  const i64 blocks = gridDim.x, own = (blocks + THREADS - 1) / THREADS;
+  const i64 from = smaller((i64)threadIdx.x * own, blocks), to = smaller(from + own, blocks);
   u64 sum = 0, total;
-  for (i64 t = from; t < to; ++t) sum += before[t];
+  for (i64 b = from; b < to; ++b) sum += before[b];
   u64 next = block_scan(sum, total);
-  for (i64 t = from; t < to; ++t) {
-    const u64 both = before[t];
-    before[t] = next;
+  for (i64 b = from; b < to; ++b) {
+    const u64 both = before[b];
+    before[b] = next;
     next += both;
   }
   if (threadIdx.x == 0) {
     const u64 above = total >> 32, equal = total & 0xffffffffu;
     u64 ties = rule == REACH ? equal : 0;
     if (rule == FILL && above < (u64)room) ties = smaller(equal, (u64)room - above);
-    before[tiles] = total;
     state->usable = usable;
     state->threshold = wanted;
     state->ties = ties;
@@ -187,8 +191,8 @@ __device__ __forceinline__ void set_bound(u64* bound, State* state, u64 listable
 // Writes what count_tiles counted, each element to its place.
 extern "C" __global__ void __launch_bounds__(THREADS) write_tiles(
     Word* array, i64 size, const u32* index, const Word* bits, const u64* starts, const u32* counts, i64 tiles,
-    const u64* before, State* state, i64 base, i64 room, u32* indices, Word* values, Word* magnitudes, i64 clear,
-    u64* bound, i64 listable, double margin, i64* count) {
+    const u64* of_tiles, const u64* before, State* state, i64 base, i64 room, u32* indices, Word* values,
+    Word* magnitudes, i64 clear, u64* bound, i64 listable, double margin, i64* count) {
   const Word limit = (Word)state->threshold;
   const u64 ties = state->ties, offset = state->offset;
   const bool usable = state->usable != 0;
@@ -199,11 +203,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) write_tiles(
     state->candidates = 0;
   }
   const i64 tile = (i64)blockIdx.x * WARPS + warp_of_thread();
-  if (tile >= tiles || before[tile] == before[tile + 1]) return;
+  if (tile >= tiles || of_tiles[tile] == 0) return;
   const Output output{array, (u32)base, (u64)room, indices, values, magnitudes, clear != 0};
   const int lane = lane_of_thread();
   const u32 below = (1u << lane) - 1;
-  u64 above = before[tile] >> 32, equal = before[tile] & 0xffffffffu;
+  const int warp = warp_of_thread();
+  const u64 both = before[blockIdx.x] + warp_sum(lane < warp ? of_tiles[tile - warp + lane] : 0);
+  u64 above = both >> 32, equal = both & 0xffffffffu;
   if (usable) {
     const Segment segment = segment_of(tile, size, starts, counts);
     for (i64 strip = 0; strip < segment.count; strip += 32) {

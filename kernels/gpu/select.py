@@ -110,39 +110,58 @@ def compact(
     index, bits = candidates or (0, 0)
     size = candidates[0].size if candidates else array.size
     number = tiles(size, array.dtype)
-    before = library().empty(number + 1, np.uint64)
+    of_tiles, before = counters_of_tiles(number)
     count_tiles(
         array, size, bits, 0, 0, 0, Source.LIST if candidates else Source.ARRAY,
-        (0, 0), given(threshold, np.uint64), rule, indices.size, given(offset, np.int64), number, before, state,
+        (0, 0), given(threshold, np.uint64), rule, indices.size, given(offset, np.int64),
+        number, of_tiles, before, state,
     )  # fmt: skip
     write_tiles(
-        array, size, index, bits, 0, 0, number, before, state, base, indices, values=values, magnitudes=magnitudes
+        array,
+        size,
+        index,
+        bits,
+        0,
+        0,
+        number,
+        of_tiles,
+        before,
+        state,
+        base,
+        indices,
+        values=values,
+        magnitudes=magnitudes,
     )
     return state.view(np.int64)[Field.END]
+
+
+def counters_of_tiles(number: int) -> tuple[Any, Any]:
+    """Make room for what `count_tiles` leaves to `write_tiles`: by tile, and by block."""
+    return library().empty(number, np.uint64), library().empty(max(1, -(-number // WARPS)), np.uint64)
 
 
 def count_tiles(
     array: Any, size: int, bits: Any, listable: int, starts: Any, counts: Any, source: Source,
     bound: tuple[Any, int], threshold: tuple[Any, int], rule: Rule, room: int, offset: tuple[Any, int],
-    number: int, before: Any, state: Any,
+    number: int, of_tiles: Any, before: Any, state: Any,
 ) -> None:  # fmt: skip
     """Launch the kernel of that name, with a warp for every tile."""
     launch(
         "select", "count_tiles", array.dtype, -(-number // WARPS),
         array, size, bits, listable, starts, counts, int(source), *bound, *threshold, int(rule), room, *offset,
-        number, before, state,
+        number, of_tiles, before, state,
     )  # fmt: skip
 
 
 def write_tiles(
-    array: Any, size: int, index: Any, bits: Any, starts: Any, counts: Any, number: int, before: Any, state: Any,
-    base: int, indices: Any, values: Any = 0, magnitudes: Any = 0, clear: bool = False,
+    array: Any, size: int, index: Any, bits: Any, starts: Any, counts: Any, number: int, of_tiles: Any, before: Any,
+    state: Any, base: int, indices: Any, values: Any = 0, magnitudes: Any = 0, clear: bool = False,
     bound: Any = 0, listable: int = 0, margin: float = 0.0, count: Any = 0,
 ) -> None:  # fmt: skip
     """Launch the kernel of that name, with a warp for every tile."""
     launch(
         "select", "write_tiles", array.dtype, -(-number // WARPS),
-        array, size, index, bits, starts, counts, number, before, state, base, indices.size,
+        array, size, index, bits, starts, counts, number, of_tiles, before, state, base, indices.size,
         indices, values, magnitudes, int(clear), bound, listable, margin, count,
     )  # fmt: skip
 

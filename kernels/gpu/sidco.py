@@ -105,11 +105,11 @@ def sidco(
         launch("sidco", "next_threshold", dtype, 1, w.sums, w.blocks, wanted, left if counted else 0, kind, w.fit)
     count_tiles(
         out, out.size, w.bits, w.room, w.starts, w.counts, Source.LIST_IF_COMPLETE, (state, 0),
-        (w.bits_of_fit[1:], 0), Rule.ABOVE, indices.size, (0, 0), number, w.before, w.state,
+        (w.bits_of_fit[1:], 0), Rule.ABOVE, indices.size, (0, 0), number, w.of_tiles, w.before, w.state,
     )  # fmt: skip
     write_tiles(
-        out, out.size, w.index, w.bits, w.starts, w.counts, number, w.before, w.state, 0, indices, values=values,
-        clear=True, bound=state, listable=w.room, margin=MARGIN, count=count,
+        out, out.size, w.index, w.bits, w.starts, w.counts, number, w.of_tiles, w.before, w.state, 0, indices,
+        values=values, clear=True, bound=state, listable=w.room, margin=MARGIN, count=count,
     )  # fmt: skip
     return Estimate(
         w.fit[0],

@@ -1,7 +1,8 @@
 // What lies above a threshold. Columns of sums: how many, by how much, squares of that.
 
 extern "C" __global__ void __launch_bounds__(THREADS) tail(
-    const Word* array, i64 size, i64 remaining, i64 stride, const double* threshold, double threshold_value, const u64* done, double* sums) {
+    const Word* array, i64 size, i64 remaining, i64 stride, const double* threshold, double threshold_value,
+    const u64* done, double* sums) {
   if (done && *done) return;
   const Real limit = (Real)given(threshold, threshold_value);
   u64 count = 0;

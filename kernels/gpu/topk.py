@@ -61,17 +61,17 @@ def topk(gradient: Any, residual: Any, out: Any, bound: Any, indices: Any, value
         gradient, residual, out, False, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.sums, w.tops
     )
     launch(
-        "reduce", "finish", dtype, 1,
+        "reduce", "finish", dtype, COLUMNS + 1,
         w.sums, COLUMNS, 1, w.tops, w.blocks, w.fit[:COLUMNS], w.bits_of_fit[COLUMNS:], w.flag,
     )  # fmt: skip
     radix(out, w.bits, w.room, bound, indices.size, w.counters, w.state)
     count_tiles(
         out, out.size, w.bits, w.room, w.starts, w.counts, Source.AS_STATE_SAYS, (0, 0),
-        (w.state[Field.THRESHOLD :], 0), Rule.FILL, indices.size, (0, 0), number, w.before, w.state,
+        (w.state[Field.THRESHOLD :], 0), Rule.FILL, indices.size, (0, 0), number, w.of_tiles, w.before, w.state,
     )  # fmt: skip
     write_tiles(
-        out, out.size, w.index, w.bits, w.starts, w.counts, number, w.before, w.state, 0, indices, values=values,
-        clear=True, bound=bound, listable=w.room, margin=MARGIN,
+        out, out.size, w.index, w.bits, w.starts, w.counts, number, w.of_tiles, w.before, w.state, 0, indices,
+        values=values, clear=True, bound=bound, listable=w.room, margin=MARGIN,
     )  # fmt: skip
     return Stats(
         w.integers_of_fit[0],

@@ -5,14 +5,14 @@ from typing import Any
 import numpy as np
 from mpicomp.kernels.gpu.bits import word_of
 from mpicomp.kernels.gpu.compile import library, sweeps, tiles
-from mpicomp.kernels.gpu.select import BINS, Field
+from mpicomp.kernels.gpu.select import BINS, Field, counters_of_tiles
 
 MARGIN = 0.8  # the first bound for candidates, as a fraction of the threshold of the step before
 FIT = 10  # fields of 64 bits in which an estimate is kept
 
 
 class Workspace:
-    """Scratch of `topk` and `sidco` for one bucket, of 8 to 12 bytes a candidate and 28 bytes a tile of 16 KiB.
+    """Scratch of `topk` and `sidco` for one bucket, of 8 to 12 bytes a candidate and 21 bytes a tile of 16 KiB.
 
     Results of these functions lie in it and are overwritten by their next call with it; a workspace belongs to one
     stream at a time.
@@ -40,7 +40,7 @@ class Workspace:
         self.bits = cupy.empty(self.room, word_of(self.dtype))
         self.counts = cupy.empty(self.tiles, np.uint32)
         self.starts = cupy.empty(self.tiles, np.uint64)
-        self.before = cupy.empty(self.tiles + 1, np.uint64)
+        self.of_tiles, self.before = counters_of_tiles(self.tiles)
         self.counters = cupy.zeros(BINS, np.uint64)
         self.state = cupy.zeros(len(Field), np.uint64)
         self.numbers = self.state.view(np.int64)

@@ -72,5 +72,7 @@ def place(request, monkeypatch):
             pytest.skip("the emulation switches between threads in assembly for x86-64")
         request.getfixturevalue("_built")
         kind = Emulated
+        # So that small arrays, too, have more tiles than blocks.
+        monkeypatch.setattr("mpicomp.kernels.gpu.compile.LIMIT", 3)
     monkeypatch.setitem(sys.modules, "cupy", kind.cupy)
     return Place(kind)

@@ -124,10 +124,31 @@ T exchange(unsigned mask, T value, unsigned source, What what) {
   return value;
 }
 
+// Some blocks have warps, or one thread, that run only when nothing else can: what others do too early then shows.
+static unsigned slow_warps, slow_thread;
+
+inline bool slow(unsigned thread) { return thread == slow_thread || slow_warps >> (thread / 32) & 1; }
+
+inline unsigned choose() {
+  const unsigned place = chance(ready_count);
+  for (unsigned i = 0; i < ready_count; ++i) {
+    const unsigned other = (place + i) % ready_count;
+    if (!slow(ready[other])) return other;
+  }
+  return place;
+}
+
 inline bool run_block(unsigned threads) {
   for (Group& warp : warps) warp.arrived = 0;
   block.arrived = 0;
   ready_count = ended = 0;
+  slow_warps = 0;
+  slow_thread = MOST;
+  switch (chance(4)) {
+    case 0: slow_warps = chance(~0u); break;
+    case 1: slow_warps = 1u << chance(threads / 32); break;
+    case 2: slow_thread = chance(2) ? 0 : chance(threads); break;
+  }
   for (unsigned t = 0; t < threads; ++t) {
     void** top = reinterpret_cast<void**>(stacks + (t + 1) * STACK) - 2;
     top[0] = reinterpret_cast<void*>(&enter);  // so that after the return the stack is as behind a call
@@ -137,7 +158,7 @@ inline bool run_block(unsigned threads) {
     ready[ready_count++] = t;
   }
   while (ready_count) {
-    const unsigned place = chance(ready_count);
+    const unsigned place = choose();
     running = ready[place];
     ready[place] = ready[--ready_count];
     threadIdx.x = running;
@@ -145,7 +166,8 @@ inline bool run_block(unsigned threads) {
     if (message[0]) return false;
   }
   if (ended == threads) return true;
-  snprintf(message, sizeof message, "block %u: %u threads wait for others that do not come", blockIdx.x, threads - ended);
+  const unsigned left = threads - ended;
+  snprintf(message, sizeof message, "block %u: %u threads wait for others that do not come", blockIdx.x, left);
   return false;
 }
 
