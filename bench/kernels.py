@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,9 +117,8 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
     kernels = [*_compressing(settings, gradients, short), *_others(settings, gradients, short)]
     for kernel in kernels:
         kernel.warm()
-    _take_turns(kernels, copy, settings.repeats)
-    unit = float(np.median(copy.seconds))
-    return [kernel.row(settings.numel, unit) for kernel in [copy, *kernels]]
+    take_turns(kernels, copy, settings.repeats)
+    return rows_of(kernels, copy, settings.numel)
 
 
 class Gradients:
@@ -129,14 +128,18 @@ class Gradients:
     ----------
     numel : int
         Their length.
+    seed : int
+        Of what is drawn.
+    put : callable
+        Brings an array to where it is needed; it stays where it is if not told otherwise.
     """
 
-    def __init__(self, numel: int, seed: int = 0) -> None:
+    def __init__(self, numel: int, seed: int = 0, put: Callable[[NDArray[np.float32]], Any] = np.asarray) -> None:
         self.numel = numel
         self._random = np.random.default_rng(seed)
-        self._pool = [self._laplace(numel + min(numel, _SLACK) + 64) for _ in range(_POOL)]
+        self._pool = [put(self._laplace(numel + min(numel, _SLACK) + 64)) for _ in range(_POOL)]
 
-    def fresh(self) -> NDArray[np.float32]:
+    def fresh(self) -> Any:
         """Give a gradient; not to be written to."""
         array = self._pool[self._random.integers(_POOL)]
         start = int(self._random.integers((array.size - self.numel) // 16)) * 16  # where a cache line begins
@@ -149,6 +152,11 @@ class Gradients:
             self._random.standard_exponential(out=part, dtype=np.float32)
             part -= self._random.standard_exponential(part.size, dtype=np.float32)
         return array
+
+
+def steps_to_settle(compressor: Compressor) -> int:
+    """Give the number of steps after which a residual is in its steady state."""
+    return min(_MOST_STEPS, int(_TURNOVERS / getattr(compressor, "ratio", 0.01)) + 1)
 
 
 class Settled:
@@ -169,7 +177,7 @@ class Settled:
         self._gradients = gradients
         self._bucket = make_bucket(gradients.numel, compressor, compressor.feedback)
         self._selecting = Selecting(compressor, gradients.numel)
-        for _ in range(min(_MOST_STEPS, int(_TURNOVERS / getattr(compressor, "ratio", 0.01)) + 1)):
+        for _ in range(steps_to_settle(compressor)):
             self.advance()
 
     def advance(self) -> None:
@@ -192,7 +200,7 @@ class Kernel(ABC):
 
     name: str
     ratio: float | None = field(default=None, kw_only=True)
-    threads: int = field(default=1, kw_only=True)
+    threads: int | None = field(default=1, kw_only=True)
     seconds: list[float] = field(default_factory=list, init=False)
 
     def warm(self) -> None:
@@ -331,7 +339,7 @@ class _Spectrum(Kernel):
         self._counts, self._energies = np.zeros(cpu.BINS, np.int64), np.zeros(cpu.BINS)
 
     def run(self) -> None:
-        cpu.spectrum(self.array, self._counts, self._energies, self.stride, self.threads)
+        cpu.spectrum(self.array, self._counts, self._energies, self.stride, self.threads or 1)
 
 
 @dataclass
@@ -426,11 +434,35 @@ def _ranks(
     return accumulated.array(), selection.indices, messages
 
 
-def _take_turns(kernels: Sequence[Kernel], copy: Kernel, repeats: int) -> None:
-    """Time all kernels, round after round, and a copy before each call."""
+def clock(kernel: Kernel) -> float:
+    """Give the seconds of a call."""
+    start = time.perf_counter()
+    kernel.run()
+    return time.perf_counter() - start
+
+
+def take_turns(kernels: Sequence[Kernel], copy: Kernel, repeats: int, clock: Callable[[Kernel], float] = clock) -> None:
+    """Time all kernels, round after round, and a copy before each call.
+
+    Parameters
+    ----------
+    kernels : sequence of Kernel
+        Warm. They receive their seconds.
+    copy : Kernel
+        Receives as many as all of them together.
+    repeats : int
+        Of what is not slow.
+    clock : callable
+        Times a call.
+    """
+
+    def timed(kernel: Kernel) -> float:
+        kernel.prepare()
+        return clock(kernel)
+
     copy.warm()
-    unit = min(_timed(copy) for _ in range(3))
-    times = [repeats if _timed(kernel) < _SLOW * unit else min(repeats, max(3, repeats // 4)) for kernel in kernels]
+    unit = min(timed(copy) for _ in range(3))
+    times = [repeats if timed(kernel) < _SLOW * unit else min(repeats, max(3, repeats // 4)) for kernel in kernels]
     for kernel in kernels:
         kernel.reset()
     enabled = gc.isenabled()
@@ -441,22 +473,17 @@ def _take_turns(kernels: Sequence[Kernel], copy: Kernel, repeats: int) -> None:
             for kernel, own in zip(kernels, times, strict=True):
                 if turn * own // repeats != (turn + 1) * own // repeats:
                     kernel.prepare()
-                    copy.seconds.append(_timed(copy))
-                    kernel.seconds.append(_clock(kernel))
+                    copy.seconds.append(timed(copy))
+                    kernel.seconds.append(clock(kernel))
     finally:
         if enabled:
             gc.enable()
 
 
-def _timed(kernel: Kernel) -> float:
-    kernel.prepare()
-    return _clock(kernel)
-
-
-def _clock(kernel: Kernel) -> float:
-    start = time.perf_counter()
-    kernel.run()
-    return time.perf_counter() - start
+def rows_of(kernels: Sequence[Kernel], copy: Kernel, numel: int) -> list[dict[str, Any]]:
+    """Give the rows of kernels that were timed, that of the copy first."""
+    unit = float(np.median(copy.seconds))
+    return [kernel.row(numel, unit) for kernel in [copy, *kernels]]
 
 
 def _available_bytes() -> int | None:

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,28 +16,32 @@ SCHEMA = 1
 _PACKAGES = ("numpy", "numba", "torch")
 
 
-def environment(threads: int) -> dict[str, Any]:
+def environment(threads: int, device: str) -> dict[str, Any]:
     """Give versions and the processor: what numbers depend on, and nothing that tells who measured when.
 
     Parameters
     ----------
     threads : int
         How many were asked for.
+    device : str
+        ``"cpu"`` or the name of a GPU.
     """
     return {
         "mpicomp": __version__,
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
+        "cupy": getattr(sys.modules.get("cupy"), "__version__", None),  # its packages have many names
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": threads,
+        "device": device,
     }
 
 
-def write(path: str, rows: Sequence[Mapping[str, Any]], threads: int) -> None:
+def write(path: str, rows: Sequence[Mapping[str, Any]], threads: int, device: str = "cpu") -> None:
     """Write rows and environment as one JSON object."""
     with open(path, "w", encoding="utf-8") as file:
-        json.dump({"schema": SCHEMA, "environment": environment(threads), "rows": rows}, file, indent=1)
+        json.dump({"schema": SCHEMA, "environment": environment(threads, device), "rows": rows}, file, indent=1)
         file.write("\n")
 
 

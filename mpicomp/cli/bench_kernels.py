@@ -1,6 +1,8 @@
 """``mpicomp bench kernels``: how long compressors and their kernels take, in copies of the array."""
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
 HELP = "time every sparsifier and kernel on this machine, in multiples of one memcpy of the array"
 
@@ -28,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compressor", metavar="A[,..]", help="names from `mpicomp list`, or configurations as JSON (all sparsifiers)"
     )
     parser.add_argument("--repeats", type=int, default=20, metavar="K", help="of what is not slow (%(default)s)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where (%(default)s)")
     parser.add_argument("--json", metavar="F", help="write the rows to F as one JSON object")
     parser.set_defaults(alone=True)
 
@@ -36,22 +39,45 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, and print a table."""
     from mpicomp.bench import rows
     from mpicomp.bench.kernels import Settings, check_memory, measure, sparsifiers
-    from mpicomp.cli.options import (
-        check_least,
-        check_writable,
-        has_ratio,
-        read_configuration,
-        read_list,
-        read_ratios,
-    )
-    from mpicomp.compressors import get_compressor
-    from mpicomp.errors import ConfigurationError
+    from mpicomp.cli.options import check_least, check_writable, read_ratios
 
     check_least(_COMMAND, "--numel", arguments.numel)
     check_least(_COMMAND, "--threads", arguments.threads)
     check_least(_COMMAND, "--repeats", arguments.repeats)
     ratios = read_ratios(_COMMAND, arguments.ratio)
     known = sparsifiers()
+    device, what, run_all = "cpu", _threads(arguments.threads), measure
+    if arguments.device == "gpu":
+        from mpicomp.bench import kernels_gpu
+
+        known = [name for name in known if name in kernels_gpu.COMPRESSORS]
+    compressors = _compressors(arguments, ratios, known)
+    settings = Settings(arguments.numel, tuple(ratios), tuple(compressors), arguments.threads, arguments.repeats)
+    check_memory(settings)
+    if arguments.json is not None:
+        check_writable(_COMMAND, arguments.json)
+    if arguments.device == "gpu":
+        device = what = kernels_gpu.device_name()
+        run_all = kernels_gpu.measure
+
+    print(f"{_COMMAND}: {settings.numel:,} float32, {what}; copies are multiples of a memcpy", flush=True)
+    found = run_all(settings)
+    rows.show(found, _COLUMNS)
+    if arguments.json is not None:
+        rows.write(arguments.json, found, settings.threads, device)
+    return 0
+
+
+def _threads(number: int) -> str:
+    return "1 thread" if number == 1 else f"{number} threads"
+
+
+def _compressors(arguments: argparse.Namespace, ratios: Sequence[float], known: Sequence[str]) -> list[Any]:
+    """Give what is to be measured: everything that was named, at every ratio where it has one that is not given."""
+    from mpicomp.cli.options import has_ratio, read_configuration, read_list
+    from mpicomp.compressors import get_compressor
+    from mpicomp.errors import ConfigurationError
+
     compressors = []
     for word in known if arguments.compressor is None else read_list(arguments.compressor):
         configs = [read_configuration(_COMMAND, word, ratio) for ratio in ratios]
@@ -59,21 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
             compressor = get_compressor(config)
             if compressor.id not in known:
                 raise ConfigurationError(
-                    f"{_COMMAND}: '{compressor.id}' is no sparsifier; there are {', '.join(known)}"
+                    f"{_COMMAND}: '{compressor.id}' is no sparsifier that runs on the {arguments.device}; "
+                    f"there are {', '.join(known)}"
                 )
             if index == 0 or (has_ratio(compressor.id) and config != configs[0]):
                 compressors.append(compressor)
     if not compressors:
         raise ConfigurationError(f"{_COMMAND}: --compressor names nothing; there are {', '.join(known)}")
-    settings = Settings(arguments.numel, tuple(ratios), tuple(compressors), arguments.threads, arguments.repeats)
-    check_memory(settings)
-    if arguments.json is not None:
-        check_writable(_COMMAND, arguments.json)
-
-    threads = "1 thread" if settings.threads == 1 else f"{settings.threads} threads"
-    print(f"{_COMMAND}: {settings.numel:,} float32, {threads}; copies are multiples of a memcpy", flush=True)
-    found = measure(settings)
-    rows.show(found, _COLUMNS)
-    if arguments.json is not None:
-        rows.write(arguments.json, found, settings.threads)
-    return 0
+    return compressors

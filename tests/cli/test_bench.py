@@ -1,5 +1,6 @@
 """``mpicomp bench`` as a user starts it."""
 
+import importlib.util
 import json
 
 import numpy as np
@@ -74,10 +75,14 @@ def test_estimators_take_gradients_of_ones_own(tmp_path, capsys):
         ([*KERNELS, "--ratio", "0.1,0"], "bench kernels: ratio is the kept fraction and must be in (0, 1], got 0.0"),
         ([*KERNELS, "--ratio", "one"], "bench kernels: --ratio must be numbers such as 0.001,0.01, got 'one'"),
         ([*KERNELS, "--compressor", "topq"], "unknown name 'topq'; did you mean 'topk'?"),
-        ([*KERNELS, "--compressor", "dense"], "bench kernels: 'dense' is no sparsifier; there are "),
+        (
+            [*KERNELS, "--compressor", "dense"],
+            "'dense' is no sparsifier that runs on the cpu; there are ",
+        ),
         ([*KERNELS, "--compressor", '{"id": '], "bench kernels: --compressor must be a name or JSON"),
         ([*KERNELS, "--compressor", " ,"], "bench kernels: --compressor names nothing"),
         ([*KERNELS, "--json", "/nonexistent/out.json"], "bench kernels: '/nonexistent/out.json' cannot be written"),
+        ([*KERNELS, "--device", "gpu", "--compressor", "dense"], "'dense' is no sparsifier that runs on the gpu"),
         ([*ESTIMATORS, "--steps", "0"], "bench estimators: --steps must be at least 1, got 0"),
         ([*ESTIMATORS, "--ratio", "2"], "bench estimators: ratio is the kept fraction and must be in (0, 1], got 2.0"),
         ([*ESTIMATORS, "--data", "norml"], "unknown name 'norml'; did you mean 'normal'?"),
@@ -108,6 +113,12 @@ def test_gradients_that_are_none(arrays, text, tmp_path, capsys):
     np.savez(tmp_path / "bad.npz", **arrays)
     assert main([*ESTIMATORS, "--gradients", str(tmp_path / "bad.npz")]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
+def test_a_gpu_needs_cupy(capsys):
+    assert main([*KERNELS, "--device", "gpu"]) == 2
+    assert "bench kernels: --device gpu needs CuPy" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["bench"], ["bench", "kernel"], ["bench", "kernels", "--numel", "many"]])
