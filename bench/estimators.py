@@ -43,6 +43,8 @@ class Settings:
         Names of distributions and tasks; see `sources`.
     recorded : mapping of str to array, shape (steps, numel)
         Gradients of your own, by name.
+    feedback : bool
+        Whether real gradients are selected from with error feedback.
     """
 
     numel: int
@@ -50,6 +52,7 @@ class Settings:
     steps: int
     data: Sequence[str]
     recorded: Mapping[str, NDArray[np.floating]] = field(default_factory=dict)
+    feedback: bool = True
 
 
 def _laplace(random: np.random.Generator, numel: int) -> NDArray[np.floating]:
@@ -177,7 +180,7 @@ def measure(settings: Settings, note: Callable[[str], None] = lambda text: None)
     """Let all estimators select from the same data.
 
     What is drawn is drawn anew at each step and selected from as it is; real gradients are selected from with error
-    feedback, a residual for each estimator.
+    feedback, a residual for each estimator, if not told otherwise.
 
     Parameters
     ----------
@@ -194,14 +197,14 @@ def measure(settings: Settings, note: Callable[[str], None] = lambda text: None)
     rows = []
     for place, name in enumerate([*settings.data, *settings.recorded]):
         note(f"{name}: {WARM + settings.steps} steps")
-        feedback = name not in _DISTRIBUTIONS or name in settings.recorded
         if name in settings.recorded:
             gradients = iter(settings.recorded[name])
-        elif feedback:
-            gradients = _training(name)
-        else:
+        elif name in _DISTRIBUTIONS:
             gradients = _drawn(name, settings.numel, place)
-        rows += _reached(name, gradients, feedback, settings)
+        else:
+            gradients = _training(name)
+        drawn = name in _DISTRIBUTIONS and name not in settings.recorded
+        rows += _reached(name, gradients, settings.feedback and not drawn, settings)
     return rows
 
 
@@ -245,6 +248,7 @@ def _row(entry: _Estimator, data: str, numel: int) -> dict[str, Any]:
         "data": data,
         "numel": numel,
         "ratio": entry.ratio,
+        "feedback": entry.bucket.feedback,
         "steps": len(entry.counts),
         "mean": float(shares.mean()),
         "min": float(shares.min()),

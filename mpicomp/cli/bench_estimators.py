@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gradients", metavar="F.npz", help="gradients of your own, in place of --data: arrays of (steps, elements)"
     )
+    parser.add_argument(
+        "--no-feedback", action="store_true", help="select from real gradients as they are, without error feedback"
+    )
     parser.add_argument("--json", metavar="F", help="write the rows to F as one JSON object")
     parser.set_defaults(alone=True)
 
@@ -48,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_data(data)
     if arguments.gradients is not None:
         recorded = load_gradients(arguments.gradients, WARM + arguments.steps)
-    settings = Settings(arguments.numel, tuple(ratios), arguments.steps, tuple(data), recorded)
+    feedback = not arguments.no_feedback
+    settings = Settings(arguments.numel, tuple(ratios), arguments.steps, tuple(data), recorded, feedback)
 
     if left_out:
         print(f"left out: {', '.join(left_out)}; they need pip install 'mpicomp[torch,bench]'")

@@ -9,7 +9,7 @@ from mpicomp.bench import estimators
 from mpicomp.compressors import get_compressor
 
 DATA = ("laplace", "gamma", "normal", "student")
-FIELDS = {"name", "data", "numel", "ratio", "steps", "mean", "min", "max", "config"}
+FIELDS = {"name", "data", "numel", "ratio", "feedback", "steps", "mean", "min", "max", "config"}
 
 
 def settings(**changed):
@@ -30,7 +30,7 @@ def test_every_estimator_has_a_row_for_every_ratio_and_data(rows):
     assert len(rows) == len(names) * len(DATA) * 2
     for row in rows:
         assert set(row) == FIELDS
-        assert (row["numel"], row["steps"]) == (4000, 3)
+        assert (row["numel"], row["steps"], row["feedback"]) == (4000, 3, False)
         assert 0 <= row["min"] <= row["mean"] <= row["max"]
         compressor = get_compressor(row["config"])
         assert row["name"].partition(".")[0] == compressor.id
@@ -71,9 +71,16 @@ def test_real_gradients_come_with_feedback(monkeypatch):
 
     monkeypatch.setattr(estimators.Selecting, "step", step)
     monkeypatch.setattr(estimators, "list_compressors", lambda: ["topk"])
-    estimators.measure(settings(data=(), ratios=(0.02,), steps=1, recorded={"mine": gradients}))
+    (row,) = estimators.measure(settings(data=(), ratios=(0.02,), steps=1, recorded={"mine": gradients}))
+    assert row["feedback"]
     assert kept[:3] == [98, 96, 94]
     assert all(first - second == 2 for first, second in pairwise(kept))
+
+
+def test_real_gradients_come_as_they_are_where_that_is_wanted():
+    gradients = np.random.default_rng(0).standard_normal((estimators.WARM + 1, 100))
+    rows = estimators.measure(settings(data=(), steps=1, recorded={"mine": gradients}, feedback=False))
+    assert not any(row["feedback"] for row in rows)
 
 
 def test_distributions_are_what_they_are_called():

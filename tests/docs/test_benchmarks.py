@@ -13,6 +13,7 @@ KINDS = {
     "integer": [int],
     "number": [int, float],
     "string": [str],
+    "boolean": [bool],
     "object": [dict],
     "null": [type(None)],
     "list of objects": [list],
