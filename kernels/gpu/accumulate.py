@@ -41,7 +41,7 @@ def accumulate(gradient: Any, residual: Any, out: Any, threads: int = 1, *, loga
     """
     partials = Partials(sweeps(out.size, out.dtype), COLUMNS, top=True)
     sweep(gradient, residual, out, logarithms, (0, 0), 0, 0, 0, 0, 0, 0, partials.sums, partials.tops)
-    return _moments(partials, out.dtype, logarithms)
+    return _moments(partials, out.dtype)
 
 
 def accumulate_candidates(
@@ -80,7 +80,7 @@ def accumulate_candidates(
     sweep(
         gradient, residual, out, logarithms, least, *listed, room, starts, counts, state, partials.sums, partials.tops
     )
-    moments = _moments(partials, out.dtype, logarithms)
+    moments = _moments(partials, out.dtype)
     count_tiles(
         out, out.size, listed[1], room, starts, counts, Source.LIST_IF_COMPLETE, least, least, Rule.REACH, room,
         given(count, np.int64), number, of_tiles, before, state,
@@ -101,13 +101,13 @@ def sweep(
     )  # fmt: skip
 
 
-def _moments(partials: Partials, dtype: Any, logarithms: bool) -> Moments:
+def _moments(partials: Partials, dtype: Any) -> Moments:
     partials.finish(dtype, integers=1)
     return Moments(
         partials.count(0),
         partials.total(1),
         partials.total(2),
-        partials.total(3),
         partials.finite(),
         partials.top(),
+        partials.total(3),
     )

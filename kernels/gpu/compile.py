@@ -16,7 +16,10 @@ _REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 def library() -> Any:
     """Give the module cupy, which whoever has an array of it has imported."""
-    return sys.modules["cupy"]
+    try:
+        return sys.modules["cupy"]
+    except KeyError:
+        raise ImportError("mpicomp.kernels.gpu works on CuPy arrays: import cupy first") from None
 
 
 def launch(source: str, name: str, dtype: Any, blocks: int, *arguments: Any) -> None:

@@ -15,12 +15,12 @@ class Moments(NamedTuple):
     """Sum of magnitudes."""
     energy: Any
     """Sum of squares."""
-    logarithm: Any
-    """Sum of natural logarithms of the magnitudes that are not zero; NaN where it was not asked for."""
     finite: Any
     """Whether no element is infinite or NaN."""
     top: Any
     """Largest magnitude bits, as uint64."""
+    logarithm: Any
+    """Sum of natural logarithms of the magnitudes that are not zero; NaN where it was not asked for."""
 
 
 def logarithms(array: Any, stride: int = 1, threads: int = 1) -> tuple[Any, Any, Any]:
