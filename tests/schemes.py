@@ -32,15 +32,16 @@ OWN = [
     mpicomp.TopK(ratio=0.5, wire="fp16"),
     mpicomp.TopK(ratio=0.1, wire="bf16", indices="elias-fano"),
     mpicomp.TopK(ratio=1.0, indices="plain"),
-    mpicomp.MSTopK(ratio=0.05),
-    mpicomp.RandomK(ratio=0.05),
-    mpicomp.BlockRandomK(ratio=0.05, wire="bf16"),
-]
-VARYING = [  # values decide how many elements are sent
-    mpicomp.Threshold(limit=1.5),
+    mpicomp.SIDCo(ratio=0.05),
+    mpicomp.SIDCo(ratio=0.02, distribution="gamma", wire="fp16"),
+    mpicomp.SIDCo(ratio=0.1, distribution="pareto", stages=2),
+    mpicomp.DGC(ratio=0.05),
     mpicomp.RedSync(ratio=0.05),
     mpicomp.GaussianK(ratio=0.05),
-    mpicomp.DGC(ratio=0.05),
+    mpicomp.MSTopK(ratio=0.05),
+    mpicomp.Threshold(limit=1.5),
+    mpicomp.RandomK(ratio=0.05),
+    mpicomp.BlockRandomK(ratio=0.05, wire="bf16"),
 ]
 UNBIASED = [  # refused with error feedback
     mpicomp.RandomK(ratio=0.3, scaled=True),

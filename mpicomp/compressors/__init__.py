@@ -15,6 +15,7 @@ from mpicomp.compressors.registry import (
     list_compressors,
     register_compressor,
 )
+from mpicomp.compressors.sidco import SIDCo
 from mpicomp.compressors.threshold import Threshold
 from mpicomp.compressors.topk import TopK
 
@@ -30,6 +31,7 @@ __all__ = [
     "MSTopK",
     "RandomK",
     "RedSync",
+    "SIDCo",
     "Scope",
     "Selection",
     "SharedSparsifier",

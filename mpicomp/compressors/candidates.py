@@ -103,10 +103,14 @@ class Candidates:
         region = self.region
         return region.found if region.found <= region.index.size else 0
 
+    def count(self, threshold: float) -> int:
+        """Count what exceeds a threshold."""
+        if self._covers(threshold):
+            return cpu.tail(self.region.bits[: self.listed].view(self._accumulated.dtype), threshold).count
+        return self.tail(threshold).count
+
     def tail(self, threshold: float, stride: int = 1) -> cpu.Tail:
-        """Count what exceeds a threshold, and by how much; see `mpicomp.kernels.cpu.tail`."""
-        if stride == 1 and self._covers(threshold):
-            return cpu.tail(self.region.bits[: self.listed].view(self._accumulated.dtype), threshold)
+        """Count what exceeds a threshold, and by how much, in the array: sums over a list would round otherwise."""
         return cpu.tail(self.array, threshold, stride, self._accumulated.threads)
 
     def logarithms(self, stride: int) -> tuple[int, float, float]:

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Entry, Scope, Selection, Sparsifier, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.registry import register_compressor
-from mpicomp.compressors.threshold import Search
 from mpicomp.errors import ConfigurationError
 
 _FEW = 0.8  # times k; with fewer than that the threshold is lowered

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import ClassVar
 
+from mpicomp.compressors.estimator import Estimator, Search
 from mpicomp.compressors.registry import register_compressor
-from mpicomp.compressors.threshold import Estimator, Search
 
 _CORRECTIONS = 3
 _LEAST = 5e-324  # half of the smallest ratio is 0, which has no quantile

@@ -8,8 +8,8 @@ import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Scope, Selection, Sparsifier, check_ratio, kept
+from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.registry import register_compressor
-from mpicomp.compressors.threshold import Search
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 

@@ -128,7 +128,7 @@ class BlockRandomK(_Random):
     2.0
     """
 
-    id: ClassVar[str] = "block-randomk"
+    id: ClassVar[str] = "blockrandomk"
     paper: ClassVar[str] = "random-block sparsification, Eghlidi and Jaggi 2020, arXiv 2009.09271; one block a bucket"
 
     def positions(self, numel: int, scope: Scope, out: NDArray[np.uint32]) -> None:

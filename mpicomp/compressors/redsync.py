@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mpicomp.compressors.base import check_choice
+from mpicomp.compressors.estimator import Estimator, Search
 from mpicomp.compressors.registry import register_compressor
-from mpicomp.compressors.threshold import Estimator, Search
 
 _WIDTH = 0.2  # of the interval at which the search ends
 _TRIMS = (0.8, 0.6, 0.4, 0.2, 0.0)

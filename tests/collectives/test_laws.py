@@ -77,7 +77,7 @@ def test_bytes_executed_are_those_of_rounds(compressor, collective, ranks, ident
     for transport in transports:
         expected = scheme.rounds(numel, np.dtype(np.float32), transport.group, step=2)
         assert [entry.operation for entry in transport.log] == [task.operation for task in expected]
-        if compressor.id != "test-above":  # its counts depend on the values
+        if compressor.message != "sparse" or compressor.count(numel) is not None:  # its counts depend on the values
             assert [entry.sent_bytes for entry in transport.log] == [
                 task.sent_bytes(transport.group) for task in expected
             ]

@@ -12,6 +12,7 @@ LAYERS = [
     ["mpicomp.cli"],
     ["mpicomp.bench"],
     ["mpicomp.torch"],
+    ["mpicomp.testing"],
     ["mpicomp.reducer"],
     ["mpicomp.policies"],
     ["mpicomp.transport"],

@@ -1,0 +1,353 @@
+"""The compressor kit: what every compressor has to obey, for those of mpicomp and for a user's own.
+
+With pytest, a test for each law::
+
+    from mpicomp.testing import checks
+
+    @pytest.mark.parametrize("check", checks(MyCompressor(ratio=0.05)))
+    def test_my_compressor(check):
+        check()
+
+Without it, `check_compressor` runs them all. Ranks live in one process; no MPI is needed.
+"""
+
+import copy
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives import bind, fitting
+from mpicomp.compressors import (
+    Compressor,
+    Scope,
+    Selection,
+    SharedSparsifier,
+    Sparsifier,
+    compressor_class,
+    get_compressor,
+)
+from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.message import message_bytes, read_message, wire_of, write_message
+from mpicomp.reducer import Reducer
+from mpicomp.transport import LocalWorld
+from mpicomp.workspace import Workspace
+
+Array = NDArray[np.floating]
+
+_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+_SIZES = (1, 2, 7, 1000, 20_011)
+_PRECISION = {np.dtype(np.float32): 2e-5, np.dtype(np.float64): 1e-12}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One law for one compressor: call it, and it raises AssertionError where the law is broken."""
+
+    law: Callable[[Any], None]
+    compressor: Compressor
+
+    def __call__(self) -> None:
+        """Run it."""
+        self.law(self.compressor)
+
+    @property
+    def __name__(self) -> str:
+        """The law's name, which pytest shows."""
+        return self.law.__name__.removeprefix("check_")
+
+
+def checks(compressor: Compressor) -> list[Check]:
+    """Give the laws that hold for a compressor, to be called one by one.
+
+    Parameters
+    ----------
+    compressor : Compressor
+        An instance; with a ratio near 0.05 all laws have something to look at.
+
+    Examples
+    --------
+    >>> import mpicomp
+    >>> [check.__name__ for check in checks(mpicomp.TopK(ratio=0.05))]
+    ['configuration', 'selection', 'awkward_arrays', 'input_is_left_alone', 'message', 'memory', 'nothing_is_lost', \
+'feedback_contracts', 'bad_gradients_are_undone']
+    """
+    laws: list[Callable[[Any], None]] = [check_configuration]
+    if isinstance(compressor, Sparsifier):
+        laws += [check_selection, check_awkward_arrays, check_input_is_left_alone, check_message, check_memory]
+    if isinstance(compressor, SharedSparsifier):
+        laws += [check_positions]
+    laws += [check_nothing_is_lost, check_feedback_contracts, check_bad_gradients_are_undone]
+    return [Check(law, compressor) for law in laws]
+
+
+def check_compressor(compressor: Compressor) -> None:
+    """Check every law of `checks`, in order.
+
+    Raises
+    ------
+    AssertionError
+        At the first law that is broken; the message says what was seen, and for which array.
+
+    Examples
+    --------
+    >>> import mpicomp
+    >>> check_compressor(mpicomp.TopK(ratio=0.05))
+    """
+    for check in checks(compressor):
+        check()
+
+
+def check_configuration(compressor: Compressor) -> None:
+    """Check that it is registered, that parameters have defaults, and that a way through JSON gives the same again."""
+    cls = type(compressor)
+    assert compressor_class(compressor.id) is cls, f"'{compressor.id}' is registered for another class"
+    assert cls().get_config()["id"] == compressor.id, "every parameter needs a default"
+    config = json.loads(json.dumps(compressor.get_config()))
+    assert get_compressor(config) == compressor, f"{config} does not give an equal compressor"
+    assert compressor.paper, "paper is empty: say where it comes from"
+    assert fitting(compressor), f"no collective carries {compressor.message!r} messages"
+    assert compressor.wire_bytes_per_element(4) > 0, "bytes on the wire must be positive"
+    assert isinstance(compressor.feedback, bool), "feedback must be True or False"
+    assert not compressor.feedback or compressor.contractive, "what does not contract cannot declare feedback"
+
+
+def check_selection(compressor: Sparsifier) -> None:
+    """Check that indices ascend and are in range, values are the array's, and the number is the promised one."""
+    for array in _arrays():
+        _check_selection(compressor, array, compressor.select(accumulated(array), Scope()))
+    # Parameters in pieces, with a residual, narrower and with strides: the sum counts.
+    rng = np.random.default_rng(1)
+    whole, half, strided = rng.normal(size=500).astype("f4"), rng.normal(size=50).astype("f2"), rng.normal(size=(9, 20))
+    pieces = [Piece(0, whole), Piece(500, half), Piece(550, strided.astype("f4")[:, ::2])]
+    residual = rng.normal(size=640).astype("f4")
+    state = Accumulated(np.empty(640 + TAIL, "f4"), residual, pieces)
+    selection = compressor.select(state, Scope())
+    expected = np.concatenate([whole, half.astype("f4"), strided.astype("f4")[:, ::2].ravel()]) + residual
+    _check_selection(compressor, expected, selection)
+
+
+def check_awkward_arrays(compressor: Sparsifier) -> None:
+    """Check zeros, equal elements, the smallest and largest numbers, NaN and infinity: each gives a legal selection."""
+    for name, array in awkward().items():
+        for dtype in _DTYPES:
+            scope = Scope()
+            for step in range(4):
+                scope.step = step
+                own = array.astype(dtype)
+                _check_selection(compressor, own, compressor.select(accumulated(own), scope), name)
+
+
+def check_input_is_left_alone(compressor: Sparsifier) -> None:
+    """Check that neither the gradient, the residual nor their sum is written to."""
+    for array in _arrays():
+        gradient, residual = array.copy(), array[::-1].copy()
+        state = accumulated(gradient, residual)
+        compressor.select(state, Scope())
+        assert np.array_equal(gradient, array), "select wrote to the gradient"
+        assert np.array_equal(residual, array[::-1]), "select wrote to the residual"
+        assert np.array_equal(state.array(), array + array[::-1]), "select wrote to the sum"
+
+
+def check_message(compressor: Sparsifier) -> None:
+    """Check that what is written is read, and that lost energy is what the receivers miss."""
+    for array in _arrays():
+        selection = compressor.select(accumulated(array), Scope())
+        indices = selection.indices.copy()
+        chosen = Selection(indices, selection.values.copy())
+        wire = wire_of(compressor, indices.size, array.size)
+        message = np.zeros(message_bytes(indices.size, array.size, array.dtype, wire), np.uint8)
+        energy, kept = _norm2(array), _norm2(selection.values)
+        write_message(message, chosen, array.size, wire, 0, energy, kept)
+        received = read_message(message, array.size, array.dtype, Workspace())
+        sent = np.zeros(array.size)
+        sent[received.selection.indices] = received.selection.values
+        assert np.array_equal(received.selection.indices, indices), "indices change on the way"
+        assert np.array_equal(received.selection.values, chosen.values), "the sender keeps other values than it sends"
+        lost = _norm2(array - sent)
+        assert abs(received.lost - lost) <= 1e-5 * energy, f"lost energy is {lost}, the message says {received.lost}"
+
+
+def check_memory(compressor: Sparsifier) -> None:
+    """Check that selections follow from array, scope and memory alone, and that memory survives a checkpoint."""
+    rng = np.random.default_rng(2)
+    scope = Scope(rank=1, seed=3)
+    for step in range(8):
+        array = rng.laplace(size=5000).astype(np.float32) * np.float32(2.0 ** (step % 3))
+        scope.step = step
+        memory = json.loads(_json(scope.memory))
+        assert memory == scope.memory, f"memory changes on its way through JSON: {scope.memory}"
+        again = Scope(rank=1, step=step, seed=3, memory=copy.deepcopy(memory))
+        first, second = compressor.select(accumulated(array), scope), compressor.select(accumulated(array), again)
+        assert np.array_equal(first.indices, second.indices), f"step {step} resumed selects other elements"
+        assert _json(scope.memory) == _json(again.memory), f"step {step} resumed remembers something else"
+
+
+def check_positions(compressor: SharedSparsifier) -> None:
+    """Check that positions are the same on all ranks, ascend, are in range, and change from step to step."""
+    for numel in (1, 2, 7, 1000, 20_011):
+        count = compressor.count(numel)
+        assert 1 <= count <= numel, f"count({numel}) is {count}"
+        seen = []
+        for step in range(3):
+            ranks = []
+            for rank in range(3):
+                out = np.full(count, 2**32 - 1, np.uint32)
+                compressor.positions(numel, Scope(rank=rank, step=step, seed=5), out)
+                ranks.append(out)
+            _check_indices(ranks[0], numel)
+            assert all(np.array_equal(ranks[0], other) for other in ranks), "positions differ between ranks"
+            seen.append(ranks[0])
+        if 10 <= count < numel:
+            assert not np.array_equal(seen[0], seen[1]), "positions are the same at every step: most are never sent"
+
+
+def check_nothing_is_lost(compressor: Compressor) -> None:
+    """Check that gradients and residuals before equal the mean times ranks and the residuals after, over all ranks.
+
+    The mean has the same bits everywhere. Momentum and clipping change what enters, and are left to tests of their own.
+    """
+    if compressor.entry.momentum or compressor.entry.clip is not None:
+        return
+    for collective in fitting(compressor):
+        for ranks in (1, 2, 3, 4):
+            for dtype in _DTYPES:
+                reducers, world = _reducers(compressor, collective, ranks)
+                rng = np.random.default_rng([ranks, dtype.itemsize])
+                before = np.zeros(1501)
+                for step in range(4):
+                    gradients = [
+                        (10.0 ** (rank - step) * rng.standard_t(3, 1501)).astype(dtype) for rank in range(ranks)
+                    ]
+                    means = _step(world, reducers, gradients)
+                    where = f"{collective}, {ranks} ranks, {dtype.name}, step {step}"
+                    assert all(np.array_equal(means[0], mean) for mean in means), f"means differ: {where}"
+                    after = sum(reducer.residual("w").astype(np.float64) for reducer in reducers)
+                    entered = before + sum(gradient.astype(np.float64) for gradient in gradients)
+                    left = ranks * means[0].astype(np.float64) + after
+                    if reducers[0].feedback:
+                        scale = max(1e-300, float(np.abs(entered).max()), float(np.abs(before).max()))
+                        worst = float(np.abs(entered - left).max()) / scale
+                        assert worst < 20 * _PRECISION[dtype], f"lost {worst:.3g} of the largest element: {where}"
+                    before = np.asarray(after)
+
+
+def check_feedback_contracts(compressor: Compressor) -> None:
+    """Check that what is kept back stays bounded: no step loses more energy than there was."""
+    if not compressor.feedback:
+        return
+    reducers, world = _reducers(compressor, fitting(compressor)[0], 2)
+    rng = np.random.default_rng(3)
+    for step in range(60):
+        _step(world, reducers, [rng.normal(size=3000).astype(np.float32) for _ in range(2)])
+        record = reducers[0].last_step
+        assert record is not None
+        gain = record.buckets[0].gain
+        assert gain is not None, f"gain cannot be told at step {step}"
+        assert -1e-6 <= gain <= 1 + 1e-6, f"gain is {gain} at step {step}: more is kept back than there was"
+
+
+def check_bad_gradients_are_undone(compressor: Compressor) -> None:
+    """Check that a step with NaN on one rank delivers zeros and leaves residuals as they were, bit for bit."""
+    for collective in fitting(compressor):
+        reducers, world = _reducers(compressor, collective, 3, nonfinite="skip")
+        rng = np.random.default_rng(4)
+        good = [rng.laplace(size=2500).astype(np.float32) for _ in range(3)]
+        _step(world, reducers, good)
+        residuals = [reducer.residual("w") for reducer in reducers]
+        for bad in (np.nan, np.inf):
+            spoilt = [array.copy() for array in good]
+            spoilt[1][777] = bad
+            means = _step(world, reducers, spoilt)
+            assert not any(mean.any() for mean in means), f"{collective}: a skipped step must deliver zeros"
+            for rank, (before, reducer) in enumerate(zip(residuals, reducers, strict=True)):
+                same = before.tobytes() == reducer.residual("w").tobytes()
+                assert same, f"{collective}: the residual of rank {rank} changed in a step that was skipped"
+        assert np.isfinite(_step(world, reducers, good)[0]).all(), f"{collective}: the step after a bad one is bad"
+
+
+def accumulated(array: Array, residual: Array | None = None) -> Accumulated:
+    """Wrap an array as what `Sparsifier.select` is given.
+
+    Parameters
+    ----------
+    array : array, shape (n,)
+        The gradient: float32 or float64.
+    residual : array, shape (n,), optional
+        What was kept back before.
+    """
+    return Accumulated(np.full(array.size + TAIL, np.nan, array.dtype), residual, [Piece(0, array)])
+
+
+def awkward() -> dict[str, Array]:
+    """Give arrays that compressors stumble over, by name, in float64; float32 holds them all."""
+    rng = np.random.default_rng(0)
+    bad = rng.normal(size=3000)
+    bad[[5, 50, 500]] = (np.nan, np.inf, -np.inf)
+    return {
+        "zeros": np.zeros(3000),
+        "negative zeros": np.full(3000, -0.0),
+        "equal": np.full(3000, -2.5),
+        "two values": np.where(np.arange(3000) % 3 == 0, 1.0, -2.0),
+        "denormal": np.full(3000, 1e-42),
+        "huge": np.where(np.arange(3000) % 2 == 0, 3e38, -3e38),
+        "one large": np.where(np.arange(3000) == 17, 1e38, 1e-38),
+        "nearly all zero": np.where(np.arange(3000) % 997 == 3, 1.0, 0.0),
+        "one element": np.array([5.0]),
+        "one zero": np.array([0.0]),
+        "ties": np.array([0.0, 1.0, 0.0, -1.0, 1.0]),
+        "not finite": bad,
+        "only NaN": np.full(3000, np.nan),
+    }
+
+
+def _arrays() -> list[Array]:
+    rng = np.random.default_rng(6)
+    drawn = [rng.laplace(size=size) for size in _SIZES] + [rng.standard_t(2, 3000), rng.normal(size=3000)]
+    return [array.astype(dtype) for array in drawn for dtype in _DTYPES]
+
+
+def _check_selection(compressor: Sparsifier, array: Array, selection: Selection, name: str = "random") -> None:
+    where = f"for {name} array of {array.size} {array.dtype.name}"
+    indices, values = selection.indices, selection.values
+    assert indices.dtype == np.uint32, f"indices are {indices.dtype}, not uint32, {where}"
+    assert values.dtype == array.dtype, f"values are {values.dtype} {where}"
+    assert indices.shape == values.shape, f"{indices.size} indices and {values.size} values {where}"
+    _check_indices(indices, array.size)
+    assert np.array_equal(values, array[indices], equal_nan=True), f"values are not the array's {where}"
+    count = compressor.count(array.size)
+    assert count in (None, indices.size), f"count promises {count} elements, {indices.size} are selected {where}"
+
+
+def _check_indices(indices: NDArray[np.uint32], numel: int) -> None:
+    places: Sequence[int] = indices.tolist()
+    assert all(0 <= place < numel for place in places), f"an index is not below {numel}"
+    assert all(a < b for a, b in itertools.pairwise(places)), "indices must ascend without repetition"
+
+
+def _json(memory: dict[str, Any]) -> str:
+    try:
+        return json.dumps(memory)
+    except TypeError as error:
+        raise AssertionError(f"memory must hold numbers, strings, lists and dicts: {error}") from error
+
+
+def _norm2(array: Array) -> float:
+    return float(np.square(array, dtype=np.float64).sum())
+
+
+def _reducers(
+    compressor: Compressor, collective: str, ranks: int, nonfinite: str = "raise"
+) -> tuple[list[Reducer], LocalWorld]:
+    bind(compressor, collective)
+    world = LocalWorld(ranks)
+    return [Reducer(compressor, collective, nonfinite=nonfinite, comm=end) for end in world.transports], world
+
+
+def _step(world: LocalWorld, reducers: list[Reducer], gradients: list[Array]) -> list[Array]:
+    exchanges = [reducer.rounds({"w": own}) for reducer, own in zip(reducers, gradients, strict=True)]
+    return [means["w"].copy() for means in world.run(exchanges)]

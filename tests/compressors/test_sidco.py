@@ -1,0 +1,213 @@
+"""SIDCo against the formulas of the paper, written out with NumPy and SciPy in float64 from sorted arrays."""
+
+import json
+
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+
+from mpicomp import SIDCo, get_compressor
+from mpicomp.compressors import sidco
+from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.base import Scope
+from mpicomp.errors import ConfigurationError
+
+DISTRIBUTIONS = ["exponential", "gamma", "pareto"]
+
+
+def accumulated(array, residual=None):
+    return Accumulated(np.empty(array.size + TAIL, array.dtype), residual, [Piece(0, array)])
+
+
+def pareto(excess, share):
+    """Method of moments: shape xi, scale b, quantile."""
+    mean, variance = excess.mean(), excess.var()
+    xi = 0.5 * (1 - mean**2 / variance)
+    b = 0.5 * mean * (mean**2 / variance + 1)
+    return b / xi * (share**-xi - 1)
+
+
+def first(distribution, magnitudes, share):
+    if distribution == "exponential":
+        return magnitudes.mean() * np.log(1 / share)
+    if distribution == "pareto":
+        return pareto(magnitudes, share)
+    s = np.log(magnitudes.mean()) - np.log(magnitudes).mean()
+    a = (3 - s + np.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
+    return magnitudes.mean() / a * scipy.special.gammaincinv(a, 1 - share)
+
+
+def slow(distribution, array, ratio, stages):
+    """SIDCo's threshold for an array that is fitted as a whole."""
+    k = max(1, int(ratio * array.size + 0.5))
+    magnitudes = np.abs(array.astype(np.float64))
+    magnitudes = magnitudes[magnitudes > 0]
+    threshold = first(distribution, magnitudes, k / magnitudes.size if stages == 1 else 0.25)
+    tried = [threshold]
+    for left in range(stages - 1, 0, -1):
+        threshold = further(distribution, magnitudes, threshold, lambda count, left=left: (k / count) ** (1 / left))
+        tried.append(threshold)
+
+    def count(threshold):
+        return (magnitudes > threshold).sum()
+
+    for _ in range(6):
+        if abs(count(threshold) / k - 1) <= 0.1:
+            break
+        low = max((t for t in tried if count(t) >= k), default=None)
+        high = min((t for t in tried if count(t) < k), default=None)
+        if low is not None and high is not None:
+            part = np.log(count(low) / k) / np.log(count(low) / max(count(high), 0.5))
+            if len(tried) % 2 == 1:
+                part = (part + 0.5) / 2
+            threshold = low + (high - low) * np.clip(part, 0.05, 0.95)
+        elif count(threshold) >= 10:
+            threshold = further(distribution, magnitudes, threshold, lambda count: k / count)
+        else:
+            break
+        tried.append(threshold)
+    return threshold
+
+
+def further(distribution, magnitudes, threshold, share):
+    """Fit what exceeds a threshold, and go on to where a share of it is left."""
+    excess = magnitudes[magnitudes > threshold] - threshold
+    if excess.size < 10:
+        return threshold
+    if distribution == "exponential":
+        return max(0.0, threshold + excess.mean() * np.log(1 / share(excess.size)))
+    return max(0.0, threshold + pareto(excess, share(excess.size)))
+
+
+PARENTS = {
+    "laplace": lambda rng, size: rng.laplace(size=size),
+    "gamma": lambda rng, size: rng.gamma(0.6, size=size) * rng.choice([-1, 1], size),
+    "normal": lambda rng, size: rng.normal(size=size),
+    "student": lambda rng, size: rng.standard_t(3, size),
+}
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("parent", PARENTS)
+@pytest.mark.parametrize("ratio", [0.1, 0.01, 0.001])
+def test_what_exceeds_the_papers_threshold_is_selected(distribution, stages, parent, ratio):
+    array = (1e-3 * PARENTS[parent](np.random.default_rng(5), 100_000)).astype(np.float32)
+    array[:3000] = 0
+    threshold = slow(distribution, array, ratio, stages)
+    compressor = SIDCo(ratio=ratio, distribution=distribution, stages=stages)
+    selection = compressor.select(accumulated(array), Scope())
+    magnitudes = np.abs(array.astype(np.float64))
+    if not 0 < (magnitudes > threshold).sum() <= 4 * ratio * array.size + 1024:
+        exact = np.argsort(-magnitudes, kind="stable")[: int(ratio * array.size + 0.5)]
+        assert selection.indices.tolist() == np.sort(exact).tolist()
+        return
+    # Elements within 1e-5 of the threshold may fall on either side of it.
+    surely = np.flatnonzero(magnitudes > threshold * (1 + 1e-5))
+    perhaps = np.flatnonzero(magnitudes > threshold * (1 - 1e-5))
+    assert np.isin(surely, selection.indices).all()
+    assert np.isin(selection.indices, perhaps).all()
+    np.testing.assert_array_equal(selection.values, array[selection.indices])
+    assert (np.diff(selection.indices.astype(np.int64)) > 0).all()
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_a_large_array_is_fitted_by_a_sample(distribution):
+    size, ratio = 3_500_000, 0.01
+    array = np.random.default_rng(6).laplace(size=size).astype(np.float32)
+    selection = SIDCo(ratio=ratio, distribution=distribution).select(accumulated(array), Scope())
+    assert 0.95 < selection.indices.size / (ratio * size) < 1.05
+    assert np.abs(selection.values).min() > np.delete(np.abs(array), selection.indices).max()
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("parent", PARENTS)
+@pytest.mark.parametrize("ratio", [0.1, 0.01, 0.001])
+def test_the_reached_ratio_is_near_the_asked_one(distribution, parent, ratio):
+    rng, scope = np.random.default_rng(7), Scope()
+    pool = [PARENTS[parent](rng, 200_000).astype(np.float32) for _ in range(5)]
+    compressor = SIDCo(ratio=ratio, distribution=distribution)
+    reached = [
+        compressor.select(accumulated(pool[step % 5]), scope).indices.size / (ratio * 200_000) for step in range(60)
+    ]
+    assert 0.8 <= np.mean(reached[10:]) <= 1.25
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.05, 1.0])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros(5000),
+        np.full(5000, -2.5),
+        np.full(5000, 1e-42),
+        np.full(5000, 3e38),
+        np.array([5.0]),
+        np.where(np.arange(5000) % 1000 == 0, 3.0, 0.0),
+        np.where(np.arange(5000) == 17, 1e38, 1e-38),
+        np.repeat([1.0, 2.0], 2500),
+        np.where(np.arange(5000) == 3, np.nan, 1.0),
+        np.where(np.arange(5000) == 3, np.inf, 1.0),
+    ],
+    ids=["zeros", "equal", "denormal", "huge", "one", "sparse", "outlier", "two", "nan", "infinity"],
+)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_awkward_arrays(array, distribution, ratio, dtype):
+    array, scope = array.astype(dtype), Scope()
+    k = max(1, round(ratio * array.size))
+    for _ in range(12):
+        selection = SIDCo(ratio=ratio, distribution=distribution).select(accumulated(array), scope)
+        assert selection.indices.size <= 4 * k + 1024
+        if array.any():
+            assert selection.indices.size >= 1
+        np.testing.assert_array_equal(selection.values, array[selection.indices])
+    json.dumps(scope.memory, allow_nan=False)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_the_list_of_candidates_never_changes_the_result(distribution):
+    rng, scope = np.random.default_rng(8), Scope()
+    compressor = SIDCo(ratio=0.01, distribution=distribution, stages=3)
+    for scale in (1, 1.1, 30, 1e-4, 1, 1):
+        array = (scale * rng.standard_t(4, 30_000)).astype(np.float32)
+        selection = compressor.select(accumulated(array), scope)
+        fresh = compressor.select(accumulated(array), Scope())
+        assert selection.indices.tolist() == fresh.indices.tolist()
+
+
+def test_the_number_of_stages_climbs():
+    """Too few are selected, and a stage more makes it worse: the next change goes the other way."""
+    memory = {"sidco.stages": 3}
+
+    def look(reached):
+        for _ in range(5):
+            sidco._adapt(memory, reached, 0.001)
+        return memory["sidco.stages"]
+
+    assert look(0.9) == 3  # within the band
+    assert look(0.7) == 4
+    assert look(0.5) == 3  # worse than before
+    assert look(0.4) == 4  # worse again
+    assert look(0.6) == 5  # better: go on
+    assert look(1.1) == 5
+    memory["sidco.stages"] = 1
+    memory["sidco.direction"] = -1
+    assert look(3.0) == 2  # turns round at the end, whatever it did before
+    memory["sidco.stages"] = 10
+    memory["sidco.direction"] = 1
+    assert look(2.9) == 9  # there are at most log2(1 / ratio)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ratio": 0}, "sidco: ratio is the kept fraction"),
+        ({"distribution": "normal"}, "sidco: distribution must be 'exponential', 'gamma' or 'pareto', got 'normal'"),
+        ({"stages": 0}, "sidco: stages must be None or a number from 1 to 64, got 0"),
+        ({"stages": 2.5}, "sidco: stages must be None or a number from 1 to 64, got 2.5"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ConfigurationError, match=message):
+        get_compressor({"id": "sidco", **settings})
