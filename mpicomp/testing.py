@@ -37,7 +37,8 @@ from mpicomp.reducer import Reducer
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
 
-Array = NDArray[np.floating]
+Array = NDArray[Any]
+"""float32 or float64."""
 
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 _SIZES = (1, 2, 7, 1000, 20_011)
