@@ -114,3 +114,22 @@ def test_gradients_of_a_task_are_those_of_its_training():
         own = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         np.testing.assert_array_equal(next(recorded), own.numpy())
         optimizer.step()
+
+
+@pytest.mark.parametrize("task", ["digits", "text-lstm"])
+@pytest.mark.timeout(300)
+def test_sidco_stays_near_its_ratio_on_real_gradients(task, monkeypatch):
+    """With error feedback, over 50 steps of a training after 25 in which it adapts."""
+    chosen = {
+        name: estimators.estimators(1.0)[name] for name in estimators.estimators(1.0) if name.startswith("sidco.")
+    }
+    assert len(chosen) == 3
+    monkeypatch.setattr(
+        estimators,
+        "estimators",
+        lambda ratio: {name: get_compressor(own.get_config() | {"ratio": ratio}) for name, own in chosen.items()},
+    )
+    rows = estimators.measure(settings(data=(task,), ratios=(0.1, 0.01, 0.001), steps=50))
+    assert len(rows) == 9
+    for row in rows:
+        assert 0.8 <= row["mean"] <= 1.25, row
