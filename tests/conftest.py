@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import hypothesis
 import pytest
 import run
 from _pytest.skipping import evaluate_skip_marks
@@ -23,6 +24,10 @@ from _pytest.skipping import evaluate_skip_marks
 # How long a failing rank waits before it ends the job: its peers mostly fail at the same place, and their
 # reports are worth having too.
 LAST_WORDS_S = 0.3
+
+# A first call compiles, which takes as long as it takes.
+hypothesis.settings.register_profile("mpicomp", deadline=None)
+hypothesis.settings.load_profile("mpicomp")
 
 
 def pytest_addoption(parser):

@@ -3,9 +3,10 @@
 import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits, infinity_of, mask_of
 from mpicomp.kernels.cpu.compile import kernel
-from mpicomp.kernels.cpu.lanes import LANES, at_least, trailing_zeros
+from mpicomp.kernels.cpu.lanes import LANES, at_least
 from mpicomp.kernels.cpu.moments import LEAST, MOST, Moments, _sums
 from mpicomp.kernels.cpu.threads import cut, spread
+from mpicomp.kernels.cpu.words import first_one
 from numpy.typing import NDArray
 
 _BLOCK = 1024  # elements that are swept again while they are in the first-level cache
@@ -177,7 +178,7 @@ def _accumulate(gradient, residual, out, bits, mask, bound, base, index, found):
             for first in range(0, whole, LANES):
                 reached = at_least(magnitudes, first, bound)
                 while reached != 0:
-                    place = first + trailing_zeros(reached)
+                    place = first + np.intp(first_one(reached))
                     reached &= reached - np.uint64(1)
                     if count < index.size:
                         index[count] = base + start + place

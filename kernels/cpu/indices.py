@@ -8,8 +8,7 @@ the lowest bit of their first word on, and leave the rest of their last word zer
 
 import numpy as np
 from mpicomp.kernels.cpu.compile import kernel
-from numba.core.cgutils import true_bit
-from numba.extending import intrinsic
+from mpicomp.kernels.cpu.words import first_one, ones
 from numpy.typing import NDArray
 
 
@@ -114,19 +113,6 @@ def _layout(count: int, numel: int) -> tuple[int, int, int]:
     return bits, -(-count * bits // 64), -(-(count + ((numel - 1) >> bits) + 1) // 64)
 
 
-@intrinsic
-def _ones(typingctx, word):  # type: ignore[no-untyped-def]
-    return word(word), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
-
-
-@intrinsic
-def _first_one(typingctx, word):  # type: ignore[no-untyped-def]
-    def place(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.cttz(arguments[0], true_bit)  # anything for zero, which has none
-
-    return word(word), place
-
-
 @kernel
 def _ascending(earlier, later):  # type: ignore[no-untyped-def]
     wrong = np.uint32(0)
@@ -172,16 +158,16 @@ def _decode(code, bits, upper, numel, out):  # type: ignore[no-untyped-def]
     wrong = False
     for w in range(upper.size):
         word = upper[w]
-        ones = _ones(word)
-        if count + ones > np.uint64(out.size):
+        held = ones(word)
+        if count + held > np.uint64(out.size):
             return False
         high = np.uint64(w << 6) - count
-        for _ in range(ones):
+        for _ in range(held):
             # Since count < out.size, a low part begins in a word of low parts, and the bitmap has at least one word
             # behind them; where there are no low parts, both places are 0.
             place, shift = at >> six, at & last
             part = (code[place] >> shift) | ((code[place + step] << one) << (last - shift))
-            index = ((high + _first_one(word)) << bits) | (part & mask)
+            index = ((high + first_one(word)) << bits) | (part & mask)
             wrong |= index < follows
             out[count] = np.uint32(index)
             follows = index + one

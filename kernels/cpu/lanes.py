@@ -40,13 +40,3 @@ def at_least(typingctx: Any, bits: Any, start: Any, bound: Any) -> Any:
         return result
 
     return types.uint64(bits, types.intp, bits.dtype), generate
-
-
-@intrinsic
-def trailing_zeros(typingctx: Any, word: Any) -> Any:
-    """Give the number of zero bits below the lowest one of a 64-bit word that is not zero."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.int64(types.uint64), generate

@@ -5,9 +5,10 @@ from typing import NamedTuple
 import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits, magnitude_bits, mask_of
 from mpicomp.kernels.cpu.compile import kernel
-from mpicomp.kernels.cpu.lanes import LANES, at_least, trailing_zeros
+from mpicomp.kernels.cpu.lanes import LANES, at_least
 from mpicomp.kernels.cpu.moments import strided
 from mpicomp.kernels.cpu.threads import spread
+from mpicomp.kernels.cpu.words import first_one
 from numpy.typing import NDArray
 
 _BLOCK = 1024
@@ -151,7 +152,7 @@ def _select_above(array, bits, mask, bound, base, indices, values, count):  # ty
     for first in range(0, whole, LANES):
         reached = at_least(bits, first, bound)
         while reached != 0:
-            place = first + trailing_zeros(reached)
+            place = first + np.intp(first_one(reached))
             reached &= reached - np.uint64(1)
             if count < indices.size:
                 indices[count] = base + place

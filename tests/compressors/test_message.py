@@ -3,7 +3,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mpicomp.kernels import cpu
 
@@ -208,7 +208,6 @@ def test_a_torn_message_is_refused(length):
         read(message()[0][:32])
 
 
-@settings(deadline=None)  # the first call compiles
 @given(
     wire=st.sampled_from(WIRES),
     dtype=st.sampled_from(DTYPES),

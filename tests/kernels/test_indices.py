@@ -59,7 +59,6 @@ def selections(draw):
     return sorted(indices), numel
 
 
-@settings(deadline=None)  # the first call compiles
 @given(selections())
 @example(([], 0))
 @example(([0], 1))
@@ -102,7 +101,6 @@ def test_the_length_is_the_least_that_low_bits_can_make_it(count, more):
     assert cpu.index_bytes(count, numel) <= min(lengths) + 8  # rounding to words
 
 
-@settings(deadline=None)  # the first call compiles
 @given(selections(), st.data())
 def test_wrong_indices_give_a_code_that_is_refused(selection, data):
     indices, numel = selection
@@ -143,7 +141,6 @@ def check_decoded(code, count, numel):
     return indices
 
 
-@settings(deadline=None)  # the first call compiles
 @given(selections(), st.lists(st.integers(0, 2**20), min_size=1, max_size=4))
 def test_flipped_bits_are_refused_or_give_other_indices(selection, places):
     indices, numel = selection
@@ -154,7 +151,7 @@ def test_flipped_bits_are_refused_or_give_other_indices(selection, places):
     check_decoded(bytes(code), len(indices), numel)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(SIZES) | st.tuples(st.integers(0, 200), st.integers(0, 2**32)), st.data())
 def test_any_bytes_are_refused_or_give_indices(size, data):
     count, numel = size
@@ -165,7 +162,6 @@ def test_any_bytes_are_refused_or_give_indices(size, data):
     )
 
 
-@settings(deadline=None)  # the first call compiles
 @given(selections(), st.integers(-16, 16).filter(bool))
 def test_a_code_of_another_length_is_refused(selection, more):
     indices, numel = selection
