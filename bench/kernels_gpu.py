@@ -156,9 +156,8 @@ class SIDCo(_Compress):
         super().__post_init__()
         self._count = _cupy().zeros(1, np.int64)
         self._counts: list[int] = []
-        self._ratio = float(getattr(self.compressor, "ratio", 0.01))
-        stages = getattr(self.compressor, "stages", None)
-        self._stages = stages or (3 if self._ratio < 0.05 else 2 if self._ratio < 0.25 else 1)
+        ratio, stages = getattr(self.compressor, "ratio", 0.01), getattr(self.compressor, "stages", None)
+        self._stages = stages or (3 if ratio < 0.05 else 2 if ratio < 0.25 else 1)
 
     def prepare(self) -> None:
         """Note what the call before has selected."""
@@ -180,7 +179,7 @@ class SIDCo(_Compress):
             self.gradient,
             self.residual,
             self.out,
-            self._ratio,
+            self.k,
             getattr(self.compressor, "distribution", "exponential"),
             self._stages,
             self.bound,
@@ -188,7 +187,6 @@ class SIDCo(_Compress):
             self.values,
             self._count,
             self.workspace,
-            counted=True,
         )
 
     def facts(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Importing this compiles nothing and needs no CuPy; a source is compiled when one
 device. Scratch of single functions comes from CuPy's memory pool, that of `topk` and `sidco` from a `Workspace`.
 """
 
+from mpicomp.kernels.cpu import BINS, edges, mask_of
 from mpicomp.kernels.gpu.accumulate import accumulate, accumulate_candidates, is_finite
 from mpicomp.kernels.gpu.bits import magnitude_bits, magnitude_of
 from mpicomp.kernels.gpu.cast import narrow, widen, widen_add
@@ -15,7 +16,7 @@ from mpicomp.kernels.gpu.moments import Moments, logarithms
 from mpicomp.kernels.gpu.scatter import clear_at, gather, scatter_add, subtract_at
 from mpicomp.kernels.gpu.select import kth_magnitude, select_candidates, select_largest
 from mpicomp.kernels.gpu.sidco import Estimate, sidco
-from mpicomp.kernels.gpu.spectrum import BINS, spectrum
+from mpicomp.kernels.gpu.spectrum import spectrum
 from mpicomp.kernels.gpu.sweep import energy, momentum, scale, share_rounding
 from mpicomp.kernels.gpu.tail import Tail, select_above, select_listed, tail
 from mpicomp.kernels.gpu.topk import Stats, topk
@@ -31,6 +32,7 @@ __all__ = [
     "accumulate",
     "accumulate_candidates",
     "clear_at",
+    "edges",
     "energy",
     "gather",
     "is_finite",
@@ -38,6 +40,7 @@ __all__ = [
     "logarithms",
     "magnitude_bits",
     "magnitude_of",
+    "mask_of",
     "momentum",
     "narrow",
     "scale",

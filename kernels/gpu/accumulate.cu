@@ -53,13 +53,13 @@ __device__ __forceinline__ void list_candidates(
   }
 }
 
-// Columns of sums: how many are not zero, sum of magnitudes, energy, sum of logarithms of what is not zero. A bound of
-// 0 lists nothing: what lies behind the end of the array reads as 0 and must not be a candidate.
-template <bool LOGARITHMS>
-__device__ __forceinline__ void sweep(
-    const Word* gradient, const Word* residual, Word* out, i64 size, Word bound, u32* index, Word* bits, u64 room,
-    u64* starts, u32* counts, State* state, double* sums, u64* tops) {
-  double sum[4] = {};
+// Columns of sums: how many are not zero, sum of magnitudes, energy. A bound of 0 lists nothing: what lies behind the
+// end of the array reads as 0 and must not be a candidate.
+extern "C" __global__ void __launch_bounds__(THREADS) accumulate(
+    const Word* gradient, const Word* residual, Word* out, i64 size, const u64* least, i64 least_value, u32* index,
+    Word* bits, i64 room, u64* starts, u32* counts, State* state, double* sums, u64* tops) {
+  const Word bound = (Word)given(least, least_value);
+  double sum[3] = {};
   u64 nonzero = 0;
   Word top = 0;
   int turn = 0;
@@ -80,7 +80,6 @@ __device__ __forceinline__ void sweep(
       }
     }
     store(items, out, first, size, packed);
-    Logarithms logarithms;
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
 #pragma unroll
@@ -91,29 +90,14 @@ __device__ __forceinline__ void sweep(
         nonzero += magnitude != 0;
         sum[1] += value;
         sum[2] += value * value;
-        if constexpr (LOGARITHMS) logarithms.take(value);
       }
     }
-    if constexpr (LOGARITHMS) sum[3] += logarithms.sum();
     if (bound != 0) {
-      list_candidates(items, tile, first, bound, index, bits, room, starts, counts, state, turn);
+      list_candidates(items, tile, first, bound, index, bits, (u64)room, starts, counts, state, turn);
       turn ^= 1;
     }
   }
   sum[0] = (double)nonzero;
-  if (!LOGARITHMS) sum[3] = as_real((u64)0x7ff8000000000000ull);  // NaN: nobody asked
   leave_sums(sum, sums);
   leave_top(top, tops);
 }
-
-#define SWEEP(NAME, LOGARITHMS)                                                                                       \
-  extern "C" __global__ void __launch_bounds__(THREADS) NAME(                                                         \
-      const Word* gradient, const Word* residual, Word* out, i64 size, const u64* bound, i64 bound_value, u32* index, \
-      Word* bits, i64 room, u64* starts, u32* counts, State* state, double* sums, u64* tops) {                        \
-    sweep<LOGARITHMS>(                                                                                                \
-        gradient, residual, out, size, (Word)given(bound, bound_value), index, bits, (u64)room, starts, counts,       \
-        state, sums, tops);                                                                                           \
-  }
-
-SWEEP(accumulate, false)
-SWEEP(accumulate_logarithms, true)

@@ -10,7 +10,7 @@ from mpicomp.kernels.gpu.moments import Moments
 from mpicomp.kernels.gpu.reduce import Partials
 from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, counters_of_tiles, write_tiles
 
-COLUMNS = 4  # of the sums that a sweep leaves; the first one is an integer
+COLUMNS = 3  # of the sums that a sweep leaves; the first one is an integer
 
 
 def is_finite(top: Any, dtype: Any) -> Any:
@@ -18,7 +18,7 @@ def is_finite(top: Any, dtype: Any) -> Any:
     return top < infinity_of(np.dtype(dtype))
 
 
-def accumulate(gradient: Any, residual: Any, out: Any, threads: int = 1, *, logarithms: bool = False) -> Moments:
+def accumulate(gradient: Any, residual: Any, out: Any, threads: int = 1) -> Moments:
     """Write ``gradient + residual`` to ``out``, in one sweep; see `mpicomp.kernels.cpu.accumulate`.
 
     Parameters
@@ -31,8 +31,6 @@ def accumulate(gradient: Any, residual: Any, out: Any, threads: int = 1, *, loga
         Where the sum goes; of the same dtype.
     threads : int
         Of no meaning here.
-    logarithms : bool
-        Whether to sum logarithms, too, in the same sweep.
 
     Returns
     -------
@@ -40,7 +38,7 @@ def accumulate(gradient: Any, residual: Any, out: Any, threads: int = 1, *, loga
         Of ``out``.
     """
     partials = Partials(sweeps(out.size, out.dtype), COLUMNS, top=True)
-    sweep(gradient, residual, out, logarithms, (0, 0), 0, 0, 0, 0, 0, 0, partials.sums, partials.tops)
+    sweep(gradient, residual, out, (0, 0), 0, 0, 0, 0, 0, 0, partials.sums, partials.tops)
     return _moments(partials, out.dtype)
 
 
@@ -54,8 +52,6 @@ def accumulate_candidates(
     bits: Any,
     count: Any,
     threads: int = 1,
-    *,
-    logarithms: bool = False,
 ) -> tuple[Any, Moments]:
     """Do what `accumulate` does and list the elements of at least a given magnitude, ascending by index.
 
@@ -77,12 +73,10 @@ def accumulate_candidates(
     state = cupy.zeros(len(Field), np.uint64)
     partials = Partials(sweeps(out.size, out.dtype), COLUMNS, top=True)
     least = given(bound, np.uint64)
-    sweep(
-        gradient, residual, out, logarithms, least, *listed, room, starts, counts, state, partials.sums, partials.tops
-    )
+    sweep(gradient, residual, out, least, *listed, room, starts, counts, state, partials.sums, partials.tops)
     moments = _moments(partials, out.dtype)
     count_tiles(
-        out, out.size, listed[1], room, starts, counts, Source.LIST_IF_COMPLETE, least, least, Rule.REACH, room,
+        out, out.size, listed[1], room, starts, counts, Source.LIST_IF_COMPLETE, least, least, Rule.REACH, (0, room),
         given(count, np.int64), number, of_tiles, before, state,
     )  # fmt: skip
     write_tiles(out, out.size, *listed, starts, counts, number, of_tiles, before, state, base, index, magnitudes=bits)
@@ -90,12 +84,12 @@ def accumulate_candidates(
 
 
 def sweep(
-    gradient: Any, residual: Any, out: Any, logarithms: bool, bound: tuple[Any, int], index: Any, bits: Any,
-    room: int, starts: Any, counts: Any, state: Any, sums: Any, tops: Any,
+    gradient: Any, residual: Any, out: Any, bound: tuple[Any, int], index: Any, bits: Any, room: int,
+    starts: Any, counts: Any, state: Any, sums: Any, tops: Any,
 ) -> None:  # fmt: skip
     """Launch the kernel that makes the sum; a bound of 0 lists nothing."""
     launch(
-        "accumulate", "accumulate_logarithms" if logarithms else "accumulate", out.dtype, sweeps(out.size, out.dtype),
+        "accumulate", "accumulate", out.dtype, sweeps(out.size, out.dtype),
         gradient, 0 if residual is None else residual, out, out.size, *bound,
         index, bits, room, starts, counts, state, sums, tops,
     )  # fmt: skip
@@ -103,11 +97,4 @@ def sweep(
 
 def _moments(partials: Partials, dtype: Any) -> Moments:
     partials.finish(dtype, integers=1)
-    return Moments(
-        partials.count(0),
-        partials.total(1),
-        partials.total(2),
-        partials.finite(),
-        partials.top(),
-        partials.total(3),
-    )
+    return Moments(partials.count(0), partials.total(1), partials.total(2), partials.finite())

@@ -56,6 +56,8 @@ struct State {
   u64 end;         // where it would end if there were room
   u64 listed;      // what candidates was, kept for the caller
   u64 gap;         // bits of a double: by which part of the threshold the next bound stays below it, once that is known
+  u64 exact;       // whether an estimate is not to be used, and exactly the k largest are taken
+  u64 k;           // how many that are
 };
 
 __device__ __forceinline__ float as_real(u32 word) { return __uint_as_float(word); }
@@ -235,6 +237,35 @@ __device__ __forceinline__ bool ends_last(State* state, u64 blocks) {
 // Where a place in what remains of an array lies in it, when of all groups of 1024 elements every `stride`-th remains.
 __device__ __forceinline__ i64 strided(i64 place, i64 stride) {
   return place / GROUP * stride * GROUP + place % GROUP;
+}
+
+// What of every `stride`-th group lies above a limit: how much, by how much, squares of that.
+__device__ __forceinline__ void sum_tail(
+    const Word* array, i64 size, i64 remaining, i64 stride, Real limit, double (&sum)[3]) {
+  u64 count = 0;
+  const bool even = aligned(array);
+  for (i64 tile = blockIdx.x; tile * TILE < remaining; tile += gridDim.x) {
+    const i64 start = strided(tile * TILE + warp_of_thread() * WARP_TILE, stride);
+    const i64 first = start + lane_of_thread() * VEC;
+    const bool packed = even && start + WARP_TILE <= size;
+    Items items;
+    load(items, array, first, size, packed);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        const Real magnitude = as_real(items.item[r][j] & MASK);
+        // NaN is above everything. Zeros that stand for what is behind the end are above nothing.
+        if (!(magnitude <= limit) && (packed || first + r * STRIP + j < size)) {
+          const double over = (double)magnitude - (double)limit;
+          ++count;
+          sum[1] += over;
+          sum[2] += over * over;
+        }
+      }
+    }
+  }
+  sum[0] = (double)count;
 }
 
 // Natural logarithms of a thread's magnitudes cost one logarithm in all: exponents are added up as integers and

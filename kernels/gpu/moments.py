@@ -17,10 +17,15 @@ class Moments(NamedTuple):
     """Sum of squares."""
     finite: Any
     """Whether no element is infinite or NaN."""
-    top: Any
-    """Largest magnitude bits, as uint64."""
-    logarithm: Any
-    """Sum of natural logarithms of the magnitudes that are not zero; NaN where it was not asked for."""
+
+    def __add__(self, other: "Moments") -> "Moments":  # type: ignore[override]
+        """Give the moments of two arrays taken together."""
+        return Moments(
+            self.nonzero + other.nonzero,
+            self.total + other.total,
+            self.energy + other.energy,
+            self.finite & other.finite,
+        )
 
 
 def logarithms(array: Any, stride: int = 1, threads: int = 1) -> tuple[Any, Any, Any]:

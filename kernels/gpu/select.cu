@@ -6,12 +6,19 @@ constexpr int BINS = 1 << DIGIT;
 
 enum Source { ARRAY = 0, AS_STATE_SAYS = 1, LIST_IF_COMPLETE = 2, LIST = 3 };
 enum Rule { ABOVE = 0, REACH = 1, FILL = 2 };  // of those equal to the threshold: none, all, as many as there is room
+enum Turn { ALWAYS = 0, UNLESS_EXACT = 1, IF_EXACT = 2 };  // when a launch has anything to do
+
+__device__ __forceinline__ bool idle(i64 turn, const State* state) {
+  return turn != ALWAYS && (state->exact != 0) != (turn == IF_EXACT);
+}
 
 // One digit of a radix selection. `first` marks the most significant one, where the source is decided.
 extern "C" __global__ void __launch_bounds__(THREADS) histogram(
-    const Word* array, i64 size, const Word* bits, i64 room, const u64* bound, i64 k, i64 shift, i64 digit, i64 first,
-    u64* counters, State* state) {
+    const Word* array, i64 size, const Word* bits, i64 room, const u64* bound, const i64* rank, i64 rank_value,
+    i64 shift, i64 digit, i64 first, i64 turn, u64* counters, State* state) {
   __shared__ u32 bins[BINS];
+  if (idle(turn, state)) return;
+  const i64 k = given(rank, rank_value);
   const u64 candidates = state->candidates;
   const bool usable =
       first ? bits && *bound != 0 && candidates >= (u64)k && candidates <= (u64)room : state->usable != 0;
@@ -82,11 +89,16 @@ __device__ __forceinline__ Segment segment_of(i64 tile, i64 size, const u64* sta
 }
 
 // How many of each tile's elements lie above the threshold (high half) and are equal to it (low half); the block that
-// ends last turns the sums of blocks into the numbers before each block. A warp has a tile.
+// ends last turns the sums of blocks into the numbers before each block. A warp has a tile. `most` is the room. With
+// an estimate, whose turn it is unless the selection is exact already, it becomes exact where nothing is above the
+// threshold, or more than `most`.
 extern "C" __global__ void __launch_bounds__(THREADS) count_tiles(
     const Word* array, i64 size, const Word* bits, i64 listable, const u64* starts, const u32* counts, i64 source,
-    const u64* bound, i64 bound_value, const u64* threshold, i64 threshold_value, i64 rule, i64 room,
-    const i64* offset, i64 offset_value, i64 tiles, u64* of_tiles, u64* before, State* state) {
+    const u64* bound, i64 bound_value, const u64* threshold, i64 threshold_value, i64 rule, const i64* most,
+    i64 most_value, const i64* offset, i64 offset_value, i64 turn, i64 tiles, u64* of_tiles, u64* before,
+    State* state) {
+  if (idle(turn, state)) return;
+  const u64 room = (u64)given(most, most_value);
   const u64 wanted = given(threshold, threshold_value);
   bool usable = source == LIST || (source == AS_STATE_SAYS && state->usable != 0);
   if (source == LIST_IF_COMPLETE) {
@@ -142,7 +154,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_tiles(
   if (threadIdx.x == 0) {
     const u64 above = total >> 32, equal = total & 0xffffffffu;
     u64 ties = rule == REACH ? equal : 0;
-    if (rule == FILL && above < (u64)room) ties = smaller(equal, (u64)room - above);
+    if (rule == FILL && above < room) ties = smaller(equal, room - above);
+    if (turn == UNLESS_EXACT) state->exact = state->k != 0 && (above == 0 || above > room);
     state->usable = usable;
     state->threshold = wanted;
     state->ties = ties;

@@ -14,7 +14,7 @@ BINS = 1 << _DIGIT
 class Field(IntEnum):
     """Places in the state that a selection keeps on the device, all of 64 bits."""
 
-    CANDIDATES, TICKET, USABLE, KNOWN, REMAINING, THRESHOLD, TIES, OFFSET, END, LISTED, GAP = range(11)
+    CANDIDATES, TICKET, USABLE, KNOWN, REMAINING, THRESHOLD, TIES, OFFSET, END, LISTED, GAP, EXACT, K = range(13)
 
 
 class Source(IntEnum):
@@ -27,6 +27,12 @@ class Rule(IntEnum):
     """What becomes of elements that are equal to the threshold: none, all, or as many as fill the room."""
 
     ABOVE, REACH, FILL = range(3)
+
+
+class Turn(IntEnum):
+    """When a launch has anything to do: by `Field.EXACT`."""
+
+    ALWAYS, UNLESS_EXACT, IF_EXACT = range(3)
 
 
 def digits(dtype: Any) -> list[tuple[int, int]]:
@@ -113,25 +119,13 @@ def compact(
     of_tiles, before = counters_of_tiles(number)
     count_tiles(
         array, size, bits, 0, 0, 0, Source.LIST if candidates else Source.ARRAY,
-        (0, 0), given(threshold, np.uint64), rule, indices.size, given(offset, np.int64),
+        (0, 0), given(threshold, np.uint64), rule, (0, indices.size), given(offset, np.int64),
         number, of_tiles, before, state,
     )  # fmt: skip
     write_tiles(
-        array,
-        size,
-        index,
-        bits,
-        0,
-        0,
-        number,
-        of_tiles,
-        before,
-        state,
-        base,
-        indices,
-        values=values,
-        magnitudes=magnitudes,
-    )
+        array, size, index, bits, 0, 0, number, of_tiles, before, state, base, indices,
+        values=values, magnitudes=magnitudes,
+    )  # fmt: skip
     return state.view(np.int64)[Field.END]
 
 
@@ -142,14 +136,14 @@ def counters_of_tiles(number: int) -> tuple[Any, Any]:
 
 def count_tiles(
     array: Any, size: int, bits: Any, listable: int, starts: Any, counts: Any, source: Source,
-    bound: tuple[Any, int], threshold: tuple[Any, int], rule: Rule, room: int, offset: tuple[Any, int],
-    number: int, of_tiles: Any, before: Any, state: Any,
+    bound: tuple[Any, int], threshold: tuple[Any, int], rule: Rule, room: tuple[Any, int], offset: tuple[Any, int],
+    number: int, of_tiles: Any, before: Any, state: Any, turn: Turn = Turn.ALWAYS,
 ) -> None:  # fmt: skip
     """Launch the kernel of that name, with a warp for every tile."""
     launch(
         "select", "count_tiles", array.dtype, -(-number // WARPS),
-        array, size, bits, listable, starts, counts, int(source), *bound, *threshold, int(rule), room, *offset,
-        number, of_tiles, before, state,
+        array, size, bits, listable, starts, counts, int(source), *bound, *threshold, int(rule), *room, *offset,
+        int(turn), number, of_tiles, before, state,
     )  # fmt: skip
 
 
@@ -166,17 +160,20 @@ def write_tiles(
     )  # fmt: skip
 
 
-def radix(array: Any, bits: Any, room: int, bound: Any, k: int, counters: Any, state: Any) -> None:
+def radix(
+    array: Any, bits: Any, room: int, bound: Any, k: tuple[Any, int], counters: Any, state: Any,
+    turn: Turn = Turn.ALWAYS,
+) -> None:  # fmt: skip
     """Launch the passes of a radix selection, on listed candidates where they turn out to be enough."""
     for place, (shift, width) in enumerate(digits(array.dtype)):
         launch(
             "select", "histogram", array.dtype, sweeps(array.size, array.dtype),
-            array, array.size, bits, room, bound, k, shift, width, int(place == 0), counters, state,
+            array, array.size, bits, room, bound, *k, shift, width, int(place == 0), int(turn), counters, state,
         )  # fmt: skip
 
 
 def _radix(array: Any, k: int) -> Any:
     memory = library().zeros(BINS + len(Field), np.uint64)
     counters, state = memory[:BINS], memory[BINS:]
-    radix(array, 0, 0, 0, k, counters, state)
+    radix(array, 0, 0, 0, (0, k), counters, state)
     return state

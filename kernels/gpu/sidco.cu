@@ -1,22 +1,28 @@
-// SIDCo's thresholds (arXiv 2101.10761), in float64 on one thread: what they cost is the launch.
+// SIDCo's thresholds (arXiv 2101.10761), in float64 on one thread: what they cost is the launch. The rule is that of
+// mpicomp.compressors.sidco, to the last comparison.
 
 enum Distribution { EXPONENTIAL = 0, GAMMA = 1, PARETO = 2 };
 
-constexpr double FIRST_RATIO = 0.25;  // of the first of several stages
-constexpr double FEWEST = 10;         // survivors on which a stage is fitted
+constexpr double FIRST = 0.25;        // share that the first of several stages leaves
+constexpr double FEW = 10;            // survivors that are not worth another fit
+constexpr double NEAR = 0.1;          // by which a count may miss what is wanted
+constexpr i64 CORRECTIONS = 6;        // at most
 constexpr double FLAT = 1e-12;        // variance over squared mean that counts as none
 constexpr u64 ENDLESS = 0x7ff0000000000000ull;  // the bits of infinity
 
 // The host names the fields by their place.
 struct Fit {
-  double threshold;  // a number of the array's dtype
-  u64 bits;          // its magnitude bits
-  u64 done;          // whether later stages have nothing to do
-  double step;       // ratio of every later stage
-  i64 nonzero;
-  double total, energy, logarithm;
-  u64 top;
-  i64 stages;  // that changed the threshold
+  double threshold;
+  u64 bits;         // its magnitude bits in the array's type
+  u64 done;         // whether nothing is to be refined any more
+  double reached;   // what the stages alone have reached of what is wanted
+  i64 left;         // stages
+  i64 corrections;  // left, once stages are over
+  i64 tried;        // thresholds so far
+  u64 below;        // whether one was too low, and which was the highest of these
+  double low, low_count;
+  u64 above;        // whether one was too high, and which was the lowest of these
+  double high, high_count;
 };
 
 // Upper regularised incomplete gamma function; `front` is x^a e^-x / Gamma(a).
@@ -90,74 +96,126 @@ __device__ __forceinline__ double gamma_threshold(double a, double above) {
   return x;
 }
 
-// How far above the location a generalised Pareto distribution with these moments has a part `ratio`.
-__device__ __forceinline__ double pareto_threshold(double mean, double variance, double ratio) {
-  const double shape = 0.5 * (1 - mean * mean / variance);
-  const double scale = 0.5 * mean * (mean * mean / variance + 1);
-  const double length = -log(ratio);
-  return fabs(shape * length) < 1e-8 ? scale * length : scale / shape * expm1(shape * length);
+// How far above the location a part `share` of such a distribution lies.
+__device__ __forceinline__ double exponential_threshold(double mean, double share) { return -mean * log(share); }
+
+__device__ __forceinline__ double pareto_threshold(double mean, double variance, double share) {
+  if (!(variance > FLAT * mean * mean)) return exponential_threshold(mean, share);
+  const double relative = mean * mean / variance;
+  const double shape = 0.5 * (1 - relative), scale = 0.5 * mean * (relative + 1), depth = -log(share);
+  return fabs(shape * depth) < 1e-9 ? scale * depth : scale * expm1(smaller(shape * depth, 700.0)) / shape;
 }
 
-__device__ __forceinline__ void settle(Fit* fit, double threshold) {
-  const Real number = (Real)threshold;
-  if (!(number >= 0) || (as_word(number) & MASK) >= INFINITE) {
-    fit->done = 1;
-    return;
-  }
-  fit->threshold = (double)number;
-  fit->bits = as_word(number) & MASK;
-  fit->stages += 1;
+__device__ __forceinline__ void settle(Fit* fit, State* state, double threshold) {
+  fit->threshold = threshold;
+  fit->bits = as_word((Real)threshold) & MASK;
+  state->exact = !(threshold > 0 && threshold < as_real(ENDLESS));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) first_threshold(
-    const double* sums, const u64* tops, i64 blocks, double wanted, i64 distribution, i64 stages, Fit* fit) {
+// The first threshold, from the moments of all elements and, for gamma, from logarithms of those that are looked at.
+// `estimating` is 0 where the array is too small for it.
+extern "C" __global__ void __launch_bounds__(THREADS) begin(
+    const double* sums, const u64* tops, i64 blocks, const double* logarithms, i64 blocks_of_logarithms, i64 k,
+    i64 stages, i64 distribution, i64 estimating, double* moments, u8* finite, Fit* fit, State* state) {
   const double nonzero = collect_sum(sums, 0, blocks), total = collect_sum(sums, 1, blocks);
-  const double energy = collect_sum(sums, 2, blocks), logarithm = collect_sum(sums, 3, blocks);
+  const double energy = collect_sum(sums, 2, blocks);
   const u64 top = collect_top(tops, blocks);
+  const double seen = collect_sum(logarithms, 0, blocks_of_logarithms);
+  const double total_seen = collect_sum(logarithms, 1, blocks_of_logarithms);
+  const double logarithm = collect_sum(logarithms, 2, blocks_of_logarithms);
   if (threadIdx.x != 0) return;
-  *fit = Fit{0, 0, 0, 1, (i64)nonzero, total, energy, logarithm, top, 0};
-  const double mean = total / nonzero, variance = energy / nonzero - mean * mean;
-  // Written so that NaN ends here, too: with the threshold 0, and as many elements as there is room for.
-  if (!(nonzero > 0 && variance > FLAT * mean * mean && variance < as_real(ENDLESS) && wanted < nonzero)) {
+  reinterpret_cast<i64*>(moments)[0] = (i64)nonzero;
+  moments[1] = total;
+  moments[2] = energy;
+  *finite = top < (u64)INFINITE;
+  *fit = Fit{};
+  fit->reached = as_real((u64)0x7ff8000000000000ull);  // NaN: nothing was estimated
+  state->k = (u64)smaller(k, (i64)nonzero);
+  if (!(estimating && energy > 0 && energy < as_real(ENDLESS) && (double)k < nonzero)) {
     fit->done = 1;
+    state->exact = state->k != 0;  // of zeros nothing is selected, and nothing exceeds the threshold 0
     return;
   }
-  const double ratio = wanted / nonzero;
-  const bool single = stages <= 1 || ratio >= FIRST_RATIO;
-  const double first = single ? ratio : FIRST_RATIO;
-  fit->done = single;
-  fit->step = single ? 1 : pow(ratio / FIRST_RATIO, 1.0 / (double)(stages - 1));
-  if (distribution == EXPONENTIAL) {
-    settle(fit, -mean * log(first));
-  } else if (distribution == PARETO) {
-    settle(fit, pareto_threshold(mean, variance, first));
+  const double share = (double)k / nonzero;
+  const bool several = stages > 1 && share < FIRST;
+  const double first = several ? FIRST : share;
+  fit->left = several ? stages - 1 : 0;
+  fit->corrections = CORRECTIONS;
+  const double mean = total / nonzero;
+  if (distribution == PARETO) {
+    settle(fit, state, pareto_threshold(mean, energy / nonzero - mean * mean, first));
+  } else if (distribution == GAMMA && seen > 0) {
+    const double mean_seen = total_seen / seen, spread = log(mean_seen) - logarithm / seen;
+    const double shape = (3 - spread + sqrt((spread - 3) * (spread - 3) + 24 * spread)) / (12 * spread);
+    settle(
+        fit, state,
+        spread > 1e-9 ? mean_seen / shape * gamma_threshold(shape, first) : exponential_threshold(mean_seen, first));
   } else {
-    const double s = log(mean) - logarithm / nonzero;
-    if (!(s > FLAT)) {
+    settle(fit, state, exponential_threshold(mean, first));
+  }
+}
+
+// A threshold between the highest that too many exceed and the lowest that too few do. Counts are taken to fall
+// exponentially in between; every second time it is nearer to the middle.
+__device__ __forceinline__ double between(const Fit& fit, double wanted) {
+  double part = log(fit.low_count / wanted) / log(fit.low_count / larger(fit.high_count, 0.5));
+  if (fit.tried % 2) part = 0.5 * (part + 0.5);
+  return fit.low + (fit.high - fit.low) * smaller(larger(part, 0.05), 0.95);
+}
+
+__device__ __forceinline__ void
+    decide(Fit* fit, State* state, double count, double excess, double squares, double wanted, i64 distribution) {
+  const double threshold = fit->threshold;
+  fit->tried += 1;
+  if (count >= wanted) {
+    if (!fit->below || threshold > fit->low) {
+      fit->below = 1;
+      fit->low = threshold;
+      fit->low_count = count;
+    }
+  } else if (!fit->above || threshold < fit->high) {
+    fit->above = 1;
+    fit->high = threshold;
+    fit->high_count = count;
+  }
+  double share;
+  if (fit->left > 0 && count >= FEW) {
+    share = pow(wanted / count, 1.0 / (double)fit->left);
+    fit->left -= 1;
+  } else {
+    if (fit->corrections == CORRECTIONS) fit->reached = count / wanted;
+    fit->left = 0;
+    const bool bracketed = fit->below && fit->above && fit->low < fit->high;
+    if (fit->corrections == 0 || fabs(count / wanted - 1) <= NEAR || (!bracketed && !(count >= FEW))) {
       fit->done = 1;
       return;
     }
-    const double shape = (3 - s + sqrt((s - 3) * (s - 3) + 24 * s)) / (12 * s);
-    settle(fit, mean / shape * gamma_threshold(shape, first));
+    fit->corrections -= 1;
+    if (bracketed) {
+      settle(fit, state, between(*fit, wanted));
+      return;
+    }
+    share = wanted / count;
   }
+  const double mean = excess / count, variance = squares / count - mean * mean;
+  const double over =
+      distribution == EXPONENTIAL ? exponential_threshold(mean, share) : pareto_threshold(mean, variance, share);
+  settle(fit, state, threshold + over > 0 ? threshold + over : 0);  // 0 for NaN, too
 }
 
-// `left`, where it is not 0, is how many stages are left, this one included: then they share the way from the elements
-// that there really are to those that are wanted. Otherwise every stage keeps the part that it was to keep.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    next_threshold(const double* sums, i64 blocks, double wanted, i64 left, i64 distribution, Fit* fit) {
+// Looks at how many elements exceed the threshold, by how much, and sets the next one: by a stage, or by a correction
+// where the stages are over. The block that ends last does that.
+extern "C" __global__ void __launch_bounds__(THREADS) refine(
+    const Word* array, i64 size, i64 remaining, i64 stride, double wanted, i64 distribution, double* sums, Fit* fit,
+    State* state) {
   if (fit->done) return;
-  const double count = collect_sum(sums, 0, blocks), excess = collect_sum(sums, 1, blocks);
-  const double squares = collect_sum(sums, 2, blocks);
-  if (threadIdx.x != 0) return;
-  const double mean = excess / count, variance = squares / count - mean * mean;
-  if (!(count >= FEWEST && variance > FLAT * mean * mean && variance < as_real(ENDLESS))) {
-    fit->done = 1;
-    return;
-  }
-  const double step = left ? pow(wanted / count, 1.0 / (double)left) : fit->step;
-  const double over = distribution == EXPONENTIAL ? -mean * log(step) : pareto_threshold(mean, variance, step);
-  settle(fit, larger(0.0, fit->threshold + over));
+  double sum[3] = {};
+  sum_tail(array, size, remaining, stride, (Real)fit->threshold, sum);
+  leave_sums(sum, sums);
+  if (!ends_last(state, gridDim.x)) return;
+  const double count = collect_sum(sums, 0, gridDim.x), excess = collect_sum(sums, 1, gridDim.x);
+  const double squares = collect_sum(sums, 2, gridDim.x);
+  if (threadIdx.x == 0) decide(fit, state, count, excess, squares, wanted, distribution);
 }
 
 // One thread a solution, for tests of gamma_threshold.

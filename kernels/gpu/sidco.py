@@ -4,32 +4,36 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from mpicomp.kernels.gpu.accumulate import sweep
-from mpicomp.kernels.gpu.compile import launch
-from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, write_tiles
-from mpicomp.kernels.gpu.workspace import MARGIN, Workspace
+from mpicomp.kernels.gpu.compile import launch, remaining, sweeps
+from mpicomp.kernels.gpu.select import Field, Rule, Source, Turn, count_tiles, radix, write_tiles
+from mpicomp.kernels.gpu.workspace import MARGIN, Fit, Workspace
 
 DISTRIBUTIONS = ("exponential", "gamma", "pareto")
+CORRECTIONS = 6  # thresholds that may follow those of the stages
+SMALL = 2048  # elements; fewer are selected exactly
+SAMPLE = 1 << 21  # elements that are enough for a fit
+LIMIT = 4  # times k, and
+SLACK = 1024  # so many more are never selected
 
 
 class Estimate(NamedTuple):
     """What `sidco` tells, as 0-d device arrays in its workspace."""
 
-    threshold: Any
-    """The last one that was estimated: a number of the array's dtype, held in float64."""
-    found: Any
-    """How many elements exceed it, also where there was room for fewer."""
-    stages: Any
-    """How many stages were fitted; 0 where nothing could be, and the threshold is 0."""
     nonzero: Any
     """Elements of the accumulated gradient that are not zero."""
     total: Any
     """Sum of its magnitudes."""
     energy: Any
     """Sum of its squares."""
-    logarithm: Any
-    """Sum of the logarithms of its magnitudes that are not zero; NaN where the distribution has no need of it."""
-    top: Any
-    """Its largest magnitude bits, as uint64."""
+    finite: Any
+    """Whether all its elements are finite numbers."""
+    threshold: Any
+    """The last one that was estimated, in float64; 0 where none was."""
+    reached: Any
+    """Of the elements that were wanted, what the stages without corrections have reached; NaN where nothing was
+    estimated. A caller that adapts the number of stages reads it when the step is over anyway."""
+    exact: Any
+    """1 where exactly the k largest were selected, 0 where what exceeds the threshold was."""
     candidates: Any
     """Elements that reached the bound; 0 without a bound."""
     hit: Any
@@ -40,45 +44,42 @@ def sidco(
     gradient: Any,
     residual: Any,
     out: Any,
-    ratio: float,
+    k: int,
     distribution: str,
     stages: int,
-    state: Any,
+    bound: Any,
     indices: Any,
     values: Any,
     count: Any,
     workspace: Workspace,
-    counted: bool = False,
 ) -> Estimate:
     """Select what exceeds an estimated threshold, and leave the rest as the new residual.
 
-    A magnitude distribution is fitted to the elements that are not zero, and generalised Pareto or exponential tails
-    to what exceeds the threshold of the stage before. ``2 * stages + 2`` launches; those that turn out not to be
-    needed end at once. Every stage after the first sweeps over ``out``, which it reads.
+    The rule is that of `mpicomp.SIDCo`, its number of stages given. ``stages + 13`` launches for float32 and three more
+    for float64, of 2048 elements and more; one more for gamma. Which of them have anything to do the device decides;
+    the others end at once. Usually one sweep goes through memory, and a few look at 2 to 4 million elements. Without
+    a good bound two sweeps follow; where an exact selection has to take the estimate's place, four or seven more do.
 
     Parameters
     ----------
     gradient, residual, out
         As in `mpicomp.kernels.gpu.accumulate`; the selected elements of ``out`` are then set to zero.
-    ratio : float
-        Of all elements, zeros included, the part that is wanted.
+    k : int
+        Elements that are wanted, from 1 to n.
     distribution : {"exponential", "gamma", "pareto"}
         Of the first stage; later ones are exponential after exponential, else generalised Pareto.
     stages : int
-        At least 1. One is enough, and only one is fitted, where more than a quarter of the nonzero elements is wanted.
-    state : device array of uint64, shape (1,)
+        At least 1. One is enough, and only one is fitted, where at least a quarter of the nonzero elements is wanted.
+    bound : device array of uint64, shape (1,)
         Magnitude bits from which on an element is a candidate, 0 for none; receives the bound for the next step, as
         in `topk`.
     indices, values : device arrays, shape (room,)
-        Of uint32, and of the dtype of ``out``; receive the selection, ascending by index. Where more exceed the
-        threshold than there is room for, the first ones are taken.
+        Of uint32, and of the dtype of ``out``; receive the selection, ascending by index. There has to be room for
+        4 k + 1024 elements, or for n where that is less.
     count : device array of int64, shape (1,)
-        Receives how many were taken.
+        Receives how many were selected.
     workspace : Workspace
         Made for as many elements.
-    counted : bool
-        Whether later stages aim at the wanted elements over those that they really have, as the compressor of that name
-        does, and not at fixed shares, as the paper does: a stage's error is then not handed on.
 
     Returns
     -------
@@ -86,43 +87,66 @@ def sidco(
         Valid until the next call with this workspace.
     """
     workspace.check(gradient, out)
+    w, dtype = workspace, workspace.dtype
+    most = LIMIT * k + SLACK
     if distribution not in DISTRIBUTIONS:
         raise ValueError(f"sidco: distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")
     if stages < 1:
         raise ValueError(f"sidco: stages must be at least 1, got {stages}")
-    w, number, dtype, kind = workspace, workspace.tiles, workspace.dtype, DISTRIBUTIONS.index(distribution)
-    wanted = float(ratio) * w.numel
-    sweep(
-        gradient, residual, out, distribution == "gamma", (state, 0),
-        w.index, w.bits, w.room, w.starts, w.counts, w.state, w.sums, w.tops,
-    )  # fmt: skip
+    if not 1 <= k <= w.numel:
+        raise ValueError(f"sidco: k must be from 1 to {w.numel}, got {k}")
+    if indices.size < min(w.numel, most):
+        raise ValueError(f"sidco: there must be room for {min(w.numel, most)} elements, got {indices.size}")
+    kind, estimating = DISTRIBUTIONS.index(distribution), w.numel >= SMALL
+    stride = max(1, w.numel // SAMPLE)
+    sampled = remaining(w.numel, stride)
+    blocks = sweeps(sampled, dtype)
+    sweep(gradient, residual, out, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.sums, w.tops)
+    of_logarithms = blocks if distribution == "gamma" and estimating else 0
+    if of_logarithms:
+        launch("moments", "logarithms", dtype, blocks, out, out.size, sampled, stride, w.sampled)
     launch(
-        "sidco", "first_threshold", dtype, 1,
-        w.sums, w.tops, w.blocks, wanted, kind, stages, w.fit,
+        "sidco", "begin", dtype, 1,
+        w.sums, w.tops, w.blocks, w.sampled, of_logarithms, k, stages, kind, int(estimating),
+        w.moments, w.flag, w.fit, w.state,
     )  # fmt: skip
-    for left in range(stages - 1, 0, -1):
-        launch("tail", "tail", dtype, w.blocks, out, out.size, out.size, 1, w.fit, 0.0, w.bits_of_fit[2:], w.sums)
-        launch("sidco", "next_threshold", dtype, 1, w.sums, w.blocks, wanted, left if counted else 0, kind, w.fit)
+    wanted = k * seen(w.numel, stride) / w.numel
+    for _ in range(stages - 1 + CORRECTIONS if estimating else 0):
+        launch(
+            "sidco", "refine", dtype, blocks, out, out.size, sampled, stride, wanted, kind, w.sampled, w.fit, w.state
+        )
+    counted = w.tiles, w.of_tiles, w.before, w.state
     count_tiles(
-        out, out.size, w.bits, w.room, w.starts, w.counts, Source.LIST_IF_COMPLETE, (state, 0),
-        (w.bits_of_fit[1:], 0), Rule.ABOVE, indices.size, (0, 0), number, w.of_tiles, w.before, w.state,
+        out, out.size, w.bits, w.room, w.starts, w.counts, Source.LIST_IF_COMPLETE, (bound, 0),
+        (w.bits_of_fit[Fit.BITS :], 0), Rule.ABOVE, (0, most), (0, 0), *counted, Turn.UNLESS_EXACT,
+    )  # fmt: skip
+    rank = w.numbers[Field.K :], 0
+    radix(out, w.bits, w.room, bound, rank, w.counters, w.state, Turn.IF_EXACT)
+    count_tiles(
+        out, out.size, w.bits, w.room, w.starts, w.counts, Source.AS_STATE_SAYS, (0, 0),
+        (w.state[Field.THRESHOLD :], 0), Rule.FILL, rank, (0, 0), *counted, Turn.IF_EXACT,
     )  # fmt: skip
     write_tiles(
-        out, out.size, w.index, w.bits, w.starts, w.counts, number, w.of_tiles, w.before, w.state, 0, indices,
-        values=values, clear=True, bound=state, listable=w.room, margin=MARGIN, count=count,
+        out, out.size, w.index, w.bits, w.starts, w.counts, *counted, 0, indices,
+        values=values, clear=True, bound=bound, listable=w.room, margin=MARGIN, count=count,
     )  # fmt: skip
     return Estimate(
-        w.fit[0],
-        w.numbers[Field.END],
-        w.integers_of_fit[9],
-        w.integers_of_fit[4],
-        w.fit[5],
-        w.fit[6],
-        w.fit[7],
-        w.bits_of_fit[8],
+        w.moments.view(np.int64)[0],
+        w.moments[1],
+        w.moments[2],
+        w.flag[0],
+        w.fit[Fit.THRESHOLD],
+        w.fit[Fit.REACHED],
+        w.state[Field.EXACT],
         w.numbers[Field.LISTED],
         w.numbers[Field.USABLE],
     )
+
+
+def seen(numel: int, stride: int) -> int:
+    """Give the number of elements in every ``stride``-th group of 1024."""
+    whole, rest = divmod(numel, 1024 * stride)
+    return whole * 1024 + min(rest, 1024)
 
 
 def gamma_threshold(shapes: Any, above: Any, out: Any) -> None:

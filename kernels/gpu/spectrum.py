@@ -3,9 +3,9 @@
 from typing import Any
 
 import numpy as np
+from mpicomp.kernels.cpu import BINS
 from mpicomp.kernels.gpu.compile import THREADS, launch, library
 
-BINS = 2048
 _GROUP = 1024
 _GROUPS = 64  # of a block
 

@@ -39,7 +39,7 @@ def tail(array: Any, threshold: Any, stride: int = 1, threads: int = 1) -> Tail:
     partials = Partials(blocks, 3)
     launch(
         "tail", "tail", array.dtype, blocks,
-        array, array.size, seen, stride, *given(threshold, float64), 0, partials.sums,
+        array, array.size, seen, stride, *given(threshold, float64), partials.sums,
     )  # fmt: skip
     partials.finish(array.dtype, integers=1)
     return Tail(partials.count(0), partials.total(1), partials.total(2))

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from mpicomp.kernels.gpu.accumulate import COLUMNS, sweep
 from mpicomp.kernels.gpu.compile import launch
 from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, radix, write_tiles
@@ -17,8 +18,6 @@ class Stats(NamedTuple):
     """Sum of its magnitudes."""
     energy: Any
     """Sum of its squares."""
-    top: Any
-    """Its largest magnitude bits, as uint64."""
     finite: Any
     """Whether all its elements are finite numbers."""
     threshold: Any
@@ -57,27 +56,21 @@ def topk(gradient: Any, residual: Any, out: Any, bound: Any, indices: Any, value
     w, number, dtype = workspace, workspace.tiles, workspace.dtype
     if not 1 <= indices.size <= w.numel:
         raise ValueError(f"topk: k must be from 1 to {w.numel}, got {indices.size}")
-    sweep(
-        gradient, residual, out, False, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.sums, w.tops
-    )
-    launch(
-        "reduce", "finish", dtype, COLUMNS + 1,
-        w.sums, COLUMNS, 1, w.tops, w.blocks, w.fit[:COLUMNS], w.bits_of_fit[COLUMNS:], w.flag,
-    )  # fmt: skip
-    radix(out, w.bits, w.room, bound, indices.size, w.counters, w.state)
+    sweep(gradient, residual, out, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.sums, w.tops)
+    launch("reduce", "finish", dtype, COLUMNS + 1, w.sums, COLUMNS, 1, w.tops, w.blocks, w.moments, 0, w.flag)
+    radix(out, w.bits, w.room, bound, (0, indices.size), w.counters, w.state)
     count_tiles(
         out, out.size, w.bits, w.room, w.starts, w.counts, Source.AS_STATE_SAYS, (0, 0),
-        (w.state[Field.THRESHOLD :], 0), Rule.FILL, indices.size, (0, 0), number, w.of_tiles, w.before, w.state,
+        (w.state[Field.THRESHOLD :], 0), Rule.FILL, (0, indices.size), (0, 0), number, w.of_tiles, w.before, w.state,
     )  # fmt: skip
     write_tiles(
         out, out.size, w.index, w.bits, w.starts, w.counts, number, w.of_tiles, w.before, w.state, 0, indices,
         values=values, clear=True, bound=bound, listable=w.room, margin=MARGIN,
     )  # fmt: skip
     return Stats(
-        w.integers_of_fit[0],
-        w.fit[1],
-        w.fit[2],
-        w.bits_of_fit[COLUMNS],
+        w.moments.view(np.int64)[0],
+        w.moments[1],
+        w.moments[2],
         w.flag[0],
         w.state[Field.THRESHOLD],
         w.numbers[Field.LISTED],

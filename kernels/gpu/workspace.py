@@ -1,14 +1,21 @@
 """What a selection needs on the device at every step, made once."""
 
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
+from mpicomp.kernels.gpu.accumulate import COLUMNS
 from mpicomp.kernels.gpu.bits import word_of
 from mpicomp.kernels.gpu.compile import library, sweeps, tiles
 from mpicomp.kernels.gpu.select import BINS, Field, counters_of_tiles
 
 MARGIN = 0.8  # the first bound for candidates, as a fraction of the threshold of the step before
-FIT = 10  # fields of 64 bits in which an estimate is kept
+
+
+class Fit(IntEnum):
+    """Places in what an estimate keeps on the device, all of 64 bits."""
+
+    THRESHOLD, BITS, DONE, REACHED, LEFT, CORRECTIONS, TRIED, BELOW, LOW, LOW_COUNT, ABOVE, HIGH, HIGH_COUNT = range(13)
 
 
 class Workspace:
@@ -44,12 +51,13 @@ class Workspace:
         self.counters = cupy.zeros(BINS, np.uint64)
         self.state = cupy.zeros(len(Field), np.uint64)
         self.numbers = self.state.view(np.int64)
-        self.sums = cupy.empty(4 * self.blocks, np.float64)
+        self.sums = cupy.empty(COLUMNS * self.blocks, np.float64)
         self.tops = cupy.empty(self.blocks, np.uint64)
-        self.fit = cupy.zeros(FIT, np.float64)
-        self.bits_of_fit = self.fit.view(np.uint64)
-        self.integers_of_fit = self.fit.view(np.int64)
+        self.sampled = cupy.empty(3 * self.blocks, np.float64)  # what sweeps over some groups leave: as many sums
+        self.moments = cupy.zeros(COLUMNS, np.float64)
         self.flag = cupy.zeros(1, np.bool_)
+        self.fit = cupy.zeros(len(Fit), np.float64)
+        self.bits_of_fit = self.fit.view(np.uint64)
 
     def check(self, gradient: Any, out: Any) -> None:
         """Refuse arrays that this workspace was not made for."""

@@ -88,6 +88,12 @@ class ndarray:  # noqa: N801 (CuPy's name)
     def __lt__(self, other):
         return asarray(np.asarray(self._host < (other._host if isinstance(other, ndarray) else other)))
 
+    def __add__(self, other):
+        return asarray(np.asarray(self._host + other._host))
+
+    def __and__(self, other):
+        return asarray(np.asarray(self._host & other._host))
+
     def get(self):
         _synchronise()
         return self._host.copy()

@@ -3,6 +3,8 @@
 Compiling is all that these tests do with CUDA: nothing here runs on a GPU.
 """
 
+import inspect
+import itertools
 import re
 import shutil
 import subprocess
@@ -12,7 +14,12 @@ from pathlib import Path
 import pytest
 from mpicomp.kernels import cpu, gpu
 from mpicomp.kernels.gpu.compile import THREADS
-from mpicomp.kernels.gpu.select import Field, Rule, Source
+from mpicomp.kernels.gpu.select import Field, Rule, Source, Turn
+from mpicomp.kernels.gpu.sidco import CORRECTIONS, LIMIT, SAMPLE, SLACK, SMALL, seen
+from mpicomp.kernels.gpu.workspace import Fit
+
+from mpicomp.compressors import estimator
+from mpicomp.compressors import sidco as rule
 
 FOLDER = Path(gpu.__file__).parent
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
@@ -57,11 +64,26 @@ def test_what_kernels_name_is_what_the_host_names():
     common, select = (FOLDER / "common.cuh").read_text(), (FOLDER / "select.cu").read_text()
     fields = re.search(r"struct State \{(.*?)\};", common, re.DOTALL).group(1)
     assert [name.upper() for name in re.findall(r"u64 (\w+);", fields)] == [field.name for field in Field]
-    for enum in (Source, Rule):
+    estimate = (FOLDER / "sidco.cu").read_text()
+    fields = re.search(r"struct Fit \{(.*?)\};", estimate, re.DOTALL).group(1)
+    names = re.findall(r"(?:double|u64|i64) ([\w, ]+);", fields)
+    assert ", ".join(names).upper().split(", ") == [field.name for field in Fit]
+    for enum in (Source, Rule, Turn):
         body = re.search(rf"enum {enum.__name__} \{{ (.*?) \}}", select).group(1)
         assert body.split(", ") == [f"{member.name} = {member.value}" for member in enum]
     assert f"constexpr int THREADS = {THREADS};" in common
     assert cpu.BINS == gpu.BINS
+
+
+def test_numbers_of_the_estimate_are_those_of_the_compressor():
+    text = (FOLDER / "sidco.cu").read_text()
+    there = dict(re.findall(r"constexpr (?:double|i64) (\w+) = ([\d.e-]+);", text))
+    assert (float(there["FIRST"]), float(there["FEW"])) == (rule._FIRST, rule._FEW)
+    assert (float(there["NEAR"]), int(there["CORRECTIONS"])) == (rule._BAND / 2, rule._CORRECTIONS)
+    assert (CORRECTIONS, SMALL, SAMPLE) == (rule._CORRECTIONS, rule._SMALL, rule._SAMPLE)
+    assert (LIMIT, SLACK) == (estimator._LIMIT, estimator._SLACK)
+    for stride, numel in itertools.product((1, 2, 3), (1, 1024, 5000, 123_456)):
+        assert seen(numel, stride) == rule._seen(numel, stride)
 
 
 def test_importing_it_needs_no_cupy():
@@ -76,8 +98,25 @@ def test_without_cupy_it_says_so(monkeypatch):
         gpu.Workspace(10, 10, "float32")
 
 
+ON_THE_HOST = {"ascending_below", "decode_indices", "encode_indices", "index_bytes"}
+"""Codes of indices: what travels in a message is made, and checked, where MPI reads it."""
+
+
 def test_names_are_those_of_the_cpu():
     """What a device has beyond them are whole compressions, and their results and scratch."""
+    assert set(cpu.__all__) - set(gpu.__all__) == ON_THE_HOST
     assert set(gpu.__all__) - set(cpu.__all__) == {"Estimate", "Stats", "Workspace", "sidco", "topk"}
-    assert gpu.Moments._fields[: len(cpu.Moments._fields)] == cpu.Moments._fields
-    assert gpu.Tail._fields == cpu.Tail._fields
+
+
+@pytest.mark.parametrize("name", sorted(set(cpu.__all__) - ON_THE_HOST))
+def test_parameters_are_those_of_the_cpu(name):
+    own, there = getattr(cpu, name), getattr(gpu, name)
+    if isinstance(own, int):
+        assert there == own
+        return
+    ours, theirs = inspect.signature(own).parameters, inspect.signature(there).parameters
+    assert list(theirs) == list(ours)
+    assert [entry.default for entry in theirs.values()] == [entry.default for entry in ours.values()]
+    assert [entry.kind for entry in theirs.values()] == [entry.kind for entry in ours.values()]
+    for member in set(dir(own)) - set(dir(object)):
+        assert hasattr(there, member), member

@@ -6,6 +6,10 @@ from gpu import standin
 from gpu.bounds import next_bound
 from mpicomp.kernels import cpu, gpu
 
+import mpicomp
+from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.base import Scope
+
 DTYPES = [np.float32, np.float64]
 LAUNCHES = {np.float32: 7, np.float64: 10}
 
@@ -51,7 +55,7 @@ def step(place, gradient, residual, bound, k, workspace, shift=0):
     assert stats.finite.item() == np.isfinite(total).all()
     if np.isfinite(total).all():
         np.testing.assert_allclose(stats.energy.item(), np.square(total, dtype=np.float64).sum(), rtol=1e-12)
-        assert stats.top.item() == bits_of(np.abs(total).max(), dtype)
+        assert stats.nonzero.item() == np.count_nonzero(total)
     return stats
 
 
@@ -98,6 +102,29 @@ def test_the_bound_becomes_one_that_serves(place, dtype, k):
         residual[largest(residual, k)] = 0
     assert hits[:2] == [0, 0]
     assert all(hits[-6:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sample", ["laplace", "student", "tied"])
+@pytest.mark.parametrize("ratio", [0.1, 0.005])
+def test_steps_of_error_feedback_select_what_the_cpu_does(place, dtype, sample, ratio):
+    size = 20_011
+    rng, scope, compressor = np.random.default_rng(3), Scope(), mpicomp.TopK(ratio=ratio)
+    k = compressor.count(size)
+    workspace, bound = gpu.Workspace(size, 4 * k, dtype), place.zeros(1, np.uint64)
+    residual, own = place.zeros(size, dtype), np.zeros(size, dtype)
+    for _ in range(5):
+        gradient = rng.standard_t(3, size) if sample == "student" else rng.laplace(size=size, scale=2)
+        gradient = (np.round(gradient) if sample == "tied" else gradient).astype(dtype)
+        accumulated = Accumulated(np.empty(size + TAIL, dtype), own, [Piece(0, gradient)])
+        expected = compressor.select(accumulated, scope)
+        indices, values = place.empty(k, np.uint32), place.empty(k, dtype)
+        gpu.topk(place.put(gradient), residual, residual, bound, indices, values, workspace)
+        np.testing.assert_array_equal(indices.get(), expected.indices)
+        np.testing.assert_array_equal(values.get().view(word(dtype)), expected.values.view(word(dtype)))
+        own = accumulated.array().copy()
+        own[expected.indices] = 0
+        np.testing.assert_array_equal(residual.get().view(word(dtype)), own.view(word(dtype)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
