@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from mpicomp.arrays import Described
 from mpicomp.collectives.scheme import flags_of
 from mpicomp.compressors import Accumulated, Compressor, Scope, Selection, SharedSparsifier, Sparsifier
-from mpicomp.compressors.message import Wire, message_bytes, write_message
+from mpicomp.compressors.message import message_bytes, write_message
+from mpicomp.compressors.wire import Wire
 from mpicomp.reducer.bucket import Bucket
 
 DTYPE = np.dtype(np.float32)

@@ -32,7 +32,7 @@ from mpicomp.compressors import (
     get_compressor,
 )
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.message import message_bytes, read_message, wire_of, write_message
+from mpicomp.compressors.message import message_bytes, read_message, write_message
 from mpicomp.reducer import Reducer
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
@@ -160,7 +160,7 @@ def check_message(compressor: Sparsifier) -> None:
         selection = compressor.select(accumulated(array), Scope())
         indices = selection.indices.copy()
         chosen = Selection(indices, selection.values.copy())
-        wire = wire_of(compressor, indices.size, array.size)
+        wire = compressor.wire_for(indices.size, array.size)
         message = np.zeros(message_bytes(indices.size, array.size, array.dtype, wire), np.uint8)
         energy, kept = _norm2(array), _norm2(selection.values)
         write_message(message, chosen, array.size, wire, 0, energy, kept)

@@ -184,10 +184,10 @@ def _accumulate(gradient, residual, out, bits, mask, bound, base, index, found):
                         index[count] = base + start + place
                         found[count] = magnitudes[place] & mask
                     count += 1
-            for place in range(whole, magnitudes.size):
-                if (magnitudes[place] & mask) >= bound:
+            for i in range(whole, magnitudes.size):
+                if (magnitudes[i] & mask) >= bound:
                     if count < index.size:
-                        index[count] = base + start + place
-                        found[count] = magnitudes[place] & mask
+                        index[count] = base + start + i
+                        found[count] = magnitudes[i] & mask
                     count += 1
     return count, nonzero, total, energy

@@ -6,7 +6,7 @@ import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits, magnitude_bits, mask_of
 from mpicomp.kernels.cpu.compile import kernel
 from mpicomp.kernels.cpu.lanes import LANES, at_least
-from mpicomp.kernels.cpu.moments import strided
+from mpicomp.kernels.cpu.moments import LEAST, MOST, strided
 from mpicomp.kernels.cpu.threads import spread
 from mpicomp.kernels.cpu.words import first_one
 from numpy.typing import NDArray
@@ -127,6 +127,17 @@ def select_listed(
 
 
 @kernel
+def _excess(array, threshold):  # type: ignore[no-untyped-def]
+    excess, square = 0.0, 0.0
+    for i in range(array.size):
+        if not (abs(array[i]) <= threshold):
+            over = np.float64(abs(array[i])) - np.float64(threshold)
+            excess += over
+            square += over * over
+    return excess, square
+
+
+@kernel
 def _tail(array, threshold, stride):  # type: ignore[no-untyped-def]
     count, total, squares = 0, 0.0, 0.0
     for start in range(0, array.size, _BLOCK * stride):
@@ -141,8 +152,11 @@ def _tail(array, threshold, stride):  # type: ignore[no-untyped-def]
             excess += over
             square += over * over
         count += above
-        total += np.float64(excess)
-        squares += np.float64(square)
+        sums = (np.float64(excess), np.float64(square))
+        if above > 0 and not (LEAST < sums[1] < MOST):
+            sums = _excess(block, threshold)
+        total += sums[0]
+        squares += sums[1]
     return count, total, squares
 
 
@@ -158,11 +172,11 @@ def _select_above(array, bits, mask, bound, base, indices, values, count):  # ty
                 indices[count] = base + place
                 values[count] = array[place]
             count += 1
-    for place in range(whole, bits.size):
-        if (bits[place] & mask) >= bound:
+    for i in range(whole, bits.size):
+        if (bits[i] & mask) >= bound:
             if count < indices.size:
-                indices[count] = base + place
-                values[count] = array[place]
+                indices[count] = base + i
+                values[count] = array[i]
             count += 1
     return count
 

@@ -7,7 +7,7 @@ constexpr double FIRST = 0.25;        // share that the first of several stages 
 constexpr double FEW = 10;            // survivors that are not worth another fit
 constexpr double NEAR = 0.1;          // by which a count may miss what is wanted
 constexpr i64 CORRECTIONS = 6;        // at most
-constexpr double FLAT = 1e-12;        // variance over squared mean that counts as none
+constexpr double FLAT = 1e-6;         // variance over squared mean that counts as none
 constexpr u64 ENDLESS = 0x7ff0000000000000ull;  // the bits of infinity
 
 // The host names the fields by their place.

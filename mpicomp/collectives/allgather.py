@@ -9,7 +9,7 @@ from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Selection, Sparsifier
-from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, wire_of, write_message
+from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, write_message
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 
@@ -47,7 +47,7 @@ class Allgather(Scheme[Sparsifier]):
             counts = [int(count) for count in (yield ask)]
         sizes = [self._bytes(count, numel, dtype) for count in counts]
         message = workspace.array("message", sizes[group.rank], _BYTE)
-        wire = wire_of(self.compressor, counts[group.rank], numel)
+        wire = self.compressor.wire_for(counts[group.rank], numel)
         if wire.values is not None and np.may_share_memory(selection.values, accumulated.array()):
             selection = Selection(selection.indices, selection.values.copy())  # rounded in place below
         write_message(message, selection, numel, wire, flags_of(accumulated), accumulated.energy, kept)
@@ -81,4 +81,4 @@ class Allgather(Scheme[Sparsifier]):
         return Round("allgatherv", [1] * group.size, _COUNT)
 
     def _bytes(self, count: int, numel: int, dtype: np.dtype[Any]) -> int:
-        return message_bytes(count, numel, dtype, wire_of(self.compressor, count, numel))
+        return message_bytes(count, numel, dtype, self.compressor.wire_for(count, numel))

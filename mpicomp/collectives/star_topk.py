@@ -11,7 +11,6 @@ from mpicomp.collectives.scheme import Context, Exchange, Scheme
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Selection, Sparsifier
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.message import wire_of
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 
@@ -76,6 +75,6 @@ class StarTopk(Scheme[Sparsifier]):
         return (yield from exchange_at(indices, 1.0, accumulated, context, self._sum))
 
     def _share(self, count: int, numel: int, root: int) -> Round:
-        if wire_of(self.compressor, count, numel).indices == "plain":
+        if self.compressor.wire_for(count, numel).indices == "plain":
             return Round("bcast", (count,), np.dtype(np.uint32), root=root)
         return Round("bcast", (cpu.index_bytes(count, numel),), np.dtype(np.uint8), root=root)

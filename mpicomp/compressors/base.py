@@ -2,14 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.wire import Wire, compact
 from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
 
 
@@ -83,9 +85,8 @@ class Compressor(ABC):
 
     def __repr__(self) -> str:
         """Name the parameters that are not at their defaults."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        order = sorted(fields(self), key=lambda entry: bool(entry.kw_only))
-        shown = [f"{entry.name}={values[entry.name]!r}" for entry in order if values[entry.name] != entry.default]
+        values = {entry.name: (getattr(self, entry.name), entry.default) for entry in _parameters(self)}
+        shown = [f"{name}={value!r}" for name, (value, default) in values.items() if value != default]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     @property
@@ -113,18 +114,23 @@ class Compressor(ABC):
 
     def get_config(self) -> dict[str, Any]:
         """Give a JSON-able configuration that `mpicomp.get_compressor` turns into an equal compressor."""
-        return {"id": self.id} | {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"id": self.id} | {field.name: getattr(self, field.name) for field in _parameters(self)}
 
     @classmethod
     def from_config(cls, parameters: Mapping[str, Any]) -> Self:
         """Build one from its parameters, refusing those that it does not have."""
-        known = [field.name for field in fields(cls)]
+        known = [field.name for field in _parameters(cls)]
         for name in parameters:
             if name not in known:
                 if not known:
                     raise ConfigurationError(f"{cls.id}: has no parameters, got '{name}'")
                 raise UnknownNameError(f"{cls.id} parameter", name, known)
         return cls(**parameters)
+
+
+def _parameters(compressor: Compressor | type[Compressor]) -> list[Field[Any]]:
+    """Give a compressor's fields: its own first, then those that many have."""
+    return sorted(fields(compressor), key=lambda entry: bool(entry.kw_only))
 
 
 @dataclass
@@ -174,9 +180,17 @@ class Sparsifier(Compressor):
         """Give the number of elements that is to be expected, for costs and for room."""
         return self.count(numel) or kept(getattr(self, "ratio", 0.01), numel)
 
+    def wire_for(self, count: int, numel: int) -> Wire:
+        """Tell how ``count`` elements of ``numel`` travel; the same on all ranks, since only shapes decide."""
+        return Wire(self.wire, compact(count, numel) if self.indices == "auto" else self.indices)
+
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Give a 32-bit index and the value for the kept fraction; coded indices take less."""
-        return self.expected(1 << 20) / (1 << 20) * (4 + (itemsize if self.wire is None else 2))
+        """Give index and value for the kept fraction, in a bucket of 2**20 elements."""
+        numel = 1 << 20
+        count = self.expected(numel)
+        coded = self.wire_for(count, numel).indices != "plain"
+        indices = cpu.index_bytes(count, numel) if coded else 4 * count
+        return (indices + count * (itemsize if self.wire is None else 2)) / numel
 
     @abstractmethod
     def select(self, accumulated: Accumulated, scope: Scope) -> Selection:

@@ -111,7 +111,7 @@ def _exponential(mean: float, share: float) -> float:
 
 
 def _pareto(mean: float, variance: float, share: float) -> float:
-    if not variance > 1e-12 * mean * mean:
+    if not variance > 1e-6 * mean * mean:  # of equal excesses rounding leaves some
         return _exponential(mean, share)
     relative = mean * mean / variance
     shape = 0.5 * (1 - relative)

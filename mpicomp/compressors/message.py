@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Selection, Sparsifier
-from mpicomp.errors import ConfigurationError, MessageError
+from mpicomp.compressors.base import Selection
+from mpicomp.compressors.wire import Wire
+from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
 
@@ -46,29 +47,6 @@ _HEADER = np.dtype(
 )
 _VALUES = {"float32": 1, "float64": 2, "fp16": 3, "bf16": 4}
 _INDICES = {"plain": 1, "elias-fano": 2}
-_FEW = 64  # indices
-
-
-@dataclass(frozen=True)
-class Wire:
-    """How a message stores values and indices.
-
-    Parameters
-    ----------
-    values : {None, "fp16", "bf16"}
-        None: in the dtype of the array.
-    indices : {"plain", "elias-fano"}
-        As integers of 32 bits, or coded; `compact` tells what is worth it.
-    """
-
-    values: str | None = None
-    indices: str = "plain"
-
-    def __post_init__(self) -> None:
-        if self.values not in (None, "fp16", "bf16"):
-            raise ConfigurationError(f"message: values must be None, 'fp16' or 'bf16', got {self.values!r}")
-        if self.indices not in _INDICES:
-            raise ConfigurationError(f"message: indices must be 'plain' or 'elias-fano', got {self.indices!r}")
 
 
 @dataclass
@@ -79,27 +57,6 @@ class Sparse:
     flags: int
     energy: float
     lost: float
-
-
-def compact(count: int, numel: int) -> str:
-    """Tell how ``count`` indices below ``numel`` should be stored; the same on all ranks, since only shapes decide.
-
-    They are coded where there are at least 64 and the code is at most three quarters as long as plain integers. Coding
-    takes about 1.5 nanoseconds an index, and decoding as long, and together 3 microseconds however few there are.
-    Below 64 indices that outweighs the bytes that are saved even at 1 Gbit/s, and a saving of less than a byte
-    an index is not worth its nanoseconds from 5 Gbit/s on.
-
-    Examples
-    --------
-    >>> compact(63, 100_000), compact(64, 100_000), compact(64, 2**32 - 1)
-    ('plain', 'elias-fano', 'plain')
-    """
-    return "elias-fano" if count >= _FEW and cpu.index_bytes(count, numel) <= 3 * count else "plain"
-
-
-def wire_of(compressor: Sparsifier, count: int, numel: int) -> Wire:
-    """Give what a compressor's parameters ask for, for ``count`` elements of ``numel``; the same on all ranks."""
-    return Wire(compressor.wire, compact(count, numel) if compressor.indices == "auto" else compressor.indices)
 
 
 def message_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> int:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from mpicomp.kernels import cpu
 
 from mpicomp.compressors.base import Selection
-from mpicomp.compressors.message import Wire, compact, message_bytes, read_message, write_message
+from mpicomp.compressors.message import message_bytes, read_message, write_message
+from mpicomp.compressors.wire import Wire, compact
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.workspace import Workspace
 

@@ -65,4 +65,4 @@ def test_a_limit_outside_its_range_is_refused(limit):
 def test_one_percent_is_expected():
     assert Threshold().expected(1000) == 10
     assert Threshold().count(1000) is None
-    assert Threshold(wire="fp16").wire_bytes_per_element(4) == pytest.approx(0.06, rel=1e-3)
+    assert Threshold(wire="fp16", indices="plain").wire_bytes_per_element(4) == pytest.approx(0.06, rel=1e-3)

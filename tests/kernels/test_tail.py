@@ -85,3 +85,14 @@ def test_a_sample_takes_every_sth_group():
     array = laplace(50_000, np.float32)
     groups = np.concatenate([array[start : start + 1024] for start in range(0, array.size, 1024 * 7)])
     np.testing.assert_allclose(cpu.tail(array, 1.3, 7), cpu.tail(groups, 1.3), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-40, 1e-30, 1e-20, 1e15, 1e25, 1e37])
+def test_every_scale_of_a_float32(scale):
+    array = (scale * np.random.default_rng(3).laplace(size=3000)).astype(np.float32)
+    limit = float(np.float32(scale))
+    above = [abs(float(value)) - limit for value in array if abs(float(value)) > limit]
+    found = cpu.tail(array, limit)
+    assert found.count == len(above)
+    assert math.isclose(found.excess, math.fsum(above), rel_tol=1e-5)
+    assert math.isclose(found.squares, math.fsum(over * over for over in above), rel_tol=1e-5)
