@@ -1,6 +1,7 @@
 """``mpicomp bench kernels``: how long compressors and their kernels take, in copies of the array."""
 
 import argparse
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,12 +75,14 @@ def _threads(number: int) -> str:
 
 def _compressors(arguments: argparse.Namespace, ratios: Sequence[float], known: Sequence[str]) -> list[Any]:
     """Give what is to be measured: everything that was named, at every ratio where it has one that is not given."""
+    from mpicomp.bench.kernels import SUITED
     from mpicomp.cli.options import has_ratio, read_configuration, read_list
     from mpicomp.compressors import get_compressor
     from mpicomp.errors import ConfigurationError
 
     compressors = []
-    for word in known if arguments.compressor is None else read_list(arguments.compressor):
+    suited = [json.dumps({"id": name} | SUITED.get(name, {})) for name in known]
+    for word in suited if arguments.compressor is None else read_list(arguments.compressor):
         configs = [read_configuration(_COMMAND, word, ratio) for ratio in ratios]
         for index, config in enumerate(configs):
             compressor = get_compressor(config)
