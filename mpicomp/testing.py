@@ -141,6 +141,7 @@ def check_awkward_arrays(compressor: Sparsifier) -> None:
                 scope.step = step
                 own = array.astype(dtype)
                 _check_selection(compressor, own, compressor.select(accumulated(own), scope), name)
+                _json(scope.memory)
 
 
 def check_input_is_left_alone(compressor: Sparsifier) -> None:
@@ -332,9 +333,9 @@ def _check_indices(indices: NDArray[np.uint32], numel: int) -> None:
 
 def _json(memory: dict[str, Any]) -> str:
     try:
-        return json.dumps(memory)
-    except TypeError as error:
-        raise AssertionError(f"memory must hold numbers, strings, lists and dicts: {error}") from error
+        return json.dumps(memory, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise AssertionError(f"memory must hold finite numbers, strings, lists and dicts: {error}") from error
 
 
 def _norm2(array: Array) -> float:

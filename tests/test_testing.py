@@ -100,7 +100,7 @@ calls: list[int] = []
         (one_less, "selection", "count promises"),
         (signed_indices, "selection", "not uint32"),
         (writes_to_the_sum, "input_is_left_alone", "wrote to the sum"),
-        (keeps_an_array, "memory", "memory must hold numbers"),
+        (keeps_an_array, "memory", "memory must hold finite numbers"),
         (depends_on_the_call, "memory", "selects other elements"),
         (fails_on_nan, "awkward_arrays", "finite"),
         (writes_to_the_sum, "nothing_is_lost", "lost"),

@@ -1,5 +1,6 @@
 """The elements of largest magnitude, exactly."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -93,7 +94,8 @@ class TopK(Sparsifier):
         if not accumulated.done:
             accumulated.sweep([entry.region for entry in candidates if entry.region.bound > 0])
         outcomes = [entry.largest(k) for entry, (_, k) in zip(candidates, parts, strict=True)]
-        thresholds = [threshold for _, threshold in outcomes]
+        # Nothing is learnt from infinity and NaN, which no checkpoint in JSON could hold either.
+        thresholds = [threshold if math.isfinite(threshold) else 0.0 for _, threshold in outcomes]
         scope.memory["thresholds"] = thresholds
         scope.memory["bounds"] = [
             entry.bound_for_next(k, now, then)
