@@ -112,7 +112,7 @@ class DGC(Sparsifier):
         search = Search("dgc", accumulated, scope, kept(ratio, accumulated.numel))
         size = math.ceil(max(self.sample * search.numel, min(search.numel, 2 / ratio)))
         stride = max(1, search.numel // size - 1) | 1
-        if stride == 1 or not accumulated.finite:
+        if stride == 1 or search.k == search.numel or not accumulated.finite:
             return search.largest()
         start = int(scope.random(shared=False).integers(stride))
         threshold = self._estimate(accumulated.array()[start::stride], ratio, scope)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mpicomp.compressors import Compressor
+from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 
@@ -76,6 +76,14 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         raise ConfigurationError(
             "DistributedOptimizer: LBFGS asks for gradients many times in a step and cannot be served; use SGD or Adam"
         )
+    if compressor is not None:
+        compressor = get_compressor(compressor)
+        own = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
+        if compressor.entry.momentum and own:
+            raise ConfigurationError(
+                f"DistributedOptimizer: {compressor!r} applies momentum before the exchange, and the optimizer would "
+                f"apply its own, {own[0]}, once more; set momentum=0 in one of them"
+            )
     parameters = _parameters(optimizer, named_parameters)
     reducer = Reducer(compressor, collective, policy, feedback, nonfinite, comm, **settings)
     base = type(optimizer)

@@ -241,3 +241,27 @@ def test_broadcast_of_models_that_differ(comm):
         mpicomp.torch.broadcast_parameters(model, comm=comm)
     with pytest.raises(ConfigurationError, match=f"root must be a rank from 0 to {comm.size - 1}, got 9"):
         mpicomp.torch.broadcast_parameters(torch.nn.Linear(2, 2), root=9, comm=comm)
+
+
+def test_momentum_is_not_applied_twice():
+    corrected, model = mpicomp.DGC(momentum=0.9), network()
+    with pytest.raises(ConfigurationError, match="applies momentum before the exchange, and the optimizer would apply"):
+        alone(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), model, corrected)
+    with pytest.raises(ConfigurationError, match="applies momentum before the exchange"):
+        alone(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), model, {"id": "dgc", "momentum": 0.9})
+    for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())):
+        alone(optimizer, model, corrected).close()
+    alone(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), model, mpicomp.DGC()).close()
+
+
+def test_momentum_correction_that_sends_everything_is_momentum_sgd():
+    plain, wrapped = network(), network()
+    one = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    two = alone(torch.optim.SGD(wrapped.parameters(), lr=0.1), wrapped, mpicomp.DGC(1.0, momentum=0.9, masking=False))
+    for step in range(5):
+        for model, optimizer in ((plain, one), (wrapped, two)):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+    for expected, parameter in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected)
