@@ -32,7 +32,7 @@ class DGC(Sparsifier):
         Kept fraction in (0, 1] after the warm-up; k is the nearest integer to ``ratio * numel``, at least 1.
     sample : float
         Fraction of the elements that are looked at, but at least ``2 / ratio`` of them. Where that is not fewer than
-        every third, all of them are.
+        every third, or where everything is asked for, all of them are.
     momentum : float
         Where it is not 0, momentum is applied before the residual (momentum correction), and the optimizer must not
         apply it again.
