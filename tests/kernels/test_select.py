@@ -55,7 +55,7 @@ def test_the_k_largest_from_candidates(dtype, data):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [2047, 2048, 100_003])
+@pytest.mark.parametrize("size", [2047, 2048, 100_003, 600_001])
 def test_large_arrays(dtype, size):
     array = np.random.default_rng(size).laplace(size=size).astype(dtype)
     for k in (1, size // 100, size):
