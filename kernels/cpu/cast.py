@@ -8,8 +8,6 @@ import numpy as np
 from mpicomp.kernels.cpu.compile import kernel
 from numpy.typing import NDArray
 
-FORMATS = ("fp16", "bf16")
-
 
 def narrow(
     array: NDArray[np.floating],

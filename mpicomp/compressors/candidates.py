@@ -7,34 +7,6 @@ from mpicomp.compressors.accumulated import Accumulated, Region
 from mpicomp.compressors.base import Scope, Selection
 from mpicomp.kernels import cpu
 
-WIDE = 0.2
-"""Gap between a threshold and the bound for the next step's candidates, as a fraction, where nothing is known yet."""
-
-
-def next_gap(gap: float, found: int, wanted: int) -> float:
-    """Widen the gap below a threshold where it listed too few elements, and narrow it where it listed many.
-
-    Under error feedback elements crowd just below the threshold, and the same gap that is narrow for a gradient alone
-    then lists a multiple of what is sent.
-
-    Parameters
-    ----------
-    gap : float
-        With which candidates were listed.
-    found, wanted : int
-        How many there were, and how many were selected.
-
-    Examples
-    --------
-    >>> next_gap(0.1, 99, 100), next_gap(0.1, 150, 100), next_gap(0.1, 400, 100)
-    (0.4, 0.1, 0.05)
-    """
-    if found < wanted:
-        return min(0.5, 4 * gap)
-    if found < 1.2 * wanted:
-        return min(0.5, 1.5 * gap)
-    return gap if found <= 2 * wanted else max(gap / 2, 1e-4)
-
 
 class Candidates:
     """The elements of a part of a bucket from a bound on, and answers that hold for all of its elements.

@@ -43,7 +43,8 @@ class Search:
         self.room = _ROOM * k
         """Elements that can be listed."""
         self._name = name
-        self._memory = scope.memory
+        self.memory = scope.memory
+        """The bucket's, from step to step."""
         self._bound = scope.memory.get(f"{name}.bound", 0.0)
         self.candidates = Candidates(accumulated, scope, self._bound, self.room)
         if not accumulated.done:
@@ -97,13 +98,13 @@ class Search:
         """Keep a bound for the next step, given the magnitude above which this one has selected and how many."""
         if not 0 < threshold < math.inf:
             return
-        gap = self._memory.get(f"{self._name}.gap", _GAP)
+        gap = self.memory.get(f"{self._name}.gap", _GAP)
         if self._bound > 0 and self._found < count:
             gap = min(_WIDEST, 2 * gap)
         elif self._found > _MANY * count:
             gap = max(_NARROWEST, gap / 2)
-        self._memory[f"{self._name}.gap"] = gap
-        self._memory[f"{self._name}.bound"] = (1 - gap) * threshold
+        self.memory[f"{self._name}.gap"] = gap
+        self.memory[f"{self._name}.bound"] = (1 - gap) * threshold
 
     def _fitted(self, threshold: float) -> float:
         return min(threshold, float(np.finfo(self.accumulated.dtype).max))

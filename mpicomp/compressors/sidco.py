@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Scope, Selection, check_choice, kept
+from mpicomp.compressors.base import check_choice
 from mpicomp.compressors.estimator import Estimator, Search
 from mpicomp.compressors.fits import DISTRIBUTIONS, excess_threshold, interpolated, whole_threshold
 from mpicomp.compressors.registry import register_compressor
@@ -70,22 +69,16 @@ class SIDCo(Estimator):
         if self.stages is not None and (not isinstance(self.stages, int) or not 1 <= self.stages <= 64):
             raise ConfigurationError(f"sidco: stages must be None or a number from 1 to 64, got {self.stages!r}")
 
-    def select(self, accumulated: Accumulated, scope: Scope) -> Selection:
-        """Select what exceeds the estimate; see `Sparsifier.select`."""
-        k = kept(self.ratio, accumulated.numel)
-        search = Search(self.id, accumulated, scope, k)
-        moments = accumulated.moments
-        if accumulated.numel < _SMALL or not 0 < moments.energy < math.inf or k >= moments.nonzero:
-            return search.largest()
-        stages = self.stages or scope.memory.setdefault("sidco.stages", _start(self.ratio))
+    def threshold(self, search: Search) -> float:
+        """Fit in stages, and note how near they have come; see `Estimator.threshold`."""
+        moments, memory = search.accumulated.moments, search.memory
+        if search.numel < _SMALL or not 0 < moments.energy < math.inf or search.k >= moments.nonzero:
+            return math.nan
+        stages = self.stages or memory.setdefault("sidco.stages", _start(self.ratio))
         threshold, reached = self._estimate(search, stages)
         if self.stages is None:
-            _adapt(scope.memory, reached, self.ratio)
-        return search.above(threshold)
-
-    def threshold(self, search: Search) -> float:
-        """Estimate with the number of stages that is fixed, or that adapting begins with."""
-        return self._estimate(search, self.stages or _start(self.ratio))[0]
+            _adapt(memory, reached, self.ratio)
+        return threshold
 
     def _estimate(self, search: Search, stages: int) -> tuple[float, float]:
         """Give the threshold, and what the stages alone have reached of the k elements."""

@@ -48,8 +48,13 @@ class Static:
         if collective == "auto":
             self._collective = fitting(compressor)[0]
             self._reason = f"static: first collective that fits '{compressor.id}'"
+        self._plans: dict[tuple[tuple[str, ...], tuple[int, ...]], Plan] = {}
         bind(compressor, self._collective)  # what does not fit is refused here
 
     def plan(self, names: Sequence[str], sizes: Sequence[int]) -> Plan:
         """Give the plan for a bucket of parameters with these names and numbers of elements."""
-        return Plan(bind(self._compressor.within(names, sizes), self._collective), self._reason)
+        bucket = (tuple(names), tuple(sizes))
+        if bucket not in self._plans:
+            compressor = self._compressor.within(names, sizes)
+            self._plans[bucket] = Plan(bind(compressor, self._collective), self._reason)
+        return self._plans[bucket]

@@ -1,40 +1,19 @@
 """docs/metrics.md has every field that is written, and no other."""
 
 import json
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
+from tables import check_types, documented
 
 import mpicomp
 from mpicomp.transport import LocalWorld
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-KINDS = {
-    "integer": [int],
-    "number": [int, float],
-    "string": [str],
-    "boolean": [bool],
-    "object": [dict],
-    "null": [type(None)],
-    "list of objects": [list],
-    "list of strings": [list],
-}
-
-
-def documented(heading):
-    """Give the fields below a heading of the page, with their types."""
-    sections = re.split(r"^#{2,3} (.+)$", PAGE.read_text(), flags=re.MULTILINE)
-    text = sections[sections.index(heading) + 1]
-    return dict(re.findall(r"^\| `(\w+)` \| ([\w ]+?) \|", text, flags=re.MULTILINE))
-
 
 def compare(written, heading, left_out=()):
-    fields = {name: kind for name, kind in documented(heading).items() if name not in left_out}
+    fields = {name: kind for name, kind in documented("metrics.md", heading).items() if name not in left_out}
     assert set(written) == set(fields)
-    for name, kind in fields.items():
-        assert type(written[name]) in [one for word in kind.split(" or ") for one in KINDS[word]], name
+    check_types(written, fields)
 
 
 def test_a_step_record():
