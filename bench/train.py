@@ -133,7 +133,7 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
     totals = _gather(transport, np.array([sent, wire, dense_wire], np.float64)).mean(axis=0)
     progress.evaluating()
     quality = task.evaluate(model) if group.rank == 0 else float("nan")
-    transport.hosts()  # nobody leaves while rank 0 evaluates
+    _gather(transport, np.zeros(1))  # nobody leaves while rank 0 evaluates
     slowest = seconds_of[:, :, 0].argmax(axis=0)
     of_slowest = seconds_of[slowest, np.arange(slowest.size)]
     return Outcome(

@@ -4,18 +4,20 @@ from typing import Any
 
 from mpicomp.collectives.allgather import Allgather
 from mpicomp.collectives.allreduce import Allreduce
-from mpicomp.collectives.round import Group, Round, dense_ring_bytes
+from mpicomp.collectives.round import Group, Pending, Round, dense_ring_bytes
 from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
 from mpicomp.collectives.shared import SharedPositions
 from mpicomp.collectives.star_topk import StarTopk
 from mpicomp.compressors.base import Compressor, SharedSparsifier
-from mpicomp.errors import IncompatiblePairError, UnknownNameError
+from mpicomp.compressors.dense import Dense
+from mpicomp.errors import ConfigurationError, IncompatiblePairError, UnknownNameError
 
 __all__ = [
     "Context",
     "Exchange",
     "Group",
+    "Pending",
     "Result",
     "Round",
     "Scheme",
@@ -24,6 +26,7 @@ __all__ = [
     "dense_ring_bytes",
     "fitting",
     "list_collectives",
+    "variants",
 ]
 
 # In the order in which they are preferred where nothing has been measured.
@@ -57,11 +60,23 @@ def fitting(compressor: type[Compressor] | Compressor) -> list[str]:
     >>> fitting(TopK)
     ['allgather', 'star-topk']
     """
-    return [name for name, cls in _classes.items() if _carries(cls, compressor)]
+    if isinstance(compressor, SharedSparsifier):
+        return fitting(_values_of(compressor))
+    if compressor.message == "shared":
+        return fitting(Dense)
+    return [name for name, cls in _classes.items() if cls.carries(compressor)]
 
 
 def bind(compressor: Compressor, collective: str) -> Scheme[Any]:
     """Bind a compressor to a collective.
+
+    Parameters
+    ----------
+    compressor : Compressor
+        What turns arrays into messages.
+    collective : str
+        Its name. One that is built upon another may name it behind a colon, as in ``"star-topk:ring"``; if not, it is
+        the first one that fits.
 
     Raises
     ------
@@ -73,23 +88,50 @@ def bind(compressor: Compressor, collective: str) -> Scheme[Any]:
     Examples
     --------
     >>> from mpicomp.compressors import TopK
+    >>> bind(TopK(), "star-topk:scatter-reduce").id
+    'star-topk:scatter-reduce'
     >>> bind(TopK(), "allreduce")
     Traceback (most recent call last):
     mpicomp.errors.IncompatiblePairError: topk: does not fit collective 'allreduce', which sums dense messages; \
 use allgather or star-topk
     """
-    cls = collective_class(collective)
-    if not _carries(cls, compressor):
+    name, _, inner = collective.partition(":")
+    cls = collective_class(name)
+    if isinstance(compressor, SharedSparsifier) and cls.carries(_values_of(compressor)):
+        return SharedPositions(compressor, bind(_values_of(compressor), collective))
+    if not cls.carries(compressor):
         verb = "sums" if cls.messages == "dense" else "carries"
+        *others, last = fitting(compressor)
         raise IncompatiblePairError(
-            f"{compressor.id}: does not fit collective '{collective}', which {verb} {cls.messages} messages; "
-            f"use {' or '.join(fitting(compressor))}"
+            f"{compressor.id}: does not fit collective '{name}', which {verb} {cls.messages} messages; "
+            f"use {', '.join(others) + ' or ' if others else ''}{last}"
         )
-    if isinstance(compressor, SharedSparsifier):
-        return SharedPositions(compressor, cls)
-    return cls(compressor)
+    carried = cls.upon(compressor)
+    if carried is None:
+        if inner:
+            raise ConfigurationError(f"{name}: is not built upon another collective, got '{collective}'")
+        return cls(compressor)
+    scheme: Scheme[Any] = cls(compressor, bind(carried, inner or fitting(carried)[0]))  # type: ignore[call-arg]
+    scheme.id = collective  # type: ignore[misc]  # one class for as many names as there are inner collectives
+    return scheme
 
 
-def _carries(cls: type[Scheme[Any]], compressor: type[Compressor] | Compressor) -> bool:
-    """Tell whether messages fit; values at positions that all ranks share are summed as any dense array is."""
-    return cls.messages == ("dense" if compressor.message == "shared" else compressor.message)
+def variants(compressor: Compressor) -> list[str]:
+    """Give everything that `bind` takes for a compressor: the collectives that fit, upon all those that they may use.
+
+    Examples
+    --------
+    >>> from mpicomp.compressors import TopK
+    >>> variants(TopK())
+    ['allgather', 'star-topk:allreduce', 'star-topk:scatter-reduce']
+    """
+    names = []
+    for name in fitting(compressor):
+        carried = collective_class(name).upon(compressor)
+        names += [name] if carried is None else [f"{name}:{inner}" for inner in variants(carried)]
+    return names
+
+
+def _values_of(compressor: SharedSparsifier) -> Dense:
+    """Give what carries values at positions that all ranks share: they are summed as any dense array is."""
+    return Dense(wire=compressor.wire)

@@ -1,11 +1,15 @@
 """Rounds: what a scheme asks of the transport, and the group of ranks that it asks it for."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+WORLD, HOST, ACROSS = "world", "host", "across"
+"""Names of groups: all ranks; those of one host; those with the same place on their hosts, one a host."""
 
 
 @dataclass(frozen=True)
@@ -19,35 +23,79 @@ class Group:
     identical_sums : bool
         Whether the transport's sum has the same bits on every rank.
     name : str
-        Which ranks: ``"world"`` is all of them.
+        Which ranks: `WORLD`, `HOST` or `ACROSS`.
+    hosts : int
+        On how many hosts they are.
+    sharing : int
+        How many ranks of one host send through its link at a time when groups of this name are at work: for `WORLD`
+        the most ranks that a host has, for `ACROSS` the fewest.
+    parts : tuple of Group
+        The `HOST` group that this rank is in, and its `ACROSS` group if it is in one. They may be left out where
+        every rank has a host of its own, or all are on one.
     """
 
     rank: int
     size: int
     identical_sums: bool = True
-    name: str = "world"
+    name: str = WORLD
+    hosts: int = 1
+    sharing: int = 1
+    parts: tuple["Group", ...] = ()
+
+    def part(self, name: str) -> "Group | None":
+        """Give this rank's group of a name, None where it is in none.
+
+        As many ranks of each host are in `ACROSS` groups as the host with the fewest has.
+        """
+        if name == self.name:
+            return self
+        for part in self.parts:
+            if part.name == name:
+                return part
+        if self.parts:
+            return None
+        whole = replace(self, name=name)
+        alone = Group(0, 1, name=name)
+        return whole if (name == HOST) == (self.hosts == 1) else alone
 
 
 @dataclass
 class Round:
-    """One communication step; without arrays it is only the shape of one.
+    """One communication step of a group; without arrays it is only the shape of one.
+
+    All ranks of the group take part in it.
 
     Parameters
     ----------
-    operation : {"allreduce", "allgatherv", "alltoallv", "bcast"}
+    operation : {"allreduce", "allgatherv", "alltoallv", "bcast", "gatherv", "sendrecv"}
         ``allreduce`` sums ``send`` over ranks into ``recv``.
         ``allgatherv`` puts the ranks' ``send`` one after the other into ``recv``.
         ``alltoallv`` cuts ``send`` in parts, part j for rank j; ``recv`` holds this rank's part from every rank.
         ``bcast`` takes ``send`` from the root and puts it into ``recv`` on all ranks.
+        ``gatherv`` puts the ranks' ``send`` one after the other into ``recv`` on the root; others need no ``recv``.
+        ``sendrecv`` gives ``send`` to one rank and takes ``recv`` from one.
     counts : sequence of int
-        Elements, known to every rank. ``allreduce`` and ``bcast``: one number. ``allgatherv``: what each rank
-        contributes. ``alltoallv``: the length of each part, the same on every rank.
+        Elements. ``allreduce`` and ``bcast``: one number. ``allgatherv`` and ``gatherv``: what each rank
+        contributes, known to every rank. ``alltoallv``: the length of each part of ``send``. ``sendrecv``: what is
+        sent and what is received, 0 where there is no peer. All may be 0.
     dtype : numpy.dtype
         Of the elements.
     root : int
-        Of a ``bcast``.
+        Of a ``bcast`` or ``gatherv``.
     send, recv : arrays, optional
         Contiguous; they do not overlap.
+    group : str
+        Whose round it is: a name from `Group.part`.
+    peers : tuple of int or None
+        ``sendrecv``: the rank that ``send`` goes to and the one that ``recv`` comes from, None for nobody.
+    received : sequence of int, optional
+        ``alltoallv``: the length of what comes from each rank. None: all ranks have the same ``counts``.
+    arrived : callable, optional
+        ``sendrecv``: called with the start and stop of every part of ``recv`` once it is there, in any order, so that
+        it can be worked on while the rest is under way.
+    background : bool
+        Whether the transport only starts the round: it answers with a `Pending`, which whoever asked yields later
+        to get ``recv``. Until then ``send`` and ``recv`` are the transport's.
     """
 
     operation: str
@@ -56,14 +104,21 @@ class Round:
     root: int = 0
     send: NDArray[Any] | None = None
     recv: NDArray[Any] | None = None
+    group: str = WORLD
+    peers: tuple[int | None, int | None] = (None, None)
+    received: Sequence[int] | None = None
+    arrived: Callable[[int, int], None] | None = None
+    background: bool = False
 
     def sent_bytes(self, group: Group) -> int:
-        """Bytes of payload that this rank hands to the transport for others."""
+        """Bytes of payload that this rank hands to the transport for others; ``group`` is the round's own."""
         if group.size == 1:
             return 0
         match self.operation:
             case "allgatherv":
                 elements = self.counts[group.rank]
+            case "gatherv":
+                elements = self.counts[group.rank] if group.rank != self.root else 0
             case "alltoallv":
                 elements = sum(self.counts) - self.counts[group.rank]
             case "bcast":
@@ -83,13 +138,68 @@ class Round:
         match self.operation:
             case "allgatherv":
                 elements: float = sum(self.counts) - self.counts[(group.rank + 1) % size]
-            case "alltoallv":
-                elements = sum(self.counts) - self.counts[group.rank]
             case "bcast":
                 elements = self.counts[0] * (size - 1) / size
-            case _:
+            case "allreduce":
                 elements = 2 * self.counts[0] * (size - 1) / size
+            case _:
+                return self.sent_bytes(group)
         return elements * self.dtype.itemsize if size > 1 else 0.0
+
+
+class Pending(ABC):
+    """A round that was started and not waited for."""
+
+    task: Round
+
+    @abstractmethod
+    def test(self) -> bool:
+        """Tell whether it is done, and move it on; once True, ``task.recv`` is filled. Not collective."""
+
+
+def layout_groups(
+    layout: Sequence[int], rank: int, identical_sums: bool = True
+) -> tuple[Group, dict[str, tuple[int, ...]]]:
+    """Give the group of all ranks, as one of them sees it, and who is in its groups.
+
+    Parameters
+    ----------
+    layout : sequence of int
+        The host of each rank, by number.
+    rank : int
+        Which rank looks.
+    identical_sums : bool
+        See `Group`.
+
+    Returns
+    -------
+    Group
+        With its parts.
+    dict of str to tuple of int
+        The ranks in each group that this rank is in, ascending; one's place is that in its group.
+
+    Examples
+    --------
+    >>> group, members = layout_groups([0, 0, 1, 1, 1], rank=2)
+    >>> members["host"], members["across"]
+    ((2, 3, 4), (0, 2))
+    >>> group.hosts, group.sharing, group.part("across").rank
+    (2, 3, 1)
+    >>> layout_groups([0, 0, 1, 1, 1], rank=4)[0].part("across") is None
+    True
+    """
+    on_host = {host: [other for other, where in enumerate(layout) if where == host] for host in dict.fromkeys(layout)}
+    owners = min(len(ranks) for ranks in on_host.values())
+    own = on_host[layout[rank]]
+    place = own.index(rank)
+    members = {WORLD: tuple(range(len(layout))), HOST: tuple(own)}
+    parts = [Group(place, len(own), identical_sums, HOST)]
+    if place < owners:
+        members[ACROSS] = tuple(sorted(ranks[place] for ranks in on_host.values()))
+        across = members[ACROSS]
+        parts.append(Group(across.index(rank), len(across), identical_sums, ACROSS, len(on_host), owners))
+    most = max(len(ranks) for ranks in on_host.values())
+    return Group(rank, len(layout), identical_sums, WORLD, len(on_host), most, tuple(parts)), members
 
 
 def dense_ring_bytes(numel: int, ranks: int, itemsize: int = 4) -> float:

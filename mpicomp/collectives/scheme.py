@@ -70,10 +70,23 @@ class Scheme(ABC, Generic[CompressorType]):
     paper: ClassVar[str]
     """Where it comes from, and what is done differently."""
     messages: ClassVar[str]
-    """The kind of message that it carries: ``"dense"`` (``"shared"`` ones too) or ``"sparse"``."""
+    """The kind of message that it carries: ``"dense"`` (``"shared"`` ones too), ``"sparse"`` or ``"any"``."""
 
     def __init__(self, compressor: CompressorType) -> None:
         self.compressor = compressor
+
+    @classmethod
+    def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
+        """Tell whether a compressor's messages fit; asked of a class, whether they do for some of its parameters."""
+        return cls.messages in ("any", compressor.message)
+
+    @classmethod
+    def upon(cls, compressor: Compressor) -> Compressor | None:
+        """Give what has to be carried by the collective that this one is built upon.
+
+        None where it stands alone. Otherwise the constructor's second argument is a scheme of that compressor.
+        """
+        return None
 
     @abstractmethod
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:

@@ -26,9 +26,9 @@ class SharedPositions(Scheme[SharedSparsifier]):
     paper: ClassVar[str] = "none: the collective's own, on a shorter array"
     messages: ClassVar[str] = "dense"
 
-    def __init__(self, compressor: SharedSparsifier, inner: type[Scheme[Dense]]) -> None:
+    def __init__(self, compressor: SharedSparsifier, inner: Scheme[Dense]) -> None:
         super().__init__(compressor)
-        self._inner = inner(Dense(wire=compressor.wire))
+        self._inner = inner
         self.id = inner.id  # type: ignore[misc]  # one class for as many names as there are dense collectives
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:

@@ -4,12 +4,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.allreduce import Allreduce
 from mpicomp.collectives.positions import exchange_at
 from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Scheme
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Selection, Sparsifier
+from mpicomp.compressors.base import Compressor, Selection, Sparsifier
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
@@ -30,9 +29,15 @@ class StarTopk(Scheme[Sparsifier]):
     )
     messages: ClassVar[str] = "sparse"
 
-    def __init__(self, compressor: Sparsifier) -> None:
+    def __init__(self, compressor: Sparsifier, inner: Scheme[Dense]) -> None:
         super().__init__(compressor)
-        self._sum = Allreduce(Dense(wire=compressor.wire))
+        self._sum = inner
+
+    @classmethod
+    def upon(cls, compressor: Compressor) -> Compressor:
+        """Values are summed by a dense collective."""
+        assert isinstance(compressor, Sparsifier)
+        return Dense(wire=compressor.wire)
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """Give a bcast of indices and a sum of values; see `Scheme.rounds`."""

@@ -1,38 +1,59 @@
 """N ranks inside one process, in lockstep and without MPI: for tests, simulation and learning.
 
-Each rank is a generator of rounds. All of them are taken to their next round, the round is carried out on
-their arrays, and on they go. Sums are in rank order.
+Each rank is a generator of rounds. All of them are taken to their next round; where all ranks of a group have come to
+the same one it is carried out on their arrays, and on they go. Sums are in rank order.
 """
 
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import Group, Round
+from mpicomp.collectives.round import Group, Pending, Round, layout_groups, parts_of
 from mpicomp.errors import MpicompError
-from mpicomp.transport.base import Transport, Value
+from mpicomp.transport.base import Asked, Transport, Value
+
+Network = Callable[[Round, Group], float]
+"""Gives the seconds that a round takes a group."""
+
+
+class _Done(Pending):
+    """A round in lockstep is done when all ranks have asked for it."""
+
+    def __init__(self, task: Round) -> None:
+        self.task = task
+
+    def test(self) -> bool:
+        return True
 
 
 class LocalTransport(Transport):
     """One rank's side of a `LocalWorld`."""
 
-    def __init__(self, group: Group, hosts: int) -> None:
+    def __init__(self, group: Group, members: dict[str, tuple[int, ...]], network: Network | None) -> None:
         super().__init__()
         self.group = group
-        self._hosts = hosts
+        self.members = members
+        self.network = network
+        self.seconds = 0.0
+        """This rank's time on the clock of a simulated network."""
 
-    def perform(self, task: Round) -> NDArray[Any]:
+    def start(self, task: Round) -> Pending:
         """Run a round of a world of one rank."""
         if self.group.size > 1:
             raise MpicompError("local transport: several ranks go together; use LocalWorld.run")
-        [received] = perform_together([task])
-        return received
+        perform_together([task])
+        return _Done(task)
 
-    def hosts(self) -> int:
-        """See `Transport.hosts`."""
-        return self._hosts
+    def wait(self, pending: Pending) -> NDArray[Any]:
+        """See `Transport.wait`."""
+        return _received(pending.task)
+
+    def clock(self) -> float:
+        """Give this rank's simulated time, or the machine's where no network is simulated."""
+        return time.perf_counter() if self.network is None else self.seconds
 
 
 class LocalWorld:
@@ -45,15 +66,18 @@ class LocalWorld:
     identical_sums : bool
         False stands for a library whose Allreduce gives different bits on different ranks: schemes then do
         their sums themselves.
-    hosts : int
-        What `Transport.hosts` is to say.
+    hosts : int or sequence of int
+        On how many hosts they are, the first ranks on the first; or the host of each rank, by number.
+    network : callable, optional
+        Gives the seconds that a round, the first argument, takes a group, the second one: the ranks' clocks then show
+        these and nothing else.
 
     Examples
     --------
     >>> import numpy as np
     >>> from mpicomp import Reducer, TopK
     >>> world = LocalWorld(2)
-    >>> reducers = [Reducer(TopK(ratio=0.5), comm=transport) for transport in world.transports]
+    >>> reducers = [Reducer(TopK(ratio=0.5), "allgather", comm=transport) for transport in world.transports]
     >>> gradients = [np.array([4, 1], np.float32), np.array([0, 2], np.float32)]
     >>> means = world.run([r.rounds({"w": g}) for r, g in zip(reducers, gradients)])
     >>> means[0]["w"].tolist(), means[1]["w"].tolist()
@@ -62,10 +86,19 @@ class LocalWorld:
     [0.0, 1.0]
     """
 
-    def __init__(self, size: int, identical_sums: bool = True, hosts: int = 1) -> None:
-        self.transports = [LocalTransport(Group(rank, size, identical_sums), hosts) for rank in range(size)]
+    def __init__(
+        self,
+        size: int,
+        identical_sums: bool = True,
+        hosts: int | Sequence[int] = 1,
+        network: Network | None = None,
+    ) -> None:
+        layout = hosts if not isinstance(hosts, int) else np.repeat(range(hosts), parts_of(size, hosts)).tolist()
+        self.transports = [
+            LocalTransport(*layout_groups(layout, rank, identical_sums), network) for rank in range(size)
+        ]
 
-    def run(self, exchanges: Sequence[Generator[Round, NDArray[Any], Value]]) -> list[Value]:
+    def run(self, exchanges: Sequence[Generator[Asked, Any, Value]]) -> list[Value]:
         """Run one generator a rank to their ends and give what they return, in rank order.
 
         Raises
@@ -76,41 +109,78 @@ class LocalWorld:
             Where ranks meet in different rounds: over MPI they would wait forever.
         """
         values: list[Value | None] = [None] * len(exchanges)
-        received: list[Any] = [None] * len(exchanges)
-        while True:
-            tasks: list[Round] = []
-            failures: list[Exception] = []
-            for rank, exchange in enumerate(exchanges):
+        replies: dict[int, Any] = dict.fromkeys(range(len(exchanges)))
+        asked: dict[int, Round] = {}
+        failures: dict[int, Exception] = {}
+        while replies:
+            for rank, reply in replies.items():
                 try:
-                    tasks.append(exchange.send(received[rank]))
+                    ask = exchanges[rank].send(reply)
+                    while isinstance(ask, Pending):
+                        ask = exchanges[rank].send(_received(ask.task))
+                    asked[rank] = ask
                 except StopIteration as stop:
                     values[rank] = stop.value
                 except Exception as error:
-                    failures.append(error)
-            if failures:
-                for exchange in exchanges:
-                    exchange.close()
-                failures[0].add_note(f"{len(failures)} of {len(exchanges)} ranks raised")
-                raise failures[0]
-            if not tasks:
-                return values  # type: ignore[return-value]
-            if len(tasks) < len(exchanges):
-                raise MpicompError(
-                    f"local transport: {len(exchanges) - len(tasks)} ranks are done while others still ask for "
-                    f"{tasks[0].operation}"
-                )
-            received = perform_together(tasks)
-            for transport, task in zip(self.transports, tasks, strict=True):
-                transport.note(task, 0.0)
+                    failures[rank] = error
+            replies = self._perform_met(asked)
+        if failures:
+            for exchange in exchanges:
+                exchange.close()
+            first = failures[min(failures)]
+            first.add_note(f"{len(failures)} of {len(exchanges)} ranks raised")
+            raise first
+        if asked:
+            first_asked = asked[min(asked)]
+            raise MpicompError(
+                f"local transport: {len(exchanges) - len(asked)} ranks are done while others still ask for "
+                f"{first_asked.operation} ('{first_asked.group}', rank {min(asked)})"
+            )
+        return values  # type: ignore[return-value]
+
+    def _perform_met(self, asked: dict[int, Round]) -> dict[int, Any]:
+        """Carry out the rounds in which all ranks of a group have met; give the answers by rank."""
+        replies: dict[int, Any] = {}
+        for rank in sorted(asked):
+            task = asked.get(rank)
+            if task is None:
+                continue
+            members = self._members(rank, task)
+            if any(other not in asked or self._members(other, asked[other]) != members for other in members):
+                continue
+            tasks = [asked.pop(other) for other in members]
+            perform_together(tasks)
+            self._pass_time(members, tasks[0])
+            for other, own in zip(members, tasks, strict=True):
+                if own.background:
+                    replies[other] = _Done(own)
+                else:
+                    replies[other] = _received(own)
+                    self.transports[other].note(own, 0.0)
+        return replies
+
+    def _members(self, rank: int, task: Round) -> tuple[int, ...]:
+        return self.transports[rank].members[task.group]
+
+    def _pass_time(self, members: Sequence[int], task: Round) -> None:
+        ends = [self.transports[rank] for rank in members]
+        network, group = ends[0].network, ends[0].group.part(task.group)
+        if network is None or task.background:
+            return
+        assert group is not None
+        after = max(end.seconds for end in ends) + network(task, group)
+        for end in ends:
+            end.seconds = after
 
 
-def perform_together(tasks: Sequence[Round]) -> list[NDArray[Any]]:
-    """Carry out one round for all ranks; give their filled ``recv`` arrays in rank order."""
+def perform_together(tasks: Sequence[Round]) -> None:
+    """Carry out one round for all ranks of a group: fill their ``recv`` arrays."""
     first = tasks[0]
     for rank, task in enumerate(tasks):
-        met = (task.operation, tuple(task.counts), task.dtype, task.root)
-        if met != (first.operation, tuple(first.counts), first.dtype, first.root):
+        if _shared(task) != _shared(first):
             raise MpicompError(f"local transport: rank 0 asks for {first!r:.200} and rank {rank} for {task!r:.200}")
+    ranks = range(len(tasks))
+    results: list[Any]
     match first.operation:
         case "allreduce":
             total = first.send.copy()  # type: ignore[union-attr]
@@ -120,18 +190,54 @@ def perform_together(tasks: Sequence[Round]) -> list[NDArray[Any]]:
             results = [total] * len(tasks)
         case "allgatherv":
             results = [np.concatenate([task.send for task in tasks])] * len(tasks)
+        case "gatherv":
+            whole = np.concatenate([task.send for task in tasks])
+            results = [whole if rank == first.root else None for rank in ranks]
         case "bcast":
             results = [tasks[first.root].send] * len(tasks)
         case "alltoallv":
-            bounds = np.concatenate(([0], np.cumsum(first.counts)))
-            results = [
-                np.concatenate([task.send[bounds[rank] : bounds[rank + 1]] for task in tasks])  # type: ignore[index]
-                for rank in range(len(tasks))
+            bounds = [np.concatenate(([0], np.cumsum(task.counts))) for task in tasks]
+            parts = [
+                [task.send[own[rank] : own[rank + 1]] for task, own in zip(tasks, bounds, strict=True)]  # type: ignore[index]
+                for rank in ranks
             ]
+            for rank, task in enumerate(tasks):
+                expected = [task.counts[rank]] * len(tasks) if task.received is None else list(task.received)
+                if [part.size for part in parts[rank]] != expected:
+                    raise MpicompError(
+                        f"local transport: rank {rank} expects other counts than are sent: {task!r:.200}"
+                    )
+            results = [np.concatenate(part) for part in parts]
+        case "sendrecv":
+            results = [_sent_to(rank, tasks) for rank in ranks]
         case _:
             raise MpicompError(f"local transport: unknown operation '{first.operation}'")
-    received = []
     for task, result in zip(tasks, results, strict=True):
-        task.recv[:] = result  # type: ignore[index]
-        received.append(task.recv)
-    return received  # type: ignore[return-value]
+        if result is not None:
+            task.recv[:] = result  # type: ignore[index]
+            if task.arrived is not None:
+                task.arrived(0, result.size)
+
+
+def _shared(task: Round) -> tuple[Any, ...]:
+    """Give what has to be the same on all ranks of a round's group."""
+    common = (task.operation, task.dtype, task.root, task.background, task.group)
+    own_counts = task.operation == "sendrecv" or task.received is not None
+    return common if own_counts else (*common, tuple(task.counts))
+
+
+def _sent_to(rank: int, tasks: Sequence[Round]) -> NDArray[Any] | None:
+    """Give what a rank receives in a ``sendrecv``, after a look at whether both sides mean the same."""
+    source = tasks[rank].peers[1]
+    for other, task in enumerate(tasks):
+        if (task.peers[0] == rank) != (other == source):
+            raise MpicompError(f"local transport: ranks {other} and {rank} do not mean the same: {task!r:.200}")
+    if source is None:
+        return None
+    if tasks[source].counts[0] != tasks[rank].counts[1]:
+        raise MpicompError(f"local transport: rank {source} sends another count than rank {rank} expects")
+    return tasks[source].send
+
+
+def _received(task: Round) -> NDArray[Any]:
+    return np.empty(0, task.dtype) if task.recv is None else task.recv

@@ -20,7 +20,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpicomp import abort, launcher
-from mpicomp.collectives.round import Group, Round
+from mpicomp.collectives.round import Group, Pending, Round
 from mpicomp.errors import LaunchError
 from mpicomp.transport.base import Transport
 
@@ -60,6 +60,14 @@ class MPITransport(Transport):
         self._limit = count_limit
         self._naps = self._shares_cores()
         self.group = Group(self._comm.rank, self._comm.size, self._sums_are_identical())
+
+    def start(self, task: Round) -> Pending:
+        """See `Transport.start`."""
+        raise NotImplementedError
+
+    def wait(self, pending: Pending) -> NDArray[Any]:
+        """See `Transport.wait`."""
+        raise NotImplementedError
 
     def perform(self, task: Round) -> NDArray[Any]:
         """See `Transport.perform`."""
