@@ -71,6 +71,7 @@ class Allgather(Scheme[Sparsifier]):
         return Result(
             mean=mean.array,
             sent=selection,
+            energy=energy,
             gain=gain_of(lost, energy),
             kept=sum(counts) / group.size,
             nonfinite=bool(flags & NONFINITE),

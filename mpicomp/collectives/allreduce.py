@@ -46,6 +46,7 @@ class Allreduce(Scheme[Dense]):
         return Result(
             mean=mean,
             sent=accumulated.array(),
+            energy=energy,
             gain=gain_of(lost, energy),
             kept=float(numel),
             nonfinite=nonfinite > 0 or not cpu.is_finite(top, mean.dtype),

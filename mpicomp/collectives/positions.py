@@ -55,6 +55,7 @@ def exchange_at(
     return Result(
         mean=mean.array,
         sent=Selection(indices, result.sent),
+        energy=result.energy,
         gain=result.gain,
         kept=float(indices.size),
         nonfinite=result.nonfinite,

@@ -3,16 +3,14 @@
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpicomp.collectives.dense_message import HEADER, add, dense_bytes, pack, read_header, unpack, write_header
 from mpicomp.collectives.round import Group, Round, parts_of
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.kernels import cpu
-
-_HEADER = np.dtype([("flags", "<u4"), ("zero", "<u4"), ("energy", "<f8"), ("lost", "<f8")])
 
 
 class ScatterReduce(Scheme[Dense]):
@@ -30,8 +28,7 @@ class ScatterReduce(Scheme[Dense]):
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """One alltoallv and one allgatherv of bytes; see `Scheme.rounds`."""
-        itemsize = dtype.itemsize if self.compressor.wire is None else 2
-        counts = [_padded(count * itemsize) for count in parts_of(numel, group.size)]
+        counts = [dense_bytes(count, dtype, self.compressor.wire) for count in parts_of(numel, group.size)]
         return [Round(operation, counts, np.dtype(np.uint8)) for operation in ("alltoallv", "allgatherv")]
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
@@ -51,86 +48,49 @@ class ScatterReduce(Scheme[Dense]):
         for rank in range(group.size):
             part = slice(bounds[rank], bounds[rank + 1])
             message = outgoing[places[rank] : places[rank + 1]]
-            lost = _pack(array[part], wire, message, sent[part])
-            message[: _HEADER.itemsize].view(_HEADER)[0] = (
-                flags_of(accumulated),
-                0,
-                accumulated.energy,
-                lost + left_out,
-            )
+            lost = pack(array[part], wire, message, sent[part])
+            write_header(message, flags_of(accumulated), accumulated.energy, lost + left_out)
             left_out = 0.0  # said once
         size = scatter.counts[group.rank]
         scatter.send = outgoing
         scatter.recv = workspace.array("incoming", size * group.size, np.uint8)
         incoming = (yield scatter).reshape(group.size, size)
 
-        headers = incoming[:, : _HEADER.itemsize].reshape(-1).view(_HEADER)
+        headers = incoming[:, : HEADER.itemsize].reshape(-1).view(HEADER)
         mine = slice(bounds[group.rank], bounds[group.rank + 1])
         total = workspace.array("total", parts[group.rank], dtype)
         total[:] = 0
         for message in incoming:
-            _add(message, wire, total)
+            add(message, wire, total)
         top = cpu.scale(total, 1 / group.size)
         flags = int(np.bitwise_or.reduce(headers["flags"])) | NONFINITE * (not cpu.is_finite(top, dtype))
 
         reply = workspace.array("reply", size, np.uint8)
         delivered = total if wire is None else workspace.array("delivered", total.size, dtype)
-        _pack(total, wire, reply, delivered)
+        pack(total, wire, reply, delivered)
         lost = float(headers["lost"].sum())
         if wire is not None and total.size:
             # The second rounding was of the mean: it took its error from every rank's share of it.
             lost += cpu.share_rounding(total, delivered, group.size, array[mine], sent[mine])
-        reply[: _HEADER.itemsize].view(_HEADER)[0] = (flags, 0, float(headers["energy"].sum()), lost)
+        write_header(reply, flags, float(headers["energy"].sum()), lost)
         gather.send = reply
         gather.recv = workspace.array("replies", places[-1], np.uint8)
         replies = yield gather
 
         mean = workspace.array("mean", numel, dtype)
-        flags, lost = 0, 0.0
+        flags, energy, lost = 0, 0.0, 0.0
         for rank in range(group.size):
             message = replies[places[rank] : places[rank + 1]]
-            _unpack(message, wire, mean[bounds[rank] : bounds[rank + 1]])
-            header = message[: _HEADER.itemsize].view(_HEADER)[0]
-            flags |= int(header["flags"])
-            lost += float(header["lost"])
-        energy = float(replies[: _HEADER.itemsize].view(_HEADER)[0]["energy"])
+            unpack(message, wire, mean[bounds[rank] : bounds[rank + 1]])
+            seen, energy, own_lost = read_header(message)  # all owners say the same energy
+            flags |= seen
+            lost += own_lost
         return Result(
             mean=mean,
             sent=sent,
+            energy=energy,
             gain=gain_of(lost, energy),
             kept=float(numel),
             nonfinite=bool(flags & NONFINITE),
             stale=bool(flags & STALE),
         )
-
-
-def _padded(payload: int) -> int:
-    return _HEADER.itemsize + -(-payload // 8) * 8
-
-
-def _payload(message: NDArray[np.uint8], size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    return message[_HEADER.itemsize : _HEADER.itemsize + size * dtype.itemsize].view(dtype)
-
-
-def _pack(
-    array: NDArray[np.floating], wire: str | None, message: NDArray[np.uint8], sent: NDArray[np.floating]
-) -> float:
-    """Write an array behind a message's header, and what the receiver will see to ``sent``; give the lost energy."""
-    if wire is None:
-        _payload(message, array.size, array.dtype)[:] = array
-        return 0.0
-    return cpu.narrow(array, wire, _payload(message, array.size, np.dtype(np.uint16)), sent)
-
-
-def _unpack(message: NDArray[np.uint8], wire: str | None, out: NDArray[np.floating]) -> None:
-    if wire is None:
-        out[:] = _payload(message, out.size, out.dtype)
-    else:
-        cpu.widen(_payload(message, out.size, np.dtype(np.uint16)), wire, out)
-
-
-def _add(message: NDArray[np.uint8], wire: str | None, out: NDArray[np.floating]) -> None:
-    if wire is None:
-        np.add(out, _payload(message, out.size, out.dtype), out=out)
-    else:
-        cpu.widen_add(_payload(message, out.size, np.dtype(np.uint16)), wire, out)

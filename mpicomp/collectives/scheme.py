@@ -38,6 +38,8 @@ class Result:
     sent : array or Selection
         This rank's share of what was delivered: the sum over ranks is ``ranks x mean``. A `Selection` is zero outside
         its indices. It may be the accumulated array itself: then nothing was lost.
+    energy : float
+        ``norm2(accumulated)``, the squared norm, summed over ranks. The same on every rank.
     gain : float
         ``1 - norm2(accumulated - sent) / norm2(accumulated)``, squared norms summed over ranks; 1 where there
         was nothing to send. The same on every rank.
@@ -49,6 +51,7 @@ class Result:
 
     mean: NDArray[np.floating]
     sent: NDArray[np.floating] | Selection
+    energy: float
     gain: float
     kept: float
     nonfinite: bool
