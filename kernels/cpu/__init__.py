@@ -9,6 +9,14 @@ from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates, is
 from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of, mask_of
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
 from mpicomp.kernels.cpu.indices import ascending_below, decode_indices, encode_indices, index_bytes
+from mpicomp.kernels.cpu.merge import (
+    count_reaching,
+    intersect,
+    merge_add,
+    merge_subtract,
+    norm_change,
+    split_largest,
+)
 from mpicomp.kernels.cpu.moments import Moments, logarithms
 from mpicomp.kernels.cpu.scatter import clear_at, gather, scatter_add, subtract_at
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest
@@ -24,20 +32,25 @@ __all__ = [
     "accumulate_candidates",
     "ascending_below",
     "clear_at",
+    "count_reaching",
     "decode_indices",
     "edges",
     "encode_indices",
     "energy",
     "gather",
     "index_bytes",
+    "intersect",
     "is_finite",
     "kth_magnitude",
     "logarithms",
     "magnitude_bits",
     "magnitude_of",
     "mask_of",
+    "merge_add",
+    "merge_subtract",
     "momentum",
     "narrow",
+    "norm_change",
     "scale",
     "scatter_add",
     "select_above",
@@ -46,6 +59,7 @@ __all__ = [
     "select_listed",
     "share_rounding",
     "spectrum",
+    "split_largest",
     "subtract_at",
     "tail",
     "widen",

@@ -98,8 +98,11 @@ def test_without_cupy_it_says_so(monkeypatch):
         gpu.Workspace(10, 10, "float32")
 
 
-ON_THE_HOST = {"ascending_below", "decode_indices", "encode_indices", "index_bytes"}
-"""Codes of indices: what travels in a message is made, and checked, where MPI reads it."""
+ON_THE_HOST = {
+    *("ascending_below", "decode_indices", "encode_indices", "index_bytes"),
+    *("count_reaching", "intersect", "merge_add", "merge_subtract", "norm_change", "split_largest"),
+}
+"""Codes of indices, and sums of selections: what travels is made, checked and merged where MPI reads it."""
 
 
 def test_names_are_those_of_the_cpu():
