@@ -1,7 +1,7 @@
 """Sorted selections: their sum, difference and common part, and the largest of them.
 
-A selection is a list of indices that ascend without repetition, with a value each. Nothing checks that they ascend; where
-they do not, the result means nothing, but nothing outside the arrays is touched.
+A selection is a list of indices that ascend without repetition, with a value each. Nothing checks that they ascend;
+where they do not, the result means nothing, but nothing outside the arrays is touched.
 """
 
 import numpy as np
@@ -151,7 +151,8 @@ def split_largest(
     --------
     >>> import numpy as np
     >>> indices, values = np.array([2, 5, 7], np.uint32), np.array([1, -3, 1], np.float32)
-    >>> kept, left = (np.zeros(2, np.uint32), np.zeros(2, np.float32)), (np.zeros(1, np.uint32), np.zeros(1, np.float32))
+    >>> kept = np.zeros(2, np.uint32), np.zeros(2, np.float32)
+    >>> left = np.zeros(1, np.uint32), np.zeros(1, np.float32)
     >>> from mpicomp.kernels.cpu import kth_magnitude
     >>> split_largest(indices, values, kth_magnitude(values, 2), *kept, *left)
     >>> kept[0].tolist(), left[0].tolist()
