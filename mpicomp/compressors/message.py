@@ -74,6 +74,22 @@ def message_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> i
     return _parts(count, numel, _itemsize(dtype, wire), wire.indices)[1]
 
 
+def capacity_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> int:
+    """Give a length that holds any message with at most ``count`` elements of an array of ``numel``.
+
+    Codes of fewer indices are at most two words longer than that of ``count``: their bits never are more, but low parts
+    and bitmap are padded each.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> single = np.dtype(np.float32)
+    >>> capacity_bytes(100, 10_000, single, Wire()), capacity_bytes(100, 10_000, single, Wire("fp16", "elias-fano"))
+    (824, 360)
+    """
+    return message_bytes(count, numel, dtype, wire) + (0 if wire.indices == "plain" else 16)
+
+
 def write_message(
     out: NDArray[np.uint8], selection: Selection, numel: int, wire: Wire, flags: int, energy: float, kept: float
 ) -> float:
@@ -179,18 +195,8 @@ def read_message(message: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], w
     MessageError
         Where a field, the length or an index is not what it has to be.
     """
-    if message.size < _HEADER.itemsize:
-        raise MessageError(f"message: at least {_HEADER.itemsize} bytes are needed, got {message.size}")
-    header = message[: _HEADER.itemsize].view(_HEADER)[0]
+    header, stored, coding = _header_of(message, numel, dtype)
     count = int(header["count"])
-    if header["version"] != VERSION:
-        raise MessageError(f"message: version must be {VERSION}, got {header['version']}; run one mpicomp on all ranks")
-    stored = _name_of(header["values"], _VALUES, "values")
-    coding = _name_of(header["indices"], _INDICES, "indices")
-    if stored in ("float32", "float64") and stored != dtype.name:
-        raise MessageError(f"message: values must be {dtype.name} or have 16 bits, got {stored}")
-    if count > numel:
-        raise MessageError(f"message: {count} values do not come from {numel} elements")
     halved = stored in ("fp16", "bf16")
     middle, end = _parts(count, numel, 2 if halved else dtype.itemsize, coding)
     if message.size != end:
@@ -210,6 +216,29 @@ def read_message(message: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], w
     else:
         values = _payload(message, _HEADER.itemsize, count, dtype)
     return Sparse(Selection(indices, values), int(header["flags"]), float(header["energy"]), float(header["lost"]))
+
+
+def read_padded(room: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], workspace: Workspace) -> Sparse:
+    """Read the message that a longer piece of memory begins with; see `read_message` and `capacity_bytes`."""
+    header, stored, coding = _header_of(room, numel, dtype)
+    itemsize = 2 if stored in ("fp16", "bf16") else dtype.itemsize
+    return read_message(room[: _parts(int(header["count"]), numel, itemsize, coding)[1]], numel, dtype, workspace)
+
+
+def _header_of(message: NDArray[np.uint8], numel: int, dtype: np.dtype[Any]) -> tuple[Any, str, str]:
+    """Give a message's header, and how its values and indices are stored; see `read_message` for what is refused."""
+    if message.size < _HEADER.itemsize:
+        raise MessageError(f"message: at least {_HEADER.itemsize} bytes are needed, got {message.size}")
+    header = message[: _HEADER.itemsize].view(_HEADER)[0]
+    if header["version"] != VERSION:
+        raise MessageError(f"message: version must be {VERSION}, got {header['version']}; run one mpicomp on all ranks")
+    stored = _name_of(header["values"], _VALUES, "values")
+    coding = _name_of(header["indices"], _INDICES, "indices")
+    if stored in ("float32", "float64") and stored != dtype.name:
+        raise MessageError(f"message: values must be {dtype.name} or have 16 bits, got {stored}")
+    if header["count"] > numel:
+        raise MessageError(f"message: {header['count']} values do not come from {numel} elements")
+    return header, stored, coding
 
 
 def _itemsize(dtype: np.dtype[Any], wire: Wire) -> int:

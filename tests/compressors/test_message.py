@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mpicomp.kernels import cpu
 
 from mpicomp.compressors.base import Selection
-from mpicomp.compressors.message import message_bytes, read_message, write_message
+from mpicomp.compressors.message import capacity_bytes, message_bytes, read_message, read_padded, write_message
 from mpicomp.compressors.wire import Wire, compact
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.workspace import Workspace
@@ -73,6 +73,30 @@ def test_round_trip(count, dtype, wire):
     np.testing.assert_allclose(rounding, expected, rtol=1e-12)
     assert (rounding > 0) == (wire.values is not None and count > 0)
     assert sparse.lost == 1e3 + rounding
+
+
+@wires
+@dtypes
+@pytest.mark.parametrize("count", [0, 1, 64, 500])
+def test_a_message_is_found_in_longer_memory(count, dtype, wire):
+    out, selection, _ = message(count, dtype, wire)
+    room = capacity_bytes(500, NUMEL, np.dtype(dtype), wire)
+    memory = np.full(room, 0xA5, np.uint8)
+    memory[: out.size] = out
+    sparse = read_padded(memory, NUMEL, np.dtype(dtype), Workspace())
+    np.testing.assert_array_equal(sparse.selection.indices, selection.indices)
+    np.testing.assert_array_equal(sparse.selection.values, selection.values)
+    with pytest.raises(MessageError):
+        read_padded(memory[: out.size - 8], NUMEL, np.dtype(dtype), Workspace())
+
+
+@pytest.mark.parametrize("numel", [1, 2, 63, 64, 65, 300, 1000])
+def test_there_is_room_for_all_shorter_messages(numel):
+    for wire in WIRES:
+        longest = 0
+        for count in range(numel + 1):
+            longest = max(longest, message_bytes(count, numel, np.dtype(np.float32), wire))
+            assert longest <= capacity_bytes(count, numel, np.dtype(np.float32), wire) <= longest + 16
 
 
 @wires

@@ -1,0 +1,208 @@
+"""gTop-k: selections are added pair by pair up a tree, and only the largest elements go on."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives.round import Group, Round
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.collectives.sparse_mean import SparseMean
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import Selection, Sparsifier
+from mpicomp.compressors.message import (
+    NONFINITE,
+    STALE,
+    Sparse,
+    capacity_bytes,
+    message_bytes,
+    read_padded,
+    write_message,
+)
+from mpicomp.compressors.wire import Wire
+from mpicomp.errors import MessageError
+from mpicomp.kernels import cpu
+from mpicomp.workspace import Workspace
+
+_BYTE = np.dtype(np.uint8)
+_COUNT = np.dtype(np.int64)
+
+
+class Gtopk(Scheme[Sparsifier]):
+    """A binomial tree of merges that keep k elements, then a bcast of what the root holds.
+
+    In hop j the ranks whose lowest set bit is bit j send what they hold to the rank 2**j below, which adds the values
+    of common indices and keeps the k largest, the lower index first where magnitudes are equal. Any number of
+    ranks will do. k is the compressor's count; where that varies it is the largest of all ranks, for which an
+    allgatherv of one integer a rank comes first.
+
+    Nothing is lost: who drops an element, or rounds one to 16 bits, keeps what that takes from the sum in the own
+    residual, which may so grow at indices that the rank has not selected itself.
+    """
+
+    id: ClassVar[str] = "gtopk"
+    paper: ClassVar[str] = (
+        "gTop-k, Shi et al. 2019, arXiv 1901.04359; any number of ranks, integer indices; the rank that merges keeps "
+        "what it drops (the paper's put-back returns only own values that miss the result, and loses partial sums)"
+    )
+    messages: ClassVar[str] = "sparse"
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        """Give the hops of a rank, idle ones too, and a bcast; see `Scheme.rounds`."""
+        asked = [] if self.compressor.count(numel) is not None else [self._ask(group)]
+        room = self._room(self.compressor.expected(numel), numel, dtype)
+        return [*asked, *_hops(group, room), Round("bcast", (room,), _BYTE)]
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Select, merge, hand out; see `Scheme.exchange`."""
+        group, workspace, numel, dtype = context.group, context.workspace, accumulated.numel, accumulated.dtype
+        selection = self.compressor.select(accumulated, context)
+        count = self.compressor.count(numel)
+        if count is None:
+            ask = self._ask(group)
+            ask.send = np.array([selection.indices.size], _COUNT)
+            ask.recv = workspace.array("counts", group.size, _COUNT)
+            count = int((yield ask).max())
+        wire, room = self.compressor.wire_for(count, numel), self._room(count, numel, dtype)
+        node = _Node(selection, count, accumulated, workspace)
+        message = workspace.array("message", room, _BYTE)
+
+        for hop in _hops(group, room):
+            if hop.peers[0] is not None:
+                node.write(message, wire)
+                hop.send = message
+            if hop.peers[1] is not None:
+                hop.recv = workspace.array("incoming", room, _BYTE)
+            incoming = yield hop
+            if hop.peers[1] is not None:
+                node.merge(_read(incoming, hop.peers[1], numel, dtype, workspace))
+        spread = Round("bcast", (room,), _BYTE, recv=workspace.array("incoming", room, _BYTE))
+        if group.rank == 0:
+            node.write(message, wire)
+            spread.send = message
+        total = _read((yield spread), 0, numel, dtype, workspace)
+
+        mean = SparseMean.cleared(workspace, numel, dtype)
+        mean.add(total.selection.indices, total.selection.values, 1 / group.size)
+        # Sums can be infinite where no rank's value is. They are the largest, so that they come to the root.
+        infinite = cpu.count_reaching(total.selection.values, cpu.magnitude_bits(np.inf, dtype))
+        return Result(
+            mean=mean.array,
+            sent=node.sent,
+            energy=total.energy,
+            gain=gain_of(total.lost, total.energy),
+            kept=float(total.selection.indices.size),
+            nonfinite=bool(total.flags & NONFINITE) or infinite > 0,
+            stale=bool(total.flags & STALE),
+        )
+
+    def _ask(self, group: Group) -> Round:
+        return Round("allgatherv", [1] * group.size, _COUNT)
+
+    def _room(self, count: int, numel: int, dtype: np.dtype[Any]) -> int:
+        """Give the bytes of a message in any hop: unions have at least as many elements as one of their parts."""
+        bytes_of = capacity_bytes if self.compressor.count(numel) is None else message_bytes
+        return bytes_of(count, numel, dtype, self.compressor.wire_for(count, numel))
+
+
+class _Node:
+    """What a rank holds on its way up the tree.
+
+    Attributes
+    ----------
+    sent : Selection
+        What it passes on, less what it was given.
+    """
+
+    def __init__(self, selection: Selection, count: int, accumulated: Accumulated, workspace: Workspace) -> None:
+        self.sent = selection
+        self._held = selection
+        self._count = count
+        self._accumulated = accumulated
+        self._workspace = workspace
+        self._flags = flags_of(accumulated)
+        self._energy = accumulated.energy
+        self._lost = 0.0  # by the ranks above
+        self._turns: dict[str, int] = {}
+
+    def merge(self, given: Sparse) -> None:
+        """Add what another rank held and drop all but the largest."""
+        self._flags |= given.flags
+        self._energy += given.energy
+        self._lost += given.lost
+        other = given.selection
+        union = self._room("union", self._held.indices.size + other.indices.size)
+        size = cpu.merge_add(
+            self._held.indices, self._held.values, other.indices, other.values, union.indices, union.values
+        )
+        self._held = Selection(union.indices[:size], union.values[:size])
+        if size > self._count:
+            self._drop(size - self._count)
+
+    def write(self, message: NDArray[np.uint8], wire: Wire) -> None:
+        """Write the message to the next rank; nothing is merged afterwards."""
+        array = self._accumulated.array()
+        if wire.values is not None:
+            self._round(wire.values)
+        lost = max(0.0, self._accumulated.energy + cpu.norm_change(array, self.sent.indices, self.sent.values))
+        size = message_bytes(self._held.indices.size, array.size, array.dtype, wire)
+        message[size:] = 0
+        write_message(
+            message[:size], self._held, array.size, wire, self._flags, self._energy, self._energy - self._lost - lost
+        )
+
+    def _drop(self, count: int) -> None:
+        held, kept, left = self._held, self._room("kept", self._count), self._room("left", count)
+        threshold = cpu.kth_magnitude(held.values, self._count)
+        cpu.split_largest(held.indices, held.values, threshold, kept.indices, kept.values, left.indices, left.values)
+        self._held = kept
+        self._keep(left)
+
+    def _round(self, values: str) -> None:
+        exact, size = self._held, self._held.indices.size
+        rounded = self._workspace.array("rounded", size, exact.values.dtype)
+        error = self._workspace.array("error", size, exact.values.dtype)
+        cpu.narrow(exact.values, values, self._workspace.array("halves", size, np.uint16), rounded)
+        with np.errstate(invalid="ignore"):
+            np.subtract(exact.values, rounded, out=error)
+        self._held = Selection(exact.indices, rounded)
+        self._keep(Selection(exact.indices, error))
+
+    def _keep(self, part: Selection) -> None:
+        """Take from what was sent a part that stays here."""
+        sent = self._room("sent", self.sent.indices.size + part.indices.size)
+        size = cpu.merge_subtract(
+            self.sent.indices, self.sent.values, part.indices, part.values, sent.indices, sent.values
+        )
+        self.sent = Selection(sent.indices[:size], sent.values[:size])
+
+    def _room(self, name: str, size: int) -> Selection:
+        """Give room for a selection that is not where the one before of this name was."""
+        turn = self._turns[name] = self._turns.get(name, 0) + 1
+        name = f"{name}.{turn % 2}"
+        return Selection(
+            self._workspace.array(f"{name}.indices", size, np.uint32),
+            self._workspace.array(f"{name}.values", size, self._accumulated.dtype),
+        )
+
+
+def _hops(group: Group, room: int) -> list[Round]:
+    """Give what a rank does in every hop of the tree."""
+    hops = []
+    for level in range((group.size - 1).bit_length()):
+        step = 1 << level
+        place, above = group.rank % (2 * step), group.rank + step
+        if place == step:
+            hops.append(Round("sendrecv", (room, 0), _BYTE, peers=(group.rank - step, None)))
+        elif place == 0 and above < group.size:
+            hops.append(Round("sendrecv", (0, room), _BYTE, peers=(None, above)))
+        else:
+            hops.append(Round("sendrecv", (0, 0), _BYTE))
+    return hops
+
+
+def _read(message: NDArray[np.uint8], rank: int, numel: int, dtype: np.dtype[Any], workspace: Workspace) -> Sparse:
+    try:
+        return read_padded(message, numel, dtype, workspace)
+    except MessageError as error:
+        raise MessageError(f"gtopk: from rank {rank}: {error}") from error

@@ -1,0 +1,89 @@
+"""One rank's indices for all: what the kinds of AR-Topk have in common."""
+
+from typing import Any
+
+import numpy as np
+
+from mpicomp.collectives.positions import exchange_at
+from mpicomp.collectives.round import Group, Round
+from mpicomp.collectives.scheme import Context, Exchange, Scheme
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import Compressor, Selection, Sparsifier
+from mpicomp.compressors.dense import Dense
+from mpicomp.errors import MessageError
+from mpicomp.kernels import cpu
+
+
+class Leading(Scheme[Sparsifier]):
+    """Bcast of one rank's indices, then a sum of every rank's values at them.
+
+    Values need no indices, so their sum costs what a dense one of k elements does, whatever the number of ranks.
+    16-bit values are summed as those of `mpicomp.Dense` are.
+
+    Parameters
+    ----------
+    compressor : Sparsifier
+        Selects on the rank that leads.
+    inner : Scheme
+        Sums the values.
+    """
+
+    def __init__(self, compressor: Sparsifier, inner: Scheme[Dense]) -> None:
+        super().__init__(compressor)
+        self._sum = inner
+
+    @classmethod
+    def upon(cls, compressor: Compressor) -> Compressor:
+        """Values are summed by a dense collective."""
+        assert isinstance(compressor, Sparsifier)
+        return Dense(wire=compressor.wire)
+
+    def _rounds_led(
+        self, leader: int, count: int, numel: int, dtype: np.dtype[Any], group: Group, step: int
+    ) -> list[Round]:
+        """Give the shapes of the rounds of `_exchange_led`."""
+        return [self._share(leader, count, numel), *self._sum.rounds(count, dtype, group, step)]
+
+    def _exchange_led(
+        self, leader: int, count: int, chosen: Selection | None, accumulated: Accumulated, context: Context
+    ) -> Exchange:
+        """Average the values at the leader's indices.
+
+        Parameters
+        ----------
+        leader : int
+            The rank whose indices are taken; the same on all ranks, as ``count`` is.
+        count : int
+            How many there are, possibly none.
+        chosen : Selection or None
+            The leader's selection; not looked at elsewhere.
+        accumulated, context
+            As in `Scheme.exchange`.
+
+        Raises
+        ------
+        MessageError
+            On all ranks, where the indices cannot be read.
+        """
+        workspace, numel = context.workspace, accumulated.numel
+        share = self._share(leader, count, numel)
+        coded = share.dtype == np.uint8
+        if context.group.rank == leader:
+            assert chosen is not None
+            share.send = chosen.indices
+            if coded:
+                share.send = workspace.array("code", share.counts[0], np.uint8)
+                cpu.encode_indices(chosen.indices, numel, share.send)
+        share.recv = workspace.array("indices", share.counts[0], share.dtype)
+        indices = yield share
+        if coded:
+            code = indices
+            indices = workspace.array("indices", count, np.uint32)
+            if not cpu.decode_indices(code, count, numel, indices):
+                raise MessageError(f"{self.id}: the indices from rank {leader} are damaged")
+        return (yield from exchange_at(indices, 1.0, accumulated, context, self._sum))
+
+    def _share(self, leader: int, count: int, numel: int) -> Round:
+        if self.compressor.wire_for(count, numel).indices == "plain":
+            return Round("bcast", (count,), np.dtype(np.uint32), root=leader)
+        return Round("bcast", (cpu.index_bytes(count, numel),), np.dtype(np.uint8), root=leader)
