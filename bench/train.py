@@ -120,6 +120,7 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
             sent += record.sent_bytes
             wire += record.wire_bytes
             dense_wire += record.dense_wire_bytes
+            once_bytes += round(record.once_wire_bytes)
             gains += [bucket.gain for bucket in record.buckets if bucket.gain is not None]
             collectives |= dict.fromkeys(bucket.collective for bucket in record.buckets)
             metrics.write(record.to_json() | {"seconds": seconds, "phases_s": phases, "loss": loss})

@@ -32,6 +32,8 @@ class Group:
     parts : tuple of Group
         The `HOST` group that this rank is in, and its `ACROSS` group if it is in one. They may be left out where
         every rank has a host of its own, or all are on one.
+    layout : tuple of int
+        The host of each rank, by number; it may be left out where the parts may.
     """
 
     rank: int
@@ -41,6 +43,13 @@ class Group:
     hosts: int = 1
     sharing: int = 1
     parts: tuple["Group", ...] = ()
+    layout: tuple[int, ...] = ()
+
+    def seen_by(self, rank: int) -> "Group":
+        """Give this group of all ranks as another rank sees it."""
+        if self.layout:
+            return layout_groups(self.layout, rank, self.identical_sums)[0]
+        return replace(self, rank=rank)
 
     def part(self, name: str) -> "Group | None":
         """Give this rank's group of a name, None where it is in none.
@@ -199,7 +208,8 @@ def layout_groups(
         across = members[ACROSS]
         parts.append(Group(across.index(rank), len(across), identical_sums, ACROSS, len(on_host), owners))
     most = max(len(ranks) for ranks in on_host.values())
-    return Group(rank, len(layout), identical_sums, WORLD, len(on_host), most, tuple(parts)), members
+    world = Group(rank, len(layout), identical_sums, WORLD, len(on_host), most, tuple(parts), tuple(layout))
+    return world, members
 
 
 def dense_ring_bytes(numel: int, ranks: int, itemsize: int = 4) -> float:

@@ -1,8 +1,10 @@
 """Policies choose plans: which scheme each bucket uses in a step."""
 
-from mpicomp.policies.static import Plan, Static
+from mpicomp.policies.policy import Plan, Policy, Shape
+from mpicomp.policies.selector import Selector
+from mpicomp.policies.static import Static
 
-__all__ = ["Plan", "Static", "list_policies"]
+__all__ = ["Plan", "Policy", "Selector", "Shape", "Static", "list_policies"]
 
 
 def list_policies() -> list[str]:

@@ -1,22 +1,15 @@
 """The same plan for every bucket at every step."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
 from typing import Any
 
-from mpicomp.collectives import Scheme, bind, fitting
+from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor
+from mpicomp.policies.policy import Plan, Policy, Shape
+from mpicomp.transport.base import Asked, Transport
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A scheme for one bucket in one step, and why it was taken."""
-
-    scheme: Scheme[Any]
-    reason: str
-
-
-class Static:
+class Static(Policy):
     """One compressor and one collective, as they were named.
 
     Parameters
@@ -24,37 +17,29 @@ class Static:
     compressor : Compressor
         What every bucket uses.
     collective : str
-        ``"auto"`` stands for the first one that fits the compressor.
+        What carries it.
 
     Raises
     ------
     UnknownNameError, IncompatiblePairError
         See `mpicomp.collectives.bind`.
-
-    Examples
-    --------
-    >>> from mpicomp import TopK
-    >>> plan = Static(TopK(), "auto").plan(["weight"], [100])
-    >>> plan.scheme.id, plan.reason
-    ('allgather', "static: first collective that fits 'topk'")
     """
 
     id = "static"
 
-    def __init__(self, compressor: Compressor, collective: str = "auto") -> None:
+    def __init__(self, compressor: Compressor, collective: str) -> None:
         self._compressor = compressor
         self._collective = collective
-        self._reason = "static: pinned"
-        if collective == "auto":
-            self._collective = fitting(compressor)[0]
-            self._reason = f"static: first collective that fits '{compressor.id}'"
-        self._plans: dict[tuple[tuple[str, ...], tuple[int, ...]], Plan] = {}
-        bind(compressor, self._collective)  # what does not fit is refused here
+        self._plans: list[Plan] = []
+        bind(compressor, collective)  # what does not fit is refused here
 
-    def plan(self, names: Sequence[str], sizes: Sequence[int]) -> Plan:
-        """Give the plan for a bucket of parameters with these names and numbers of elements."""
-        bucket = (tuple(names), tuple(sizes))
-        if bucket not in self._plans:
-            compressor = self._compressor.within(names, sizes)
-            self._plans[bucket] = Plan(bind(compressor, self._collective), self._reason)
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+        """See `Policy.start`; there are no rounds."""
+        own = [self._compressor.within(shape.names, shape.sizes) for shape in shapes]
+        self._plans = [Plan(bind(compressor, self._collective), "static: pinned") for compressor in own]
+        return
+        yield
+
+    def plan(self, bucket: int) -> Plan:
+        """See `Policy.plan`."""
         return self._plans[bucket]

@@ -12,6 +12,7 @@ from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece, Velocity
 from mpicomp.compressors.base import Entry, Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
+from mpicomp.policies import Shape
 from mpicomp.workspace import Workspace
 
 _INDEX_LIMIT = 2**32  # indices travel in 32 bits
@@ -46,6 +47,12 @@ class Bucket:
         self._residual = np.zeros(self.numel + TAIL if self.feedback else 0, self.dtype)
         self._velocity = np.zeros(self.numel if self.entry.momentum else 0, self.dtype)
         self._next_velocity = np.zeros_like(self._velocity)
+
+    @property
+    def shape(self) -> Shape:
+        """What a policy has to know of it."""
+        names, sizes = tuple(m.name for m in self.members), tuple(m.numel for m in self.members)
+        return Shape(names, sizes, self.dtype)
 
     def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> Accumulated:
         """Give gradient plus residual.

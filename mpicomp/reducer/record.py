@@ -35,7 +35,9 @@ class BucketRecord:
         Seconds on this rank: ``compress`` (up to the last round, with the sum of gradient and
         residual), ``exchange`` (in rounds), ``decode`` (after them).
     predicted_s : float or None
-        What a cost model predicted; None where there was none.
+        Seconds that a cost model predicted before the step, from when the last rank is there; None without a model.
+    predicted_phases_s : dict or None
+        The same in parts: ``kernels`` (compress and decode on the slowest rank) and ``exchange``.
     sent_bytes : int
         Payload that this rank handed to the transport.
     wire_bytes : float
@@ -57,6 +59,7 @@ class BucketRecord:
     gain: float | None
     phases_s: dict[str, float]
     predicted_s: float | None
+    predicted_phases_s: dict[str, float] | None
     sent_bytes: int
     wire_bytes: float
     dense_wire_bytes: float
@@ -79,8 +82,13 @@ class StepRecord:
         Whether zeros were delivered since a gradient was not finite.
     agreed : bool
         Whether the ranks compared what they were given, which takes a round of its own.
+    choosing_s : float
+        Seconds on this rank that were spent on choosing plans and on learning what they took.
+    once_wire_bytes : float
+        Bytes that left this rank for measuring the network; in no sum.
     overhead_bytes : int
-        Payload of rounds outside the buckets' exchanges: agreement, and exchanges that it cut short.
+        Payload of rounds outside the buckets' exchanges: agreement, exchanges that it cut short, and what ranks tell
+        each other about the seconds of a step.
     overhead_wire_bytes : float
         Bytes that left this rank in them.
     buckets : list of BucketRecord
@@ -91,6 +99,8 @@ class StepRecord:
     lr: float | None = None
     skipped: bool = False
     agreed: bool = False
+    choosing_s: float = 0.0
+    once_wire_bytes: float = 0.0
     overhead_bytes: int = 0
     overhead_wire_bytes: float = 0.0
     buckets: list[BucketRecord] = field(default_factory=list)
@@ -129,6 +139,8 @@ class StepRecord:
             "lr": self.lr,
             "skipped": self.skipped,
             "agreed": self.agreed,
+            "choosing_s": self.choosing_s,
+            "once_wire_bytes": self.once_wire_bytes,
             "overhead_bytes": self.overhead_bytes,
             "overhead_wire_bytes": self.overhead_wire_bytes,
             "sent_bytes": self.sent_bytes,

@@ -3,7 +3,8 @@
 import copy
 import math
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,21 @@ from numpy.typing import NDArray
 from mpicomp.arrays import Described, describe, from_host, to_host
 from mpicomp.collectives import Context, Result, Round, dense_ring_bytes
 from mpicomp.compressors import Compressor, Dense, get_compressor
+from mpicomp.cost import CostModel
 from mpicomp.errors import ClosedError, ConfigurationError, MpicompError, NonFiniteError, UnknownNameError
-from mpicomp.policies import Plan, Static, list_policies
+from mpicomp.policies import Plan, Policy, Selector, Static, list_policies
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.bucket import Bucket, make_buckets
 from mpicomp.reducer.record import BucketRecord, StepRecord
+from mpicomp.reducer.timer import Timer
 from mpicomp.transport import Transport
+from mpicomp.transport.base import Asked
 
 _NONFINITE = ("raise", "skip", "pass")
 _SCHEMA = 1
 _STATES = ("residuals", "velocities")  # arrays that live from step to step, each a method of Bucket
 
-Rounds = Generator[Round, NDArray[Any], Any]
+Rounds = Generator[Asked, Any, Any]
 
 
 class Reducer:
@@ -40,7 +44,9 @@ class Reducer:
         An object, a name or a configuration (see `mpicomp.get_compressor`). None lets mpicomp choose, which is
         dense until there is a policy that chooses.
     collective : str
-        A name from `mpicomp.list_collectives`, or ``"auto"``.
+        A name from `mpicomp.list_collectives`; one that is built upon another may name it behind a colon, as in
+        ``"star-topk:ring"``. ``"auto"`` takes at every step and for every bucket the one of least predicted
+        time, exchanges without compression among them; see ``cost``.
     policy : str or None
         ``"static"``, ``"auto"`` or None: static where a compressor is named, auto where none is.
     feedback : bool or None
@@ -57,6 +63,11 @@ class Reducer:
         For schemes that draw random numbers; the same on all ranks.
     threads : int
         How many threads of this rank share a sweep over a large array.
+    cost : CostModel, str or None
+        What is known of links, operations and kernels, or the file that ``mpicomp bench collectives --calibrate`` wrote
+        it to; that of rank 0 counts. A copy of it learns from every step, see `cost`. With None, ``collective="auto"``
+        measures for about a second before the first step, once a process for each layout of ranks
+        (``MPICOMP_PROBE=0``: not at all), and a collective that was named is taken without predicting anything.
 
     Raises
     ------
@@ -90,6 +101,7 @@ class Reducer:
         bucket_bytes: int = 32 << 20,
         seed: int = 0,
         threads: int = 1,
+        cost: CostModel | str | None = None,
     ) -> None:
         if policy is not None and policy not in list_policies():
             raise UnknownNameError("policy", policy, list_policies())
@@ -102,8 +114,14 @@ class Reducer:
         if not isinstance(threads, int) or threads < 1:
             raise ConfigurationError(f"reducer: threads must be at least 1, got {threads!r}")
         self._compressor = Dense() if compressor is None else get_compressor(compressor)
-        self._policy = Static(self._compressor, collective)
         self._feedback = self._compressor.feedback if feedback is None else feedback
+        self._policy: Policy
+        if collective == "auto":
+            self._policy = Selector(self._compressor, None, self._feedback, cost)
+        elif cost is not None:
+            self._policy = Selector(self._compressor, [collective], self._feedback, cost)
+        else:
+            self._policy = Static(self._compressor, collective)
         self._entry = self._compressor.entry
         _check_feedback(self._compressor, self._feedback)
         self._nonfinite = nonfinite
@@ -129,6 +147,7 @@ class Reducer:
         """What the last call of `reduce` did on this rank."""
         self._owned = not isinstance(comm, Transport)
         self._transport = _transport(comm)
+        self._timer = Timer(self._transport.group.size)
 
     @property
     def compressor(self) -> Compressor:
@@ -139,6 +158,11 @@ class Reducer:
     def feedback(self) -> bool:
         """Whether error feedback is on."""
         return self._feedback
+
+    @property
+    def cost(self) -> CostModel | None:
+        """What is known of links, operations and kernels; None before the first step or where nothing is predicted."""
+        return self._policy.cost
 
     @property
     def transport(self) -> Transport:
@@ -199,21 +223,35 @@ class Reducer:
             problem = error
         stale = problem is not None or not self._is_known(members)
 
-        results = None
+        done = None
         if self._buckets:
-            results = yield from self._exchange(None if stale else gradients, record)
-            stale = any(result.stale for result in results)
+            begin = time.perf_counter()
+            yield from self._policy.refresh(self._transport)
+            record.choosing_s += time.perf_counter() - begin
+            done = yield from self._exchange(None if stale else gradients, record)
+            stale = any(result.stale for result in done.results)
         if not self._buckets or stale:  # without buckets no message could have carried the flag
             record.buckets.clear()
+            yield from self._timer.drop()
             signature = None if members is None else Signature(self._settings, members)
             yield from agree(signature, problem, self._transport.group)
             assert members is not None
             record.agreed = True
-            self._adopt(members)
             record.overhead_bytes = sum(entry.sent_bytes for entry in log)
             record.overhead_wire_bytes = sum(entry.wire_bytes for entry in log)
-            results = yield from self._exchange(gradients, record)
-        assert results is not None
+            buckets = make_buckets(members, self._feedback, self._bucket_bytes, self._entry, self._threads)
+            yield from self._policy.start([bucket.shape for bucket in buckets], self._transport)
+            record.once_wire_bytes = sum(entry.wire_bytes for entry in log) - record.overhead_wire_bytes
+            self._adopt(members, buckets)
+            done = yield from self._exchange(gradients, record)
+        assert done is not None
+        results = done.results
+        if self._policy.measures:
+            begin = time.perf_counter()
+            sent_bytes = yield from self._timer.turn(self._policy, done.plans, done.times)
+            record.overhead_bytes += sent_bytes
+            record.overhead_wire_bytes += sent_bytes
+            record.choosing_s += time.perf_counter() - begin
 
         self._step += 1
         self.last_step = record
@@ -286,6 +324,7 @@ class Reducer:
         """Give back what it holds of MPI. Collective; a second call does nothing."""
         if not self._closed:
             self._closed = True
+            self._transport.run(self._timer.drop())
             if self._owned:
                 self._transport.close()
 
@@ -294,13 +333,13 @@ class Reducer:
             return False
         return members == self._members or set(members) == set(self._members)
 
-    def _adopt(self, members: list[Described]) -> None:
+    def _adopt(self, members: list[Described], buckets: list[Bucket]) -> None:
         """Lay out buckets anew; residuals follow their names, and wait for those that are gone."""
         for kind in _STATES:
             self._kept[kind] = {name: own.copy() for name, own in self._states(kind).items()}
         self._memories |= {bucket.members[0].name: bucket.memory for bucket in self._buckets}
         self._members = members
-        self._buckets = make_buckets(members, self._feedback, self._bucket_bytes, self._entry, self._threads)
+        self._buckets = buckets
         self._delivered = {
             member.name: np.empty(member.numel, np.uint16) for member in members if member.dtype.endswith("float16")
         }
@@ -336,17 +375,19 @@ class Reducer:
         empty = {name: np.zeros(shape) for name, shape in shapes.items() if 0 in shape and self._feedback}
         return held | (empty if kind == "residuals" else {}) | self._kept[kind]
 
-    def _exchange(self, gradients: Mapping[str, Any] | None, record: StepRecord) -> Generator[Round, Any, list[Result]]:
+    def _exchange(self, gradients: Mapping[str, Any] | None, record: StepRecord) -> Generator[Round, Any, "_Done"]:
         """Exchange all buckets; None for the gradients takes part with zeros and asks all ranks to agree anew."""
-        results = []
+        done = _Done()
+        clock = self._transport.clock
         arrays: dict[str, NDArray[Any]] = {}
         if gradients is not None:
             arrays = {member.name: to_host(gradients[member.name]) for member in self._members or ()}
         scale = self._scale(arrays)
         for bucket in self._buckets:
-            members = bucket.members
-            plan = self._policy.plan([member.name for member in members], [member.numel for member in members])
-            own = [arrays[member.name] for member in members] if gradients is not None else None
+            begin = time.perf_counter()
+            plan = self._policy.plan(bucket.index)
+            record.choosing_s += time.perf_counter() - begin
+            own = [arrays[member.name] for member in bucket.members] if gradients is not None else None
             context = Context(
                 group=self._transport.group,
                 step=self._step,
@@ -355,10 +396,14 @@ class Reducer:
                 memory=bucket.memory,
                 workspace=bucket.workspace,
             )
-            result, phases = yield from _timed(plan.scheme.exchange(bucket.accumulate(own, scale), context))
-            results.append(result)
+            start = clock()
+            result, phases = yield from _timed(plan.scheme.exchange(bucket.accumulate(own, scale), context), clock)
+            compress_s, decode_s, _ = phases
+            done.times.append((start, clock(), compress_s + decode_s))
+            done.plans.append(plan)
+            done.results.append(result)
             record.buckets.append(self._describe_bucket(bucket, plan, result, phases))
-        return results
+        return done
 
     def _scale(self, arrays: Mapping[str, NDArray[Any]]) -> float:
         """Give what clips this rank's gradients: 1, if not asked to or if they are not finite."""
@@ -389,7 +434,8 @@ class Reducer:
                 "exchange": sum(entry.seconds for entry in entries),
                 "decode": decode_s,
             },
-            predicted_s=None,
+            predicted_s=plan.prediction.seconds if plan.prediction else None,
+            predicted_phases_s=plan.prediction.phases() if plan.prediction else None,
             sent_bytes=sum(entry.sent_bytes for entry in entries),
             wire_bytes=sum(entry.wire_bytes for entry in entries),
             dense_wire_bytes=dense_ring_bytes(bucket.numel, self._transport.group.size),
@@ -422,20 +468,29 @@ class Reducer:
         return {name: means[name] for name in gradients}
 
 
+@dataclass
+class _Done:
+    """What exchanging the buckets came to, a bucket each; of times the start, the end and the own work."""
+
+    results: list[Result] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+    times: list[tuple[float, float, float]] = field(default_factory=list)
+
+
 def _timed(
-    exchange: Generator[Round, Any, Result],
+    exchange: Generator[Round, Any, Result], clock: Callable[[], float]
 ) -> Generator[Round, Any, tuple[Result, tuple[float, float, int]]]:
     """Run a scheme and measure its own work: seconds before its last round, seconds after it, and the rounds."""
     before, last, rounds = 0.0, 0.0, 0
     received = None
     while True:
-        start = time.perf_counter()
+        start = clock()
         try:
             task = exchange.send(received)
         except StopIteration as stop:
-            last = time.perf_counter() - start
+            last = clock() - start
             return stop.value, (before, last, rounds)
-        before += time.perf_counter() - start
+        before += clock() - start
         rounds += 1
         received = yield task
 

@@ -4,7 +4,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from mpicomp.compressors import Compressor
+from mpicomp.collectives import fitting
+from mpicomp.compressors import Compressor, Dense, get_compressor
 from mpicomp.reducer.reducer import Reducer
 from mpicomp.transport import Transport
 
@@ -36,7 +37,9 @@ def allreduce(array: Any, compressor: Compressor | str | Mapping[str, Any] | Non
     >>> allreduce(np.array([3, -5, 1], np.float32), "dense", LocalWorld(1).transports[0]).tolist()
     [3.0, -5.0, 1.0]
     """
-    reducer = Reducer(compressor, feedback=False, comm=_world() if comm is None else comm)
+    chosen = Dense() if compressor is None else get_compressor(compressor)
+    # One array tells nothing about the next one: the collective is the first that fits.
+    reducer = Reducer(chosen, fitting(chosen)[0], feedback=False, comm=_world() if comm is None else comm)
     try:
         return reducer.reduce({"array": array})["array"]
     finally:

@@ -15,6 +15,7 @@ LAYERS = [
     ["mpicomp.testing"],
     ["mpicomp.reducer"],
     ["mpicomp.policies"],
+    ["mpicomp.cost"],
     ["mpicomp.transport"],
     ["mpicomp.collectives"],
     ["mpicomp.compressors", "mpicomp.arrays"],

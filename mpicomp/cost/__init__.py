@@ -1,0 +1,20 @@
+"""What a plan will take: links, operations and kernels are measured, and every step teaches."""
+
+from mpicomp.cost.calibrate import calibrate, measure_kernels, share_model
+from mpicomp.cost.formulas import Terms
+from mpicomp.cost.model import CostModel
+from mpicomp.cost.network import Network
+from mpicomp.cost.plans import Candidates, Prediction
+from mpicomp.cost.probe import probe_link
+
+__all__ = [
+    "Candidates",
+    "CostModel",
+    "Network",
+    "Prediction",
+    "Terms",
+    "calibrate",
+    "measure_kernels",
+    "probe_link",
+    "share_model",
+]

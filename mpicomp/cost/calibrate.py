@@ -1,0 +1,124 @@
+"""One cost model for all ranks: given, remembered, or measured."""
+
+import json
+import os
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpicomp.collectives import Scheme
+from mpicomp.collectives.round import Round
+from mpicomp.cost.kernels import seconds_alone
+from mpicomp.cost.model import CostModel, scheme_key
+from mpicomp.cost.network import Network
+from mpicomp.cost.probe import probe
+from mpicomp.errors import ConfigurationError
+from mpicomp.transport.base import Asked, Transport
+from mpicomp.transport.clocks import compare_clocks
+
+_remembered: dict[tuple[str, tuple[int, ...], int], CostModel] = {}
+
+_BYTE = np.dtype(np.uint8)
+
+
+def calibrate(transport: Transport) -> CostModel:
+    """Measure links and operations and give a new cost model. Collective; about a second."""
+    model = CostModel(Network(transport.group.hosts))
+    transport.run(_measure(model, transport))
+    return model
+
+
+def share_model(given: CostModel | str | None, transport: Transport) -> Generator[Asked, Any, CostModel]:
+    """Give all ranks a cost model with what rank 0 knows. Collective over all ranks, as rounds.
+
+    It is a copy of the one that was given, or read from a file; or what an earlier reducer of this process measured
+    among ranks of the same layout; or it is measured now, unless ``MPICOMP_PROBE=0`` says that the first steps
+    shall do.
+
+    Raises
+    ------
+    ConfigurationError
+        On all ranks, where rank 0 cannot read the file, or where the model is of another number of hosts.
+    """
+    group = transport.group
+    content: dict[str, Any] = {}
+    if group.rank == 0:
+        try:
+            content = _first_rank_knows(given, transport)
+        except ConfigurationError as error:
+            content = {"error": str(error)}
+    content = yield from _broadcast(content, transport)
+    if "error" in content:
+        raise ConfigurationError(content["error"])
+    if "model" in content:
+        yield from compare_clocks(transport)
+        model = CostModel.from_json(content["model"])
+    else:
+        model = CostModel(Network(group.hosts))
+        if content["probe"]:
+            yield from _measure(model, transport)
+    if transport.family is not None:
+        _remembered[_layout(transport)] = model
+    return model
+
+
+def measure_kernels(
+    model: CostModel, schemes: Sequence[Scheme[Any]], feedback: bool, transport: Transport
+) -> Generator[Asked, Any, None]:
+    """Measure the own work of schemes that the model does not know; the slowest rank's counts.
+
+    Collective, as rounds.
+    """
+    unknown = {scheme_key(scheme): scheme for scheme in schemes if scheme_key(scheme) not in model.kernels}
+    if not unknown:
+        return
+    send = np.array([seconds_alone(scheme, feedback) for scheme in unknown.values()]).reshape(-1)
+    ranks = transport.group.size
+    recv = np.empty(send.size * ranks)
+    everyones = yield Round("allgatherv", [send.size] * ranks, recv.dtype, send=send, recv=recv)
+    slowest = everyones.reshape(ranks, len(unknown), 2).max(axis=0)
+    for key, (fixed, per_element) in zip(unknown, slowest, strict=True):
+        model.kernels[key] = float(fixed), float(per_element)
+
+
+def _first_rank_knows(given: CostModel | str | None, transport: Transport) -> dict[str, Any]:
+    model = CostModel.load(given) if isinstance(given, str) else given
+    hosts = transport.group.hosts
+    if model is not None and model.network.hosts != hosts:
+        raise ConfigurationError(
+            f"cost: the model is of {model.network.hosts} hosts and the ranks are on {hosts}; measure another one "
+            "with `mpicomp bench collectives --calibrate FILE`"
+        )
+    if model is None and transport.family is not None:
+        model = _remembered.get(_layout(transport))
+    if model is not None:
+        return {"model": model.to_json()}
+    wanted = os.environ.get("MPICOMP_PROBE", "1")
+    if wanted not in ("0", "1"):
+        raise ConfigurationError(f"cost: MPICOMP_PROBE must be 0 or 1, got {wanted!r}")
+    return {"probe": wanted == "1" and transport.probes}
+
+
+def _measure(model: CostModel, transport: Transport) -> Generator[Asked, Any, None]:
+    yield from compare_clocks(transport)
+    yield from probe(model.network, transport)
+
+
+def _broadcast(content: dict[str, Any], transport: Transport) -> Generator[Asked, Any, dict[str, Any]]:
+    """Give all ranks what rank 0 has."""
+    first = transport.group.rank == 0
+    report = np.frombuffer(json.dumps(content).encode(), _BYTE)
+    length = np.array([report.size], np.int64)
+    size = yield Round("bcast", (1,), length.dtype, send=length if first else None, recv=np.empty(1, np.int64))
+    count = int(size[0])
+    shared = yield Round(
+        "bcast", (count,), _BYTE, send=report if first else None, recv=np.empty(count, np.uint8)
+    )  # fmt: skip
+    told: dict[str, Any] = json.loads(shared.tobytes())
+    return told
+
+
+def _layout(transport: Transport) -> tuple[str, tuple[int, ...], int]:
+    assert transport.family is not None
+    return transport.family, transport.group.layout, transport.group.size

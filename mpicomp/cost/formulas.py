@@ -1,0 +1,125 @@
+"""What operations cost: how often the link's latency is paid, and how many bytes pass it one after the other.
+
+The textbook's formulas, as Table I of Flexible Communication (Tyagi and Swany 2023, arXiv 2312.02493) gives them.
+Logarithms are to the base 2.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mpicomp.collectives.round import ACROSS, Group, Round
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A cost in units of a link.
+
+    Parameters
+    ----------
+    latency : float
+        How often the latency is paid.
+    volume : float
+        Bytes that pass the link one after the other.
+
+    Examples
+    --------
+    >>> (Terms(3, 1e6) + Terms(3, 1e6)).seconds(latency=1e-3, seconds_per_byte=8e-9)
+    0.022
+    """
+
+    latency: float
+    volume: float
+
+    def __add__(self, other: "Terms") -> "Terms":
+        """Give the cost of both, one after the other."""
+        return Terms(self.latency + other.latency, self.volume + other.volume)
+
+    def seconds(self, latency: float, seconds_per_byte: float) -> float:
+        """Give the seconds on a link."""
+        return self.latency * latency + self.volume * seconds_per_byte
+
+
+def parameter_server(ranks: int, nbytes: float) -> Terms:
+    """Every rank's array to one rank and the sum back, one after the other."""
+    return Terms(2, 2 * (ranks - 1) * nbytes)
+
+
+def ring(ranks: int, nbytes: float) -> Terms:
+    """Sum by a ring: a reduce-scatter and an allgather of neighbours."""
+    return Terms(2 * (ranks - 1), 2 * (ranks - 1) / ranks * nbytes)
+
+
+def tree(ranks: int, nbytes: float) -> Terms:
+    """Sum by a tree: a reduction and a broadcast of the whole array."""
+    return Terms(2 * math.log2(ranks), 2 * math.log2(ranks) * nbytes)
+
+
+def broadcast(ranks: int, nbytes: float) -> Terms:
+    """Broadcast by a binomial tree."""
+    return Terms(math.log2(ranks), math.log2(ranks) * nbytes)
+
+
+def allgather(ranks: int, nbytes: float) -> Terms:
+    """Every rank's ``nbytes`` to every rank."""
+    return Terms(math.log2(ranks), (ranks - 1) * nbytes)
+
+
+def terms(task: Round, group: Group) -> Terms:
+    """Give the cost of a round of one of its ranks; the slowest rank's is the round's.
+
+    A library chooses by itself how it sums and broadcasts: here it is taken to know the best way for large arrays.
+    What is not so is in the factor that is measured for each operation.
+
+    Parameters
+    ----------
+    task : Round
+        Its shape.
+    group : Group
+        The round's own.
+    """
+    size, rank = group.size, group.rank
+    if size == 1:
+        return Terms(0, 0)
+    itemsize = task.dtype.itemsize
+    depth = math.log2(size)
+    match task.operation:
+        case "allreduce":
+            cost = Terms(2 * depth, 2 * (size - 1) / size * task.counts[0])
+        case "allgatherv":
+            cost = Terms(depth, sum(task.counts) - min(task.counts))
+        case "gatherv":
+            cost = Terms(depth, sum(task.counts) - task.counts[task.root])
+        case "bcast":
+            cost = Terms(depth, min(depth, 2 * (size - 1) / size) * task.counts[0])
+        case "alltoallv":
+            own = task.counts[rank]
+            coming = own * size if task.received is None else sum(task.received)
+            cost = Terms(size - 1, max(sum(task.counts), coming) - own)
+        case _:
+            cost = Terms(float(task.peers != (None, None)), max(task.counts))
+    return Terms(cost.latency, cost.volume * itemsize * _through_one_link(task, group))
+
+
+def slowest(costs: Iterable[Terms]) -> Terms:
+    """Give the cost of ranks that work at the same time."""
+    costs = list(costs)
+    return Terms(max(cost.latency for cost in costs), max(cost.volume for cost in costs))
+
+
+def _through_one_link(task: Round, group: Group) -> int:
+    """Tell how many ranks of a host send as much as this one through the host's link at the same time.
+
+    In a ring, and in what libraries do, one rank of a host talks to the next host. Where all talk to all, or with
+    partners that are far away, all of a host's do.
+    """
+    if group.name == ACROSS or task.operation == "alltoallv":
+        return group.sharing
+    if task.operation == "sendrecv" and any(_distance(peer, group) > 1 for peer in task.peers if peer is not None):
+        return group.sharing
+    return 1
+
+
+def _distance(peer: int, group: Group) -> int:
+    apart = abs(peer - group.rank)
+    return min(apart, group.size - apart)

@@ -1,0 +1,150 @@
+"""The cost model: what a plan will take, learnt from what plans took."""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpicomp.collectives import Group, Scheme
+from mpicomp.cost.network import Network, seen_by_some
+from mpicomp.cost.plans import Candidates, Learnt
+from mpicomp.errors import ConfigurationError
+
+SCHEMA = 1
+
+
+class CostModel:
+    """Measured speed of links, operations and schemes, for ranks of one layout.
+
+    Parameters
+    ----------
+    network : Network
+        Links and operations.
+
+    Attributes
+    ----------
+    kernels : dict
+        Seconds of each scheme's own work alone: fixed, and per element; see `scheme_key`.
+    learnt : dict
+        Of each plan that was run, by length: what its steps told; see `plan_key`.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.kernels: dict[str, tuple[float, float]] = {}
+        self.learnt: dict[str, dict[int, Learnt]] = {}
+
+    def candidates(self, schemes: Sequence[Scheme[Any]], numel: int, dtype: np.dtype[Any], group: Group) -> Candidates:
+        """Give the plans of one bucket, whose schemes' own work has been measured.
+
+        Parameters
+        ----------
+        schemes : sequence of Scheme
+            Among which one is chosen.
+        numel : int
+            Elements of the bucket.
+        dtype : numpy.dtype
+            Of its elements.
+        group : Group
+            All ranks.
+        """
+        views = seen_by_some(group)
+        shapes = [[scheme.rounds(numel, dtype, view) for view in views] for scheme in schemes]
+        alone = []
+        for scheme in schemes:
+            fixed, per_element = self.kernels[scheme_key(scheme)]
+            alone.append(fixed + numel * per_element)
+        return Candidates(
+            self.network,
+            np.array([self.network.coefficients(of_plan, views) for of_plan in shapes]),
+            alone,
+            [self._learnt_of(plan_key(scheme), numel) for scheme in schemes],
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Give a JSON-able object that `from_json` takes."""
+        return {
+            "schema": SCHEMA,
+            "network": self.network.to_json(),
+            "kernels": {key: list(seconds) for key, seconds in self.kernels.items()},
+            "learnt": {
+                key: {str(numel): vars(own).copy() for numel, own in lengths.items() if own.runs}
+                for key, lengths in self.learnt.items()
+            },
+        }
+
+    @classmethod
+    def from_json(cls, content: Any) -> "CostModel":
+        """Build one from what `to_json` gave.
+
+        Raises
+        ------
+        ConfigurationError
+            Where it is nothing of the kind.
+        """
+        try:
+            if content["schema"] != SCHEMA:
+                raise ValueError(f"schema must be {SCHEMA}, got {content['schema']!r}")
+            model = cls(Network.from_json(content["network"]))
+            for key, (fixed, per_element) in content["kernels"].items():
+                model.kernels[key] = float(fixed), float(per_element)
+            for key, lengths in content["learnt"].items():
+                model.learnt[key] = {int(numel): Learnt(**own) for numel, own in lengths.items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"cost: this is not a cost model that this mpicomp wrote ({error}); write one with "
+                "`mpicomp bench collectives --calibrate FILE`"
+            ) from None
+        return model
+
+    def save(self, path: str) -> None:
+        """Write it to a file, as JSON, by one rank."""
+        part = f"{path}.part"
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump(self.to_json(), file, indent=1)
+            file.write("\n")
+        os.replace(part, path)
+
+    @classmethod
+    def load(cls, path: str) -> "CostModel":
+        """Read one from a file.
+
+        Raises
+        ------
+        ConfigurationError
+            Where there is no such file, or it holds something else.
+        """
+        try:
+            with open(path, encoding="utf-8") as file:
+                content = json.load(file)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"cost: '{path}' cannot be read: {error}") from None
+        return cls.from_json(content)
+
+    def _learnt_of(self, key: str, numel: int) -> Learnt:
+        """Give what is known of a plan at a length; at first what it was like at others."""
+        lengths = self.learnt.setdefault(key, {})
+        if numel not in lengths:
+            others = [own for own in lengths.values() if own.runs]
+            fresh = Learnt()
+            if others:
+                fresh.kernels = sum(own.kernels for own in others) / len(others)
+                fresh.rounds = sum(own.rounds for own in others) / len(others)
+            lengths[numel] = fresh
+        return lengths[numel]
+
+
+def scheme_key(scheme: Scheme[Any]) -> str:
+    """Name a scheme's own work: what it is built upon hardly matters to it."""
+    return f"{scheme.id.partition(':')[0]} {_config(scheme)}"
+
+
+def plan_key(scheme: Scheme[Any]) -> str:
+    """Name a plan."""
+    return f"{scheme.id} {_config(scheme)}"
+
+
+def _config(scheme: Scheme[Any]) -> str:
+    return json.dumps(scheme.compressor.get_config(), sort_keys=True)

@@ -1,0 +1,225 @@
+"""What the network is like now: latency and bandwidth of its links, and a factor for each operation.
+
+Seconds of a round are ``latency x Terms.latency x factor + seconds a byte x Terms.volume x factor``, with a
+latency and a bandwidth for what crosses hosts and for what does not, and two factors for each operation in each
+group. Logarithms of all of them are the state of an extended Kalman filter, with the logarithm of seconds as what is
+measured: relative errors are alike at a microsecond and at a minute. Links drift, factors hardly do, so that what
+one plan measures moves the predictions of all.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives.round import ACROSS, HOST, WORLD, Group, Round
+from mpicomp.cost.formulas import Terms, slowest, terms
+
+OPERATIONS = ("allreduce", "allgatherv", "alltoallv", "bcast", "gatherv", "sendrecv")
+GROUPS = (WORLD, HOST, ACROSS)
+
+_LINKS = 4  # between hosts: latency, seconds a byte; inside a host: the same
+_TERMS = 2 * len(GROUPS) * len(OPERATIONS)
+_UNKNOWN = (50e-6, 8e-9, 2e-6, 2e-10)  # 1 Gbit/s and shared memory, where nothing was measured
+_LINK_SD, _FACTOR_SD = 1.0, 0.3  # of the logarithms, where nothing was measured
+_LINK_DRIFT, _FACTOR_DRIFT = 0.02**2, 0.002**2  # variance that a step adds
+_LINK_MOST = 0.1**2  # up to which it does: what a plan hardly depends on must not take the blame for all it meets
+_STRANGE = 4.0  # standard deviations from which on a measurement may be an accident, or the network another one
+_LEAST_STRANGE = 0.35  # of the logarithm: less is nothing to be alarmed about
+
+_RANKS = 16  # of so many ranks the shapes are looked at
+
+
+class Network:
+    """Links and factors, learnt from measured seconds.
+
+    All ranks have to feed it the same numbers, and then hold the same state.
+
+    Parameters
+    ----------
+    hosts : int
+        On how many hosts the ranks are: on one, everything goes through its memory.
+    """
+
+    def __init__(self, hosts: int) -> None:
+        self.hosts = hosts
+        between = 0 if hosts > 1 else 2
+        self._link_of = np.repeat([2 if group == HOST else between for group in GROUPS], 2 * len(OPERATIONS))
+        self._link_of += np.tile([0, 1], _TERMS // 2)
+        self._state = np.zeros(_LINKS + _TERMS)
+        self._state[:_LINKS] = np.log(_UNKNOWN)
+        self._variance = np.diag([_LINK_SD**2] * _LINKS + [_FACTOR_SD**2] * _TERMS)
+        self._strange = 0
+        self._seconds = np.zeros(_TERMS)
+        self._refresh()
+
+    @property
+    def latency(self) -> float:
+        """Seconds of latency between hosts; inside the host where there is one."""
+        return float(np.exp(self._state[self._link_of[0]]))
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Of the link between hosts; inside the host where there is one."""
+        return float(np.exp(self._state[self._link_of[1]]))
+
+    def coefficients(self, rounds: Sequence[Sequence[Round]], groups: Sequence[Group]) -> NDArray[np.float64]:
+        """Turn the rounds of a plan into what `seconds` takes.
+
+        Parameters
+        ----------
+        rounds : sequence of sequences of Round
+            Each rank's shapes; ranks that skip some rounds come without them.
+        groups : sequence of Group
+            The group of all, as each of these ranks sees it.
+
+        Returns
+        -------
+        array of float64, shape (terms,)
+        """
+        whole = np.zeros(_TERMS)
+        for name in GROUPS:
+            own = [[(task, world.part(name)) for task in of_rank if task.group == name]
+                   for of_rank, world in zip(rounds, groups, strict=True)]  # fmt: skip
+            for place in range(max(map(len, own))):
+                met = [
+                    (of_rank[place][0], group)
+                    for of_rank in own
+                    if len(of_rank) > place and (group := of_rank[place][1])
+                ]
+                add_terms(whole, met[0][0].operation, name, slowest(terms(task, group) for task, group in met))
+        return whole
+
+    def seconds(self, coefficients: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Predict the seconds of plans in rounds, shape (plans,), from coefficients of shape (plans, terms)."""
+        seconds: NDArray[np.float64] = np.add.reduce(coefficients * self._seconds, axis=-1)
+        return seconds
+
+    def factor_variance(self, coefficients: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Give the variance of the logarithm of predicted seconds that comes from the operations' factors alone."""
+        parts = coefficients * self._seconds
+        shares = parts / np.maximum(np.add.reduce(parts, axis=-1), 1e-12)[..., None]
+        variance: NDArray[np.float64] = np.add.reduce(shares**2 * np.diagonal(self._variance)[_LINKS:], axis=-1)
+        return variance
+
+    def drift(self) -> None:
+        """Let a step pass: what was learnt grows older."""
+        diagonal = np.einsum("ii->i", self._variance)
+        links, factors = diagonal[:_LINKS], diagonal[_LINKS:]
+        links[:] = np.maximum(links, np.minimum(links + _LINK_DRIFT, _LINK_MOST))
+        factors[:] = np.maximum(factors, np.minimum(factors + _FACTOR_DRIFT, _FACTOR_SD**2))
+
+    def observe(
+        self, coefficients: NDArray[np.float64], seconds: float, noise: float, own_error: float, own_variance: float
+    ) -> tuple[float, float, bool]:
+        """Learn from a plan's measured seconds in rounds.
+
+        A measurement that is far from what is predicted changes nothing the first time; when the next one says the
+        same, the links have changed.
+
+        Parameters
+        ----------
+        coefficients : array, shape (terms,)
+            See `coefficients`.
+        seconds : float
+            From the last rank's start to the last rank's end.
+        noise : float
+            Variance of the logarithm of these seconds.
+        own_error, own_variance : float
+            By how much the plan is known to differ from the prediction (logarithm), and how well.
+
+        Returns
+        -------
+        innovation, variance : float
+            Logarithm of measured over predicted seconds, with the plan's own error, and what was expected of it.
+        changed : bool
+            Whether the links were found to be others than before.
+        """
+        parts = coefficients * self._seconds
+        predicted = float(np.add.reduce(parts))
+        if predicted <= 0:
+            return 0.0, math.inf, False
+        innovation = math.log(max(seconds, 1e-7) / predicted) - own_error
+        shares = parts / predicted
+        slope = np.concatenate((np.bincount(self._link_of, shares, _LINKS).astype(np.float64), shares))
+        spread: NDArray[np.float64] = self._variance @ slope
+        variance = float(slope @ spread) + own_variance + noise
+        changed = False
+        if abs(innovation) > max(_STRANGE * math.sqrt(variance), _LEAST_STRANGE):
+            sign = 1 if innovation > 0 else -1
+            changed = self._strange == sign
+            self._strange = 0 if changed else sign
+            if not changed:
+                return 0.0, math.inf, False
+            diagonal = np.einsum("ii->i", self._variance)
+            diagonal[:_LINKS] += innovation**2
+            spread = self._variance @ slope
+            variance = float(slope @ spread) + own_variance + noise
+        else:
+            self._strange = 0
+        self._state += spread * (innovation / variance)
+        self._variance -= np.outer(spread, spread / variance)
+        self._refresh()
+        return innovation, variance, changed
+
+    def set_link(self, group: str, latency: float, seconds_per_byte: float, sd: float) -> None:
+        """Set what a link was measured to have, with the standard deviation of the logarithms."""
+        link = self._link_of[_place(group, "sendrecv")]
+        self._state[link : link + 2] = np.log([latency, seconds_per_byte])
+        self._spread_out(slice(link, link + 2), sd)
+
+    def set_factors(self, group: str, operation: str, latency: float, volume: float, sd: float) -> None:
+        """Set an operation's factors, with the standard deviation of the logarithms."""
+        place = _LINKS + _place(group, operation)
+        self._state[place : place + 2] = np.log([latency, volume])
+        self._spread_out(slice(place, place + 2), sd)
+
+    def to_json(self) -> dict[str, Any]:
+        """Give a JSON-able object that `from_json` takes."""
+        return {"hosts": self.hosts, "state": self._state.tolist(), "variance": self._variance.tolist()}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "Network":
+        """Build one from what `to_json` gave; raises KeyError, TypeError or ValueError where it did not."""
+        network = cls(int(content["hosts"]))
+        state, variance = np.array(content["state"], float), np.array(content["variance"], float)
+        if state.shape != network._state.shape or variance.shape != network._variance.shape:
+            raise ValueError(f"a network's state has {network._state.size} numbers, got {state.size}")
+        if not (np.isfinite(state).all() and np.isfinite(variance).all()):
+            raise ValueError("a network's state must be finite")
+        network._state, network._variance = state, variance
+        network._refresh()
+        return network
+
+    def _spread_out(self, which: slice, sd: float) -> None:
+        self._variance[which] = 0
+        self._variance[:, which] = 0
+        np.einsum("ii->i", self._variance)[which] = sd**2
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Keep the seconds of a unit of each term."""
+        self._seconds = np.exp(self._state[self._link_of] + self._state[_LINKS:])
+
+
+def add_terms(coefficients: NDArray[np.float64], operation: str, group: str, cost: Terms) -> None:
+    """Add an operation's cost in a group to a plan's coefficients."""
+    place = _place(group, operation)
+    coefficients[place] += cost.latency
+    coefficients[place + 1] += cost.volume
+
+
+def seen_by_some(group: Group) -> list[Group]:
+    """Give the group of all as some ranks see it: the same ranks wherever it is asked."""
+    ranks = (
+        range(group.size)
+        if group.size <= _RANKS
+        else {*range(_RANKS // 2), *range(group.size - _RANKS // 2, group.size)}
+    )
+    return [group.seen_by(rank) for rank in sorted(ranks)]
+
+
+def _place(group: str, operation: str) -> int:
+    return 2 * (GROUPS.index(group) * len(OPERATIONS) + OPERATIONS.index(operation))

@@ -1,0 +1,151 @@
+"""What the network is like, measured in about a second before the first step."""
+
+import math
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives.round import ACROSS, HOST, WORLD, Group, Round
+from mpicomp.cost.formulas import terms
+from mpicomp.cost.network import OPERATIONS, Network
+from mpicomp.transport.base import Asked, Transport
+
+_SMALL = 64  # bytes that a rank sends where latency is measured
+_FIRST = 1 << 16  # bytes of the first look at the bandwidth
+_LARGE_S = 0.02  # that a large message is to take
+_LARGE = (1 << 16, 1 << 20)  # bytes, at least and at most
+_REPEATS, _FEW = 4, 2  # of what takes less than _SLOW_S, and more
+_SLOW_S = 5e-3
+_SD = 0.1  # of the logarithm of what was measured
+_FACTORS = (0.1, 10.0)  # in which a factor has to be, whatever was measured
+
+_BYTE = np.dtype(np.uint8)
+
+Probing = Generator[Asked, Any, None]
+
+
+def probe(network: Network, transport: Transport) -> Probing:
+    """Measure links and every operation, and set the network's state. Collective over all ranks, as rounds.
+
+    Each group that has more than one rank is measured. An operation's seconds are from the last rank's start to the
+    last rank's end, by the ranks' common clock; the fastest of some repetitions counts, since what disturbs
+    only adds.
+    """
+    group = transport.group
+    for name in (WORLD, HOST, ACROSS):
+        if name != WORLD and group.hosts in (1, group.size):
+            continue  # it is the world itself, or one rank alone
+        # Every rank goes along: those that are in no such group, or alone in it, have nothing to do but to listen.
+        yield from _probe_group(network, transport, name)
+
+
+def probe_link(network: Network, transport: Transport) -> Probing:
+    """Measure the links between hosts anew, in some milliseconds. Collective over all ranks, as rounds.
+
+    For when they are found to have changed: one plan's seconds do not tell whether it is the latency or the bandwidth.
+    """
+    latency, first = yield from _look(transport, transport.group, _FEW)
+    network.set_link(WORLD, latency, _rate(first, latency, _FIRST), _SD)
+
+
+def _look(transport: Transport, busy: Group | None, repeats: int) -> Generator[Asked, Any, tuple[float, float]]:
+    """Give the seconds in which all ranks pass a small and a larger message to their neighbours."""
+    tasks = [_ring(busy, _SMALL)] * (repeats + 1) + [_ring(busy, _FIRST)] * _FEW
+    seconds = yield from _measure(transport, busy, tasks)
+    return float(seconds[1 : repeats + 1].min()), float(seconds[repeats + 1 :].min())
+
+
+def _rate(seconds: float, latency: float, nbytes: int) -> float:
+    return max(seconds - latency, 0.05 * seconds) / nbytes
+
+
+def _probe_group(network: Network, transport: Transport, name: str) -> Probing:
+    group = transport.group.part(name)
+    largest = yield from _largest(0 if group is None else group.size, transport.group)
+    if largest < 2:
+        return
+    busy = group if group is not None and group.size > 1 else None
+    latency, first = yield from _look(transport, busy, 2 * _REPEATS)
+    repeats = _REPEATS if latency < _SLOW_S else _FEW
+    nbytes = int(np.clip(_FIRST * _LARGE_S / max(first, 1e-6), *_LARGE))
+    large = yield from _measure(transport, busy, [_ring(busy, nbytes)] * repeats)
+    seconds_per_byte = _rate(float(large.min()), latency, nbytes)
+    network.set_link(name, latency, seconds_per_byte, _SD)
+    network.set_factors(name, "sendrecv", 1.0, 1.0, _SD)
+
+    tasks = []
+    others = [operation for operation in OPERATIONS if operation != "sendrecv"]
+    for operation in others:
+        for size in (_SMALL, nbytes):
+            tasks += [_task(operation, busy, size)] * (repeats + 1)  # the first one opens connections and grows buffers
+    seconds = (yield from _measure(transport, busy, tasks)).reshape(len(others), 2, repeats + 1)[:, :, 1:].min(axis=2)
+    # All ranks use the cost as the group with the most ranks sees it.
+    model = Group(0, largest, name=name, hosts=2, sharing=transport.group.sharing if name == ACROSS else 1)
+    for operation, (short, long) in zip(others, seconds, strict=True):
+        few = terms(_task(operation, model, _SMALL), model)
+        many = terms(_task(operation, model, nbytes), model)
+        slow = _clipped((short - few.volume * seconds_per_byte) / (few.latency * latency))
+        volume = _clipped((long - slow * many.latency * latency) / (many.volume * seconds_per_byte))
+        network.set_factors(name, operation, slow, volume, 2 * _SD)
+
+
+def _measure(
+    transport: Transport, group: Group | None, tasks: list[Round]
+) -> Generator[Asked, Any, NDArray[np.float64]]:
+    """Run rounds one after the other; give the seconds of each, the same numbers on all ranks."""
+    times = np.full((len(tasks), 2), -math.inf)
+    if group is not None:
+        for place, task in enumerate(tasks):
+            times[place, 0] = transport.clock()
+            yield task
+            times[place, 1] = transport.clock()
+    world = transport.group
+    recv = np.empty(times.size * world.size)
+    everyones = yield Round("allgatherv", [times.size] * world.size, recv.dtype, send=times.reshape(-1), recv=recv)
+    starts, ends = everyones.reshape(world.size, len(tasks), 2).max(axis=0).T
+    seconds: NDArray[np.float64] = np.maximum(ends - starts, 1e-7)
+    return seconds
+
+
+def _largest(size: int, world: Group) -> Generator[Asked, Any, int]:
+    send, recv = np.array([size]), np.empty(world.size, np.int64)
+    sizes = yield Round("allgatherv", [1] * world.size, recv.dtype, send=send, recv=recv)
+    return int(sizes.max())
+
+
+def _ring(group: Group | None, nbytes: int) -> Round:
+    return _task("sendrecv", group, nbytes)
+
+
+def _task(operation: str, group: Group | None, nbytes: int) -> Round:
+    """Give a round in which about ``nbytes`` pass a link, with arrays of zeros."""
+    if group is None:
+        return Round(operation, (0,), _BYTE)
+    size = group.size
+    share = max(1, nbytes // (size - 1))
+    match operation:
+        case "allreduce":
+            single = np.dtype(np.float32)
+            return Round(
+                operation, (nbytes // 4,), single, send=np.zeros(nbytes // 4, single),
+                recv=np.zeros(nbytes // 4, single), group=group.name,
+            )  # fmt: skip
+        case "bcast":
+            counts, sent, received = [nbytes], nbytes, nbytes
+        case "sendrecv":
+            counts, sent, received = [nbytes, nbytes], nbytes, nbytes
+        case "alltoallv":
+            counts, sent, received = [share] * size, share * size, share * size
+        case _:
+            counts, sent, received = [share] * size, share, share * size
+    peers = ((group.rank + 1) % size, (group.rank - 1) % size) if operation == "sendrecv" else (None, None)
+    return Round(
+        operation, counts, _BYTE, send=np.zeros(sent, _BYTE), recv=np.zeros(received, _BYTE), group=group.name,
+        peers=peers,
+    )  # fmt: skip
+
+
+def _clipped(factor: float) -> float:
+    return min(max(factor, _FACTORS[0]), _FACTORS[1])

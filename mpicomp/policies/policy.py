@@ -1,0 +1,75 @@
+"""What a policy is: it says which scheme each bucket uses in a step."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives import Scheme
+from mpicomp.cost import CostModel, Prediction
+from mpicomp.transport.base import Asked, Transport
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A scheme for one bucket in one step, why it was taken, and what it is expected to take, if anything is."""
+
+    scheme: Scheme[Any]
+    reason: str
+    prediction: Prediction | None = None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A bucket: the names and lengths of its parameters, and the dtype in which they are exchanged."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket."""
+        return sum(self.sizes)
+
+
+class Policy(ABC):
+    """Chooses plans, the same on all ranks."""
+
+    id: str
+
+    cost: CostModel | None = None
+    """What it predicts seconds with."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether it wants to learn what steps took."""
+        return False
+
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+        """Take up new buckets. Collective over all ranks, as rounds."""
+        return
+        yield
+
+    def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
+        """Do what has to be done before this step's plans. Collective, as rounds; mostly there are none."""
+        return
+        yield
+
+    @abstractmethod
+    def plan(self, bucket: int) -> Plan:
+        """Give a bucket's plan for this step."""
+
+    def learn(self, plans: Sequence[Plan], times: NDArray[np.float64]) -> None:  # noqa: B027, most have nothing to learn
+        """Learn what a step took.
+
+        Parameters
+        ----------
+        plans : sequence of Plan
+            Of its buckets.
+        times : array of float64, shape (ranks, buckets, 3)
+            Start and end of each bucket's exchange on the clock that ranks share, and the seconds of own work in it.
+        """

@@ -1,0 +1,141 @@
+"""The collective of least predicted time, chosen anew at every step."""
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives import Group, Scheme, bind, fitting, variants
+from mpicomp.compressors import Compressor, Dense
+from mpicomp.cost import Candidates, CostModel, measure_kernels, probe_link, share_model
+from mpicomp.policies.policy import Plan, Policy, Shape
+from mpicomp.transport.base import Asked, Transport
+
+_PINNED = "static: pinned"
+_TOO_SLOW = 3.0  # times the least predicted seconds: such plans are not run to see whether the prediction is right
+
+
+class Selector(Policy):
+    """A compressor with every collective that carries it, and no compression: what is predicted to be fastest.
+
+    Predictions come from a cost model that learns from every step. A plan is also run now and then when it could be the
+    fastest for all that is known: the less is known of it, the longer it was not run, and the less it can cost,
+    the sooner. What is predicted to take three times the least is not tried.
+
+    Parameters
+    ----------
+    compressor : Compressor
+        What every bucket uses, unless a dense collective is faster.
+    collectives : sequence of str, optional
+        Among which to choose, for this compressor alone; None is all, and those of `mpicomp.Dense`.
+    feedback : bool
+        Whether there is a residual.
+    cost : CostModel or str, optional
+        What is known, or the file that it is in. None: it is measured before the first step.
+
+    Raises
+    ------
+    UnknownNameError, IncompatiblePairError
+        See `mpicomp.collectives.bind`.
+    """
+
+    id = "static"
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        collectives: Sequence[str] | None = None,
+        feedback: bool = True,
+        cost: CostModel | str | None = None,
+    ) -> None:
+        self._compressor = compressor
+        self._collectives = collectives
+        self._feedback = feedback
+        self._given = cost
+        self._schemes: list[list[Scheme[Any]]] = []
+        self._candidates: list[Candidates] = []
+        self._changed = False
+        for name in collectives or ():
+            bind(compressor, name)  # what does not fit is refused here
+
+    @property
+    def measures(self) -> bool:
+        """Where there is something to choose, or to predict."""
+        return bool(self._candidates)
+
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+        """See `Policy.start`. Links, operations and kernels are measured where they are not known."""
+        group = transport.group
+        own = [self._compressor.within(shape.names, shape.sizes) for shape in shapes]
+        self._schemes = [self._all(compressor, group) for compressor in own]
+        self._candidates = []
+        if group.size == 1:
+            return
+        self.cost = yield from share_model(self.cost or self._given, transport)
+        everything = [scheme for schemes in self._schemes for scheme in schemes]
+        yield from measure_kernels(self.cost, everything, self._feedback, transport)
+        self._candidates = [
+            self.cost.candidates(schemes, shape.numel, shape.dtype, group)
+            for schemes, shape in zip(self._schemes, shapes, strict=True)
+        ]
+
+    def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
+        """See `Policy.refresh`. Where the network has changed, its links are measured anew."""
+        if self._changed:
+            self._changed = False
+            assert self.cost is not None
+            yield from probe_link(self.cost.network, transport)
+            for candidates in self._candidates:
+                candidates.unsettle()
+
+    def plan(self, bucket: int) -> Plan:
+        """See `Policy.plan`."""
+        schemes = self._schemes[bucket]
+        if not self._candidates:
+            return Plan(schemes[0], "auto: one rank, nothing to choose" if self._collectives is None else _PINNED)
+        candidates = self._candidates[bucket]
+        if len(schemes) == 1:
+            return Plan(schemes[0], _PINNED, candidates.prediction(0))
+        place, reason = choose(candidates)
+        return Plan(schemes[place], reason, candidates.prediction(place))
+
+    def learn(self, plans: Sequence[Plan], times: NDArray[np.float64]) -> None:
+        """See `Policy.learn`."""
+        assert self.cost is not None
+        self.cost.network.drift()
+        for bucket, plan in enumerate(plans):
+            start, end, own = times[:, bucket].max(axis=0)
+            seconds = float(end - start)
+            place = self._schemes[bucket].index(plan.scheme)
+            self._changed |= self._candidates[bucket].observe(place, float(own), seconds)
+        for candidates in self._candidates:
+            candidates.step()
+
+    def _all(self, compressor: Compressor, group: Group) -> list[Scheme[Any]]:
+        """Bind everything that may be chosen, what is preferred where nothing was measured first."""
+        if self._collectives is not None:
+            return [bind(compressor, name) for name in self._collectives]
+        if group.size == 1:
+            return [bind(compressor, fitting(compressor)[0])]
+        pairs = [(compressor, name) for name in variants(compressor)]
+        if compressor != Dense():
+            pairs += [(Dense(), name) for name in variants(Dense())]
+        # Where a group has one rank, or there is one group, it is what it is built upon.
+        flat = group.hosts in (1, group.size)
+        return [bind(with_, name) for with_, name in pairs if not (flat and "hierarchical" in name)]
+
+
+def choose(candidates: Candidates) -> tuple[int, str]:
+    """Give the plan to run, and why: the one that would be fastest if all were as fast as they well may be."""
+    seconds = candidates.seconds()
+    best = int(seconds.argmin())
+    hopeful = seconds * np.exp(-candidates.spread())
+    hopeful[seconds > _TOO_SLOW * seconds[best]] = np.inf
+    place = int(hopeful.argmin())
+    if place == best:
+        return place, f"auto: least predicted seconds of {len(candidates)} plans"
+    age = candidates.age(place)
+    candidates.explore(place)
+    known = "never run" if age is None else f"last run {age} steps ago"
+    return place, f"auto: exploring, {known}, may be faster than what is predicted to be"

@@ -1,0 +1,115 @@
+"""The filter: what it learns from seconds, against the network that they come from."""
+
+import json
+
+import numpy as np
+import pytest
+
+import mpicomp
+from mpicomp.collectives import bind
+from mpicomp.collectives.round import layout_groups
+from mpicomp.cost.formulas import slowest, terms
+from mpicomp.cost.network import Network, seen_by_some
+
+LATENCY, PER_BYTE = 2e-4, 8e-9
+NOISE = 0.05
+
+
+def coefficients(network, compressor, collective, numel, ranks=4):
+    views = seen_by_some(layout_groups(range(ranks), 0)[0])
+    return network.coefficients(
+        [bind(compressor, collective).rounds(numel, np.dtype(np.float32), v) for v in views], views
+    )
+
+
+def truth(compressor, collective, numel, latency=LATENCY, per_byte=PER_BYTE, ranks=4):
+    """Add up the rounds by hand."""
+    groups = [layout_groups(range(ranks), rank)[0] for rank in range(ranks)]
+    by_rank = [bind(compressor, collective).rounds(numel, np.dtype(np.float32), group) for group in groups]
+    total = 0.0
+    for tasks in zip(*by_rank, strict=True):
+        pairs = zip(tasks, groups, strict=True)
+        total += slowest(terms(task, group.part(task.group)) for task, group in pairs).seconds(latency, per_byte)
+    return total
+
+
+PLANS = [
+    (mpicomp.Dense(), "allreduce", 1000),
+    (mpicomp.Dense(), "allreduce", 1_000_000),
+    (mpicomp.Dense(), "scatter-reduce", 300_000),
+    (mpicomp.TopK(ratio=0.01), "allgather", 1_000_000),
+    (mpicomp.TopK(ratio=0.01), "star-topk", 1_000_000),
+]
+
+
+def known():
+    network = Network(hosts=4)
+    network.set_link("world", LATENCY, PER_BYTE, 0.1)
+    return network
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_it_predicts_the_sum_of_rounds(plan):
+    network = known()
+    [seconds] = network.seconds(coefficients(network, *plan)[None])
+    assert seconds == pytest.approx(truth(*plan), rel=1e-9)
+
+
+def feed(network, plans, steps, random, **true):
+    for step in range(steps):
+        plan = plans[step % len(plans)]
+        network.drift()
+        measured = truth(*plan, **true) * random.lognormal(0, NOISE)
+        network.observe(coefficients(network, *plan), measured, NOISE**2, 0.0, 0.0)
+
+
+def test_it_finds_links_from_nothing_but_seconds():
+    network = Network(hosts=4)
+    feed(network, PLANS, 100, np.random.default_rng(0))
+    for plan in PLANS:
+        [seconds] = network.seconds(coefficients(network, *plan)[None])
+        assert seconds == pytest.approx(truth(*plan), rel=0.12)
+
+
+def test_what_one_plan_measures_moves_all():
+    network = known()
+    feed(network, PLANS, 200, np.random.default_rng(0))
+    feed(network, PLANS[3:4], 60, np.random.default_rng(1), per_byte=1.3 * PER_BYTE)
+    for plan in PLANS[1:3]:
+        [seconds] = network.seconds(coefficients(network, *plan)[None])
+        assert seconds == pytest.approx(truth(*plan, per_byte=1.3 * PER_BYTE), rel=0.1)
+
+
+def test_one_accident_changes_nothing_and_two_alike_do():
+    network = known()
+    plan = PLANS[1]
+    own = coefficients(network, *plan)
+    before = network.seconds(own[None])[0]
+    assert network.observe(own, 20 * before, NOISE**2, 0.0, 0.0)[2] is False
+    assert network.seconds(own[None])[0] == before
+    assert network.observe(own, before, NOISE**2, 0.0, 0.0)[2] is False
+    assert network.observe(own, 20 * before, NOISE**2, 0.0, 0.0)[2] is False
+    assert network.observe(own, 20 * before, NOISE**2, 0.0, 0.0)[2] is True
+    assert network.seconds(own[None])[0] == pytest.approx(20 * before, rel=0.3)
+
+
+def test_it_survives_a_file():
+    network = known()
+    feed(network, PLANS, 20, np.random.default_rng(1))
+    again = Network.from_json(json.loads(json.dumps(network.to_json())))
+    own = np.array([coefficients(network, *plan) for plan in PLANS])
+    assert again.seconds(own).tobytes() == network.seconds(own).tobytes()
+    assert again.factor_variance(own).tobytes() == network.factor_variance(own).tobytes()
+
+
+@pytest.mark.parametrize("spoil", [{"state": [1.0]}, {"variance": [[1.0]]}, {"hosts": "many"}])
+def test_a_spoilt_file(spoil):
+    with pytest.raises((ValueError, TypeError)):
+        Network.from_json(known().to_json() | spoil)
+
+
+def test_the_same_numbers_give_the_same_state():
+    first, second = known(), known()
+    for network in (first, second):
+        feed(network, PLANS, 40, np.random.default_rng(3))
+    assert first.to_json() == second.to_json()
