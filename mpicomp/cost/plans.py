@@ -132,6 +132,8 @@ class Candidates:
     def observe(self, plan: int, kernels_s: float, seconds: float) -> bool:
         """Learn from what a plan took, the same numbers on all ranks; tell whether the network has changed.
 
+        The first time teaches nothing: buffers are made then.
+
         Parameters
         ----------
         plan : int
@@ -143,7 +145,10 @@ class Candidates:
         """
         own = self._learnt[plan]
         self._awaited[plan] = False
-        idle = 0 if self._last[plan] < 0 else self._step - self._last[plan]
+        idle = self._step - self._last[plan]
+        self._last[plan], first = self._step, self._last[plan] < 0
+        if first:
+            return False
         kernels_variance = own.kernels_variance + _AGEING * idle
         surprise = math.log(max(kernels_s, 1e-7)) - float(self._alone[plan]) - own.kernels
         if own.runs:
@@ -163,7 +168,6 @@ class Candidates:
         own.rounds_variance = (1 - gain) * rounds_variance + _AGEING
         own.runs += 1
         self._table[plan] = own.kernels, own.kernels_variance, own.rounds, own.rounds_variance
-        self._last[plan] = self._step
         return changed
 
     def unsettle(self) -> None:

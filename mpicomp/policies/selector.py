@@ -12,6 +12,7 @@ from mpicomp.cost import Candidates, CostModel, measure_kernels, probe_link, sha
 from mpicomp.policies.policy import Plan, Policy, Shape
 from mpicomp.transport.base import Asked, Transport
 
+_WARM = 3  # steps after a start from which nothing is learnt: compressors find their bounds
 _PINNED = "static: pinned"
 _TOO_SLOW = 3.0  # times the least predicted seconds: such plans are not run to see whether the prediction is right
 
@@ -56,6 +57,7 @@ class Selector(Policy):
         self._schemes: list[list[Scheme[Any]]] = []
         self._candidates: list[Candidates] = []
         self._changed = False
+        self._steps = 0
         for name in collectives or ():
             bind(compressor, name)  # what does not fit is refused here
 
@@ -70,6 +72,7 @@ class Selector(Policy):
         own = [self._compressor.within(shape.names, shape.sizes) for shape in shapes]
         self._schemes = [self._all(compressor, group) for compressor in own]
         self._candidates = []
+        self._steps = 0
         if group.size == 1:
             return
         self.cost = yield from share_model(self.cost or self._given, transport)
@@ -103,6 +106,9 @@ class Selector(Policy):
     def learn(self, plans: Sequence[Plan], times: NDArray[np.float64]) -> None:
         """See `Policy.learn`."""
         assert self.cost is not None
+        self._steps += 1
+        if self._steps <= _WARM:
+            return
         self.cost.network.drift()
         for bucket, plan in enumerate(plans):
             start, end, own = times[:, bucket].max(axis=0)

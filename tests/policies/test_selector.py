@@ -144,7 +144,7 @@ def test_one_rank_has_nothing_to_choose():
 
 
 def test_every_reason_is_given():
-    ranks = Ranks(4, Link(1e-4, 1e8, {"allgatherv": 2.0}), mpicomp.TopK(ratio=0.01))
+    ranks = Ranks(6, Link(1e-4, 50e6), mpicomp.TopK(ratio=0.01))  # several plans are nearly as fast
     reasons = {ranks.step()[2].reason.split(",")[0] for _ in range(60)}
     assert any(reason.startswith("auto: least predicted seconds of ") for reason in reasons)
     assert "auto: exploring" in reasons
