@@ -42,3 +42,160 @@ def star_topk_step(gradients, residuals, ratio, step):
         for array in left:
             array[index] = 0.0
     return mean / len(accumulated), left
+
+
+def chosen_step(gradients, residuals, select, leader):
+    """One step of AR-Topk: ``select`` gives a rank's indices, ``leader`` the rank whose indices are taken."""
+    accumulated = [np.asarray(g, np.float64) + r for g, r in zip(gradients, residuals, strict=True)]
+    selected = [select(array) for array in accumulated]
+    mean = np.zeros(accumulated[0].size)
+    left = [a.copy() for a in accumulated]
+    for index in selected[leader(accumulated, selected)]:
+        mean[index] = sum(array[index] for array in accumulated)
+        for array in left:
+            array[index] = 0.0
+    return mean / len(accumulated), left
+
+
+def loudest(accumulated, selected):
+    """The rank whose selected values have the largest energy; the first of equal ones."""
+    energies = [sum(array[i] ** 2 for i in own) for array, own in zip(accumulated, selected, strict=True)]
+    return energies.index(max(energies))
+
+
+def gtopk_step(gradients, residuals, select):
+    """One step of gTop-k with the largest number of selected elements as k; who drops an element keeps it."""
+    accumulated = [np.asarray(g, np.float64) + r for g, r in zip(gradients, residuals, strict=True)]
+    ranks = len(accumulated)
+    left = [a.copy() for a in accumulated]
+    held = []
+    for rank, array in enumerate(accumulated):
+        held.append({index: array[index] for index in select(array)})
+        for index in held[rank]:
+            left[rank][index] = 0.0
+    k = max(len(own) for own in held)
+    distance = 1
+    while distance < ranks:
+        for low in range(0, ranks - distance, 2 * distance):
+            union = dict(held[low])
+            for index, value in held[low + distance].items():
+                union[index] = union.get(index, 0.0) + value
+            order = sorted(union, key=lambda index: (-abs(union[index]), index))
+            held[low] = {index: union[index] for index in order[:k]}
+            for index in order[k:]:
+                left[low][index] += union[index]
+        distance *= 2
+    mean = np.zeros(accumulated[0].size)
+    for index, value in held[0].items():
+        mean[index] = value / ranks
+    return mean, left
+
+
+def ring_step(arrays):
+    """The mean of a ring, in the arrays' precision: part p of N is summed from rank p on, and once round."""
+    numel, ranks = len(arrays[0]), len(arrays)
+    number = arrays[0].dtype.type
+    least, more = divmod(numel + 4, ranks)  # four numbers travel behind the array
+    mean = np.empty(numel, number)
+    start = 0
+    for part in range(ranks):
+        stop = start + least + (part < more)
+        for index in range(start, min(stop, numel)):
+            total = arrays[part][index]
+            for step in range(1, ranks):
+                total = total + arrays[(part + step) % ranks][index]
+            mean[index] = total * number(1 / ranks)
+        start = stop
+    return mean
+
+
+def doubling_step(arrays):
+    """The mean of recursive doubling, in the arrays' precision, by a table of who holds what."""
+    ranks = len(arrays)
+    number = arrays[0].dtype.type
+    core = max(power for power in (1, 2, 4, 8, 16, 32, 64) if power <= ranks)
+    held = [arrays[rank] + arrays[rank + core] if rank + core < ranks else arrays[rank] for rank in range(core)]
+    distance = 1
+    while distance < core:
+        held = [held[rank] + held[rank ^ distance] for rank in range(core)]
+        distance *= 2
+    return held[0] * number(1 / ranks)
+
+
+def hierarchical_topk_step(gradients, residuals, layout, ratio):
+    """One step of top-k among hosts: the mean, and each host's residual (the sum of its ranks'), in float64."""
+    hosts = sorted(set(layout))
+    sums = {host: np.zeros(len(gradients[0])) for host in hosts}
+    for host, gradient in zip(layout, gradients, strict=True):
+        sums[host] += gradient
+    for host in hosts:
+        sums[host] += residuals[host]
+    numel = len(gradients[0])
+    owners = min(layout.count(host) for host in hosts)
+    least, more = divmod(numel, owners)
+    lengths = [least + (owner >= owners - more) for owner in range(owners)]  # the last slices are the longer ones
+    mean = np.zeros(numel)
+    for host in hosts:
+        start = 0
+        for length in lengths:
+            if length:
+                part = sums[host][start : start + length].copy()
+                for index in largest(part, kept(ratio, length)):
+                    mean[start + index] += part[index]
+                    sums[host][start + index] = 0.0
+            start += length
+    return mean / len(gradients), sums
+
+
+class Oktopk:
+    """Ok-Topk with error feedback, step by step; ``events`` lists what became of the threshold."""
+
+    def __init__(self):
+        self.threshold = None
+        self.exchanges = 0
+        self.events = []
+
+    def step(self, gradients, residuals, select):
+        """One step: the mean and the new residuals, in float64."""
+        accumulated = [np.asarray(g, np.float64) + r for g, r in zip(gradients, residuals, strict=True)]
+        selected = [select(array) for array in accumulated]
+        means = {}
+        for array, own in zip(accumulated, selected, strict=True):
+            for index in own:
+                means[index] = means.get(index, 0.0) + array[index] / len(accumulated)
+        total = sum(len(own) for own in selected)
+        k = max(math.floor(total / len(selected) + 0.5), min(total, 1))
+        final = self._final(means, k)
+        self.exchanges += 1
+        mean = np.zeros(accumulated[0].size)
+        for index in final:
+            mean[index] = means[index]
+        left = [a.copy() for a in accumulated]
+        for array, own in zip(left, selected, strict=True):
+            for index in own:
+                if index in final:
+                    array[index] = 0.0
+        return mean, left
+
+    def _final(self, means, k):
+        final = set()
+        if self.threshold is not None:
+            final = {index for index, value in means.items() if abs(value) >= self.threshold}
+        if means and (self.exchanges % 32 == 0 or not k / 2 <= len(final) <= 2 * k):
+            self.threshold = sorted((abs(value) for value in means.values()), reverse=True)[k - 1]
+            self.events.append("found")
+            return {index for index, value in means.items() if abs(value) >= self.threshold}
+        if len(final) > 4 * k / 3:
+            self.threshold *= 1.008
+            self.events.append("raised")
+        elif len(final) < 2 * k / 3:
+            self.threshold /= 1.008
+            self.events.append("lowered")
+        return final
+
+
+def region_bounds(selected, numel):
+    """Boundaries of regions: the means of what every rank would cut its own indices at."""
+    ranks = len(selected)
+    cuts = [[own[place * len(own) // ranks] for place in range(1, ranks)] for own in selected if own]
+    return [0, *(math.floor(sum(column) / len(cuts)) for column in zip(*cuts, strict=True)), numel]

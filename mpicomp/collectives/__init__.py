@@ -4,11 +4,17 @@ from typing import Any
 
 from mpicomp.collectives.allgather import Allgather
 from mpicomp.collectives.allreduce import Allreduce
+from mpicomp.collectives.gtopk import Gtopk
+from mpicomp.collectives.hierarchical import Hierarchical
+from mpicomp.collectives.parameter_server import ParameterServer
+from mpicomp.collectives.recursive_doubling import RecursiveDoubling
+from mpicomp.collectives.ring import Ring
 from mpicomp.collectives.round import Group, Pending, Round, dense_ring_bytes
 from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
 from mpicomp.collectives.shared import SharedPositions
 from mpicomp.collectives.star_topk import StarTopk
+from mpicomp.collectives.var_topk import VarTopk
 from mpicomp.compressors.base import Compressor, SharedSparsifier
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import ConfigurationError, IncompatiblePairError, UnknownNameError
@@ -30,7 +36,21 @@ __all__ = [
 ]
 
 # In the order in which they are preferred where nothing has been measured.
-_classes: dict[str, type[Scheme[Any]]] = {cls.id: cls for cls in (Allreduce, Allgather, ScatterReduce, StarTopk)}
+_classes: dict[str, type[Scheme[Any]]] = {
+    cls.id: cls
+    for cls in (
+        Allreduce,
+        Allgather,
+        ScatterReduce,
+        StarTopk,
+        VarTopk,
+        Gtopk,
+        Ring,
+        RecursiveDoubling,
+        ParameterServer,
+        Hierarchical,
+    )
+}
 
 
 def list_collectives() -> list[str]:
@@ -38,8 +58,8 @@ def list_collectives() -> list[str]:
 
     Examples
     --------
-    >>> list_collectives()
-    ['allgather', 'allreduce', 'scatter-reduce', 'star-topk']
+    >>> list_collectives()[:2]
+    ['allgather', 'allreduce']
     """
     return sorted(_classes)
 
@@ -57,7 +77,7 @@ def fitting(compressor: type[Compressor] | Compressor) -> list[str]:
     Examples
     --------
     >>> from mpicomp.compressors import TopK
-    >>> fitting(TopK)
+    >>> fitting(TopK)[:2]
     ['allgather', 'star-topk']
     """
     if isinstance(compressor, SharedSparsifier):
@@ -90,20 +110,23 @@ def bind(compressor: Compressor, collective: str) -> Scheme[Any]:
     >>> from mpicomp.compressors import TopK
     >>> bind(TopK(), "star-topk:scatter-reduce").id
     'star-topk:scatter-reduce'
-    >>> bind(TopK(), "allreduce")
+    >>> bind(TopK(), "allreduce")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     mpicomp.errors.IncompatiblePairError: topk: does not fit collective 'allreduce', which sums dense messages; \
-use allgather or star-topk
+use allgather, star-topk, ...
     """
     name, _, inner = collective.partition(":")
+    if name in inner.split(":"):
+        raise ConfigurationError(f"{name}: is not built upon itself, got '{collective}'")
     cls = collective_class(name)
     if isinstance(compressor, SharedSparsifier) and cls.carries(_values_of(compressor)):
         return SharedPositions(compressor, bind(_values_of(compressor), collective))
     if not cls.carries(compressor):
         verb = "sums" if cls.messages == "dense" else "carries"
         *others, last = fitting(compressor)
+        subject = repr(compressor) if name in fitting(type(compressor)) else compressor.id
         raise IncompatiblePairError(
-            f"{compressor.id}: does not fit collective '{name}', which {verb} {cls.messages} messages; "
+            f"{subject}: does not fit collective '{name}', which {verb} {cls.messages} messages; "
             f"use {', '.join(others) + ' or ' if others else ''}{last}"
         )
     carried = cls.upon(compressor)
@@ -122,13 +145,22 @@ def variants(compressor: Compressor) -> list[str]:
     Examples
     --------
     >>> from mpicomp.compressors import TopK
-    >>> variants(TopK())
+    >>> variants(TopK())[:3]
     ['allgather', 'star-topk:allreduce', 'star-topk:scatter-reduce']
     """
+    return _variants(compressor, ())
+
+
+def _variants(compressor: Compressor, above: tuple[str, ...]) -> list[str]:
+    """Give the variants in which no collective is built upon itself."""
     names = []
-    for name in fitting(compressor):
-        carried = collective_class(name).upon(compressor)
-        names += [name] if carried is None else [f"{name}:{inner}" for inner in variants(carried)]
+    values = _values_of(compressor) if isinstance(compressor, SharedSparsifier) else compressor
+    for name in fitting(values):
+        carried = collective_class(name).upon(values)
+        if carried is None:
+            names.append(name)
+        elif name not in above:
+            names += [f"{name}:{inner}" for inner in _variants(carried, (*above, name))]
     return names
 
 

@@ -1,17 +1,49 @@
 import pytest
 
 import mpicomp
-from mpicomp.collectives import bind, fitting
-from mpicomp.errors import IncompatiblePairError, UnknownNameError
+from mpicomp.collectives import bind, fitting, variants
+from mpicomp.errors import ConfigurationError, IncompatiblePairError, UnknownNameError
 
 
 def test_pairs_that_do_not_fit_are_refused_naming_those_that_do():
     with pytest.raises(
-        IncompatiblePairError, match=r"topk: does not fit collective 'allreduce'.*use allgather or star-topk"
+        IncompatiblePairError, match=r"topk: does not fit collective 'allreduce'.*use allgather, star-topk, .* or hier"
     ):
         bind(mpicomp.TopK(), "allreduce")
-    with pytest.raises(IncompatiblePairError, match=r"dense: does not fit.*use allreduce or scatter-reduce"):
+    with pytest.raises(
+        IncompatiblePairError, match=r"dense: does not fit.*use allreduce, scatter-reduce, ring, .* or hier"
+    ):
         bind(mpicomp.Dense(), "star-topk")
+
+
+@pytest.mark.parametrize("collective", ["ring", "recursive-doubling"])
+@pytest.mark.parametrize("wire", ["fp16", "bf16"])
+def test_sixteen_bits_are_not_rounded_at_every_hop(collective, wire):
+    for compressor in (mpicomp.Dense(wire=wire), mpicomp.RandomK(wire=wire)):
+        assert collective not in fitting(compressor)
+        with pytest.raises(IncompatiblePairError, match=rf"wire='{wire}'\).*'{collective}'.*use allreduce"):
+            bind(compressor, collective)
+    with pytest.raises(IncompatiblePairError, match=f"wire='{wire}'"):
+        bind(mpicomp.TopK(wire=wire), f"star-topk:{collective}")
+    assert collective in fitting(mpicomp.Dense)
+
+
+def test_what_is_tied_to_places_or_ranks_does_not_move_inside_a_host():
+    for compressor in (mpicomp.TopK(layers={"bias": 1.0}), mpicomp.DGC(momentum=0.9)):
+        assert "hierarchical" not in fitting(compressor)
+        with pytest.raises(IncompatiblePairError, match=r"(TopK|DGC)\(.*does not fit collective 'hierarchical'"):
+            bind(compressor, "hierarchical")
+    assert "hierarchical" in fitting(mpicomp.DGC(momentum=0.9, masking=False))
+
+
+def test_no_collective_is_built_upon_itself():
+    for name in ("hierarchical:hierarchical", "hierarchical:star-topk:hierarchical:ring"):
+        with pytest.raises(ConfigurationError, match="hierarchical: is not built upon itself"):
+            bind(mpicomp.TopK(), name)
+    for compressor in (mpicomp.TopK(), mpicomp.Dense(), mpicomp.RandomK()):
+        names = variants(compressor)
+        assert all(bind(compressor, name).id == name for name in names)
+        assert not any(len(set(name.split(":"))) < len(name.split(":")) for name in names)
 
 
 def test_an_unknown_collective_gives_the_nearest():

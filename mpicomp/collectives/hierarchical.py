@@ -1,0 +1,256 @@
+"""Dense inside a host, through its shared memory; another collective, compressed, between hosts."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives.round import ACROSS, HOST, Group, Round, parts_of
+from mpicomp.collectives.scatter_reduce import ScatterReduce
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, gain_of
+from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.base import Compressor, Selection, Sparsifier
+from mpicomp.compressors.dense import Dense
+from mpicomp.kernels import cpu
+from mpicomp.workspace import Workspace
+
+_NUMBER = np.dtype(np.float64)
+_REPORT = 5
+"""Numbers that an owner tells its host of its slice: energy, lost energy, kept elements, non-finite, stale."""
+
+
+class Hierarchical(Scheme[Compressor]):
+    """The array is cut into as many slices as the host with the fewest ranks has; each slice has one owner a host.
+
+    In a host every rank gives its slices to their owners, who sum them in rank order. The owners of a slice, one a
+    host, exchange their sums with the inner collective as if there was nobody else. The means then come back to all
+    ranks of each host. So a host counts as one participant: a sparsifier selects from a host's sum, slice by
+    slice, and its ratio is that of a host. All links between hosts carry an even share.
+
+    Parameters
+    ----------
+    compressor : Compressor
+        What owners compress their sums with.
+    inner : Scheme
+        That compressor bound to the collective between hosts.
+
+    Notes
+    -----
+    With sparse messages error feedback moves inside a host: an owner's accumulated array becomes the host's sum in its
+    own slice and zero elsewhere, and that of a rank that owns nothing zero everywhere. ``sent``, the gain and the
+    residuals are of these arrays, whose sum over ranks is what it was. With dense messages nothing moves:
+    an owner's ``sent`` is all of its array but what the inner collective kept back of the host's sum, other ranks
+    have sent all they had.
+
+    On one host nothing is compressed; with one rank a host it is the inner collective alone.
+    """
+
+    id: ClassVar[str] = "hierarchical"
+    paper: ClassVar[str] = (
+        "none: two-level allreduce, as in MPI libraries; an owner for every slice, compressed between hosts only"
+    )
+    messages: ClassVar[str] = "any"
+
+    def __init__(self, compressor: Compressor, inner: Scheme[Any]) -> None:
+        super().__init__(compressor)
+        self._inner = inner
+
+    @classmethod
+    def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
+        """Refuse what is tied to places or ranks: ratios by layer, and velocities that what was sent clears."""
+        if isinstance(compressor, type):
+            return super().carries(compressor)
+        tied = getattr(compressor, "layers", None) or (compressor.entry.momentum and compressor.entry.masking)
+        return super().carries(compressor) and not tied
+
+    @classmethod
+    def upon(cls, compressor: Compressor) -> Compressor:
+        """Slices are carried by another collective, with the compressor as it is."""
+        return compressor
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        """Give an alltoallv in the host, the inner rounds for this rank's slice, and two allgathervs in the host."""
+        if group.hosts == 1:
+            return ScatterReduce(Dense()).rounds(numel, dtype, group, step)
+        host, across = _groups(group)
+        slices = _slices(numel, group)
+        inner = []
+        if across is not None and self._exchanged(slices[host.rank]):
+            rounds = self._inner.rounds(slices[host.rank], dtype, across, step)
+            inner = [replace(task, group=ACROSS) for task in rounds]
+        if host.size == 1:
+            return inner
+        none = [0] * (host.size - len(slices))
+        return [
+            Round("alltoallv", [*slices[:-1], slices[-1] + TAIL, *none], dtype, group=HOST),
+            *inner,
+            Round("allgatherv", [_REPORT] * len(slices) + none, _NUMBER, group=HOST),
+            Round("allgatherv", slices + none, dtype, group=HOST),
+        ]
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Sum in the host, exchange between hosts, share in the host; see `Scheme.exchange`."""
+        group = context.group
+        if group.hosts == 1:
+            return (yield from ScatterReduce(Dense()).exchange(accumulated, context))
+        host, across = _groups(group)
+        if host.size == 1:
+            assert across is not None
+            result = yield from self._between_hosts(accumulated, context, across)
+            return _put_together(self._report(result, True), result.mean, result.sent)
+        return (yield from self._exchange(accumulated, context, host, across))
+
+    def _exchange(self, accumulated: Accumulated, context: Context, host: Group, across: Group | None) -> Exchange:
+        group, workspace = context.group, context.workspace
+        numel, dtype = accumulated.numel, accumulated.dtype
+        slices = _slices(numel, group)
+        owner = host.rank < len(slices)
+        last = host.rank == len(slices) - 1
+        own = slice(0, 0)
+        if owner:
+            own = slice(sum(slices[: host.rank]), sum(slices[: host.rank + 1]))
+        owned = own.stop - own.start
+
+        scatter, *_, tell, gather = self.rounds(numel, dtype, group, context.step)
+        scatter.send = accumulated.with_tail(
+            not accumulated.finite, accumulated.stale, accumulated.energy, accumulated.lost
+        )
+        width = owned + TAIL * last
+        scatter.recv = workspace.array("incoming", width * host.size, dtype)
+        incoming = (yield scatter).reshape(host.size, width)
+
+        report = np.zeros(_REPORT if owner else 0)
+        mean = incoming.reshape(-1)[:0]
+        sent: NDArray[np.floating] | Selection = accumulated.array()
+        if self._sparse:
+            sent = Selection(np.empty(0, np.uint32), mean)
+        if owner and self._exchanged(owned):
+            assert across is not None
+            part = self._part(accumulated, incoming, own, workspace)
+            result = yield from self._between_hosts(part, context, across)
+            report, mean = self._report(result, last), result.mean
+            if isinstance(result.sent, Selection):
+                indices = workspace.array("indices", result.sent.indices.size, np.uint32)
+                np.add(result.sent.indices, np.uint32(own.start), out=indices)
+                sent = Selection(indices, result.sent.values)
+            elif not np.may_share_memory(result.sent, part.array()):
+                kept_back = part.array()
+                sent = workspace.array("sent", numel, dtype)
+                sent[:] = accumulated.array()
+                with np.errstate(invalid="ignore"):
+                    np.subtract(kept_back, result.sent, out=kept_back)
+                    np.subtract(sent[own], kept_back, out=sent[own])
+        if self._sparse:
+            array = accumulated.array()
+            array[: own.start] = 0
+            array[own.stop :] = 0
+
+        tell.send = report
+        tell.recv = workspace.array("reports", _REPORT * len(slices), _NUMBER)
+        reports = yield tell
+        gather.send = mean
+        gather.recv = workspace.array("mean", numel, dtype)
+        return _put_together(reports, (yield gather), sent)
+
+    @property
+    def _sparse(self) -> bool:
+        return isinstance(self.compressor, Sparsifier)
+
+    def _exchanged(self, owned: int) -> bool:
+        """Tell whether the owners of a slice talk: nothing can be selected from an empty one."""
+        return owned > 0 or not self._sparse
+
+    def _part(
+        self, accumulated: Accumulated, incoming: NDArray[np.floating], own: slice, workspace: Workspace
+    ) -> Accumulated:
+        """Sum an owned slice over the host, in rank order.
+
+        Parameters
+        ----------
+        accumulated : Accumulated
+            This rank's; with sparse messages the sum is made in its place, by whoever sweeps over it first.
+        incoming : array, shape (ranks of the host, elements of the slice, and `TAIL` more for the last one)
+            What the ranks sent; overwritten.
+        own : slice
+            The slice's place.
+        workspace : Workspace
+            This scheme's.
+        """
+        owned = own.stop - own.start
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = incoming[0]
+            for other in incoming[1:-1]:
+                np.add(total, other, out=total)
+            nonfinite, stale, energy, lost = 0.0, 0.0, 0.0, 0.0
+            if total.size > owned:
+                nonfinite, stale, energy, lost = (float(n) for n in total[owned:] + incoming[-1, owned:])
+            if self._sparse:
+                buffer = accumulated.with_tail(*[0.0] * TAIL)[own.start : own.stop + TAIL]
+                pieces = [Piece(0, incoming[-1, :owned])]
+                return Accumulated(buffer, total[:owned], pieces, stale > 0, accumulated.threads)
+            buffer = workspace.array("slice", owned + TAIL, accumulated.dtype)
+            np.add(total[:owned], incoming[-1, :owned], out=buffer[:owned])
+        if total.size == owned and getattr(self.compressor, "wire", None) is not None:
+            energy = cpu.energy(buffer[:owned])  # what the rounding of this slice is a share of
+        return Accumulated.ready(buffer, energy, lost, nonfinite == 0, stale > 0)
+
+    def _between_hosts(self, part: Accumulated, context: Context, across: Group) -> Exchange:
+        """Run the inner collective among the owners of a slice, and divide its mean by ranks in place of hosts."""
+        inner = replace(
+            context,
+            group=across,
+            memory=context.memory.setdefault("hierarchical", {}),
+            workspace=context.workspace.made("hierarchical", Workspace),
+        )
+        exchange = self._inner.exchange(part, inner)
+        received: Any = None
+        while True:
+            try:
+                task = exchange.send(received)
+            except StopIteration as stop:
+                result: Result = stop.value
+                break
+            if isinstance(task, Round):  # not one that was started before and is now waited for
+                task.group = ACROSS
+            received = yield task
+        if context.group.size > context.group.hosts:
+            cpu.scale(result.mean, context.group.hosts / context.group.size)
+        return result
+
+    def _report(self, result: Result, last: bool) -> NDArray[np.float64]:
+        """Give what an owner tells its host: numbers that are the same on all hosts."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            lost = (1 - np.float64(result.gain)) * result.energy
+        # With dense messages the last slice's energy is that of the ranks' whole arrays.
+        energy = result.energy if self._sparse or last else 0.0
+        return np.array([energy, lost, result.kept, result.nonfinite, result.stale], _NUMBER)
+
+
+def _groups(group: Group) -> tuple[Group, Group | None]:
+    host = group.part(HOST)
+    assert host is not None
+    return host, group.part(ACROSS)
+
+
+def _slices(numel: int, group: Group) -> list[int]:
+    """Give the number of elements in every owner's slice; of the first ones 0 where owners are more."""
+    owners = min(Counter(group.layout).values(), default=1)  # without a layout every rank has a host of its own
+    return parts_of(numel, owners)[::-1]
+
+
+def _put_together(
+    reports: NDArray[np.float64], mean: NDArray[np.floating], sent: NDArray[np.floating] | Selection
+) -> Result:
+    """Give the result from what the owners of a host have told; all hosts' owners tell the same."""
+    energy, lost, kept, nonfinite, stale = (float(number) for number in reports.reshape(-1, _REPORT).sum(axis=0))
+    return Result(
+        mean=mean,
+        sent=sent,
+        energy=energy,
+        gain=gain_of(lost, energy),
+        kept=kept,
+        nonfinite=nonfinite > 0,
+        stale=stale > 0,
+    )

@@ -1,0 +1,229 @@
+"""One rank gathers everybody's messages, averages them and sends the mean to all."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives.dense_message import add, dense_bytes, pack, read_header, unpack, write_header
+from mpicomp.collectives.round import Group, Round
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.collectives.sparse_mean import SparseMean
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import Compressor, Selection, Sparsifier
+from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, write_message
+from mpicomp.compressors.wire import Wire, compact
+from mpicomp.errors import MessageError
+from mpicomp.kernels import cpu
+from mpicomp.workspace import Workspace
+
+_COUNT = np.dtype(np.int64)
+_BYTE = np.dtype(np.uint8)
+_SERVER = 0
+
+
+class ParameterServer(Scheme[Compressor]):
+    """Gatherv to rank 0, which decodes in rank order, and Bcast of the mean, which all ranks decode, rank 0 too.
+
+    Two steps whatever the number of ranks, but all bytes pass through the link of one of them.
+
+    Dense arrays come back as they were sent: with a 16-bit wire rank 0 takes the error of the second rounding, times
+    the number of ranks, into its residual. Of sparse messages comes back the union: its length is told first, by a
+    bcast of one integer; values are not rounded a second time; where the whole array is shorter it comes in place of
+    the union.
+    """
+
+    id: ClassVar[str] = "parameter-server"
+    paper: ClassVar[str] = "Li et al. 2014 (OSDI) in shape; one server, which is a worker too"
+    messages: ClassVar[str] = "any"
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        """Give a gatherv and a bcast, for sparse messages with what is asked and told before them.
+
+        The union of sparse messages is taken to be as long as if ranks selected independently of each other.
+        """
+        if not isinstance(self.compressor, Sparsifier):
+            size = dense_bytes(numel, dtype, self._wire)
+            return [_gather([size] * group.size), Round("bcast", (size,), _BYTE, root=_SERVER)]
+        count = self.compressor.expected(numel)
+        union = round(numel * (1 - (1 - count / numel) ** group.size)) if numel else 0
+        gather = _gather([self._bytes(count, numel, dtype)] * group.size)
+        replies = [Round("bcast", (1,), _COUNT, root=_SERVER), _reply(union, numel, dtype)]
+        return [*([] if self.compressor.count(numel) is not None else [_ask(group)]), gather, *replies]
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Gather, average, send back; see `Scheme.exchange`."""
+        if isinstance(self.compressor, Sparsifier):
+            return (yield from self._exchange_sparse(self.compressor, accumulated, context))
+        return (yield from self._exchange_dense(accumulated, context))
+
+    @property
+    def _wire(self) -> str | None:
+        wire: str | None = getattr(self.compressor, "wire", None)
+        return wire
+
+    def _bytes(self, count: int, numel: int, dtype: np.dtype[Any]) -> int:
+        assert isinstance(self.compressor, Sparsifier)
+        return message_bytes(count, numel, dtype, self.compressor.wire_for(count, numel))
+
+    def _exchange_dense(self, accumulated: Accumulated, context: Context) -> Exchange:
+        group, workspace, wire = context.group, context.workspace, self._wire
+        numel, dtype = accumulated.numel, accumulated.dtype
+        gather, reply = self.rounds(numel, dtype, group)
+        size = reply.counts[0]
+        array = accumulated.array()
+        sent = array if wire is None else workspace.array("sent", numel, dtype)
+        gather.send = workspace.array("message", size, _BYTE)
+        lost = accumulated.lost + pack(array, wire, gather.send, sent)
+        write_header(gather.send, flags_of(accumulated), accumulated.energy, lost)
+        reply.recv = workspace.array("reply", size, _BYTE)
+        mean = workspace.array("mean", numel, dtype)
+        if group.rank == _SERVER:
+            gather.recv = workspace.array("messages", size * group.size, _BYTE)
+        messages = yield gather
+        if group.rank == _SERVER:
+            reply.send = workspace.array("answer", size, _BYTE)
+            mean[:] = 0
+            flags, energy, lost = 0, 0.0, 0.0
+            for message in messages.reshape(group.size, size):
+                add(message, wire, mean)
+                own_flags, own_energy, own_lost = read_header(message)
+                flags, energy, lost = flags | own_flags, energy + own_energy, lost + own_lost
+            if not cpu.is_finite(cpu.scale(mean, 1 / group.size), dtype):
+                flags |= NONFINITE
+            delivered = mean if wire is None else workspace.array("delivered", numel, dtype)
+            pack(mean, wire, reply.send, delivered)
+            if wire is not None:
+                # The second rounding was of the mean: it took its error from every rank's share of it.
+                lost += cpu.share_rounding(mean, delivered, group.size, array, sent)
+            write_header(reply.send, flags, energy, lost)
+        answer = yield reply
+        unpack(answer, wire, mean)
+        flags, energy, lost = read_header(answer)
+        return _result(mean, sent, float(numel), flags, energy, lost)
+
+    def _exchange_sparse(self, compressor: Sparsifier, accumulated: Accumulated, context: Context) -> Exchange:
+        group, workspace = context.group, context.workspace
+        numel, dtype = accumulated.numel, accumulated.dtype
+        selection = compressor.select(accumulated, context)
+        kept = cpu.energy(selection.values)
+        counts = [selection.indices.size] * group.size
+        if compressor.count(numel) is None:
+            ask = _ask(group)
+            ask.send = np.array([selection.indices.size], _COUNT)
+            ask.recv = workspace.array("counts", group.size, _COUNT)
+            counts = [int(count) for count in (yield ask)]
+        sizes = [self._bytes(count, numel, dtype) for count in counts]
+        gather = _gather(sizes)
+        gather.send = workspace.array("message", sizes[group.rank], _BYTE)
+        wire = compressor.wire_for(counts[group.rank], numel)
+        if wire.values is not None and np.may_share_memory(selection.values, accumulated.array()):
+            selection = Selection(selection.indices, selection.values.copy())  # rounded in place below
+        write_message(gather.send, selection, numel, wire, flags_of(accumulated), accumulated.energy, kept)
+        if group.rank == _SERVER:
+            gather.recv = workspace.array("messages", sum(sizes), _BYTE)
+        messages = yield gather
+
+        tell = Round("bcast", (1,), _COUNT, root=_SERVER, recv=workspace.array("told", 1, _COUNT))
+        answer, problem = None, None
+        if group.rank == _SERVER:
+            try:
+                count, answer = _average(messages, sizes, numel, dtype, workspace)
+                tell.send = np.array([count], _COUNT)
+            except MessageError as error:
+                problem = error
+                tell.send = np.array([-1], _COUNT)
+        told = int((yield tell)[0])
+        if told < 0:
+            raise MessageError(f"parameter-server: rank {_SERVER} was sent a damaged message") from problem
+
+        reply = _reply(told, numel, dtype)
+        reply.send = answer
+        reply.recv = workspace.array("reply", reply.counts[0], _BYTE)
+        received = yield reply
+        if _as_dense(told, numel, dtype):
+            mean = workspace.array("mean", numel, dtype)
+            unpack(received, None, mean)
+            flags, energy, lost = read_header(received)
+        else:
+            union = read_message(received, numel, dtype, workspace)
+            sparse_mean = SparseMean.cleared(workspace, numel, dtype)
+            sparse_mean.add(union.selection.indices, union.selection.values, 1.0)
+            mean = sparse_mean.array
+            flags, energy, lost = union.flags, union.energy, union.lost
+        return _result(mean, selection, sum(counts) / group.size, flags, energy, lost)
+
+
+def _average(
+    messages: NDArray[np.uint8], sizes: Sequence[int], numel: int, dtype: np.dtype[Any], workspace: Workspace
+) -> tuple[int, NDArray[np.uint8]]:
+    """Give the number of elements in the union of sparse messages, and the reply that holds their mean."""
+    mean = SparseMean.cleared(workspace, numel, dtype)
+    flags, energy, lost = 0, 0.0, 0.0
+    start, room = 0, 0
+    for rank, size in enumerate(sizes):
+        try:
+            sparse = read_message(messages[start : start + size], numel, dtype, workspace)
+        except MessageError as error:
+            raise MessageError(f"parameter-server: from rank {rank}: {error}") from error
+        start += size
+        room += sparse.selection.indices.size
+        mean.add(sparse.selection.indices, sparse.selection.values, 1 / len(sizes))
+        flags |= sparse.flags
+        energy += sparse.energy
+        lost += sparse.lost
+    room = min(room, numel)
+    union = Selection(workspace.array("union", room, np.uint32), workspace.array("union", room, dtype))
+    count = cpu.select_above(mean.array, 0.0, 0, union.indices, union.values, 0)
+    answer = workspace.array("answer", _reply(count, numel, dtype).counts[0], _BYTE)
+    if _as_dense(count, numel, dtype):
+        pack(mean.array, None, answer, mean.array)
+        write_header(answer, flags, energy, lost)
+    else:
+        union = Selection(union.indices[:count], union.values[:count])
+        with np.errstate(invalid="ignore"):
+            kept = float(np.float64(energy) - lost)
+        write_message(answer, union, numel, _wire_back(count, numel), flags, energy, kept)
+    return count, answer
+
+
+def _gather(sizes: Sequence[int]) -> Round:
+    return Round("gatherv", sizes, _BYTE, root=_SERVER)
+
+
+def _ask(group: Group) -> Round:
+    return Round("allgatherv", [1] * group.size, _COUNT)
+
+
+def _wire_back(count: int, numel: int) -> Wire:
+    return Wire(None, compact(count, numel))
+
+
+def _as_dense(count: int, numel: int, dtype: np.dtype[Any]) -> bool:
+    """Tell whether the whole array is shorter than the union's message; the same on all ranks."""
+    return dense_bytes(numel, dtype, None) <= message_bytes(count, numel, dtype, _wire_back(count, numel))
+
+
+def _reply(count: int, numel: int, dtype: np.dtype[Any]) -> Round:
+    size = message_bytes(count, numel, dtype, _wire_back(count, numel))
+    return Round("bcast", (min(size, dense_bytes(numel, dtype, None)),), _BYTE, root=_SERVER)
+
+
+def _result(
+    mean: NDArray[np.floating],
+    sent: NDArray[np.floating] | Selection,
+    kept: float,
+    flags: int,
+    energy: float,
+    lost: float,
+) -> Result:
+    return Result(
+        mean=mean,
+        sent=sent,
+        energy=energy,
+        gain=gain_of(lost, energy),
+        kept=kept,
+        nonfinite=bool(flags & NONFINITE),
+        stale=bool(flags & STALE),
+    )

@@ -1,0 +1,92 @@
+"""Pairs of ranks exchange all they have, then pairs of pairs, until all ranks have the sum."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpicomp.collectives.round import Group, Round
+from mpicomp.collectives.scheme import Context, Exchange, Scheme
+from mpicomp.collectives.segments import SegmentedMean
+from mpicomp.compressors.accumulated import TAIL, Accumulated
+from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.dense import Dense
+
+
+class RecursiveDoubling(Scheme[Dense]):
+    """Exchanges of the whole array with ranks at distances 1, 2, 4 ...
+
+    As few steps as can be, with the whole array in each: it suits short arrays. Where the number of ranks is no power
+    of two, those beyond the largest one give their arrays to partners first and get the mean at the end.
+
+    All ranks hold the same bits: the two sums of an exchange have the same two terms, and both sides of each
+    term's group held the same bits before.
+
+    16-bit wires are refused: they would round at every step.
+    """
+
+    id: ClassVar[str] = "recursive-doubling"
+    paper: ClassVar[str] = (
+        "Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521; segments summed as they arrive"
+    )
+    messages: ClassVar[str] = "dense"
+
+    @classmethod
+    def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
+        """Carry full numbers only; see `Scheme.carries`."""
+        return super().carries(compressor) and getattr(compressor, "wire", None) is None
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        """Give ``log2(ranks)`` exchanges of the array, and two more where that is no whole number."""
+        whole = numel + TAIL
+        return [
+            Round("sendrecv", tuple(0 if peer is None else whole for peer in peers), dtype, peers=peers)
+            for peers in _peers(group)
+        ]
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Sum with every partner in turn; see `Scheme.exchange`."""
+        group, whole, dtype = context.group, accumulated.numel + TAIL, accumulated.dtype
+        workspace = context.workspace
+        segments = SegmentedMean(accumulated, group.size)
+        tasks = self.rounds(accumulated.numel, dtype, group)
+        mean = workspace.array("mean", whole, dtype)
+        spare = workspace.array("spare", whole if len(tasks) > 1 else 0, dtype)
+        beyond = group.rank >= _power_of_two(group.size)
+        last = len(tasks) - 1 - (group.size > _power_of_two(group.size))
+        total = segments.own
+        if not tasks:
+            total = mean
+            total[:] = segments.own
+            segments.divide(total, 0, whole)
+        for place, task in enumerate(tasks):
+            received = spare if total is mean else mean
+            task.send, task.recv = total[: task.counts[0]], received[: task.counts[1]]
+            if beyond:
+                task.arrived = segments.sees(received, 0)
+            else:
+                task.arrived = segments.adds(received, 0, total, complete=place == last)
+            yield task
+            if task.peers[1] is not None:
+                total = received
+        return segments.result(total)
+
+
+def _power_of_two(size: int) -> int:
+    """Give the largest power of two that is not above a size."""
+    return 1 << (size.bit_length() - 1)
+
+
+def _peers(group: Group) -> list[tuple[int | None, int | None]]:
+    """Give whom this rank sends to and receives from in every step."""
+    core = _power_of_two(group.size)
+    rank, beyond = group.rank, group.size - core
+    if rank >= core:
+        partner = rank - core
+        return [(partner, None), *[(None, None)] * (core.bit_length() - 1), (None, partner)]
+    doubling: list[tuple[int | None, int | None]] = [
+        (rank ^ distance, rank ^ distance) for distance in (1 << bit for bit in range(core.bit_length() - 1))
+    ]
+    if beyond == 0:
+        return doubling
+    partner_beyond = rank + core if rank < beyond else None
+    return [(None, partner_beyond), *doubling, (partner_beyond, None)]

@@ -1,0 +1,92 @@
+"""A sum over ranks that becomes a mean segment by segment, as the segments arrive."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives.scheme import Result, gain_of
+from mpicomp.compressors.accumulated import TAIL, Accumulated
+from mpicomp.kernels import cpu
+
+
+class SegmentedMean:
+    """What is done with segments while others are under way, and what was seen in them.
+
+    Arrays have ``numel + TAIL`` elements: behind the values stand the numbers of non-finite and of stale ranks, the
+    energy and the lost energy, which are summed and never divided.
+
+    Parameters
+    ----------
+    accumulated : Accumulated
+        This rank's own.
+    ranks : int
+        What sums are divided by.
+    """
+
+    def __init__(self, accumulated: Accumulated, ranks: int) -> None:
+        self._accumulated = accumulated
+        self._ranks = ranks
+        self._finite = True
+        self.own = accumulated.with_tail(
+            not accumulated.finite, accumulated.stale, accumulated.energy, accumulated.lost
+        )
+        """The accumulated array and its tail. It is only read: what is delivered is taken from it later."""
+
+    def adds(
+        self, array: NDArray[np.floating], offset: int, other: NDArray[np.floating], complete: bool
+    ) -> Callable[[int, int], None]:
+        """Give what adds ``other`` to the segments of ``array`` and, where their sums are then complete, divides them.
+
+        Parameters
+        ----------
+        array : array, shape (numel + TAIL,)
+            Where segments arrive.
+        offset : int
+            Where the part that they are segments of begins.
+        other : array, shape (numel + TAIL,)
+            What is added.
+        complete : bool
+            Whether that was the last rank's share.
+        """
+
+        def arrived(start: int, stop: int) -> None:
+            segment = array[offset + start : offset + stop]
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.add(segment, other[offset + start : offset + stop], out=segment)
+            if complete:
+                self.divide(array, offset + start, offset + stop)
+
+        return arrived
+
+    def sees(self, array: NDArray[np.floating], offset: int) -> Callable[[int, int], None]:
+        """Give what looks whether segments of ``array``, which are means already, are finite."""
+
+        def arrived(start: int, stop: int) -> None:
+            values = self._values(array, offset + start, offset + stop)
+            # Squares of finite numbers overflow too, and are then not worth a fast answer.
+            self._finite &= bool(np.isfinite(cpu.energy(values))) or bool(np.isfinite(values).all())
+
+        return arrived
+
+    def divide(self, array: NDArray[np.floating], start: int, stop: int) -> None:
+        """Make sums means in place, the tail left as it is."""
+        values = self._values(array, start, stop)
+        self._finite &= cpu.is_finite(cpu.scale(values, 1 / self._ranks), values.dtype)
+
+    def result(self, array: NDArray[np.floating]) -> Result:
+        """Give what was delivered, once all segments of ``array`` were divided or seen."""
+        numel = self._accumulated.numel
+        nonfinite, stale, energy, lost = (float(number) for number in array[numel : numel + TAIL])
+        return Result(
+            mean=array[:numel],
+            sent=self._accumulated.array(),
+            energy=energy,
+            gain=gain_of(lost, energy),
+            kept=float(numel),
+            nonfinite=nonfinite > 0 or not self._finite,
+            stale=stale > 0,
+        )
+
+    def _values(self, array: NDArray[np.floating], start: int, stop: int) -> NDArray[np.floating]:
+        return array[start : min(stop, self._accumulated.numel)]
