@@ -73,7 +73,8 @@ def measure_kernels(
     unknown = {scheme_key(scheme): scheme for scheme in schemes if scheme_key(scheme) not in model.kernels}
     if not unknown:
         return
-    send = np.array([seconds_alone(scheme, feedback) for scheme in unknown.values()]).reshape(-1)
+    alone = [seconds_alone(scheme, feedback, transport.clock) for scheme in unknown.values()]
+    send = np.array(alone).reshape(-1)
     ranks = transport.group.size
     recv = np.empty(send.size * ranks)
     everyones = yield Round("allgatherv", [send.size] * ranks, recv.dtype, send=send, recv=recv)

@@ -245,18 +245,17 @@ class Reducer:
             self._adopt(members, buckets)
             done = yield from self._exchange(gradients, record)
         assert done is not None
-        results = done.results
-        if self._policy.measures:
-            begin = time.perf_counter()
-            sent_bytes = yield from self._timer.turn(self._policy, done.plans, done.times)
-            record.overhead_bytes += sent_bytes
-            record.overhead_wire_bytes += sent_bytes
-            record.choosing_s += time.perf_counter() - begin
-
         self._step += 1
         self.last_step = record
         try:
-            return self._finish(gradients, results, record)
+            means = self._finish(gradients, done, record)
+            if self._policy.measures:
+                begin = time.perf_counter()
+                sent_bytes = yield from self._timer.turn(self._policy, done.plans, done.times)
+                record.overhead_bytes += sent_bytes
+                record.overhead_wire_bytes += sent_bytes
+                record.choosing_s += time.perf_counter() - begin
+            return means
         finally:
             record.seconds = time.perf_counter() - start
 
@@ -442,9 +441,9 @@ class Reducer:
             rounds=[entry.operation for entry in entries],
         )
 
-    def _finish(self, gradients: Mapping[str, Any], results: list[Result], record: StepRecord) -> dict[str, Any]:
+    def _finish(self, gradients: Mapping[str, Any], done: "_Done", record: StepRecord) -> dict[str, Any]:
         """Keep the step or undo it, the same on all ranks, and give the means."""
-        bad = [bucket for bucket, result in zip(self._buckets, results, strict=True) if result.nonfinite]
+        bad = [bucket for bucket, result in zip(self._buckets, done.results, strict=True) if result.nonfinite]
         if bad and self._nonfinite == "raise":
             names = " or ".join(f"'{bucket.members[0].name}'" for bucket in bad)
             raise NonFiniteError(
@@ -454,13 +453,17 @@ class Reducer:
             )
         record.skipped = bool(bad) and self._nonfinite == "skip"
         means: dict[str, Any] = {}
-        for bucket, result in zip(self._buckets, results, strict=True):
+        for place, (bucket, result) in enumerate(zip(self._buckets, done.results, strict=True)):
+            begin = self._transport.clock()
             if record.skipped:
                 result.mean[:] = 0
             else:
                 bucket.commit(result.sent, finite=not bad)
             for member, mean in bucket.parts(result.mean):
                 means[member.name] = from_host(mean, member, gradients[member.name], self._delivered.get(member.name))
+            start, end, own = done.times[place]
+            kept_s = self._transport.clock() - begin
+            done.times[place] = start, end + kept_s, own + kept_s
         for member in self._members or ():
             if member.numel == 0:
                 empty = np.empty(0, member.work_dtype)
@@ -470,7 +473,10 @@ class Reducer:
 
 @dataclass
 class _Done:
-    """What exchanging the buckets came to, a bucket each; of times the start, the end and the own work."""
+    """What exchanging the buckets came to, a bucket each; of times the start, the end and the own work.
+
+    What it takes to keep the residual and to hand out the mean comes later and counts as if it had followed at once.
+    """
 
     results: list[Result] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)

@@ -22,7 +22,7 @@ class Link:
 
 
 class Ranks:
-    def __init__(self, size, link, compressor="topk", collective="auto", hosts=None, numel=200_000, **settings):
+    def __init__(self, size, link, compressor="topk", collective="auto", hosts=None, numel=50_000, **settings):
         self.link, self.numel = link, numel
         self.world = LocalWorld(size, hosts=size if hosts is None else hosts, network=link)
         self.reducers = [mpicomp.Reducer(compressor, collective, comm=end, **settings) for end in self.world.transports]
@@ -38,7 +38,7 @@ class Ranks:
         return buckets[0].collective, max(end.clock() for end in self.world.transports) - before, buckets[0]
 
 
-def fixed(size, link, hosts=None, numel=200_000, compressor=None):
+def fixed(size, link, hosts=None, numel=50_000, compressor=None):
     """Time every plan by itself; give seconds by collective."""
     compressor = compressor or mpicomp.TopK(ratio=0.01)
     seconds = {}
