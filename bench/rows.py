@@ -1,5 +1,6 @@
 """What benchmarks print and write: rows, and where they were measured."""
 
+import csv
 import importlib.metadata
 import json
 import os
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpicomp import abort
 from mpicomp._version import __version__
 
 SCHEMA = 1
@@ -16,7 +18,15 @@ SCHEMA = 1
 _PACKAGES = ("numpy", "numba", "torch")
 
 
-def environment(threads: int, device: str) -> dict[str, Any]:
+_VARIABLES = ("MPIR_CVAR_", "UCX_", "OMP_", "FI_", "MPICOMP_")
+"""How the names of variables begin that change what MPI does."""
+_MORE_VARIABLES = (
+    *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_coll", "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_mpi_yield_when_idle"),
+    *("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND_TYPE"),
+)
+
+
+def environment(threads: int, device: str, job: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Give versions and the processor: what numbers depend on, and nothing that tells who measured when.
 
     Parameters
@@ -25,6 +35,8 @@ def environment(threads: int, device: str) -> dict[str, Any]:
         How many were asked for.
     device : str
         ``"cpu"`` or the name of a GPU.
+    job : mapping, optional
+        From `job_environment`, where ranks took part.
     """
     return {
         "mpicomp": __version__,
@@ -35,14 +47,62 @@ def environment(threads: int, device: str) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "threads": threads,
         "device": device,
+        "job": job,
     }
 
 
-def write(path: str, rows: Sequence[Mapping[str, Any]], threads: int, device: str = "cpu") -> None:
+def job_environment(ranks: int, hosts: int, sharing: int) -> dict[str, Any]:
+    """Give what the seconds of an MPI job depend on, as this rank sees it. Not collective.
+
+    Parameters
+    ----------
+    ranks, hosts : int
+        That take part.
+    sharing : int
+        The most ranks of a host.
+    """
+    mpi = abort.running()
+    vendor, version = ("none", ()) if mpi is None else mpi.get_vendor()
+    cores = len(os.sched_getaffinity(0))
+    # In a lab every host takes the machine's cores for its own, and only the lab knows better.
+    naps = os.environ.get("MPICOMP_NAPS") == "1"
+    return {
+        "mpi": vendor,
+        "mpi_version": ".".join(map(str, version)),
+        "ranks": ranks,
+        "hosts": hosts,
+        "oversubscribed": sharing > cores or naps,
+        "lab": os.environ.get("MPICOMP_LAB") == "1",
+        "variables": {name: value for name, value in sorted(os.environ.items()) if _tells_nothing(name, value)},
+    }
+
+
+def _tells_nothing(name: str, value: str) -> bool:
+    """Tell whether a variable may be shown: it is one of those that matter, and holds no path."""
+    return (name.startswith(_VARIABLES) or name in _MORE_VARIABLES) and os.sep not in value
+
+
+def write(
+    path: str,
+    rows: Sequence[Mapping[str, Any]],
+    threads: int,
+    device: str = "cpu",
+    job: Mapping[str, Any] | None = None,
+) -> None:
     """Write rows and environment as one JSON object."""
     with open(path, "w", encoding="utf-8") as file:
-        json.dump({"schema": SCHEMA, "environment": environment(threads, device), "rows": rows}, file, indent=1)
+        json.dump({"schema": SCHEMA, "environment": environment(threads, device, job), "rows": rows}, file, indent=1)
         file.write("\n")
+
+
+def write_csv(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows with a line of names above them; what is no number and no text is written as JSON."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
+        writer.writeheader()
+        for row in rows:
+            plain_values = {name: json.dumps(own) if isinstance(own, dict) else own for name, own in row.items()}
+            writer.writerow(plain_values)
 
 
 def show(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:

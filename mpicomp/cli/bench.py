@@ -8,9 +8,9 @@ import argparse
 import importlib
 from typing import Any
 
-HELP = "measure kernels, and how well thresholds are estimated"
+HELP = "measure kernels, estimated thresholds, and exchanges among ranks"
 
-BENCHMARKS = ("kernels", "estimators")
+BENCHMARKS = ("kernels", "estimators", "collectives", "regret", "change")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -76,23 +76,18 @@ def _threads(number: int) -> str:
 def _compressors(arguments: argparse.Namespace, ratios: Sequence[float], known: Sequence[str]) -> list[Any]:
     """Give what is to be measured: everything that was named, at every ratio where it has one that is not given."""
     from mpicomp.bench.kernels import SUITED
-    from mpicomp.cli.options import has_ratio, read_configuration, read_list
-    from mpicomp.compressors import get_compressor
+    from mpicomp.cli.options import read_compressors, read_list
     from mpicomp.errors import ConfigurationError
 
-    compressors = []
     suited = [json.dumps({"id": name} | SUITED.get(name, {})) for name in known]
-    for word in suited if arguments.compressor is None else read_list(arguments.compressor):
-        configs = [read_configuration(_COMMAND, word, ratio) for ratio in ratios]
-        for index, config in enumerate(configs):
-            compressor = get_compressor(config)
-            if compressor.id not in known:
-                raise ConfigurationError(
-                    f"{_COMMAND}: '{compressor.id}' is no sparsifier that runs on the {arguments.device}; "
-                    f"there are {', '.join(known)}"
-                )
-            if index == 0 or (has_ratio(compressor.id) and config != configs[0]):
-                compressors.append(compressor)
+    words = suited if arguments.compressor is None else read_list(arguments.compressor)
+    compressors = read_compressors(_COMMAND, words, ratios)
+    for compressor in compressors:
+        if compressor.id not in known:
+            raise ConfigurationError(
+                f"{_COMMAND}: '{compressor.id}' is no sparsifier that runs on the {arguments.device}; "
+                f"there are {', '.join(known)}"
+            )
     if not compressors:
         raise ConfigurationError(f"{_COMMAND}: --compressor names nothing; there are {', '.join(known)}")
     return compressors

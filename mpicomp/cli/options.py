@@ -2,7 +2,11 @@
 
 import json
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpicomp.compressors import Compressor
 
 
 def check_writable(command: str, path: str) -> None:
@@ -72,6 +76,36 @@ def read_configuration(command: str, text: str, ratio: float) -> dict[str, Any]:
     if "id" in config and has_ratio(config["id"]):
         config.setdefault("ratio", ratio)
     return config
+
+
+def read_numels(command: str, text: str) -> list[int]:
+    """Read lengths with commas between them; what is named twice counts once."""
+    from mpicomp.errors import ConfigurationError
+
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigurationError(
+            f"{command}: --numel must be whole numbers such as 1024,1048576, got {text!r}"
+        ) from None
+    for number in numbers:
+        check_least(command, "--numel", number)
+        if number >= 1 << 32:
+            raise ConfigurationError(f"{command}: --numel must be below 2**32, got {number}; indices travel in 32 bits")
+    return list(dict.fromkeys(numbers))
+
+
+def read_compressors(command: str, words: Sequence[str], ratios: Sequence[float]) -> list["Compressor"]:
+    """Give every compressor that is named, at every ratio where it has one that is not given; none twice."""
+    from mpicomp.compressors import get_compressor
+
+    found: list[Compressor] = []
+    for word in words:
+        for ratio in ratios:
+            compressor = get_compressor(read_configuration(command, word, ratio))
+            if compressor not in found:
+                found.append(compressor)
+    return found
 
 
 def has_ratio(name: str) -> bool:

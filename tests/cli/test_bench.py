@@ -1,5 +1,6 @@
 """``mpicomp bench`` as a user starts it."""
 
+import csv
 import importlib.util
 import json
 
@@ -9,6 +10,9 @@ import pytest
 from mpicomp.cli import main
 
 KERNELS = ["bench", "kernels", "--numel", "3000", "--ratio", "0.1", "--repeats", "2"]
+COLLECTIVES = ["bench", "collectives", "--numel", "3000", "--ratio", "0.1", "--limit", "0.05"]
+REGRET = ["bench", "regret", "--networks", "1gbit/0us"]
+CHANGE = ["bench", "change"]
 ESTIMATORS = ["bench", "estimators", "--numel", "3000", "--ratio", "0.1", "--steps", "2"]
 
 
@@ -88,6 +92,27 @@ def test_estimators_take_gradients_of_ones_own(tmp_path, capsys):
         ([*ESTIMATORS, "--data", "norml"], "unknown name 'norml'; did you mean 'normal'?"),
         ([*ESTIMATORS, "--gradients", "/nonexistent.npz"], "bench estimators: cannot read '/nonexistent.npz'"),
         ([*ESTIMATORS, "--json", "/nonexistent/out.json"], "bench estimators: '/nonexistent/out.json' cannot be"),
+        ([*COLLECTIVES, "--numel", "many"], "bench collectives: --numel must be whole numbers such as 1024,1048576"),
+        ([*COLLECTIVES, "--numel", "10,0"], "bench collectives: --numel must be at least 1, got 0"),
+        ([*COLLECTIVES, "--numel", "4294967296"], "bench collectives: --numel must be below 2**32, got 4294967296"),
+        ([*COLLECTIVES, "--ratio", "2"], "bench collectives: ratio is the kept fraction and must be in (0, 1]"),
+        ([*COLLECTIVES, "--compressor", "topq"], "unknown name 'topq'; did you mean 'topk'?"),
+        ([*COLLECTIVES, "--compressor", ","], "bench collectives: --compressor names nothing"),
+        ([*COLLECTIVES, "--collective", ","], "bench collectives: --collective names nothing"),
+        ([*COLLECTIVES, "--collective", "allgathr"], "unknown name 'allgathr'; did you mean 'allgather'?"),
+        ([*COLLECTIVES, "--collective", "star-topk:rin"], "unknown name 'rin'"),
+        ([*COLLECTIVES, "--collective", "star-topk:allgather"], "dense: does not fit collective 'allgather'"),
+        ([*COLLECTIVES, "--limit", "0"], "bench collectives: --limit must be a number of seconds above 0, got 0.0"),
+        ([*COLLECTIVES, "--calibrate", "a", "--from", "b"], "--calibrate measures what --from reads; give one of them"),
+        ([*COLLECTIVES, "--csv", "/nonexistent/a.csv"], "bench collectives: '/nonexistent/a.csv' cannot be written"),
+        ([*REGRET, "--networks", "1gbit"], "lab: a network must be like 50mbit/1ms, got '1gbit'"),
+        ([*REGRET, "--networks", ","], "bench regret: --networks names nothing"),
+        ([*REGRET, "--hosts", "0"], "bench regret: --hosts must be at least 1, got 0"),
+        ([*REGRET, "--numel", "0"], "bench regret: --numel must be at least 1, got 0"),
+        ([*REGRET, "--json", "/nonexistent/out.json"], "bench regret: '/nonexistent/out.json' cannot be written"),
+        ([*CHANGE, "--bandwidths", "1"], "lab: bandwidth must be a number with bit, kbit, mbit or gbit, got '1'"),
+        ([*CHANGE, "--seconds", "0"], "bench change: --seconds must be a number above 0, got 0.0"),
+        ([*CHANGE, "--ratio", "0.1,0.2"], "bench change: --compressor and --ratio must give one plan's, got 2"),
     ],
 )
 def test_bad_words_are_told_before_anything_is_measured(arguments, text, capsys):
@@ -127,7 +152,14 @@ def test_what_argparse_refuses(arguments, capsys):
     assert "usage: mpicomp bench" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["kernels", "estimators"])
+@pytest.mark.parametrize("arguments", [REGRET, CHANGE])
+def test_labs_need_root(arguments, monkeypatch, capsys):
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert main(arguments) == 2
+    assert "a lab needs root to make network namespaces" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["kernels", "estimators", "collectives", "regret", "change"])
 def test_the_help_of_each(name, capsys):
     assert main(["bench", name, "--help"]) == 0
     assert f"usage: mpicomp bench {name}" in capsys.readouterr().out
@@ -144,4 +176,66 @@ def test_of_several_ranks_one_tells_what_is_wrong_and_nobody_waits(mpiexec):
     done = mpiexec(3, "-m", "mpicomp", *KERNELS, "--ratio", "0")
     assert done.returncode == 2
     assert done.stderr.count("ratio is the kept fraction") == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_time_exchanges_together_and_one_prints(mpiexec, tmp_path, ranks):
+    json_path, csv_path = tmp_path / "out.json", tmp_path / "out.csv"
+    words = [*COLLECTIVES, "--collective", "allgather,allreduce,auto", "--json", json_path, "--csv", csv_path]
+    done = mpiexec(ranks, "-m", "mpicomp", *words, timeout=100)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(json_path.read_text())["rows"]
+    assert [row["collective"] for row in written if row["compressor"] == "topk"] == ["allgather", "auto"]
+    assert {row["ranks"] for row in written} == {ranks}
+    assert all(row["correct"] for row in written)
+    assert done.stdout.count("left out: topk: does not fit collective 'allreduce'") == 1
+    assert done.stdout.count("# mpicomp topk at ratio 0.1, allgather: float32") == 1
+    header = next(line.split() for line in done.stdout.splitlines() if line.startswith("compressor"))
+    assert header[:5] == ["compressor", "ratio", "collective", "numel", "median_s"]
+    with csv_path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["collective"] for line in lines] == [row["collective"] for row in written]
+    assert [float(line["median_s"]) for line in lines] == [row["median_s"] for row in written]
+    assert json.loads(lines[-1]["config"]) == written[-1]["config"]
+
+
+def test_a_wrong_mean_ends_with_status_1(mpiexec):
+    code = """if True:
+        import sys
+        from mpicomp.collectives.allgather import Allgather
+        right = Allgather.exchange
+
+        def wrong(self, accumulated, context):
+            result = yield from right(self, accumulated, context)
+            result.mean[:] *= 1.01
+            return result
+
+        Allgather.exchange = wrong
+        from mpicomp.cli import main
+        sys.exit(main(sys.argv[1:]))"""
+    done = mpiexec(2, "-c", code, *COLLECTIVES, "--collective", "allgather", timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("WRONG: topk allgather with 3000 elements") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_cost_model_is_written_and_read(mpiexec, tmp_path):
+    path = tmp_path / "cost.json"
+    done = mpiexec(2, "-m", "mpicomp", "bench", "collectives", "--calibrate", path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"bench collectives: the cost model was written to {path}\n"
+    rows_path = tmp_path / "rows.json"
+    words = [*COLLECTIVES, "--collective", "allgather", "--from", path, "--json", rows_path]
+    done = mpiexec(2, "-m", "mpicomp", *words, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert all(row["first_predicted_s"] > 0 for row in json.loads(rows_path.read_text())["rows"])
+
+
+def test_a_cost_model_that_is_none_is_told_once(mpiexec, tmp_path):
+    path = tmp_path / "cost.json"
+    path.write_text("{}")
+    done = mpiexec(2, "-m", "mpicomp", *COLLECTIVES, "--from", path, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("this is not a cost model") == 1
     assert "Traceback" not in done.stderr

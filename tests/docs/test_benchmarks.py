@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from mpicomp.bench.regret import judged
 from tables import DOCS, check_types, documented
 
 from mpicomp.cli import main
@@ -30,6 +31,27 @@ def test_what_is_written(name, options, tmp_path):
     compare(written["environment"], "environment")
     for row in written["rows"]:
         compare(row, f"Rows of {name}")
+
+
+def test_what_is_written_by_ranks(mpiexec, tmp_path):
+    path = tmp_path / "out.json"
+    options = ["--numel", "2000", "--ratio", "0.1", "--limit", "0.05", "--json", path]
+    done = mpiexec(1, "-m", "mpicomp", "bench", "collectives", *options, timeout=100)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(path.read_text())
+    compare(written, "The object of --json")
+    compare(written["environment"], "environment")
+    compare(written["environment"]["job"], "job")
+    for row in written["rows"]:
+        compare(row, "Rows of collectives")
+
+
+def test_what_regret_adds():
+    row = {"numel": 1, "compressor": "dense", "config": {}, "chosen": None, "median_s": 1.0, "predicted_s": None}
+    row["best_dense_s"] = 1.0
+    for own in judged([row, row | {"chosen": "dense ring"}]):
+        added = {name: value for name, value in own.items() if name not in row}
+        compare({"bandwidth": "1gbit", "latency": "0us"} | added, "Rows of regret")
 
 
 def test_every_row_is_explained(tmp_path):

@@ -1,0 +1,496 @@
+"""How long plans take at full size among real ranks, and what ``collective="auto"`` makes of them."""
+
+import contextlib
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from mpicomp.bench.exchanges import (
+    CHOOSING,
+    COMPRESS,
+    DECODE,
+    EXCHANGE,
+    SECONDS,
+    SENT,
+    WIRE,
+    Plan,
+    Residuals,
+    Runner,
+    in_turn,
+)
+from mpicomp.bench.kernels import Gradients
+from mpicomp.bench.sampling import LEAST, is_narrow, median_interval
+
+from mpicomp.collectives import bind, variants
+from mpicomp.compressors import Compressor, Dense
+from mpicomp.cost import CostModel, measure_kernels
+from mpicomp.errors import IncompatiblePairError
+from mpicomp.transport import Transport
+
+AUTO = "auto"
+
+_WARM = 10  # steps before the timed ones
+_SAMPLES = 30  # timed ones that are worth an interval
+_MOST = 1000  # of them
+_TOO_SLOW = 3.0  # times the best of a cell: timed once
+_HOPELESS = 20.0  # times the best that is predicted, and longer than the limit: not run
+_SETTLING = 60  # steps in which auto comes to its steady state
+_COMPILING = 1 << 12  # elements of the arrays on which kernels are compiled
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Parameters
+    ----------
+    numels : sequence of int
+        Lengths of the arrays, which are float32.
+    compressors : sequence of Compressor
+        Each with the ratio at which it is measured.
+    collectives : sequence of str or None
+        Names, each of which fits some compressor; None is all that fit. Those of `mpicomp.Dense` are measured in any
+        case.
+    auto : bool
+        Whether to measure what ``collective="auto"`` makes of each compressor, too.
+    limit_s : float
+        Seconds of timing a plan, unless it is slower than that.
+    """
+
+    numels: Sequence[int]
+    compressors: Sequence[Compressor]
+    collectives: Sequence[str] | None = None
+    auto: bool = True
+    limit_s: float = 10.0
+
+
+@dataclass
+class Timing:
+    """A plan that was timed, or was not worth it.
+
+    Attributes
+    ----------
+    plan : Plan
+        Which.
+    numel : int
+        Elements.
+    ranks, hosts : int
+        That took part.
+    expected_s : float or None
+        What a cost model predicted before it was run.
+    runner : Runner or None
+        What its steps were; None where it was not run.
+    first : int
+        The first of its steps that counts.
+    stopped : str or None
+        What ended the timing: ``"interval"``, ``"limit"`` or ``"once"``.
+    """
+
+    plan: Plan
+    numel: int
+    ranks: int
+    hosts: int
+    expected_s: float | None = None
+    runner: Runner | None = None
+    first: int = 0
+    stopped: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> list[float]:
+        """Seconds of the steps that count, on the slowest rank."""
+        return self.runner.slowest()[self.first :] if self.runner else []
+
+    @property
+    def median_s(self) -> float:
+        """Their median, infinite where there are none."""
+        return float(np.median(self.samples)) if self.runner else np.inf
+
+
+def measure(
+    settings: Settings,
+    transport: Transport,
+    model: CostModel | None,
+    say: Callable[[str], None],
+    done: Callable[[list[dict[str, Any]]], None],
+) -> list[dict[str, Any]]:
+    """Measure everything, cell by cell. Collective.
+
+    Parameters
+    ----------
+    settings : Settings
+        The same on all ranks.
+    transport : Transport
+        Among the ranks.
+    model : CostModel or None
+        What is known of links and operations, the same on all ranks; not written to. None predicts nothing.
+    say : callable
+        Is told what goes on.
+    done : callable
+        Is given all rows so far after each cell.
+
+    Returns
+    -------
+    list of dict
+        The rows, the same on all ranks; docs/benchmarks.md says what is in them.
+    """
+    bench = _Bench(settings, transport, model, say)
+    found: list[dict[str, Any]] = []
+    for numel in settings.numels:
+        found += bench.array(numel, lambda rows: done([*found, *rows]))  # noqa: B023, called before it changes
+    return found
+
+
+def plans_of(compressor: Compressor, names: Sequence[str] | None, flat: bool) -> list[Plan]:
+    """Give the plans of a compressor with those of the named collectives that fit it.
+
+    Parameters
+    ----------
+    compressor : Compressor
+        Of all of them.
+    names : sequence of str or None
+        None is all that fit.
+    flat : bool
+        Whether all ranks are on one host, or each has its own: what is hierarchical is then what it is built upon,
+        and is left out where it was not named.
+    """
+    if names is None:
+        return [Plan(compressor, name) for name in variants(compressor) if not (flat and "hierarchical" in name)]
+    plans = []
+    for name in names:
+        with contextlib.suppress(IncompatiblePairError):
+            bind(compressor, name)
+            plans.append(Plan(compressor, name))
+    return plans
+
+
+class _Bench:
+    """What stays the same from cell to cell."""
+
+    def __init__(
+        self, settings: Settings, transport: Transport, model: CostModel | None, say: Callable[[str], None]
+    ) -> None:
+        self.settings = settings
+        self.transport = transport
+        self.model = model
+        self.say = say
+        self.ranks, self.hosts = transport.group.size, transport.hosts()
+        self.residuals = Residuals(transport.group.rank)
+        self.compiled: list[Plan] = []
+
+    def array(self, numel: int, done: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+        """Measure everything at one length."""
+        settings = self.settings
+        flat = self.hosts in (1, self.ranks)
+        gradients = Gradients(numel, seed=self.transport.group.rank)
+        dense_plans = plans_of(Dense(), None, flat)
+        named = plans_of(Dense(), settings.collectives, flat) if Dense() in settings.compressors else []
+        dense_plans += [plan for plan in named if plan not in dense_plans]
+        dense = self._expect(dense_plans, numel)
+        others = [
+            self._expect(plans_of(compressor, settings.collectives, flat) if compressor != Dense() else [], numel)
+            for compressor in settings.compressors
+        ]
+        everything = [*dense, *(timing for own in others for timing in own)]
+        self._time_all(dense, everything, [], gradients)
+        rows = _rows(dense, dense)
+        done(rows)
+        for compressor, own in zip(settings.compressors, others, strict=True):
+            self._time_all(own, [*dense, *own], dense, gradients)
+            if settings.auto:
+                own.append(self._auto(compressor, [*dense, *own], dense, gradients))
+            rows += _rows(own, dense)
+            done(rows)
+        return rows
+
+    def _expect(self, plans: Sequence[Plan], numel: int) -> list[Timing]:
+        """Predict plans, and put them in the order in which they are worth trying."""
+        timings = [Timing(plan, numel, self.ranks, self.hosts) for plan in plans]
+        model = self._copy()
+        if model is not None and plans:
+            schemes = [bind(plan.compressor.within([""], [numel]), plan.collective) for plan in plans]
+            self.transport.run(measure_kernels(model, schemes, plans[0].compressor.feedback, self.transport))
+            expected = model.candidates(schemes, numel, np.dtype(np.float32), self.transport.group).seconds()
+            for timing, seconds in zip(timings, expected, strict=True):
+                timing.expected_s = float(seconds)
+            timings.sort(key=lambda timing: timing.expected_s or 0.0)
+        return timings
+
+    def _time_all(
+        self,
+        timings: Sequence[Timing],
+        rivals: Sequence[Timing],
+        before: Sequence[Timing],
+        gradients: Gradients,
+    ) -> None:
+        """Time plans, the best that is predicted in any case."""
+        predicted = [timing.expected_s for timing in rivals if timing.expected_s is not None]
+        for place, timing in enumerate(timings):
+            if place > 0 and timing.expected_s is not None:
+                longest = max(_HOPELESS * min(predicted), self.settings.limit_s)
+                if timing.expected_s > longest:
+                    self.say(f"{_title(timing)}: not run, predicted to take {timing.expected_s:.3g} s")
+                    continue
+            best = min((other.median_s for other in [*before, *timings[:place]]), default=np.inf)
+            self._time(timing, best, gradients)
+            self.say(f"{_title(timing)}: {_outcome(timing)}")
+
+    def _time(self, timing: Timing, best: float, gradients: Gradients) -> None:
+        """Time one plan."""
+        self._compile(timing.plan)
+        timing.runner = runner = self._runner(timing.plan, gradients, self._copy())
+        limit = self.settings.limit_s
+        with _without_garbage():
+            runner.step(check=True)
+            if runner.slowest()[0] > limit:
+                timing.stopped = "once"
+            else:
+                first = self._warm_up(runner)
+                slow = min(runner.slowest()[1:]) > _TOO_SLOW * best
+                timing.first = 1 if slow else first
+                timing.stopped = "once" if slow else self._sample(timing)
+        runner.close()
+
+    def _warm_up(self, runner: Runner) -> int:
+        """Do the steps that are not timed, and give the first that counts: of slow plans the second."""
+        share = self.settings.limit_s / 4
+        runner.step()
+        runner.catch_up()
+        while len(runner.steps) < _WARM and sum(runner.slowest()[1:]) + runner.slowest()[-1] < share:
+            runner.step()
+            runner.catch_up()
+        return len(runner.steps) if len(runner.steps) > 2 else 1
+
+    def _sample(self, timing: Timing) -> str:
+        """Time steps until they are enough, and tell why they are."""
+        assert timing.runner is not None
+        limit = self.settings.limit_s
+        while True:
+            samples = timing.samples
+            if len(samples) >= _SAMPLES and is_narrow(samples):
+                stopped = "interval"
+                break
+            # What is under way is taken to last as long as the one before.
+            if len(samples) >= _MOST or (samples and sum(samples) + samples[-1] > limit):
+                stopped = "limit"
+                break
+            timing.runner.step()
+        timing.runner.catch_up()
+        return stopped
+
+    def _auto(
+        self, compressor: Compressor, fixed: Sequence[Timing], dense: Sequence[Timing], gradients: Gradients
+    ) -> Timing:
+        """Time ``auto`` in its steady state, in turn with the best fixed plan and the best dense one.
+
+        Those are run without a cost model, so that what measuring and choosing cost counts against ``auto``.
+        """
+        numel, limit = gradients.numel, self.settings.limit_s
+        best, best_dense = (min(timings, key=lambda timing: timing.median_s) for timings in (fixed, dense))
+        timing = Timing(Plan(compressor, AUTO), numel, self.ranks, self.hosts)
+        timing.runner = auto = self._runner(timing.plan, gradients, self._copy())
+        plans = [best.plan]
+        if best_dense.plan != best.plan and best_dense.median_s <= _TOO_SLOW * best.median_s:
+            plans.append(best_dense.plan)
+        rivals = [self._runner(plan, gradients, None) for plan in plans]
+        runners = [auto, *rivals]
+        with _without_garbage():
+            for rival in rivals:
+                rival.step()
+                self._warm_up(rival)
+            while len(auto.steps) < _SETTLING and sum(auto.slowest()) < 2 * limit:
+                auto.step()
+            auto.catch_up()
+            timing.first = len(auto.steps)
+            firsts = [len(runner.steps) for runner in runners]
+            timing.stopped = _interleave(runners, firsts, limit)
+            times = [runner.slowest()[first:] for runner, first in zip(runners, firsts, strict=True)]
+            auto.step(check=True)
+            auto.steps.pop()  # it was checked, not timed
+        ratios = [mine / others for mine, others in zip(times[0], times[1], strict=True)]
+        best_s = float(np.median(times[1]))
+        retimed = best_dense.plan in plans
+        dense_s = float(np.median(times[1 + plans.index(best_dense.plan)])) if retimed else best_dense.median_s
+        ran = auto.ran[timing.first : len(auto.steps)]
+        interval = median_interval(ratios)
+        timing.facts = {
+            "chosen": Counter(ran).most_common(1)[0][0],
+            "best": best.plan.name,
+            "best_s": best_s,
+            "regret": timing.median_s / best_s - 1,
+            "regret_low": None if interval is None else interval[0] - 1,
+            "regret_high": None if interval is None else interval[1] - 1,
+            "best_dense": best_dense.plan.name,
+            "best_dense_s": dense_s,
+            "behind_dense": timing.median_s / dense_s - 1,
+        }
+        for runner in runners:
+            runner.close()
+        self.say(f"{_title(timing)}: {_outcome(timing)}, ran {timing.facts['chosen']}, best is {best.plan.name}")
+        return timing
+
+    def _compile(self, plan: Plan) -> None:
+        """Have kernels compiled and connections made, before anything is timed."""
+        if plan not in self.compiled:
+            self.compiled.append(plan)
+            runner = self._runner(plan, Gradients(_COMPILING), None)
+            runner.step()
+            runner.step()
+            runner.close()
+
+    def _runner(self, plan: Plan, gradients: Gradients, model: CostModel | None) -> Runner:
+        return Runner(plan, gradients, self.transport, self.residuals, model)
+
+    def _copy(self) -> CostModel | None:
+        """Give a cost model that one plan may teach without another one's knowing."""
+        return None if self.model is None else CostModel.from_json(self.model.to_json())
+
+
+def _interleave(runners: Sequence[Runner], firsts: Sequence[int], limit_s: float) -> str:
+    """Time runners in turn until the first one's median is known well, or the time is over; tell which."""
+    while True:
+        samples = [runner.slowest()[first:] for runner, first in zip(runners, firsts, strict=True)]
+        number = min(map(len, samples))
+        if number >= _SAMPLES and all(is_narrow(own) for own in samples):
+            stopped = "interval"
+            break
+        if number >= _MOST or (number >= LEAST and sum(map(sum, samples)) >= limit_s * len(runners)):
+            stopped = "limit"
+            break
+        for runner in in_turn(runners):
+            runner.step()
+    for runner in runners:
+        runner.catch_up()
+    return stopped
+
+
+@contextlib.contextmanager
+def _without_garbage() -> Iterator[None]:
+    """Keep the collector of garbage from what is timed."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _title(timing: Timing) -> str:
+    ratio = getattr(timing.plan.compressor, "ratio", None)
+    at = "" if ratio is None else f" at {ratio:g}"
+    return f"{timing.numel:,} elements, {timing.plan.compressor.id}{at}, {timing.plan.collective}"
+
+
+def _outcome(timing: Timing) -> str:
+    number = len(timing.samples)
+    return f"{1e3 * timing.median_s:.4g} ms, {number} {'sample' if number == 1 else 'samples'} ({timing.stopped})"
+
+
+def _rows(timings: Sequence[Timing], dense: Sequence[Timing]) -> list[dict[str, Any]]:
+    base = min(timing.median_s for timing in dense)
+    return [_row(timing, base) for timing in timings]
+
+
+def _row(timing: Timing, base: float) -> dict[str, Any]:
+    """Give a plan's row; ``base`` is the median of the best dense one."""
+    plan, runner = timing.plan, timing.runner
+    row: dict[str, Any] = {
+        "compressor": plan.compressor.id,
+        "ratio": getattr(plan.compressor, "ratio", None),
+        "collective": plan.collective,
+        "numel": timing.numel,
+        "ranks": timing.ranks,
+        "hosts": timing.hosts,
+    }
+    row |= dict.fromkeys(_MEASURED) | {"samples": 0, "stopped": None}
+    row["predicted_s"] = row["first_predicted_s"] = timing.expected_s
+    if runner is not None:
+        row |= _measured(timing, runner, base)
+    return row | dict.fromkeys(_OF_AUTO) | timing.facts | {"config": plan.compressor.get_config()}
+
+
+_MEASURED = (
+    "median_s",
+    "p95_s",
+    "wire_bytes",
+    "predicted_s",
+    "speedup",
+    "error",
+    "correct",
+    "low_s",
+    "high_s",
+    "p99_s",
+    "samples",
+    "stopped",
+    "rank_mean_s",
+    "rank_min_s",
+    "rank_max_s",
+    "compress_s",
+    "exchange_s",
+    "decode_s",
+    "choosing_s",
+    "sent_bytes",
+    "gain",
+    "algbw_gb_s",
+    "busbw_gb_s",
+    "wirebw_gb_s",
+    "first_predicted_s",
+)
+_OF_AUTO = (
+    "chosen",
+    "best",
+    "best_s",
+    "regret",
+    "regret_low",
+    "regret_high",
+    "best_dense",
+    "best_dense_s",
+    "behind_dense",
+)
+
+
+def _measured(timing: Timing, runner: Runner, base: float) -> dict[str, Any]:
+    """Give what a row holds of a plan that was run."""
+    steps = np.array(runner.steps[timing.first :])  # steps, ranks, fields
+    seconds = timing.samples
+    slowest = steps[np.arange(len(steps)), steps[:, :, SECONDS].argmax(axis=1)]
+    phases = np.median(slowest, axis=0)
+    median = timing.median_s
+    p95, p99 = (float(np.percentile(seconds, share, method="inverted_cdf")) for share in (95, 99))
+    low, high = median_interval(seconds) or (None, None)
+    of_ranks = steps[:, :, SECONDS].mean(axis=0)
+    wire = float(np.median(steps[:, :, WIRE].mean(axis=1)))
+    algbw = 4 * timing.numel / median / 1e9
+    predictions = [value for value in runner.predicted[timing.first : len(runner.steps)] if value is not None]
+    gains = [value for value in runner.gains[timing.first : len(runner.steps)] if value is not None]
+    return {
+        "median_s": median,
+        "p95_s": p95,
+        "wire_bytes": wire,
+        "predicted_s": float(np.median(predictions)) if predictions else None,
+        "speedup": base / median,
+        "error": max(check.error for check in runner.checks),
+        "correct": all(check.correct for check in runner.checks),
+        "low_s": low,
+        "high_s": high,
+        "p99_s": p99,
+        "samples": len(seconds),
+        "stopped": timing.stopped,
+        "rank_mean_s": float(of_ranks.mean()),
+        "rank_min_s": float(of_ranks.min()),
+        "rank_max_s": float(of_ranks.max()),
+        "compress_s": float(phases[COMPRESS]),
+        "exchange_s": float(phases[EXCHANGE]),
+        "decode_s": float(phases[DECODE]),
+        "choosing_s": float(phases[CHOOSING]),
+        "sent_bytes": float(np.median(steps[:, :, SENT].mean(axis=1))),
+        "gain": float(np.median(gains)) if gains else None,
+        "algbw_gb_s": algbw,
+        "busbw_gb_s": algbw * 2 * (timing.ranks - 1) / timing.ranks,
+        "wirebw_gb_s": wire / median / 1e9,
+    }

@@ -1,0 +1,62 @@
+"""Medians of samples whose distribution nobody knows, and how sure they are."""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+LEAST = 6
+"""Samples below which there is no 95 % interval of their median."""
+
+_NARROW = 0.05  # share of the median by which either end of its interval may be away
+
+
+@functools.cache
+def _ends(number: int) -> int | None:
+    """Give how many of the smallest samples lie below the interval, and as many of the largest above it.
+
+    Each sample lies below the true median with probability 1/2, so the number of those that do is binomial; in whole
+    numbers, since ``2**-number`` is soon none.
+    """
+    if number < LEAST:
+        return None
+    total, term, below = 0, 1, 0
+    while 40 * (total + term) <= 2**number:  # 2.5 % on either side
+        total += term
+        term = term * (number - below) // (below + 1)
+        below += 1
+    return below - 1
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
+    """Give the 95 % interval of the median by ranks; None where there are too few samples for one.
+
+    Examples
+    --------
+    >>> median_interval([3.0, 1.0, 2.0, 6.0, 4.0, 5.0])
+    (1.0, 6.0)
+    >>> median_interval([float(number) for number in range(1, 31)])
+    (10.0, 21.0)
+    >>> median_interval([1.0] * 5) is None
+    True
+    """
+    below = _ends(len(samples))
+    if below is None:
+        return None
+    ordered = np.sort(samples)
+    return float(ordered[below]), float(ordered[-1 - below])
+
+
+def is_narrow(samples: Sequence[float]) -> bool:
+    """Tell whether both ends of the median's interval are within 5 % of it.
+
+    Examples
+    --------
+    >>> is_narrow([1.0, 1.01] * 10), is_narrow([1.0, 1.2] * 10), is_narrow([1.0] * 5)
+    (True, False, False)
+    """
+    interval = median_interval(samples)
+    if interval is None:
+        return False
+    median = float(np.median(samples))
+    return max(interval[1] - median, median - interval[0]) <= _NARROW * median

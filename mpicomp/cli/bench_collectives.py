@@ -1,0 +1,250 @@
+"""``mpicomp bench collectives``: exchanges among real ranks, and what ``auto`` makes of them."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpicomp.compressors import Compressor
+    from mpicomp.cost import CostModel
+    from mpicomp.transport import Transport
+
+HELP = "time every exchange among the ranks of this job, check it, and compare what auto chooses with the best"
+
+_COMMAND = "bench collectives"
+_NUMELS = "1024,1048576,16777216"
+_COLUMNS = {
+    "compressor": "",
+    "ratio": "g",
+    "collective": "",
+    "numel": "d",
+    "median_s": ".4g",
+    "low_s": ".4g",
+    "high_s": ".4g",
+    "samples": "d",
+    "stopped": "",
+    "predicted_s": ".4g",
+    "speedup": ".2f",
+    "wire_bytes": ".0f",
+    "gain": ".3f",
+    "error": ".1e",
+    "compress_s": ".3g",
+    "exchange_s": ".3g",
+    "decode_s": ".3g",
+    "choosing_s": ".2g",
+}
+_AUTO_COLUMNS = {
+    "compressor": "",
+    "ratio": "g",
+    "numel": "d",
+    "chosen": "",
+    "median_s": ".4g",
+    "best": "",
+    "best_s": ".4g",
+    "regret": "+.1%",
+    "regret_low": "+.1%",
+    "regret_high": "+.1%",
+    "best_dense": "",
+    "best_dense_s": ".4g",
+    "behind_dense": "+.1%",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description = (
+        f"{HELP[0].upper()}{HELP[1:]}. Start it with mpiexec or srun, or on an emulated cluster with mpicomp lab run. "
+        "Dense exchanges are measured in any case: they are what speed-ups are over."
+    )
+    parser.add_argument("--numel", metavar="N[,..]", help=f"float32 elements ({_NUMELS})")
+    parser.add_argument(
+        "--compressor", metavar="A[,..]", help="names from `mpicomp list`, or configurations as JSON (topk)"
+    )
+    parser.add_argument("--ratio", default="0.01", metavar="R[,..]", help="kept fractions (%(default)s)")
+    parser.add_argument(
+        "--collective",
+        metavar="X[,..]",
+        help="names from `mpicomp list`, with those that they are built upon as in star-topk:ring; "
+        "all for all that fit; auto for the one that mpicomp chooses at every step (all,auto)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds of timing a plan that is not yet known well (%(default)s)",
+    )
+    parser.add_argument("--json", metavar="F", help="write the rows to F as one JSON object, after every cell")
+    parser.add_argument("--csv", metavar="F", help="write the rows to F, a line each")
+    parser.add_argument(
+        "--calibrate",
+        metavar="F",
+        help="probe links and operations for about a second and write the cost model to F; without other options "
+        "that is all that is done",
+    )
+    parser.add_argument("--from", dest="known", metavar="F", help="read the cost model from F in place of a probe")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure on all ranks, print on rank 0; 1 where a mean was wrong."""
+    from mpicomp import launcher
+    from mpicomp.bench.collectives import Settings, measure
+    from mpicomp.cli.options import check_writable, read_compressors, read_list, read_numels, read_ratios
+    from mpicomp.errors import ConfigurationError
+
+    numels = read_numels(_COMMAND, _NUMELS if arguments.numel is None else arguments.numel)
+    ratios = read_ratios(_COMMAND, arguments.ratio)
+    words = read_list("topk" if arguments.compressor is None else arguments.compressor)
+    compressors = read_compressors(_COMMAND, words, ratios)
+    collectives, auto = _collectives(arguments.collective, compressors)
+    if not compressors:
+        raise ConfigurationError(f"{_COMMAND}: --compressor names nothing; see `mpicomp list`")
+    if not 0 < arguments.limit < float("inf"):
+        raise ConfigurationError(f"{_COMMAND}: --limit must be a number of seconds above 0, got {arguments.limit}")
+    if arguments.known is not None and arguments.calibrate is not None:
+        raise ConfigurationError(f"{_COMMAND}: --calibrate measures what --from reads; give one of them")
+    launch = launcher.detect()
+    if launch is None or launch.rank == 0:
+        for path in filter(None, (arguments.json, arguments.csv, arguments.calibrate)):
+            check_writable(_COMMAND, path)
+
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport()
+    first = transport.group.rank == 0
+    asked = (arguments.numel, arguments.compressor, arguments.collective, arguments.json, arguments.csv)
+    try:
+        model = _model(arguments, transport)
+        if arguments.calibrate is not None and not any(word is not None for word in asked):
+            if first:
+                print(f"{_COMMAND}: the cost model was written to {arguments.calibrate}")
+            return 0
+        settings = Settings(numels, compressors, collectives, auto, arguments.limit)
+        printer = _Printer(arguments, transport)
+        printer.head(settings)
+        found = measure(settings, transport, model, printer.say, printer.write)
+    finally:
+        transport.close()
+    return printer.end(found)
+
+
+def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple[list[str] | None, bool]:
+    """Give the fixed collectives, None for all, and whether auto is one of what was named."""
+    from mpicomp.cli.options import read_list
+    from mpicomp.collectives import bind, collective_class
+    from mpicomp.compressors import Dense
+    from mpicomp.errors import ConfigurationError, IncompatiblePairError
+
+    if text is None:
+        return None, True
+    names = list(dict.fromkeys(read_list(text)))
+    if not names:
+        raise ConfigurationError(f"{_COMMAND}: --collective names nothing; see `mpicomp list`")
+    auto = "auto" in names
+    if "all" in names:
+        return None, auto
+    fixed = [name for name in names if name != "auto"]
+    for name in fixed:
+        for part in name.split(":"):
+            collective_class(part)
+        reasons = []
+        for compressor in [*compressors, Dense()]:
+            try:
+                bind(compressor, name)
+            except IncompatiblePairError as error:
+                reasons.append(error)
+        if len(reasons) > len(compressors):
+            raise reasons[0]
+    return fixed, auto
+
+
+def _model(arguments: argparse.Namespace, transport: "Transport") -> "CostModel | None":
+    """Give the cost model: read, or measured. Collective."""
+    from mpicomp.cost import calibrate, share_model
+
+    if arguments.known is not None:
+        model: CostModel = transport.run(share_model(arguments.known, transport))
+        return model
+    if transport.group.size == 1 and arguments.calibrate is None:
+        return None
+    model = calibrate(transport)
+    if arguments.calibrate is not None and transport.group.rank == 0:
+        model.save(arguments.calibrate)
+    return model
+
+
+class _Printer:
+    """What rank 0 prints and writes."""
+
+    def __init__(self, arguments: argparse.Namespace, transport: "Transport") -> None:
+        from mpicomp.bench import rows
+
+        self.arguments = arguments
+        self.first = transport.group.rank == 0
+        hosts, ranks = transport.hosts(), transport.group.size
+        self.job = rows.job_environment(ranks, hosts, transport.group.sharing)
+        self.where = f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}"
+
+    def say(self, text: str) -> None:
+        """Tell what goes on; whoever reads OSU's text passes over such lines."""
+        if self.first:
+            print(f"# {text}", flush=True)
+
+    def head(self, settings: Any) -> None:
+        """Say where it is measured, how, and what is left out."""
+        from mpicomp.bench.clock import clock
+        from mpicomp.collectives import bind
+        from mpicomp.errors import IncompatiblePairError
+
+        job = self.job
+        self.say(f"mpicomp {_COMMAND}: {self.where}, {job['mpi']} {job['mpi_version']}".rstrip())
+        if job["oversubscribed"]:
+            self.say("more ranks than cores: seconds of computation, and what waits for it, are not a cluster's")
+        resolution, overhead = clock()
+        self.say(f"clock: resolution {1e9 * resolution:.0f} ns, timing nothing takes {1e9 * overhead:.0f} ns")
+        self.say("a sample is the slowest rank's time of one exchange, which all ranks begin together")
+        for compressor in settings.compressors:
+            for name in settings.collectives or ():
+                try:
+                    bind(compressor, name)
+                except IncompatiblePairError as error:
+                    self.say(f"left out: {error}")
+
+    def write(self, found: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows so far."""
+        from mpicomp.bench import rows
+
+        if not self.first:
+            return
+        if self.arguments.json is not None:
+            rows.write(self.arguments.json, found, 1, job=self.job)
+        if self.arguments.csv is not None:
+            rows.write_csv(self.arguments.csv, found)
+
+    def end(self, found: Sequence[Mapping[str, Any]]) -> int:
+        """Print the tables, and give the exit status."""
+        from mpicomp.bench import osu, rows
+
+        wrong = [row for row in found if row["correct"] is False]
+        if not self.first:
+            return 1 if wrong else 0
+        print()
+        print(osu.blocks(found, self.where))
+        rows.show(found, _COLUMNS)
+        chosen = [row for row in found if row["chosen"] is not None]
+        if chosen:
+            print()
+            rows.show(chosen, _AUTO_COLUMNS)
+        not_run = sum(row["median_s"] is None for row in found)
+        if not_run:
+            print(f"\nnot run, since they are predicted to take 20 times the best and more than --limit: {not_run}")
+        for row in wrong:
+            print(
+                f"\nWRONG: {row['compressor']} {row['collective']} with {row['numel']} elements: the mean is not what "
+                f"the gradients add up to, or differs between ranks (error {row['error']:.2g})"
+            )
+        return 1 if wrong else 0
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

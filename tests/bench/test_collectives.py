@@ -1,0 +1,288 @@
+"""The rows of ``mpicomp bench collectives``: no time is asserted, only how times relate and what is run how often."""
+
+import numpy as np
+import pytest
+from mpicomp.bench import collectives
+from mpicomp.bench.collectives import Settings, measure, plans_of
+from mpicomp.bench.exchanges import Plan
+from mpicomp.bench.osu import HEADER, blocks
+from mpicomp.bench.sketch import Check
+
+from mpicomp import Dense, TopK
+from mpicomp.collectives import variants
+from mpicomp.transport import LocalWorld
+
+TOPK = TopK(ratio=0.1)
+
+
+def silent(*_):
+    pass
+
+
+def run(settings, transport=None, model=None):
+    return measure(settings, transport or LocalWorld(1).transports[0], model, silent, silent)
+
+
+class Scripted:
+    """A runner whose steps take what the test says: by the plan's name, the last number again and again."""
+
+    seconds: dict = {}  # noqa: RUF012
+    ran_in_order: list = []  # noqa: RUF012
+
+    def __init__(self, plan, gradients, transport, residuals, model):
+        self.plan, self.numel = plan, gradients.numel
+        self.steps, self.checks, self.ran, self.predicted, self.gains = [], [], [], [], []
+
+    def step(self, check=False):
+        if self.numel == collectives._COMPILING:
+            return
+        times = self.seconds[self.plan.name]
+        self.steps.append(np.array([[times[min(len(self.steps), len(times) - 1)], 0, 0, 0, 0, 8, 9]], float))
+        self.ran.append(self.plan.name)
+        self.ran_in_order.append(self.plan.name)
+        self.predicted.append(None)
+        self.gains.append(0.5)
+        if check:
+            self.checks.append(Check(0.0, 1.0, True))
+
+    def catch_up(self):
+        pass
+
+    def close(self):
+        pass
+
+    def slowest(self):
+        return [float(step[0, 0]) for step in self.steps]
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Return a function that measures plans of given seconds and gives the rows by collective."""
+
+    def start(dense, topk=None, auto=None, expected=None, limit_s=10.0):
+        seconds = {f"dense {name}": times for name, times in dense.items()}
+        seconds |= {f"topk {name}": times for name, times in (topk or {}).items()}
+        seconds["topk auto"] = auto
+        Scripted.seconds, Scripted.ran_in_order = seconds, []
+        monkeypatch.setattr(collectives, "Runner", Scripted)
+        monkeypatch.setattr(
+            collectives,
+            "plans_of",
+            lambda compressor, names, flat: [Plan(compressor, name) for name in (dense, topk)[compressor != Dense()]],
+        )
+        if expected is not None:
+            original = collectives._Bench._expect
+
+            def expect(self, plans, numel):
+                timings = original(self, plans, numel)
+                for timing in timings:
+                    timing.expected_s = expected[timing.plan.collective]
+                return sorted(timings, key=lambda timing: timing.expected_s)
+
+            monkeypatch.setattr(collectives._Bench, "_expect", expect)
+        compressors = [] if topk is None else [TOPK]
+        rows = run(Settings([100], compressors, None, auto is not None, limit_s))
+        return {row["collective"]: row for row in rows}
+
+    return start
+
+
+def test_a_steady_plan_is_timed_until_its_interval_is_narrow(scripted):
+    row = scripted({"ring": [5.0, 1e-3]})["ring"]
+    assert (row["stopped"], row["samples"]) == ("interval", 30)
+    assert (row["median_s"], row["low_s"], row["high_s"]) == (1e-3, 1e-3, 1e-3)
+    assert len(Scripted.ran_in_order) == 40  # ten to warm up
+
+
+def test_an_unsteady_plan_is_timed_until_the_limit(scripted):
+    row = scripted({"ring": [0.01, 0.01] * 5 + [0.05, 0.15] * 100}, limit_s=4)["ring"]
+    assert row["stopped"] == "limit"
+    assert 39 <= row["samples"] <= 40
+    assert row["low_s"] == 0.05
+    assert row["high_s"] == 0.15
+
+
+def test_what_takes_longer_than_the_limit_is_timed_by_its_first_call(scripted):
+    row = scripted({"ring": [11.0, 1.0]})["ring"]
+    assert (row["stopped"], row["samples"], row["median_s"]) == ("once", 1, 11.0)
+    assert (row["low_s"], row["high_s"]) == (None, None)
+    assert row["correct"] is True
+
+
+def test_a_slow_plan_warms_up_once(scripted):
+    row = scripted({"ring": [3.0, 2.0]})["ring"]
+    assert (row["stopped"], row["median_s"]) == ("limit", 2.0)
+    assert row["samples"] == 5  # the second call and four more
+    assert len(Scripted.ran_in_order) == 6
+
+
+def test_three_times_slower_than_the_best_is_hardly_timed(scripted):
+    rows = scripted({"ring": [0.1, 0.01], "allreduce": [3.0, 2.0]})
+    assert rows["ring"]["stopped"] == "interval"
+    assert (rows["allreduce"]["stopped"], rows["allreduce"]["samples"], rows["allreduce"]["median_s"]) == ("once", 1, 2)
+    assert rows["ring"]["speedup"] == 1
+    assert rows["allreduce"]["speedup"] == pytest.approx(0.005)
+
+
+def test_an_accident_does_not_make_a_plan_slow(scripted):
+    rows = scripted({"ring": [0.1, 0.01], "allreduce": [0.1, 0.5, 0.01]})
+    assert rows["allreduce"]["stopped"] == "interval"
+    assert rows["allreduce"]["median_s"] == 0.01
+
+
+def test_what_is_predicted_to_be_hopeless_is_not_run(scripted):
+    dense = {"ring": [0.1, 0.01], "allreduce": [0.1, 0.01], "parameter-server": [90.0]}
+    expected = {"ring": 2.0, "allreduce": 1.0, "parameter-server": 21.0, "allgather": 0.9}
+    rows = scripted(dense, topk={"allgather": [0.1]}, expected=expected)
+    assert rows["parameter-server"]["median_s"] is None
+    assert rows["parameter-server"]["predicted_s"] == 21
+    assert rows["parameter-server"]["samples"] == 0
+    assert list(rows) == ["allreduce", "ring", "parameter-server", "allgather"]
+    assert "dense parameter-server" not in Scripted.ran_in_order
+
+
+def test_the_best_dense_plan_is_run_however_slow_it_is(scripted):
+    expected = {"ring": 50.0, "allreduce": 60.0, "allgather": 0.1}
+    rows = scripted({"ring": [40.0], "allreduce": [40.0]}, topk={"allgather": [0.1]}, expected=expected)
+    assert rows["ring"]["median_s"] == 40
+    assert rows["allreduce"]["median_s"] is None
+    assert rows["allgather"]["speedup"] == pytest.approx(400)
+
+
+def test_auto_takes_turns_with_the_best_plan_and_the_best_dense_one(scripted):
+    rows = scripted(
+        {"ring": [0.1, 0.02], "allreduce": [0.1, 0.03]},
+        topk={"allgather": [0.1, 0.01], "star-topk:ring": [0.1, 0.015]},
+        auto=[0.3] * 60 + [0.011],
+    )
+    row = rows["auto"]
+    assert row["median_s"] == 0.011
+    assert (row["best"], row["best_s"]) == ("topk allgather", 0.01)
+    assert (row["best_dense"], row["best_dense_s"]) == ("dense ring", 0.02)
+    assert row["regret"] == pytest.approx(0.1)
+    assert row["regret_low"] == row["regret_high"] == pytest.approx(0.1)
+    assert row["behind_dense"] == pytest.approx(-0.45)
+    assert row["samples"] == 30
+    turns = Scripted.ran_in_order[-91:-1]  # the last one is checked
+    assert turns[:3] != turns[3:6]
+    assert all(set(turns[at : at + 3]) == {"topk auto", "topk allgather", "dense ring"} for at in range(0, 90, 3))
+    assert Scripted.ran_in_order[-1] == "topk auto"
+
+
+def test_a_dense_plan_that_is_far_behind_takes_no_turns(scripted):
+    rows = scripted({"ring": [0.1, 0.04]}, topk={"allgather": [0.1, 0.01]}, auto=[0.01])
+    assert rows["auto"]["best_dense_s"] == 0.04
+    assert set(Scripted.ran_in_order[-60:]) == {"topk auto", "topk allgather"}
+
+
+def test_regret_is_of_pairs(scripted):
+    wave = [0.01, 0.02] * 200
+    rows = scripted({"ring": [0.5]}, topk={"allgather": wave}, auto=[1.1 * seconds for seconds in wave], limit_s=2)
+    assert rows["auto"]["regret_low"] == pytest.approx(0.1)
+    assert rows["auto"]["regret_high"] == pytest.approx(0.1)
+
+
+def test_names_that_do_not_fit_are_left_out():
+    assert plans_of(TOPK, ["allreduce", "allgather"], flat=True) == [Plan(TOPK, "allgather")]
+    assert [plan.collective for plan in plans_of(TOPK, None, flat=False)] == variants(TOPK)
+    assert not any("hierarchical" in plan.collective for plan in plans_of(TOPK, None, flat=True))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return run(Settings([50, 3000], [TOPK, TopK(ratio=0.01)], ["allgather", "star-topk"], True, 0.2))
+
+
+def test_everything_has_its_row(rows):
+    dense = [name for name in variants(Dense()) if "hierarchical" not in name]
+    for numel in (50, 3000):
+        own = [row for row in rows if row["numel"] == numel]
+        assert [row["collective"] for row in own if row["compressor"] == "dense"] == dense
+        for ratio in (0.1, 0.01):
+            names = [row["collective"] for row in own if row["ratio"] == ratio]
+            assert names == ["allgather", "star-topk", "auto"]
+
+
+def test_speed_ups_are_over_the_best_dense_plan(rows):
+    for numel in (50, 3000):
+        own = [row for row in rows if row["numel"] == numel]
+        base = min(row["median_s"] for row in own if row["compressor"] == "dense")
+        for row in own:
+            assert row["speedup"] == pytest.approx(base / row["median_s"])
+            assert row["correct"] is True
+            assert row["ranks"] == row["hosts"] == 1
+            assert row["median_s"] <= row["p95_s"] <= row["p99_s"]
+            assert row["rank_min_s"] <= row["rank_mean_s"] <= row["rank_max_s"]
+            assert row["algbw_gb_s"] == pytest.approx(4 * numel / row["median_s"] / 1e9)
+            assert row["compress_s"] + row["exchange_s"] + row["decode_s"] < 2 * row["median_s"]
+
+
+def test_what_is_kept_in_the_steady_state_is_small(rows):
+    for row in rows:
+        if row["ratio"] == 0.01 and row["numel"] == 3000:
+            assert row["gain"] < 0.2  # 2 % of fresh gradients' energy would be 0.1 of it and more
+
+
+def test_a_wrong_mean_is_told(monkeypatch):
+    from mpicomp.collectives.allgather import Allgather
+
+    original = Allgather.exchange
+
+    def wrong(self, accumulated, context):
+        result = yield from original(self, accumulated, context)
+        result.mean[np.flatnonzero(result.mean)[0]] = 0
+        return result
+
+    monkeypatch.setattr(Allgather, "exchange", wrong)
+    found = run(Settings([3000], [TOPK], ["allgather", "star-topk"], False, 0.05))
+    assert {row["collective"] for row in found if row["correct"] is False} == {"allgather"}
+
+
+def test_rows_are_handed_over_cell_by_cell():
+    seen = []
+    found = measure(
+        Settings([10, 20], [TOPK], ["allgather"], False, 0.01),
+        LocalWorld(1).transports[0],
+        None,
+        silent,
+        lambda own: seen.append([(row["numel"], row["compressor"]) for row in own]),
+    )
+    assert [len(own) for own in seen] == sorted(len(own) for own in seen)
+    assert len(seen) == 4
+    assert seen[-1] == [(row["numel"], row["compressor"]) for row in found]
+
+
+def test_text_that_reads_like_osu(rows):
+    text = blocks(rows, "1 rank on 1 host")
+    assert HEADER == "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"
+    lines = text.splitlines()
+    headers = [at for at, line in enumerate(lines) if line.startswith(HEADER)]
+    plans = {(row["compressor"], row["ratio"], row["collective"]) for row in rows}
+    assert len(headers) == len(plans)
+    for at in headers:
+        assert lines[at - 1].startswith("# mpicomp ")
+        cells = [line.split() for line in lines[at + 1 : at + 3]]
+        assert [own[0] for own in cells] == ["200", "12000"]
+        assert all(len(own) == 15 for own in cells)
+        for own in cells:
+            mean, low, high = map(float, own[1:4])
+            assert low <= mean <= high
+            assert int(own[4]) >= 1
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_agree_on_everything_and_means_are_right(comm):
+    from mpicomp.cost import calibrate
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport(comm)
+    model = calibrate(transport)
+    found = run(Settings([5000], [TOPK], None, True, 0.1), transport, model)
+    transport.close()
+    assert comm.allgather(found) == [found] * comm.size
+    assert all(row["correct"] for row in found)
+    assert all(row["predicted_s"] > 0 for row in found)
+    assert all(row["sent_bytes"] > 0 for row in found)
+    names = [f"{row['compressor']} {row['collective']}" for row in found]
+    assert found[-1]["best"] in names
+    assert found[-1]["chosen"] in names
