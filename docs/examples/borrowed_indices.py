@@ -51,6 +51,7 @@ class BorrowedIndices(Scheme[mpicomp.Sparsifier]):
         return Result(
             mean=mean,
             sent=mpicomp.Selection(indices, values),
+            energy=float(energy),
             gain=float(all_kept / energy) if energy else 1.0,
             kept=float(indices.size),
             nonfinite=bool(nonfinite > 0),
