@@ -6,6 +6,7 @@ from mpicomp.collectives.allgather import Allgather
 from mpicomp.collectives.allreduce import Allreduce
 from mpicomp.collectives.gtopk import Gtopk
 from mpicomp.collectives.hierarchical import Hierarchical
+from mpicomp.collectives.oktopk import Oktopk
 from mpicomp.collectives.parameter_server import ParameterServer
 from mpicomp.collectives.recursive_doubling import RecursiveDoubling
 from mpicomp.collectives.ring import Ring
@@ -45,6 +46,7 @@ _classes: dict[str, type[Scheme[Any]]] = {
         StarTopk,
         VarTopk,
         Gtopk,
+        Oktopk,
         Ring,
         RecursiveDoubling,
         ParameterServer,

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.collectives.selections import added, less, parted
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Selection, Sparsifier
@@ -130,14 +131,11 @@ class _Node:
         self._flags |= given.flags
         self._energy += given.energy
         self._lost += given.lost
-        other = given.selection
-        union = self._room("union", self._held.indices.size + other.indices.size)
-        size = cpu.merge_add(
-            self._held.indices, self._held.values, other.indices, other.values, union.indices, union.values
-        )
-        self._held = Selection(union.indices[:size], union.values[:size])
-        if size > self._count:
-            self._drop(size - self._count)
+        self._held = added(self._held, given.selection, self._workspace, self._other("union"))
+        if self._held.indices.size > self._count:
+            threshold = cpu.kth_magnitude(self._held.values, self._count)
+            self._held, left = parted(self._held, threshold, self._count, self._workspace, "merged")
+            self._keep(left)
 
     def write(self, message: NDArray[np.uint8], wire: Wire) -> None:
         """Write the message to the next rank; nothing is merged afterwards."""
@@ -151,13 +149,6 @@ class _Node:
             message[:size], self._held, array.size, wire, self._flags, self._energy, self._energy - self._lost - lost
         )
 
-    def _drop(self, count: int) -> None:
-        held, kept, left = self._held, self._room("kept", self._count), self._room("left", count)
-        threshold = cpu.kth_magnitude(held.values, self._count)
-        cpu.split_largest(held.indices, held.values, threshold, kept.indices, kept.values, left.indices, left.values)
-        self._held = kept
-        self._keep(left)
-
     def _round(self, values: str) -> None:
         exact, size = self._held, self._held.indices.size
         rounded = self._workspace.array("rounded", size, exact.values.dtype)
@@ -170,20 +161,12 @@ class _Node:
 
     def _keep(self, part: Selection) -> None:
         """Take from what was sent a part that stays here."""
-        sent = self._room("sent", self.sent.indices.size + part.indices.size)
-        size = cpu.merge_subtract(
-            self.sent.indices, self.sent.values, part.indices, part.values, sent.indices, sent.values
-        )
-        self.sent = Selection(sent.indices[:size], sent.values[:size])
+        self.sent = less(self.sent, part, self._workspace, self._other("sent"))
 
-    def _room(self, name: str, size: int) -> Selection:
-        """Give room for a selection that is not where the one before of this name was."""
-        turn = self._turns[name] = self._turns.get(name, 0) + 1
-        name = f"{name}.{turn % 2}"
-        return Selection(
-            self._workspace.array(f"{name}.indices", size, np.uint32),
-            self._workspace.array(f"{name}.values", size, self._accumulated.dtype),
-        )
+    def _other(self, name: str) -> str:
+        """Give the one of a name's two rooms that was not taken last."""
+        self._turns[name] = self._turns.get(name, 0) + 1
+        return f"{name}.{self._turns[name] % 2}"
 
 
 def _hops(group: Group, room: int) -> list[Round]:

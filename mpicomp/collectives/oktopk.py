@@ -1,0 +1,334 @@
+"""Ok-Topk: a sparse reduce-scatter over regions of equal load, then an allgather of the largest sums."""
+
+import math
+from collections.abc import Generator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives.regions import even_bounds, mean_bounds, overlaps, quantiles
+from mpicomp.collectives.round import Group, Round, parts_of
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.collectives.selections import added, common, less, parted, room
+from mpicomp.collectives.sparse_mean import SparseMean
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import Selection, Sparsifier
+from mpicomp.compressors.message import NONFINITE, STALE, Sparse, message_bytes, read_message, write_message
+from mpicomp.errors import MessageError
+from mpicomp.kernels import cpu
+from mpicomp.workspace import Workspace
+
+_BYTE = np.dtype(np.uint8)
+_COUNT = np.dtype(np.int64)
+_ENERGY = np.dtype(np.float64)
+
+# In exchanges of a bucket, and the change of the threshold, as in the paper.
+_RENEW_REGIONS = 64
+_RENEW_THRESHOLD = 32
+_ADJUST = 1.008
+
+_WORTH = 1 << 14
+"""Bytes by which sharing out has to shorten the longest message: they take about as long as two rounds' latency."""
+
+_Span = tuple[int, int]
+"""Where a part of the array begins and ends."""
+
+
+class Oktopk(Scheme[Sparsifier]):
+    """Each rank owns a region, sums what all ranks selected there, and hands on what is large among all sums.
+
+    1. Alltoallv of counts, then of messages: the selected elements of region j go to rank j, which adds them.
+    2. Allgatherv of how many sums of each owner reach a threshold in magnitude, the same for all ranks.
+    3. Allgatherv of messages with these sums. Where an owner has more than twice the mean number of them, and it is
+       worth a round, an alltoallv shares them out evenly before.
+
+    The threshold is the k-th largest magnitude of all sums, k being the mean number of selected elements. It is found,
+    from an allgatherv of all magnitudes, at every 32nd exchange of a bucket and wherever more than 2k or fewer than k/2
+    sums reach the one before. In between it changes by 0.8 % where the number of sums that reach it has left
+    2k/3 .. 4k/3.
+
+    Regions have the same length at first. At every 64th exchange ranks tell the quantiles of what they have selected
+    along with round 2; their means are the boundaries from the next exchange on. Boundaries and threshold are in the
+    bucket's memory.
+
+    What a rank has sent are its values at those of its indices that were delivered; the others stay in its residual.
+    16-bit values are rounded at the sender and, as means, at the owner, whose residual keeps that error, times the
+    number of ranks. One more allgatherv of one number a rank then tells what was lost.
+    """
+
+    id: ClassVar[str] = "oktopk"
+    paper: ClassVar[str] = (
+        "Ok-Topk, Li and Hoefler 2022, arXiv 2201.07598; the compressor selects locally, indices are integers, "
+        "boundaries serve from the next step on, the threshold is found anew too where it is off by a factor of 2, "
+        "sums are shared out where that is worth a round"
+    )
+    messages: ClassVar[str] = "sparse"
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        """Give the rounds of an exchange in which nothing is found anew or shared out; see `Scheme.rounds`."""
+        size = group.size
+        counts, lengths = parts_of(self.compressor.expected(numel), size), parts_of(numel, size)
+        sizes = [self.bytes_of(count, length, dtype) for count, length in zip(counts, lengths, strict=True)]
+        return [
+            Round("alltoallv", [2] * size, _COUNT),
+            Round("alltoallv", sizes, _BYTE),
+            Round("allgatherv", [2] * size, _COUNT),
+            Round("allgatherv", sizes, _BYTE),
+            *([] if self.compressor.wire is None else [Round("allgatherv", [1] * size, _ENERGY)]),
+        ]
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Select, scatter, sum, share out, gather; see `Scheme.exchange`."""
+        return (yield from _Step(self, accumulated, context).run())
+
+    def bytes_of(self, count: int, length: int, dtype: np.dtype[Any]) -> int:
+        """Give the length of a message with ``count`` elements of a part of ``length``."""
+        return message_bytes(count, length, dtype, self.compressor.wire_for(count, length))
+
+
+class _Step:
+    """One exchange on one rank."""
+
+    def __init__(self, scheme: Oktopk, accumulated: Accumulated, context: Context) -> None:
+        self.scheme = scheme
+        self.accumulated = accumulated
+        self.context = context
+        self.group = context.group
+        self.workspace: Workspace = context.workspace
+        self.numel = accumulated.numel
+        self.dtype = accumulated.dtype
+        self.state = _remembered(context.memory, self.numel, self.group.size)
+
+    def run(self) -> Exchange:
+        """See `Scheme.exchange`."""
+        wire, ranks = self.scheme.compressor.wire, self.group.size
+        selection = self.scheme.compressor.select(self.accumulated, self.context)
+        if wire is not None and np.may_share_memory(selection.values, self.accumulated.array()):
+            selection = Selection(selection.indices, selection.values.copy())  # rounded in place when it is written
+        regions = list(pairwise(self.state["bounds"]))
+
+        target, arrived = yield from self._scatter(selection, regions)
+        sums = self._sum([message.selection for message in arrived])
+        cpu.scale(sums.values, 1 / ranks)
+        counts, threshold = yield from self._agree(sums, selection, target)
+        chosen, _ = parted(sums, threshold, counts[self.group.rank], self.workspace, "sums")
+        energy, kept = self._energies(arrived, chosen) if wire is None else (0.0, 0.0)
+        error = None if wire is None else self._round(chosen, wire)
+        chosen.indices += np.uint32(regions[self.group.rank][0])
+
+        even, spans, held = parts_of(sum(counts), ranks), regions, chosen
+        if self._worth_sharing(counts, even):
+            held = yield from self._share_out(chosen, counts, even)
+            counts, spans = even, [(0, self.numel)] * ranks
+        delivered, owners_lost = yield from self._gather(held, counts, spans, energy, kept)
+        mean = SparseMean.cleared(self.workspace, self.numel, self.dtype)
+        mean.add(delivered.indices, delivered.values, 1.0)
+
+        sent = common(selection, delivered.indices, self.workspace, "sent")
+        lost = sum(message.lost for message in arrived) + owners_lost
+        if error is not None:
+            sent = less(sent, Selection(chosen.indices, error), self.workspace, "sent.rounded")
+            lost = yield from self._tell_lost(sent)
+        self.state["exchanges"] += 1
+        self.context.memory["oktopk"] = self.state
+
+        flags = 0
+        for message in arrived:
+            flags |= message.flags
+        # Sums can be infinite where no rank's value is; they reach every threshold.
+        infinite = cpu.count_reaching(delivered.values, cpu.magnitude_bits(np.inf, self.dtype)) > 0
+        total = sum(message.energy for message in arrived)
+        return Result(
+            mean=mean.array,
+            sent=sent,
+            energy=total,
+            gain=gain_of(lost, total),
+            kept=float(delivered.indices.size),
+            nonfinite=bool(flags & NONFINITE) or infinite,
+            stale=bool(flags & STALE),
+        )
+
+    def _scatter(
+        self, selection: Selection, regions: Sequence[_Span]
+    ) -> Generator[Round, NDArray[Any], tuple[int, list[Sparse]]]:
+        """Send every region's elements to its owner; give k and what came here, one message a rank."""
+        ranks = self.group.size
+        inner = np.array([start for start, _ in regions[1:]], np.uint32)
+        cuts = [0, *map(int, np.searchsorted(selection.indices, inner)), selection.indices.size]
+        counts = [stop - start for start, stop in pairwise(cuts)]
+        ask = Round("alltoallv", [2] * ranks, _COUNT)
+        ask.send = np.array([(count, selection.indices.size) for count in counts], _COUNT).reshape(-1)
+        ask.recv = self.workspace.array("counts", 2 * ranks, _COUNT)
+        answers = (yield ask).reshape(ranks, 2)
+        coming, selected = [int(count) for count in answers[:, 0]], int(answers[:, 1].sum())
+        target = max(min(selected, 1), (2 * selected + ranks) // (2 * ranks))  # at least 1 where there is any
+
+        sizes = [self._bytes(count, region) for count, region in zip(counts, regions, strict=True)]
+        outgoing = self.workspace.array("outgoing", sum(sizes), _BYTE)
+        kept = cpu.energy(selection.values)
+        for part, region, out in zip(pairwise(cuts), regions, _cut(outgoing, sizes), strict=True):
+            own = slice(*part)
+            piece = Selection(selection.indices[own], selection.values[own])
+            self._write(piece, region, out, self.accumulated.energy, kept)
+        own_region = regions[self.group.rank]
+        received = [self._bytes(count, own_region) for count in coming]
+        scatter = Round("alltoallv", sizes, _BYTE, send=outgoing, received=received)
+        scatter.recv = self.workspace.array("incoming", sum(received), _BYTE)
+        incoming = yield scatter
+        return target, self._read(incoming, received, coming, [(0, own_region[1] - own_region[0])] * ranks, "arrived")
+
+    def _sum(self, parts: list[Selection], name: str = "sum") -> Selection:
+        """Add selections by halves."""
+        if len(parts) == 1:
+            return parts[0]
+        half = len(parts) // 2
+        first, second = self._sum(parts[:half], f"{name}.0"), self._sum(parts[half:], f"{name}.1")
+        return added(first, second, self.workspace, name)
+
+    def _agree(
+        self, sums: Selection, selection: Selection, target: int
+    ) -> Generator[Round, NDArray[Any], tuple[list[int], int]]:
+        """Give how many sums of each owner are delivered, and the magnitude bits that they reach."""
+        ranks, state = self.group.size, self.state
+        bits = 0 if state["threshold"] is None else cpu.magnitude_bits(state["threshold"], self.dtype)
+        reaching = 0 if state["threshold"] is None else cpu.count_reaching(sums.values, bits)
+        renew = state["exchanges"] % _RENEW_REGIONS == 0
+        told = [reaching, sums.indices.size, *(quantiles(selection.indices, ranks) if renew else ())]
+        tell = Round("allgatherv", [len(told)] * ranks, _COUNT, send=np.array(told, _COUNT))
+        tell.recv = self.workspace.array("told", ranks * len(told), _COUNT)
+        answers = (yield tell).reshape(ranks, len(told))
+        counts, found = ([int(count) for count in column] for column in answers.T[:2])
+        if renew:
+            state["bounds"] = mean_bounds(answers[:, 2:], state["bounds"])
+
+        reached = sum(counts)
+        due = state["exchanges"] % _RENEW_THRESHOLD == 0
+        if sum(found) > 0 and (due or reached > 2 * target or 2 * reached < target):
+            gather = Round("allgatherv", found, self.dtype, send=sums.values)
+            gather.recv = self.workspace.array("magnitudes", sum(found), self.dtype)
+            magnitudes = yield gather
+            bits = cpu.kth_magnitude(magnitudes, target)
+            threshold = cpu.magnitude_of(bits, self.dtype)
+            state["threshold"] = threshold if math.isfinite(threshold) else None
+            counts = [cpu.count_reaching(part, bits) for part in _cut(magnitudes, found)]
+        elif 3 * reached > 4 * target:
+            state["threshold"] *= _ADJUST
+        elif 3 * reached < 2 * target:
+            state["threshold"] /= _ADJUST
+        return counts, bits
+
+    def _energies(self, arrived: Sequence[Sparse], chosen: Selection) -> tuple[float, float]:
+        """Give the energy that came to this owner, and that of what it delivers, rank by rank."""
+        energy, kept = 0.0, 0.0
+        for message in arrived:
+            energy += cpu.energy(message.selection.values)
+            kept += cpu.energy(common(message.selection, chosen.indices, self.workspace, "delivered").values)
+        return energy, kept
+
+    def _round(self, chosen: Selection, wire: str) -> NDArray[np.floating]:
+        """Round means to 16 bits, in place; give what that takes from their sums over ranks."""
+        size = chosen.values.size
+        rounded = self.workspace.array("rounded", size, self.dtype)
+        error = self.workspace.array("error", size, self.dtype)
+        cpu.narrow(chosen.values, wire, self.workspace.array("halves", size, np.uint16), rounded)
+        with np.errstate(invalid="ignore", over="ignore"):
+            np.subtract(chosen.values, rounded, out=error)
+            np.multiply(error, self.dtype.type(self.group.size), out=error)
+        chosen.values[:] = rounded
+        return error
+
+    def _worth_sharing(self, counts: Sequence[int], even: Sequence[int]) -> bool:
+        longest = max(counts)
+        whole = (0, self.numel)
+        shorter = self._bytes(longest, whole) - self._bytes(even[0], whole)
+        return longest * self.group.size > 2 * sum(counts) and shorter > _WORTH
+
+    def _share_out(
+        self, chosen: Selection, counts: Sequence[int], even: Sequence[int]
+    ) -> Generator[Round, NDArray[Any], Selection]:
+        """Move consecutive pieces of all ranks' elements so that each rank holds ``even`` of them; give its own."""
+        ranks, rank, whole = self.group.size, self.group.rank, (0, self.numel)
+        going = overlaps(counts, even, rank)
+        coming = [overlaps(counts, even, source)[rank] for source in range(ranks)]
+        sizes, received = ([self._bytes(count, whole) for count in pieces] for pieces in (going, coming))
+        outgoing = self.workspace.array("pieces.out", sum(sizes), _BYTE)
+        for (start, stop), out in zip(pairwise([0, *accumulate(going)]), _cut(outgoing, sizes), strict=True):
+            self._write(Selection(chosen.indices[start:stop], chosen.values[start:stop]), whole, out, 0.0, 0.0)
+        move = Round("alltoallv", sizes, _BYTE, send=outgoing, received=received)
+        move.recv = self.workspace.array("pieces.in", sum(received), _BYTE)
+        self._read((yield move), received, coming, [whole] * ranks, "pieces")
+        return room(self.workspace, "pieces", even[rank], self.dtype)
+
+    def _gather(
+        self, held: Selection, counts: Sequence[int], spans: Sequence[_Span], energy: float, kept: float
+    ) -> Generator[Round, NDArray[Any], tuple[Selection, float]]:
+        """Give all delivered means, in order, and the energy that owners lost."""
+        sizes = [self._bytes(count, span) for count, span in zip(counts, spans, strict=True)]
+        message = self.workspace.array("message", sizes[self.group.rank], _BYTE)
+        self._write(held, spans[self.group.rank], message, energy, kept)
+        gather = Round("allgatherv", sizes, _BYTE, send=message)
+        gather.recv = self.workspace.array("messages", sum(sizes), _BYTE)
+        messages = self._read((yield gather), sizes, counts, spans, "delivered.all")
+        everything = room(self.workspace, "delivered.all", sum(counts), self.dtype)
+        return everything, sum(part.lost for part in messages)
+
+    def _tell_lost(self, sent: Selection) -> Generator[Round, NDArray[Any], float]:
+        """Give the energy that all ranks lost, each of which knows its own."""
+        lost = self.accumulated.energy + cpu.norm_change(self.accumulated.array(), sent.indices, sent.values)
+        tell = Round("allgatherv", [1] * self.group.size, _ENERGY, send=np.array([max(0.0, lost)]))
+        tell.recv = self.workspace.array("lost", self.group.size, _ENERGY)
+        return float((yield tell).sum())
+
+    def _bytes(self, count: int, span: _Span) -> int:
+        return self.scheme.bytes_of(count, span[1] - span[0], self.dtype)
+
+    def _write(self, part: Selection, span: _Span, out: NDArray[np.uint8], energy: float, kept: float) -> None:
+        """Write a message with indices that count from where a span begins."""
+        length = span[1] - span[0]
+        indices = self.workspace.array("relative", part.indices.size, np.uint32)
+        np.subtract(part.indices, np.uint32(span[0]), out=indices)
+        wire = self.scheme.compressor.wire_for(indices.size, length)
+        write_message(out, Selection(indices, part.values), length, wire, flags_of(self.accumulated), energy, kept)
+
+    def _read(
+        self,
+        received: NDArray[np.uint8],
+        sizes: Sequence[int],
+        counts: Sequence[int],
+        spans: Sequence[_Span],
+        name: str,
+    ) -> list[Sparse]:
+        """Read one message a rank, one behind the other into the room of a name."""
+        whole = room(self.workspace, name, sum(counts), self.dtype)
+        messages = []
+        bounds = pairwise([0, *accumulate(counts)])
+        for rank, (message, span, (start, stop)) in enumerate(zip(_cut(received, sizes), spans, bounds, strict=True)):
+            try:
+                sparse = read_message(message, span[1] - span[0], self.dtype, self.workspace)
+            except MessageError as error:
+                raise MessageError(f"oktopk: from rank {rank}: {error}") from error
+            own = Selection(whole.indices[start:stop], whole.values[start:stop])
+            np.add(sparse.selection.indices, np.uint32(span[0]), out=own.indices)
+            own.values[:] = sparse.selection.values
+            messages.append(Sparse(own, sparse.flags, sparse.energy, sparse.lost))
+        return messages
+
+
+def _remembered(memory: dict[str, Any], numel: int, ranks: int) -> dict[str, Any]:
+    """Give what was learnt of a bucket, or what is known of one that has another length or other ranks."""
+    state = memory.get("oktopk")
+    if state is None or (state["numel"], state["ranks"]) != (numel, ranks):
+        return {
+            "numel": numel,
+            "ranks": ranks,
+            "exchanges": 0,
+            "bounds": even_bounds(numel, ranks),
+            "threshold": None,
+        }
+    return dict(state)
+
+
+def _cut(array: NDArray[Any], sizes: Sequence[int]) -> list[NDArray[Any]]:
+    return [array[start:stop] for start, stop in pairwise([0, *accumulate(sizes)])]

@@ -1,0 +1,58 @@
+"""Selections made of selections, in a workspace's arrays: what collectives that merge need of the kernels."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.base import Selection
+from mpicomp.kernels import cpu
+from mpicomp.workspace import Workspace
+
+
+def room(workspace: Workspace, name: str, size: int, dtype: np.dtype[Any]) -> Selection:
+    """Give room for a selection; it is the caller's until the same name is asked for again."""
+    return Selection(
+        workspace.array(f"{name}.indices", size, np.uint32), workspace.array(f"{name}.values", size, dtype)
+    )
+
+
+def added(first: Selection, second: Selection, workspace: Workspace, name: str) -> Selection:
+    """Give the union of two selections, the values of common indices added, in the room of a name."""
+    out = room(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
+    return _begin(
+        out,
+        cpu.merge_add(first.indices, first.values, second.indices, second.values, out.indices, out.values),
+    )
+
+
+def less(first: Selection, second: Selection, workspace: Workspace, name: str) -> Selection:
+    """Give the first selection less the second one, without what becomes 0, in the room of a name."""
+    out = room(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
+    return _begin(
+        out,
+        cpu.merge_subtract(first.indices, first.values, second.indices, second.values, out.indices, out.values),
+    )
+
+
+def common(selection: Selection, indices: NDArray[np.uint32], workspace: Workspace, name: str) -> Selection:
+    """Give the part of a selection that is at some indices, in the room of a name."""
+    out = room(workspace, name, min(selection.indices.size, indices.size), selection.values.dtype)
+    return _begin(out, cpu.intersect(selection.indices, selection.values, indices, out.indices, out.values))
+
+
+def parted(
+    selection: Selection, threshold: int, count: int, workspace: Workspace, name: str
+) -> tuple[Selection, Selection]:
+    """Give the ``count`` largest elements and the others, in the rooms of two names; see `cpu.split_largest`."""
+    dtype = selection.values.dtype
+    kept = room(workspace, f"{name}.kept", count, dtype)
+    left = room(workspace, f"{name}.left", selection.indices.size - count, dtype)
+    cpu.split_largest(
+        selection.indices, selection.values, threshold, kept.indices, kept.values, left.indices, left.values
+    )
+    return kept, left
+
+
+def _begin(out: Selection, count: int) -> Selection:
+    return Selection(out.indices[:count], out.values[:count])
