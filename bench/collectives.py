@@ -37,7 +37,8 @@ _SAMPLES = 30  # timed ones that are worth an interval
 _MOST = 1000  # of them
 _TOO_SLOW = 3.0  # times the best of a cell: timed once
 _HOPELESS = 20.0  # times the best that is predicted, and longer than the limit: not run
-_SETTLING = 60  # steps in which auto comes to its steady state
+_SETTLING = 60  # steps in which auto comes to its steady state,
+_PATIENCE = 4  # unless they take so many times the limit
 _COMPILING = 1 << 12  # elements of the arrays on which kernels are compiled
 
 
@@ -301,7 +302,7 @@ class _Bench:
             for rival in rivals:
                 rival.step()
                 self._warm_up(rival)
-            while len(auto.steps) < _SETTLING and sum(auto.slowest()) < 2 * limit:
+            while len(auto.steps) < _SETTLING and sum(auto.slowest()) < _PATIENCE * limit:
                 auto.step()
             auto.catch_up()
             timing.first = len(auto.steps)

@@ -1,5 +1,6 @@
 """How long an exchange takes here and now, by itself: so that schemes are compared under the same conditions."""
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -11,8 +12,10 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.reducer import Reducer
 from mpicomp.transport import Transport
 
+_WARM = 3
 _REPEATS = 5
 _LIMIT_S = 6.0  # of measuring one collective
+_TOO_SLOW = 3.0  # times the best one so far: nothing more is learnt of it
 
 
 @dataclass(frozen=True)
@@ -37,35 +40,52 @@ class Probe:
     repeats: int
 
 
-def probe(compressor: Compressor, collective: str, numel: int, transport: Transport) -> Probe:
+def probe(compressor: Compressor, collective: str, numel: int, transport: Transport, best_s: float = math.inf) -> Probe:
     """Exchange ``numel`` float32 some times, the ranks starting together. Collective.
 
-    A slow network is measured fewer times: what has taken several seconds is not repeated.
+    A slow network is measured fewer times: what has taken several seconds is not repeated. Nor is what takes three
+    times as long as ``best_s``, the same on all ranks, when it is warm.
     """
     rng = np.random.default_rng(transport.group.rank)
     gradient = {"probe": rng.standard_normal(numel, np.float32)}
     reducer = Reducer(compressor, collective, comm=transport)
-    warm = time.perf_counter()
-    for _ in range(3):  # agrees, compiles, grows buffers and finds bounds
-        reducer.reduce(gradient)
-        if _of_all(transport, time.perf_counter() - warm).max() > _LIMIT_S / 2:
-            break
     samples: list[float] = []
     rounds: list[float] = []
-    while len(samples) < _REPEATS and sum(samples) < _LIMIT_S:
+
+    def exchange() -> float:
         _of_all(transport, 0.0)  # nobody starts before the others are there
         start = time.perf_counter()
         reducer.reduce(gradient)
         samples.append(float(_of_all(transport, time.perf_counter() - start).max()))
         assert reducer.last_step is not None
         rounds.append(float(_of_all(transport, reducer.last_step.phases_s["exchange"]).min()))
+        return samples[-1]
+
+    for _ in range(_WARM):  # agrees, compiles, grows buffers and finds bounds
+        exchange()
+        slow = len(samples) > 1 and samples[-1] > _TOO_SLOW * best_s
+        if slow or sum(samples) > _LIMIT_S / 2:
+            break
+    if slow:
+        del samples[:-1], rounds[:-1]
+    else:
+        samples.clear()
+        rounds.clear()
+        while len(samples) < _REPEATS and sum(samples) < _LIMIT_S:
+            exchange()
+    reducer.close()
     return Probe(collective, float(np.median(samples)), float(np.median(rounds)), len(samples))
 
 
 def probe_dense(numel: int, transport: Transport) -> Probe:
     """Measure every dense collective and give the fastest. Collective."""
-    probes = [probe(Dense(), name, numel, transport) for name in fitting(Dense)]
-    return min(probes, key=lambda measured: measured.seconds)
+    best: Probe | None = None
+    for name in fitting(Dense):
+        measured = probe(Dense(), name, numel, transport, math.inf if best is None else best.seconds)
+        if best is None or measured.seconds < best.seconds:
+            best = measured
+    assert best is not None
+    return best
 
 
 def _of_all(transport: Transport, seconds: float) -> NDArray[np.float64]:
