@@ -3,7 +3,7 @@ import json
 import numpy as np
 import oracle
 import pytest
-from exchanges import gradients, run
+from lockstep import gradients, run
 from schemes import Above
 
 import mpicomp

@@ -3,7 +3,7 @@
 import numpy as np
 import oracle
 import pytest
-from exchanges import dense, gradients, run
+from lockstep import dense, gradients, run
 from schemes import IDS, PAIRS, Above, pairs
 
 import mpicomp

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import oracle
 import pytest
-from exchanges import dense, run
+from lockstep import dense, run
 from schemes import Above
 from worlds import Ranks
 

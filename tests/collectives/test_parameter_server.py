@@ -1,7 +1,7 @@
 import numpy as np
 import oracle
 import pytest
-from exchanges import dense, gradients, run
+from lockstep import dense, gradients, run
 from schemes import Above
 from worlds import Ranks
 

@@ -1,7 +1,7 @@
 import numpy as np
 import oracle
 import pytest
-from exchanges import run
+from lockstep import run
 
 import mpicomp
 from mpicomp.collectives import bind

@@ -3,7 +3,7 @@
 import numpy as np
 import oracle
 import pytest
-from exchanges import run
+from lockstep import run
 from schemes import Above
 from worlds import Ranks
 

@@ -1,0 +1,81 @@
+"""One exchange among ranks inside one process."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mpicomp.collectives import Context, Scheme, bind
+from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.base import Selection
+from mpicomp.transport import LocalWorld
+
+
+class Outcome(NamedTuple):
+    results: list
+    transports: list
+    scheme: Scheme
+    accumulated: list  # every rank's array as the exchange leaves it, which is what `sent` is a share of
+
+
+def run(
+    compressor,
+    collective,
+    arrays,
+    step=0,
+    identical_sums=True,
+    residuals=None,
+    stale=(),
+    hosts=1,
+    segment=None,
+    memories=None,
+):
+    """Exchange one array a rank; what arrives in segments does so in segments of that length, the last one first."""
+    world = LocalWorld(len(arrays), identical_sums, hosts)
+    scheme = bind(compressor, collective)
+    exchanges, accumulated = [], []
+    for rank, array in enumerate(arrays):
+        buffer = np.full(array.size + TAIL, np.nan, array.dtype)
+        residual = None if residuals is None else residuals[rank]
+        accumulated.append(Accumulated(buffer, residual, [Piece(0, array)], stale=rank in stale))
+        memory = {} if memories is None else memories[rank]
+        context = Context(group=world.transports[rank].group, step=step, memory=memory)
+        exchange = scheme.exchange(accumulated[-1], context)
+        exchanges.append(exchange if segment is None else in_segments(exchange, segment))
+    return Outcome(world.run(exchanges), world.transports, scheme, [own.array() for own in accumulated])
+
+
+def in_segments(exchange, segment):
+    """Let what arrives do so in segments."""
+    received = None
+    while True:
+        try:
+            task = exchange.send(received)
+        except StopIteration as stop:
+            return stop.value
+        if task.arrived is not None:
+            task.arrived = _cut(task.arrived, segment)
+        received = yield task
+
+
+def _cut(arrived, segment):
+    def one_by_one(start, stop):
+        for place in reversed(range(start, stop, segment)):
+            arrived(place, min(place + segment, stop))
+
+    return one_by_one
+
+
+def dense(sent, numel, dtype=np.float64):
+    """Give what was sent as an array."""
+    if isinstance(sent, Selection):
+        out = np.zeros(numel, dtype)
+        out[sent.indices] = sent.values
+        return out
+    return sent.astype(dtype)
+
+
+def gradients(ranks, numel, dtype, seed=0):
+    """One array a rank. Some have nothing that is large: with a fixed limit they select nothing."""
+    scales = [1e-3 if rank % 3 == 1 else 1.0 for rank in range(ranks)]
+    rng = np.random.default_rng(seed)
+    return [(scale * rng.standard_t(3, numel)).astype(dtype) for scale in scales]
