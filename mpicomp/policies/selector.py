@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Group, Scheme, bind, fitting, variants
+from mpicomp.collectives import Group, Scheme, bind, variants
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import Candidates, CostModel, measure_kernels, probe_link, share_model
 from mpicomp.policies.policy import Plan, Policy, Shape
@@ -14,6 +14,7 @@ from mpicomp.transport.base import Asked, Transport
 
 _WARM = 3  # steps after a start from which nothing is learnt: compressors find their bounds
 _PINNED = "static: pinned"
+_UNMEASURED = "auto: nothing can be measured, the first that fits"  # one rank, or ranks in lockstep
 _TOO_SLOW = 3.0  # times the least predicted seconds: such plans are not run to see whether the prediction is right
 
 
@@ -70,10 +71,10 @@ class Selector(Policy):
         """See `Policy.start`. Links, operations and kernels are measured where they are not known."""
         group = transport.group
         own = [self._compressor.within(shape.names, shape.sizes) for shape in shapes]
-        self._schemes = [self._all(compressor, group) for compressor in own]
+        self._schemes = [self._all(compressor, group) for compressor in own]  # what is preferred comes first
         self._candidates = []
         self._steps = 0
-        if group.size == 1:
+        if group.size == 1 or not transport.probes:
             return
         self.cost = yield from share_model(self.cost or self._given, transport)
         everything = [scheme for schemes in self._schemes for scheme in schemes]
@@ -96,7 +97,7 @@ class Selector(Policy):
         """See `Policy.plan`."""
         schemes = self._schemes[bucket]
         if not self._candidates:
-            return Plan(schemes[0], "auto: one rank, nothing to choose" if self._collectives is None else _PINNED)
+            return Plan(schemes[0], _UNMEASURED if self._collectives is None else _PINNED)
         candidates = self._candidates[bucket]
         if len(schemes) == 1:
             return Plan(schemes[0], _PINNED, candidates.prediction(0))
@@ -122,8 +123,6 @@ class Selector(Policy):
         """Bind everything that may be chosen, what is preferred where nothing was measured first."""
         if self._collectives is not None:
             return [bind(compressor, name) for name in self._collectives]
-        if group.size == 1:
-            return [bind(compressor, fitting(compressor)[0])]
         pairs = [(compressor, name) for name in variants(compressor)]
         if compressor != Dense():
             pairs += [(Dense(), name) for name in variants(Dense())]
