@@ -142,9 +142,7 @@ def sendrecv_down_a_chain(members, rank, name, dtype, **how):
         counts = (0 if to is None else 21, 0 if source is None else 21)
         yield Round("sendrecv", counts, np.dtype(dtype), 0, send, recv, name, (to, source), **how)
         if recv is not None:
-            yield lambda recv=recv, source=source: np.testing.assert_array_equal(
-                recv, of(members[source], 21, dtype)
-            )
+            yield lambda recv=recv, source=source: np.testing.assert_array_equal(recv, of(members[source], 21, dtype))
 
 
 OPERATIONS = [

@@ -6,9 +6,11 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.round import Group, Pending, Round
+from mpicomp.errors import MpicompError
 
 Value = TypeVar("Value")
 
@@ -35,16 +37,31 @@ class Transport(ABC):
         All ranks.
     log : list of RoundLog
         Grows with every round but those in the background; whoever reads it may clear it.
+    offset : float
+        Seconds by which the first rank's clock is ahead of this one's.
     """
 
     group: Group
+    family: str | None = None
+    """Names transports for which the same holds: what was measured through one is known of others. None: of itself."""
+    probes: bool = True
+    """Whether time passes in rounds, so that it can be measured."""
 
     def __init__(self) -> None:
         self.log: list[RoundLog] = []
+        self.offset = 0.0
 
     @abstractmethod
     def start(self, task: Round) -> Pending:
         """Begin a round. Collective over its group."""
+
+    def lanes(self, count: int) -> "list[Transport]":
+        """Give other transports of the same ranks, for rounds that are under way together with this one's.
+
+        Collective over the group, as are the beginnings of all rounds on one of them: in one order on all ranks.
+        Between them and to this one there is no order. Whoever asked for them closes them.
+        """
+        raise MpicompError(f"transport: {type(self).__name__} does not run several rounds at once")
 
     @abstractmethod
     def wait(self, pending: Pending) -> NDArray[Any]:
@@ -55,8 +72,8 @@ class Transport(ABC):
         return self.wait(self.start(task))
 
     def clock(self) -> float:
-        """Give seconds on a clock that is the same on all ranks, as well as their clocks could be compared."""
-        return time.perf_counter()
+        """Give seconds on a clock that is the same on all ranks, as well as `compare_clocks` found out."""
+        return time.perf_counter() + self.offset
 
     def run(self, exchange: Generator[Asked, Any, Value]) -> Value:
         """Run a generator of rounds to its end and give what it returns. Collective over the group."""
@@ -90,3 +107,8 @@ class Transport(ABC):
 
     def close(self) -> None:  # noqa: B027, a transport may have nothing to give back
         """Give back what the transport holds. Collective over the group."""
+
+
+def received(task: Round) -> NDArray[Any]:
+    """Give ``task.recv``; an empty array where this rank receives nothing and has none."""
+    return np.empty(0, task.dtype) if task.recv is None else task.recv

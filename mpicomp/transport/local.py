@@ -4,7 +4,6 @@ Each rank is a generator of rounds. All of them are taken to their next round; w
 the same one it is carried out on their arrays, and on they go. Sums are in rank order.
 """
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.round import Group, Pending, Round, layout_groups, parts_of
 from mpicomp.errors import MpicompError
-from mpicomp.transport.base import Asked, Transport, Value
+from mpicomp.transport.base import Asked, Transport, Value, received
 
 Network = Callable[[Round, Group], float]
 """Gives the seconds that a round takes a group."""
@@ -37,6 +36,7 @@ class LocalTransport(Transport):
         self.group = group
         self.members = members
         self.network = network
+        self.probes = network is not None
         self.seconds = 0.0
         """This rank's time on the clock of a simulated network."""
 
@@ -47,13 +47,17 @@ class LocalTransport(Transport):
         perform_together([task])
         return _Done(task)
 
+    def lanes(self, count: int) -> list[Transport]:
+        """See `Transport.lanes`."""
+        return [LocalTransport(self.group, self.members, self.network) for _ in range(count)]
+
     def wait(self, pending: Pending) -> NDArray[Any]:
         """See `Transport.wait`."""
-        return _received(pending.task)
+        return received(pending.task)
 
     def clock(self) -> float:
         """Give this rank's simulated time, or the machine's where no network is simulated."""
-        return time.perf_counter() if self.network is None else self.seconds
+        return super().clock() if self.network is None else self.seconds
 
 
 class LocalWorld:
@@ -77,7 +81,7 @@ class LocalWorld:
     >>> import numpy as np
     >>> from mpicomp import Reducer, TopK
     >>> world = LocalWorld(2)
-    >>> reducers = [Reducer(TopK(ratio=0.5), "allgather", comm=transport) for transport in world.transports]
+    >>> reducers = [Reducer(TopK(ratio=0.5), comm=transport) for transport in world.transports]
     >>> gradients = [np.array([4, 1], np.float32), np.array([0, 2], np.float32)]
     >>> means = world.run([r.rounds({"w": g}) for r, g in zip(reducers, gradients)])
     >>> means[0]["w"].tolist(), means[1]["w"].tolist()
@@ -117,7 +121,7 @@ class LocalWorld:
                 try:
                     ask = exchanges[rank].send(reply)
                     while isinstance(ask, Pending):
-                        ask = exchanges[rank].send(_received(ask.task))
+                        ask = exchanges[rank].send(received(ask.task))
                     asked[rank] = ask
                 except StopIteration as stop:
                     values[rank] = stop.value
@@ -155,7 +159,7 @@ class LocalWorld:
                 if own.background:
                     replies[other] = _Done(own)
                 else:
-                    replies[other] = _received(own)
+                    replies[other] = received(own)
                     self.transports[other].note(own, 0.0)
         return replies
 
@@ -215,7 +219,7 @@ def perform_together(tasks: Sequence[Round]) -> None:
     for task, result in zip(tasks, results, strict=True):
         if result is not None:
             task.recv[:] = result  # type: ignore[index]
-            if task.arrived is not None:
+            if task.arrived is not None and result.size > 0:
                 task.arrived(0, result.size)
 
 
@@ -237,7 +241,3 @@ def _sent_to(rank: int, tasks: Sequence[Round]) -> NDArray[Any] | None:
     if tasks[source].counts[0] != tasks[rank].counts[1]:
         raise MpicompError(f"local transport: rank {source} sends another count than rank {rank} expects")
     return tasks[source].send
-
-
-def _received(task: Round) -> NDArray[Any]:
-    return np.empty(0, task.dtype) if task.recv is None else task.recv

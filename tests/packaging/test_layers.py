@@ -24,7 +24,7 @@ LAYERS = [
 ]
 # Who may import what from outside, at whatever place in the file.
 HOMES = {
-    "mpi4py": ("mpicomp/transport/mpi.py", "mpicomp/abort.py", "mpicomp/doctor.py"),
+    "mpi4py": ("mpicomp/transport/mpi", "mpicomp/abort.py", "mpicomp/doctor.py"),
     "torch": ("mpicomp/torch/", "bench/train.py", "bench/tasks/"),
     "cupy": (),
 }

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from exchanges import LAYOUTS, at_once, in_the_background
 
 from mpicomp.collectives import Round
 from mpicomp.errors import MpicompError
@@ -18,6 +19,13 @@ def test_operations():
     assert world.run([ask("bcast", rank + 1.0) for rank in range(3)]) == [[1.0]] * 3
     gathered = world.run([ask("allgatherv", rank + 1.0, (1, 1, 1), 3) for rank in range(3)])
     assert gathered == [[1.0, 2.0, 3.0]] * 3
+
+
+@pytest.mark.parametrize("layout", [layout for layouts in LAYOUTS.values() for layout in layouts], ids=str)
+@pytest.mark.parametrize("program", [at_once, in_the_background])
+def test_every_operation_in_every_group(layout, program):
+    looked = LocalWorld(len(layout), hosts=layout).run([program(layout, rank) for rank in range(len(layout))])
+    assert min(looked) > 0
 
 
 def test_ranks_that_meet_in_different_rounds():

@@ -1,0 +1,101 @@
+"""Rounds on communicators of their own, one for each group that this rank is in."""
+
+import atexit
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from mpicomp.collectives.round import Group, Pending, Round
+from mpicomp.transport.base import Transport, received
+from mpicomp.transport.mpi_rounds import Channel, Started
+from mpicomp.transport.naps import Naps
+
+_LAST_ROUNDS_S = 3.0  # how long rounds that nobody waited for may take when the transport or the program ends
+
+_under_way: dict[Started, "MPILane"] = {}
+"""What was started and not waited for: its arrays are MPI's, whoever has forgotten it."""
+
+
+class MPILane(Transport):
+    """Runs rounds among ranks that know each other already; `MPITransport` is one.
+
+    An MPI call that waits keeps its core busy. Where ranks have a core each that is the fastest way to wait; where
+    they share cores it takes them from the ranks that still compute, so there rounds are started without blocking
+    and asked for with naps in between.
+
+    Parameters
+    ----------
+    group : Group
+        All ranks.
+    front, back : mapping of str to Channel
+        The communicators of this rank's groups by name, for rounds that are waited for at once and for those in the
+        background, so that these need not begin in one order with the others. The lane frees them.
+    naps : bool
+        Whether ranks share cores.
+    """
+
+    family = "mpi"
+
+    def __init__(self, group: Group, front: Mapping[str, Channel], back: Mapping[str, Channel], naps: bool) -> None:
+        super().__init__()
+        self.group = group
+        self._front = front
+        self._back = back
+        self._naps = naps
+
+    def start(self, task: Round) -> Pending:
+        """See `Transport.start`."""
+        started = self._channel(task).start(task)
+        _under_way[started] = self
+        return started
+
+    def wait(self, pending: Pending) -> NDArray[Any]:
+        """See `Transport.wait`."""
+        assert isinstance(pending, Started)
+        pending.finish(self._naps)
+        _under_way.pop(pending, None)
+        return received(pending.task)
+
+    def perform(self, task: Round) -> NDArray[Any]:
+        """See `Transport.perform`."""
+        self._channel(task).perform(task, self._naps)
+        return received(task)
+
+    def close(self) -> None:
+        """Wait a moment for rounds that nobody waited for, and free the communicators. Collective over the group.
+
+        A second call does nothing.
+        """
+        if MPI.Is_finalized():
+            return
+        _finish([started for started, lane in list(_under_way.items()) if lane is self])
+        for channel in {*self._front.values(), *self._back.values()}:
+            if channel.comm not in (MPI.COMM_NULL, MPI.COMM_SELF):
+                channel.comm.Free()
+
+    def _channel(self, task: Round) -> Channel:
+        return (self._back if task.background else self._front)[task.group]
+
+
+def _finish(rounds: Iterable[Started]) -> None:
+    """Complete rounds if it does not take long: MPI cannot end while they are under way."""
+    deadline = time.monotonic() + _LAST_ROUNDS_S
+    naps = Naps()
+    left = list(rounds)
+    while left and time.monotonic() < deadline:
+        for started in left:
+            if started.test():
+                del _under_way[started]
+                naps.reset()
+        left = [started for started in left if started in _under_way]
+        naps.rest()
+
+
+@atexit.register
+def _finish_all() -> None:
+    """Come before the end of MPI: mpi4py ends it when Python's own exit handlers have run."""
+    if not MPI.Is_finalized():
+        _finish(list(_under_way))

@@ -1,0 +1,230 @@
+"""What a round becomes on a communicator: collective calls, or messages between pairs of ranks."""
+
+import itertools
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomp.collectives.round import Pending, Round
+from mpicomp.transport.naps import wait
+
+SEGMENT = 1 << 19
+"""Bytes of one message between two ranks: longer arrays go in several, so that the first can be worked on."""
+
+_RECEIVES, _SENDS = 8, 4  # segments under way at a time: all of them at once would share the link and all come last
+_TAGS = 1 << 15  # every MPI has as many
+
+_Segment = tuple[int, slice]
+"""The other rank, and the part of the array."""
+_Some = Callable[[list[MPI.Request]], list[int] | None]
+
+
+class Started(Pending):
+    """A round whose requests were made. Only one thread at a time may ask for it."""
+
+    def __init__(self, task: Round) -> None:
+        self.task = task
+
+    def test(self) -> bool:
+        """See `Pending.test`."""
+        return self._advance(MPI.Request.Testsome)
+
+    def finish(self, naps: bool) -> None:
+        """Wait until it is done: with naps, or inside MPI, which is faster and keeps the core busy."""
+        if naps:
+            wait(self.test)
+            return
+        while not self._advance(MPI.Request.Waitsome):
+            pass
+
+    @abstractmethod
+    def _advance(self, some: _Some) -> bool:
+        """Take note of requests that ``some`` finds complete; tell whether none is left."""
+
+
+class Channel:
+    """A communicator on which rounds are run: all of its ranks begin them in the same order.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm
+        Nobody else's.
+    limit : int
+        Bytes, counts and displacements in one call are not larger.
+    """
+
+    def __init__(self, comm: MPI.Comm, limit: int) -> None:
+        self.comm = comm
+        self._limit = limit
+        self._tags = itertools.cycle(range(_TAGS))
+
+    def perform(self, task: Round, naps: bool) -> None:
+        """Run a round; see `Started.finish` for ``naps``. Collective."""
+        calls = self._calls(task)
+        if calls is None:
+            self._exchange(task).finish(naps)
+            return
+        for name, arguments in calls:
+            if naps:
+                wait(getattr(self.comm, f"I{name.lower()}")(*arguments).Test)
+            else:
+                getattr(self.comm, name)(*arguments)
+
+    def start(self, task: Round) -> Started:
+        """Begin a round. Collective."""
+        calls = self._calls(task)
+        if calls is None:
+            return self._exchange(task)
+        return _Calls(task, [getattr(self.comm, f"I{name.lower()}")(*arguments) for name, arguments in calls])
+
+    def _exchange(self, task: Round) -> Started:
+        return _Messages(task, self.comm, next(self._tags), *self._messages(task))
+
+    def _calls(self, task: Round) -> list[tuple[str, tuple[Any, ...]]] | None:
+        """Give names and arguments of collective calls, the same calls on all ranks; None where there is none."""
+        send, recv, counts, root = task.send, task.recv, task.counts, task.root
+        rank, size = self.comm.rank, self.comm.size
+        equal = min(counts) == max(counts)
+        fits = sum(counts) * task.dtype.itemsize <= self._limit
+        match task.operation:
+            case "allreduce":
+                assert send is not None
+                assert recv is not None
+                return [("Allreduce", (send[part], recv[part])) for part in self._cuts(task, 0, counts[0])]
+            case "bcast":
+                assert recv is not None
+                if rank == root:
+                    recv[:] = send
+                return [("Bcast", (recv[part], root)) for part in self._cuts(task, 0, counts[0])]
+            case "allgatherv" if fits:
+                return [("Allgather", (send, recv)) if equal else ("Allgatherv", (send, [recv, counts]))]
+            case "allgatherv":
+                # No displacement may pass the limit either, so every rank's part goes out by itself.
+                assert recv is not None
+                bounds = _bounds(counts)
+                recv[bounds[rank] : bounds[rank + 1]] = send
+                return [
+                    ("Bcast", (recv[part], other))
+                    for other in range(size)
+                    for part in self._cuts(task, bounds[other], bounds[other + 1])
+                ]
+            case "gatherv" if fits:
+                whole = recv if rank == root else None
+                if equal:
+                    return [("Gather", (send, whole, root))]
+                return [("Gatherv", (send, None if whole is None else [whole, counts], root))]
+            case "alltoallv" if task.received is None:
+                # The same on every rank, as the branch must be.
+                if max(sum(counts), max(counts) * size) * task.dtype.itemsize <= self._limit:
+                    return [("Alltoallv", ([send, counts], [recv, [counts[rank]] * size]))]
+        return None
+
+    def _messages(self, task: Round) -> tuple[Iterator[_Segment], Iterator[_Segment]]:
+        """Give what comes and what goes, in an order in which every message meets its other end."""
+        rank, size, counts = self.comm.rank, self.comm.size, task.counts
+        incoming: list[tuple[int, int, int]] = []  # the other rank, start, stop
+        outgoing: list[tuple[int, int, int]] = []
+        match task.operation:
+            case "sendrecv":
+                to, source = task.peers
+                if source is not None:
+                    incoming.append((source, 0, counts[1]))
+                if to is not None:
+                    outgoing.append((to, 0, counts[0]))
+            case "gatherv":
+                bounds = _bounds(counts)
+                if rank == task.root:
+                    assert task.recv is not None
+                    task.recv[bounds[rank] : bounds[rank + 1]] = task.send
+                    incoming += [(other, bounds[other], bounds[other + 1]) for other in range(size) if other != rank]
+                else:
+                    outgoing.append((task.root, 0, counts[rank]))
+            case "alltoallv":
+                assert task.send is not None
+                assert task.recv is not None
+                out, into = _bounds(counts), _bounds(task.received or [counts[rank]] * size)
+                task.recv[into[rank] : into[rank + 1]] = task.send[out[rank] : out[rank + 1]]
+                for shift in range(1, size):  # at any time every rank sends to one and hears from one
+                    to, source = (rank + shift) % size, (rank - shift) % size
+                    incoming.append((source, into[source], into[source + 1]))
+                    outgoing.append((to, out[to], out[to + 1]))
+        return self._segments(task, incoming), self._segments(task, outgoing)
+
+    def _segments(self, task: Round, spans: Sequence[tuple[int, int, int]]) -> Iterator[_Segment]:
+        return ((other, part) for other, start, stop in spans for part in self._cuts(task, start, stop, SEGMENT))
+
+    def _cuts(self, task: Round, start: int, stop: int, largest: int | None = None) -> list[slice]:
+        """Cut a span of elements in parts whose bytes stay below the limit, and below ``largest``."""
+        nbytes = self._limit if largest is None else min(largest, self._limit)
+        step = max(1, nbytes // task.dtype.itemsize)
+        return [slice(first, min(first + step, stop)) for first in range(start, stop, step)]
+
+
+class _Calls(Started):
+    """Collective calls under way."""
+
+    def __init__(self, task: Round, requests: list[MPI.Request]) -> None:
+        super().__init__(task)
+        self._requests = requests
+
+    def _advance(self, some: _Some) -> bool:
+        if self._requests and some(self._requests):
+            self._requests = [request for request in self._requests if request != MPI.REQUEST_NULL]
+        return not self._requests
+
+
+class _Messages(Started):
+    """Segments under way between pairs of ranks, a few at a time."""
+
+    def __init__(
+        self, task: Round, comm: MPI.Comm, tag: int, incoming: Iterator[_Segment], outgoing: Iterator[_Segment]
+    ) -> None:
+        super().__init__(task)
+        self._comm = comm
+        self._tag = tag
+        self._incoming = deque(incoming)
+        self._outgoing = deque(outgoing)
+        self._requests: list[MPI.Request] = []
+        self._parts: list[slice | None] = []  # of each request: what it receives, None where it sends
+        self._receives = 0
+        self._post()
+
+    def _post(self) -> None:
+        """Keep as many segments under way as there may be."""
+        send, recv = self.task.send, self.task.recv
+        while self._incoming and self._receives < _RECEIVES:
+            source, part = self._incoming.popleft()
+            assert recv is not None
+            self._requests.append(self._comm.Irecv(recv[part], source, self._tag))
+            self._parts.append(part)
+            self._receives += 1
+        while self._outgoing and len(self._requests) - self._receives < _SENDS:
+            to, part = self._outgoing.popleft()
+            assert send is not None
+            self._requests.append(self._comm.Isend(send[part], to, self._tag))
+            self._parts.append(None)
+
+    def _advance(self, some: _Some) -> bool:
+        done = sorted(some(self._requests) or (), reverse=True) if self._requests else []
+        if done:
+            arrived = []
+            for place in done:
+                del self._requests[place]
+                part = self._parts.pop(place)
+                if part is not None:
+                    self._receives -= 1
+                    arrived.append(part)
+            self._post()  # before the work, so that the link is not idle meanwhile
+            if self.task.arrived is not None:
+                for part in reversed(arrived):
+                    self.task.arrived(part.start, part.stop)
+        return not self._requests
+
+
+def _bounds(counts: Sequence[int]) -> list[int]:
+    bounds: list[int] = np.concatenate(([0], np.cumsum(counts, dtype=np.int64))).tolist()
+    return bounds

@@ -1,0 +1,42 @@
+"""How to wait without keeping a core from those who compute on it."""
+
+import os
+import time
+from collections.abc import Callable
+
+SHORTEST_S, LONGEST_S = 50e-6, 500e-6
+
+
+class Naps:
+    """Rests between questions whether something is done: first the core is offered to others, then naps grow.
+
+    Parameters
+    ----------
+    eager : int
+        How many rests only offer the core, after the start and after each `reset`.
+    """
+
+    def __init__(self, eager: int = 200) -> None:
+        self._eager = eager
+        self.reset()
+
+    def reset(self) -> None:
+        """Be eager again: something was done."""
+        self._left = self._eager
+        self._nap = SHORTEST_S
+
+    def rest(self) -> None:
+        """Give others time."""
+        if self._left:
+            self._left -= 1
+            os.sched_yield()
+        else:
+            time.sleep(self._nap)
+            self._nap = min(2 * self._nap, LONGEST_S)
+
+
+def wait(done: Callable[[], bool]) -> None:
+    """Ask until something is done, with rests in between."""
+    naps = Naps()
+    while not done():
+        naps.rest()

@@ -1,0 +1,149 @@
+"""Every operation over real MPI in every group: hosts that are none are named, as one machine has but one."""
+
+import numpy as np
+import pytest
+from exchanges import LAYOUTS, at_once, in_the_background, of
+
+from mpicomp.collectives import Round
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(params=["0", "1"], ids=["blocking", "naps"])
+def naps(request, monkeypatch):
+    monkeypatch.setenv("MPICOMP_NAPS", request.param)
+
+
+@pytest.fixture(params=[None, 9], ids=["whole", "cut to 9 bytes"])
+def transports(comm, naps, request):
+    """Give a transport of each layout, with the layout."""
+    from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
+
+    layouts = LAYOUTS.get(comm.size, [[0] * comm.size])
+    made = [(layout, MPITransport(comm, request.param or COUNT_LIMIT, layout)) for layout in layouts]
+    yield made
+    for _, transport in made:
+        transport.close()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float64])
+def test_every_operation_in_every_group(transports, comm, dtype):
+    for layout, transport in transports:
+        assert transport.run(at_once(layout, comm.rank, dtypes=[dtype])) > 0
+
+
+def test_rounds_pending_while_others_run(transports, comm):
+    for layout, transport in transports:
+        assert transport.run(in_the_background(layout, comm.rank)) > 0
+
+
+def test_ranks_know_their_groups(transports, comm):
+    for layout, transport in transports:
+        group = transport.group
+        on_my_host = layout.count(layout[comm.rank])
+        assert (group.rank, group.size, group.hosts) == (comm.rank, comm.size, len(set(layout)))
+        assert transport.hosts() == len(set(layout))
+        assert group.part("host").size == on_my_host
+        everyones = comm.allgather(tuple(None if p is None else p.identical_sums for p in map(group.part, NAMES)))
+        assert all(len({flags[place] for flags in everyones} - {None}) == 1 for place in range(3))
+
+
+NAMES = ("world", "host", "across")
+
+
+@pytest.mark.parametrize("numel", [0, 1, 70_000, 700_001])
+def test_arrived_parts_cover_the_array_once_and_hold_what_was_sent(comm, naps, numel):
+    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.transport.mpi_rounds import SEGMENT
+
+    transport = MPITransport(comm)
+    rank, size = comm.rank, comm.size
+    source = of((rank - 1) % size, numel, np.float64)
+    recv = np.full(numel, np.nan)
+    times_seen = np.zeros(numel, np.int64)
+    parts = []
+
+    def arrived(start, stop):
+        np.testing.assert_array_equal(recv[start:stop], source[start:stop])
+        times_seen[start:stop] += 1
+        parts.append(stop - start)
+
+    peers = ((rank + 1) % size, (rank - 1) % size)
+    send = of(rank, numel, np.float64)
+    transport.perform(Round("sendrecv", (numel, numel), send.dtype, 0, send, recv, peers=peers, arrived=arrived))
+    assert (times_seen == 1).all()
+    assert len(parts) == -(-8 * numel // SEGMENT)
+    np.testing.assert_array_equal(send, of(rank, numel, np.float64))
+    transport.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_part_arrives_while_the_rest_was_not_sent(comm):
+    """The first rank holds back its second half until the other one has said that the first half is there."""
+    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.transport.mpi_rounds import SEGMENT
+
+    transport = MPITransport(comm)
+    numel = 16 * SEGMENT
+    heard = []
+
+    def arrived(start, stop):
+        if not heard:
+            comm.send(stop - start, 0)
+        heard.append((start, stop))
+
+    if comm.rank == 0:
+        task = Round("sendrecv", (numel, 0), np.dtype(np.uint8), send=np.ones(numel, np.uint8), peers=(1, None))
+        pending = transport.start(task)
+        while not comm.iprobe(1):
+            pending.test()
+        assert not pending.test()  # the other rank waits for the answer in the middle of its array
+        assert comm.recv(source=1) == SEGMENT
+        comm.send("go on", 1)
+        transport.wait(pending)
+    elif comm.rank == 1:
+        recv = np.zeros(numel, np.uint8)
+
+        def first_of_all(start, stop):
+            arrived(start, stop)
+            if len(heard) == 1:
+                assert comm.recv(source=0) == "go on"
+
+        task = Round("sendrecv", (0, numel), np.dtype(np.uint8), recv=recv, peers=(None, 0), arrived=first_of_all)
+        transport.perform(task)
+        assert recv.all()
+        assert sorted(heard) == [(first, first + SEGMENT) for first in range(0, numel, SEGMENT)]
+    transport.close()
+
+
+def test_background_rounds_that_begin_at_another_time_on_each_rank(comm, naps):
+    """Even ranks begin it before other rounds, odd ones after: it has communicators of its own."""
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport(comm)
+    ranks = comm.size
+    background = Round(
+        "allgatherv", [1] * ranks, np.dtype(np.int64), send=np.array([comm.rank]), recv=np.zeros(ranks, np.int64),
+        background=True,
+    )  # fmt: skip
+    pending = transport.start(background) if comm.rank % 2 == 0 else None
+    for _ in range(5):
+        total = np.zeros(1)
+        transport.perform(Round("allreduce", (1,), total.dtype, send=np.array([1.0]), recv=total))
+        assert total[0] == ranks
+    pending = pending or transport.start(background)
+    assert transport.wait(pending).tolist() == list(range(ranks))
+    assert transport.wait(pending).tolist() == list(range(ranks))
+    transport.close()
+
+
+def test_closing_completes_what_nobody_waited_for(comm, naps):
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport(comm)
+    recv = np.zeros(1)
+    task = Round("allreduce", (1,), recv.dtype, send=np.array([1.0]), recv=recv, background=True)
+    transport.start(task)
+    transport.close()
+    assert recv[0] == comm.size
+    transport.close()
