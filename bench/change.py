@@ -58,6 +58,8 @@ class Phase:
         After how many steps one of these was run first; None where none was.
     share : float
         Of the phase's second half: how many of its steps ran one of these.
+    mostly : str or None
+        What most steps of that half ran; None where the change was not seen.
     """
 
     bandwidth: str
@@ -66,6 +68,7 @@ class Phase:
     as_good: tuple[str, ...]
     steps: int | None
     share: float
+    mostly: str | None
 
 
 def run_steps(compressor: Compressor, numel: int, seconds: float, transport: Transport) -> list[Step]:
@@ -133,6 +136,7 @@ def phases_of(
         own = [] if first is None else steps[first : later[0] if later else None]
         right = [step.plan in as_good for step in own]
         half = right[len(right) // 2 :]
+        ran = Counter(step.plan for step in own[len(own) // 2 :]).most_common(1)
         phases.append(
             Phase(
                 bandwidth,
@@ -141,6 +145,7 @@ def phases_of(
                 as_good,
                 right.index(True) if True in right else None,
                 sum(half) / len(half) if half else 0.0,
+                ran[0][0] if ran else None,
             )
         )
     return phases

@@ -22,7 +22,7 @@ from mpicomp.bench.exchanges import (
     in_turn,
 )
 from mpicomp.bench.kernels import Gradients
-from mpicomp.bench.sampling import LEAST, is_narrow, median_interval
+from mpicomp.bench.sampling import LEAST, is_narrow, median_interval, ratio_interval
 
 from mpicomp.collectives import bind, variants
 from mpicomp.compressors import Compressor, Dense
@@ -38,6 +38,7 @@ _MOST = 1000  # of them
 _TOO_SLOW = 3.0  # times the best of a cell: timed once
 _HOPELESS = 20.0  # times the best that is predicted, and longer than the limit: not run
 _SETTLING = 60  # steps in which auto comes to its steady state,
+_CARE = 2  # times the limit for plans that are timed in turn
 _PATIENCE = 4  # unless they take so many times the limit
 _COMPILING = 1 << 12  # elements of the arrays on which kernels are compiled
 
@@ -311,12 +312,11 @@ class _Bench:
             times = [runner.slowest()[first:] for runner, first in zip(runners, firsts, strict=True)]
             auto.step(check=True)
             auto.steps.pop()  # it was checked, not timed
-        ratios = [mine / others for mine, others in zip(times[0], times[1], strict=True)]
         best_s = float(np.median(times[1]))
         retimed = best_dense.plan in plans
         dense_s = float(np.median(times[1 + plans.index(best_dense.plan)])) if retimed else best_dense.median_s
         ran = auto.ran[timing.first : len(auto.steps)]
-        interval = median_interval(ratios)
+        interval = ratio_interval(times[0], times[1])
         timing.facts = {
             "chosen": Counter(ran).most_common(1)[0][0],
             "best": best.plan.name,
@@ -358,7 +358,7 @@ def _interleave(runners: Sequence[Runner], firsts: Sequence[int], limit_s: float
         if number >= _SAMPLES and all(is_narrow(own) for own in samples):
             stopped = "interval"
             break
-        if number >= _MOST or (number >= LEAST and sum(map(sum, samples)) >= limit_s * len(runners)):
+        if number >= _MOST or (number >= LEAST and sum(map(sum, samples)) >= _CARE * limit_s * len(runners)):
             stopped = "limit"
             break
         for runner in in_turn(runners):

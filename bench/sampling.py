@@ -4,10 +4,12 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 LEAST = 6
 """Samples below which there is no 95 % interval of their median."""
 
+_RESAMPLED = 2000
 _NARROW = 0.05  # share of the median by which either end of its interval may be away
 
 
@@ -60,3 +62,24 @@ def is_narrow(samples: Sequence[float]) -> bool:
         return False
     median = float(np.median(samples))
     return max(interval[1] - median, median - interval[0]) <= _NARROW * median
+
+
+def ratio_interval(samples: Sequence[float], others: Sequence[float]) -> tuple[float, float] | None:
+    """Give the 95 % interval of a median over another one's, of samples that were taken in turn.
+
+    By bootstrap: pairs are drawn anew, with repetition, so that what fell on both of a pair alike falls out.
+
+    Examples
+    --------
+    >>> ratio_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [2.0, 4.0, 6.0, 8.0, 10.0, 12.0])
+    (0.5, 0.5)
+    >>> ratio_interval([1.0] * 5, [1.0] * 5) is None
+    True
+    """
+    number = len(samples)
+    if number < LEAST:
+        return None
+    drawn = np.random.default_rng(0).integers(number, size=(_RESAMPLED, number))
+    medians: list[NDArray[np.float64]] = [np.median(np.asarray(own)[drawn], axis=1) for own in (samples, others)]
+    low, high = np.percentile(medians[0] / medians[1], [2.5, 97.5])
+    return float(low), float(high)

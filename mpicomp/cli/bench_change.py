@@ -107,13 +107,13 @@ def _in_labs(arguments: argparse.Namespace) -> int:
         print(f"{phase.bandwidth}: best is {phase.best} with {1e3 * best_s:.4g} ms{near}; ", end="")
         if phase.first is None:
             print("the change was not seen")
-        elif phase.steps is None:
-            print(f"seen at step {phase.first}; auto never ran it")
         else:
-            print(
-                f"seen at step {phase.first}, auto ran it after {phase.steps} steps, "
-                f"and in {phase.share:.0%} of the second half's"
-            )
+            assert phase.mostly is not None
+            after = "never ran it" if phase.steps is None else f"ran it after {phase.steps} steps"
+            print(f"seen at step {phase.first}, auto {after}, and in {phase.share:.0%} of the second half's")
+            took = fixed[phase.bandwidth].get(phase.mostly)
+            slower = "not timed" if took is None else f"{took / best_s - 1:+.1%} by its own timing"
+            print(f"  mostly it ran {phase.mostly} there: {slower}")
     if arguments.json is not None:
         written = {
             "schema": 1,

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--numel", default="262144,4194304,25600000", metavar="N[,..]", help="elements (%(default)s)")
     parser.add_argument("--ratio", default="0.001,0.01", metavar="R[,..]", help="kept fractions (%(default)s)")
     parser.add_argument("--compressor", default="topk", metavar="A[,..]", help="see bench collectives (%(default)s)")
-    parser.add_argument("--limit", type=float, default=0.75, metavar="S", help="seconds of timing a plan (%(default)s)")
+    parser.add_argument("--limit", type=float, default=0.6, metavar="S", help="seconds of timing a plan (%(default)s)")
     parser.add_argument("--json", metavar="F", help="write all rows to F as one JSON object, after every network")
     parser.set_defaults(alone=True)
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     begin = time.monotonic()
 
     def watch(line: str) -> None:
-        if ", auto: " in line or line.startswith("WRONG"):
+        if "elements" in line and (", auto: " in line or line.startswith("WRONG")):
             print(f"{time.monotonic() - begin:6.0f} s  {network}  {line.removeprefix('# ')}", flush=True)
 
     found = []

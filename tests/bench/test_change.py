@@ -30,6 +30,7 @@ def test_how_soon_the_best_plan_was_run():
     first, second = phases_of(steps, ["1gbit", "50mbit"], 10.0, FIXED)
     changed = next(place for place, step in enumerate(steps) if step.seconds > 0.05)
     assert (first.first, first.best, first.steps, first.share) == (0, "topk allgather", 0, 1.0)
+    assert (first.mostly, second.mostly) == ("topk allgather", "topk star-topk:ring")
     assert first.as_good == ("topk allgather", "dense ring")
     assert (second.first, second.best, second.steps, second.share) == (changed, "topk star-topk:ring", 4, 1.0)
 
@@ -50,7 +51,7 @@ def test_what_was_not_seen_or_never_run():
     steps = [Step(place / 10, 0.1, "dense ring") for place in range(100)]
     first, second = phases_of(steps, ["50mbit", "1gbit"], 5.0, FIXED)
     assert (first.first, first.steps, first.share) == (0, None, 0.0)
-    assert (second.first, second.steps, second.share) == (None, None, 0.0)
+    assert (second.first, second.steps, second.share, second.mostly) == (None, None, 0.0, None)
 
 
 def test_every_step_is_shown_once():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from mpicomp.bench.sampling import is_narrow, median_interval
+from mpicomp.bench.sampling import is_narrow, median_interval, ratio_interval
 from scipy.stats import binom
 
 
@@ -32,3 +32,19 @@ def test_both_ends_have_to_be_near():
     assert is_narrow([1.0] * 20 + [1.04] * 11)
     assert not is_narrow([0.9] * 14 + [1.0] * 17)
     assert not is_narrow([1.0] * 17 + [1.1] * 14)
+
+
+def test_the_interval_of_a_ratio_holds_it_and_gains_by_pairs():
+    random = np.random.default_rng(0)
+    held, widths, widths_unpaired = [], [], []
+    for _ in range(100):
+        both = random.lognormal(sigma=0.2, size=31)  # what the machine does to both of a pair
+        mine, others = 1.2 * both * random.lognormal(sigma=0.1, size=31), both * random.lognormal(sigma=0.1, size=31)
+        low, high = ratio_interval(mine, others)
+        assert low <= np.median(mine) / np.median(others) <= high
+        held.append(low <= 1.2 <= high)
+        widths.append(high - low)
+        low, high = ratio_interval(mine, random.permutation(others))
+        widths_unpaired.append(high - low)
+    assert np.mean(held) >= 0.93
+    assert np.mean(widths) < 0.8 * np.mean(widths_unpaired)
