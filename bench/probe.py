@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives import Round, fitting
 from mpicomp.compressors import Compressor, Dense
+from mpicomp.cost import CostModel
 from mpicomp.reducer import Reducer
 from mpicomp.transport import Transport
 
@@ -40,15 +41,23 @@ class Probe:
     repeats: int
 
 
-def probe(compressor: Compressor, collective: str, numel: int, transport: Transport, best_s: float = math.inf) -> Probe:
+def probe(
+    compressor: Compressor,
+    collective: str,
+    numel: int,
+    transport: Transport,
+    best_s: float = math.inf,
+    cost: CostModel | None = None,
+) -> Probe:
     """Exchange ``numel`` float32 some times, the ranks starting together. Collective.
 
     A slow network is measured fewer times: what has taken several seconds is not repeated. Nor is what takes three
-    times as long as ``best_s``, the same on all ranks, when it is warm.
+    times as long as ``best_s``, the same on all ranks, when it is warm. ``cost`` is what a collective that is to be
+    chosen is chosen by.
     """
     rng = np.random.default_rng(transport.group.rank)
     gradient = {"probe": rng.standard_normal(numel, np.float32)}
-    reducer = Reducer(compressor, collective, comm=transport)
+    reducer = Reducer(compressor, collective, comm=transport, cost=cost)
     samples: list[float] = []
     rounds: list[float] = []
 

@@ -129,7 +129,8 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
     _check_replicas(model, transport)
     skipped = min(5, settings.steps // 4)  # the first steps compile, agree and grow buffers
     seconds_of = _gather(transport, np.array(timings.rows[skipped:], np.float64))
-    own_probe = probe(optimizer.reducer.compressor, settings.collective, numel, transport)
+    reducer = optimizer.reducer
+    own_probe = probe(reducer.compressor, settings.collective, numel, transport, cost=reducer.cost)
     dense_probe = probe_dense(numel, transport)
     totals = _gather(transport, np.array([sent, wire, dense_wire], np.float64)).mean(axis=0)
     progress.evaluating()

@@ -43,9 +43,10 @@ def train(mpiexec, tmp_path, ranks, *arguments, timeout=90):
     ("ranks", "arguments", "collective", "numel_sent"),
     [
         (1, ["--compressor", "topk", "--ratio", "0.05"], "allgather", 0),
-        (3, ["--compressor", "topk", "--ratio", "0.05"], "allgather", None),
+        (3, ["--compressor", "topk", "--ratio", "0.05", "--collective", "allgather"], "allgather", None),
+        (2, ["--compressor", "topk", "--ratio", "0.05"], "auto", None),
         (2, ["--compressor", "topk", "--ratio", "0.1", "--collective", "star-topk"], "star-topk", None),
-        (2, [], "allreduce", None),
+        (2, [], "auto", None),
         (
             2,
             ["--compressor", '{"id": "dense", "wire": "bf16"}', "--collective", "scatter-reduce"],
@@ -67,7 +68,13 @@ def test_digits_learns_and_the_outcome_is_told(mpiexec, tmp_path, ranks, argumen
         60,
         3,
     )
-    assert result["collective"] == collective
+    if collective == "auto":
+        ran = {bucket["collective"] for line in lines for bucket in line["buckets"]}
+        assert result["collective"] == ("auto" if len(ran) > 1 else next(iter(ran)))
+        assert all(bucket["reason"].startswith("auto: ") for line in lines for bucket in line["buckets"])
+        assert all(bucket["predicted_s"] > 0 for line in lines for bucket in line["buckets"])
+    else:
+        assert result["collective"] == collective
     assert result["policy"] == ("static" if arguments else "auto")
     assert result["quality"]["name"] == "held-out accuracy"
     assert result["quality"]["better"] == "higher"
@@ -75,7 +82,7 @@ def test_digits_learns_and_the_outcome_is_told(mpiexec, tmp_path, ranks, argumen
     assert result["dense_bytes"] == 4 * result["parameters"] * 60
     assert result["dense_wire_bytes"] == pytest.approx(2 * (ranks - 1) / ranks * result["dense_bytes"])
     assert result["median_step_s"] > 0
-    if ranks > 1 and "topk" in arguments:
+    if ranks > 1 and "topk" in arguments and collective != "auto":  # which may have found that dense is faster
         assert result["wire_bytes"] < result["dense_wire_bytes"] / 3
     if numel_sent == 0:
         assert result["sent_bytes"] == result["wire_bytes"] == 0
@@ -83,13 +90,15 @@ def test_digits_learns_and_the_outcome_is_told(mpiexec, tmp_path, ranks, argumen
     assert [line["step"] for line in lines] == list(range(60))
     assert all(line["schema"] == 1 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
-    wire = sum(line["wire_bytes"] for line in lines)
-    assert wire == pytest.approx(result["wire_bytes"], rel=0.02)
+    if collective != "auto":  # lines are rank 0's, and in some collectives it sends more than others
+        wire = sum(line["wire_bytes"] for line in lines)
+        assert wire == pytest.approx(result["wire_bytes"], rel=0.02)
     assert set(lines[0]["phases_s"]) == {"compute", "compress", "exchange", "decode", "update", "other"}
 
 
 def test_a_second_run_is_the_same_run(mpiexec, tmp_path):
-    arguments = ["--task", "digits", "--steps", "12", "--compressor", "topk", "--ratio", "0.05"]
+    # Which collective is fastest is measured, so a run that is to be repeated names one.
+    arguments = ["--task", "digits", "--steps", "12", "--compressor", "topk", "--collective", "allgather"]
     losses = []
     for _ in range(2):
         _, _, lines = train(mpiexec, tmp_path, 2, *arguments)
@@ -106,7 +115,7 @@ def test_a_second_run_is_the_same_run(mpiexec, tmp_path):
         (["--task", "digits", "--compressor", '{"ratio": 0.1}'], "names its compressor under 'id'"),
         (["--task", "digits", "--compressor", "topk", "--ratio", "0"], "ratio is the kept fraction"),
         (["--task", "digits", "--compressor", "topk", "--ratio", "1.5"], "must be in (0, 1], got 1.5"),
-        (["--task", "digits", "--compressor", "topk", "--collective", "allreduce"], "use allgather or star-topk"),
+        (["--task", "digits", "--compressor", "topk", "--collective", "allreduce"], "use allgather, star-topk"),
         (["--task", "digits", "--collective", "alreduce"], "unknown name 'alreduce'; did you mean 'allreduce'"),
         (["--task", "digits", "--policy", "statc"], "unknown name 'statc'; did you mean 'static'"),
         (["--task", "digits", "--steps", "0"], "--steps must be at least 1, got 0"),
