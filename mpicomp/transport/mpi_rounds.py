@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomp.collectives.round import Pending, Round
-from mpicomp.transport.naps import wait
+from mpicomp.transport.naps import Naps, wait
 
 SEGMENT = 1 << 19
 """Bytes of one message between two ranks: longer arrays go in several, so that the first can be worked on."""
@@ -36,10 +36,20 @@ class Started(Pending):
     def finish(self, naps: bool) -> None:
         """Wait until it is done: with naps, or inside MPI, which is faster and keeps the core busy."""
         if naps:
-            wait(self.test)
+            rests, left = Naps(), self.left
+            while not self.test():
+                if self.left < left:
+                    rests.reset()  # what comes next begins with a handshake, which must not be slept through
+                    left = self.left
+                rests.rest()
             return
         while not self._advance(MPI.Request.Waitsome):
             pass
+
+    @property
+    @abstractmethod
+    def left(self) -> int:
+        """How many calls or messages are not complete."""
 
     @abstractmethod
     def _advance(self, some: _Some) -> bool:
@@ -171,6 +181,11 @@ class _Calls(Started):
         super().__init__(task)
         self._requests = requests
 
+    @property
+    def left(self) -> int:
+        """See `Started.left`."""
+        return len(self._requests)
+
     def _advance(self, some: _Some) -> bool:
         if self._requests and some(self._requests):
             self._requests = [request for request in self._requests if request != MPI.REQUEST_NULL]
@@ -192,6 +207,11 @@ class _Messages(Started):
         self._parts: list[slice | None] = []  # of each request: what it receives, None where it sends
         self._receives = 0
         self._post()
+
+    @property
+    def left(self) -> int:
+        """See `Started.left`."""
+        return len(self._requests) + len(self._incoming) + len(self._outgoing)
 
     def _post(self) -> None:
         """Keep as many segments under way as there may be."""

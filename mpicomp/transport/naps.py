@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable
 
-SHORTEST_S, LONGEST_S = 50e-6, 500e-6
+SHORTEST_S, LONGEST_S = 50e-6, 200e-6
 
 
 class Naps:

@@ -1,0 +1,76 @@
+"""The ranks' clocks, compared, so that times of different ranks can be set beside each other."""
+
+import math
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+
+from mpicomp.collectives.round import Group, Round
+from mpicomp.transport.base import Transport
+
+_QUESTIONS = 5  # and one before them, which opens the connection and does not count
+
+
+def compare_clocks(transport: Transport) -> Generator[Round, Any, float]:
+    """Set ``transport.offset`` so that `Transport.clock` shows rank 0's time on all ranks. Collective, as rounds.
+
+    The first rank of each host, one after the other, asks rank 0 for the time and takes the answer for that of the
+    middle between question and answer; of five questions the one that is answered fastest counts. Ranks of one host
+    have one clock. With one host nothing is asked.
+
+    The error is no larger than what is given back, and far smaller where both ways take equally long. Clocks of two
+    machines part by some microseconds a second: compare them anew now and then. An offset no larger than its error is
+    taken for none, as where hosts share a clock.
+
+    Parameters
+    ----------
+    transport : Transport
+        This rank's end of what the rounds run through.
+
+    Returns
+    -------
+    float
+        Seconds by which a rank's clock may differ from rank 0's: half of the longest of the hosts' fastest answers.
+        The same on all ranks.
+    """
+    group = transport.group
+    transport.offset = 0.0
+    if group.hosts == 1:
+        return 0.0
+    layout = group.layout or tuple(range(group.size))
+    hosts = list(dict.fromkeys(layout))
+    firsts = [layout.index(host) for host in hosts]
+    offset, fastest = 0.0, 0.0
+    for first in firsts[1:]:
+        answers = []
+        for _ in range(1 + _QUESTIONS):
+            asked = transport.clock()
+            yield _tell(group, first, 0, math.nan)
+            told = yield _tell(group, 0, first, transport.clock())
+            answered = transport.clock()
+            if group.rank == first:
+                answers.append((answered - asked, told[0] - (asked + answered) / 2))
+        if group.rank == first:
+            fastest, offset = min(answers[1:])
+    counts = [2 if rank in firsts else 0 for rank in range(group.size)]
+    send = np.array([offset, fastest / 2] if group.rank in firsts else [])
+    recv = np.empty(2 * len(firsts))
+    everyones = yield Round("allgatherv", counts, recv.dtype, send=send, recv=recv)
+    of_host = everyones.reshape(-1, 2)
+    offset, error = of_host[hosts.index(layout[group.rank])].tolist()
+    transport.offset = offset if abs(offset) > error else 0.0
+    return float(of_host[:, 1].max())
+
+
+def _tell(group: Group, source: int, to: int, number: float) -> Round:
+    """Give the round in which one rank sends a number to another one, as this rank sees it."""
+    sends, receives = group.rank == source, group.rank == to
+    return Round(
+        "sendrecv",
+        (int(sends), int(receives)),
+        np.dtype(np.float64),
+        send=np.array([number]) if sends else None,
+        recv=np.empty(1) if receives else None,
+        peers=(to if sends else None, source if receives else None),
+    )

@@ -1,0 +1,116 @@
+"""Clocks that are set wrong on purpose are found out."""
+
+import time
+
+import numpy as np
+import pytest
+
+from mpicomp.collectives import Round
+from mpicomp.collectives.round import layout_groups
+from mpicomp.transport import LocalWorld
+from mpicomp.transport.clocks import compare_clocks
+from mpicomp.transport.local import LocalTransport
+
+LAYOUTS = [[0], [0, 0], [0, 1], [0, 1, 2], [0, 0, 1, 1], [0, 1, 1, 0, 2, 2]]
+
+
+def wrong_by(host):
+    """Give the seconds by which a host's clock is wrong: far more than any message takes."""
+    return [50.0, -1000.0, 3.25][host]
+
+
+class Wrong(LocalTransport):
+    """An end whose clock is wrong as its host's is."""
+
+    host: int
+
+    def clock(self):
+        return super().clock() + wrong_by(self.host)
+
+
+def wrong_world(layout):
+    world = LocalWorld(len(layout), hosts=layout)
+    world.transports = [Wrong(*layout_groups(layout, rank), None) for rank in range(len(layout))]
+    for end, host in zip(world.transports, layout, strict=True):
+        end.host = host
+    return world
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_wrong_clocks_are_found_out_within_the_error(layout):
+    world = wrong_world(layout)
+    for _ in range(2):  # a second comparison begins from nothing
+        errors = world.run([compare_clocks(end) for end in world.transports])
+        assert len(set(errors)) == 1
+        assert (errors[0] > 0) == (len(set(layout)) > 1)
+        assert errors[0] < 0.5
+        for end, host in zip(world.transports, layout, strict=True):
+            assert abs(end.offset + wrong_by(host) - wrong_by(layout[0])) <= errors[0]
+
+
+def test_ranks_of_one_host_have_the_same_offset():
+    world = wrong_world([0, 1, 1, 0, 1])
+    world.run([compare_clocks(end) for end in world.transports])
+    offsets = [end.offset for end in world.transports]
+    assert offsets[0] == offsets[3] == 0
+    assert offsets[1] == offsets[2] == offsets[4] != 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_simulated_clock_needs_no_offset(layout):
+    world = LocalWorld(len(layout), hosts=layout, network=lambda task, group: 0.1 + 1e-9)
+    world.run([compare_clocks(end) for end in world.transports])
+    assert [end.offset for end in world.transports] == [0.0] * len(layout)
+    assert len({end.clock() for end in world.transports}) == 1
+
+
+def test_clocks_that_are_right_stay_as_they_are():
+    world = LocalWorld(3, hosts=3)
+    world.run([compare_clocks(end) for end in world.transports])
+    assert [end.offset for end in world.transports] == [0.0] * 3
+
+
+def test_the_fastest_answer_counts(monkeypatch):
+    """Other answers come late from one side only, which would make the offset wrong by half of that."""
+    world = wrong_world([0, 1])
+    perform = world._perform_met
+    calls = []
+
+    def late(asked):
+        if len(calls) != 7:  # of the questions and answers, 0 to 11, the answer to the fourth question alone is fast
+            time.sleep(0.02 if len(calls) % 2 else 0)
+        calls.append(len(asked))
+        return perform(asked)
+
+    monkeypatch.setattr(world, "_perform_met", late)
+    errors = world.run([compare_clocks(end) for end in world.transports])
+    assert len(calls) > 12
+    assert errors[0] < 0.009
+    assert abs(world.transports[1].offset - (wrong_by(0) - wrong_by(1))) <= errors[0]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("spread", ["one host", "a host each", "pairs"])
+def test_over_mpi(comm, spread):
+    from mpicomp.transport.mpi import MPITransport
+
+    layout = {"one host": [0] * comm.size, "a host each": list(range(comm.size))}.get(
+        spread, [rank // 2 for rank in range(comm.size)]
+    )
+
+    class Shifted(MPITransport):
+        def clock(self):
+            return super().clock() + 100.0 * layout[comm.rank]
+
+    transport = Shifted(comm, layout=layout)
+    error = transport.run(compare_clocks(transport))
+    assert comm.allgather(error) == [error] * comm.size
+    assert abs(transport.offset + 100.0 * layout[comm.rank]) <= error
+    assert error < 1
+
+    # What one rank did before another one is earlier on the common clock.
+    times = np.array([transport.clock()])
+    everyones = np.empty(comm.size)
+    transport.perform(Round("allgatherv", [1] * comm.size, times.dtype, send=times, recv=everyones))
+    assert everyones.max() <= transport.clock() + 2 * error
+    transport.close()
