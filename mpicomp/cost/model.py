@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,14 +27,15 @@ class CostModel:
     ----------
     kernels : dict
         Seconds of each scheme's own work alone: fixed, and per element; see `scheme_key`.
-    learnt : dict
-        Of each plan that was run, by length: what its steps told; see `plan_key`.
+    kernels_learnt, rounds_learnt : dict
+        What steps told of each scheme's own work and of each plan's rounds, by length; see `scheme_key`, `plan_key`.
     """
 
     def __init__(self, network: Network) -> None:
         self.network = network
         self.kernels: dict[str, tuple[float, float]] = {}
-        self.learnt: dict[str, dict[int, Learnt]] = {}
+        self.kernels_learnt: dict[str, dict[int, Learnt]] = {}
+        self.rounds_learnt: dict[str, dict[int, Learnt]] = {}
 
     def candidates(self, schemes: Sequence[Scheme[Any]], numel: int, dtype: np.dtype[Any], group: Group) -> Candidates:
         """Give the plans of one bucket, whose schemes' own work has been measured.
@@ -60,7 +61,8 @@ class CostModel:
             self.network,
             np.array([self.network.coefficients(of_plan, views) for of_plan in shapes]),
             alone,
-            [self._learnt_of(plan_key(scheme), numel) for scheme in schemes],
+            [_learnt_of(self.kernels_learnt, scheme_key(scheme), numel, Learnt.kernels) for scheme in schemes],
+            [_learnt_of(self.rounds_learnt, plan_key(scheme), numel, Learnt.rounds) for scheme in schemes],
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -69,10 +71,8 @@ class CostModel:
             "schema": SCHEMA,
             "network": self.network.to_json(),
             "kernels": {key: list(seconds) for key, seconds in self.kernels.items()},
-            "learnt": {
-                key: {str(numel): vars(own).copy() for numel, own in lengths.items() if own.runs}
-                for key, lengths in self.learnt.items()
-            },
+            "kernels_learnt": _learnt_to_json(self.kernels_learnt),
+            "rounds_learnt": _learnt_to_json(self.rounds_learnt),
         }
 
     @classmethod
@@ -90,8 +90,8 @@ class CostModel:
             model = cls(Network.from_json(content["network"]))
             for key, (fixed, per_element) in content["kernels"].items():
                 model.kernels[key] = float(fixed), float(per_element)
-            for key, lengths in content["learnt"].items():
-                model.learnt[key] = {int(numel): Learnt(**own) for numel, own in lengths.items()}
+            model.kernels_learnt = _learnt_from_json(content["kernels_learnt"])
+            model.rounds_learnt = _learnt_from_json(content["rounds_learnt"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"cost: this is not a cost model that this mpicomp wrote ({error}); write one with "
@@ -123,18 +123,6 @@ class CostModel:
             raise ConfigurationError(f"cost: '{path}' cannot be read: {error}") from None
         return cls.from_json(content)
 
-    def _learnt_of(self, key: str, numel: int) -> Learnt:
-        """Give what is known of a plan at a length; at first what it was like at others."""
-        lengths = self.learnt.setdefault(key, {})
-        if numel not in lengths:
-            others = [own for own in lengths.values() if own.runs]
-            fresh = Learnt()
-            if others:
-                fresh.kernels = sum(own.kernels for own in others) / len(others)
-                fresh.rounds = sum(own.rounds for own in others) / len(others)
-            lengths[numel] = fresh
-        return lengths[numel]
-
 
 def scheme_key(scheme: Scheme[Any]) -> str:
     """Name a scheme's own work: what it is built upon hardly matters to it."""
@@ -148,3 +136,31 @@ def plan_key(scheme: Scheme[Any]) -> str:
 
 def _config(scheme: Scheme[Any]) -> str:
     return json.dumps(scheme.compressor.get_config(), sort_keys=True)
+
+
+_Known = dict[str, dict[int, Learnt]]
+
+
+def _learnt_of(known: _Known, key: str, numel: int, guess: Callable[[Sequence[Learnt]], Learnt]) -> Learnt:
+    """Give what is known of something at a length; at first what other lengths tell."""
+    lengths = known.setdefault(key, {})
+    if numel not in lengths:
+        lengths[numel] = guess(list(lengths.values()))
+    return lengths[numel]
+
+
+def _learnt_to_json(known: _Known) -> dict[str, Any]:
+    return {
+        key: {str(numel): vars(own).copy() for numel, own in lengths.items() if own.runs}
+        for key, lengths in known.items()
+    }
+
+
+def _learnt_from_json(content: dict[str, Any]) -> _Known:
+    return {
+        key: {
+            int(numel): Learnt(float(own["error"]), float(own["variance"]), int(own["runs"]))
+            for numel, own in lengths.items()
+        }
+        for key, lengths in content.items()
+    }

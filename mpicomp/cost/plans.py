@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from mpicomp.cost.network import Network
 
-_OWN_SD = 0.25  # of the logarithm of what a plan takes in rounds over what the network says, before it was run
-_KERNEL_SD = 0.5  # of its own work over what it took alone
+_KERNELS_SD = 0.5  # of the logarithm of a scheme's own work over what it took alone, before it was run
+_ROUNDS_SD = 0.2  # of what a plan takes in rounds over what the network says
 _AGEING = 0.3**2 / 500  # variance that a step without it adds: a third after 500 steps
 _MOST_SD = 0.7  # where ageing ends
 _NOISE = 0.1**2  # of the logarithm of what is measured
 _LEAST_SHARE = 0.02  # of a plan's seconds that is in rounds
 _ACCIDENT = 0.5  # of the logarithm: own work that differs by more is taken for this much, but the first time
-_CHANGED_SD = 0.15  # what a change of the network adds
+_CHANGED_SD = 0.1  # what a change of the network adds
 
 
 @dataclass(frozen=True)
@@ -47,23 +47,31 @@ class Prediction:
 
 @dataclass
 class Learnt:
-    """What was learnt of one plan at one length; logarithms, with their variances.
+    """What steps told of something at one length.
 
     Attributes
     ----------
-    kernels, kernels_variance : float
-        Of the seconds of its own work over what it took alone.
-    rounds, rounds_variance : float
-        Of the seconds in rounds over what the network says.
+    error : float
+        Logarithm of what it takes over what is predicted without this.
+    variance : float
+        Of the error.
     runs : int
-        How often it was run.
+        How many steps told it.
     """
 
-    kernels: float = 0.0
-    kernels_variance: float = _KERNEL_SD**2
-    rounds: float = 0.0
-    rounds_variance: float = _OWN_SD**2
+    error: float
+    variance: float
     runs: int = 0
+
+    @classmethod
+    def kernels(cls, others: Sequence["Learnt"]) -> "Learnt":
+        """Give what is known of a scheme's own work that was never run at this length, from other lengths."""
+        return cls(_mean(others), _KERNELS_SD**2)
+
+    @classmethod
+    def rounds(cls, others: Sequence["Learnt"]) -> "Learnt":
+        """Give what is known of a plan's rounds that was never run at this length, from other lengths."""
+        return cls(_mean(others), _ROUNDS_SD**2)
 
 
 class Candidates:
@@ -77,25 +85,32 @@ class Candidates:
         See `Network.coefficients`.
     alone : sequence of float
         Seconds that each plan's own work takes alone.
-    learnt : sequence of Learnt
-        What is known of each; written to.
+    kernels : sequence of Learnt
+        Of each plan's own work; plans that do the same work share one. Written to.
+    rounds : sequence of Learnt
+        Of each plan's rounds. Written to.
     """
 
     def __init__(
-        self, network: Network, coefficients: NDArray[np.float64], alone: Sequence[float], learnt: Sequence[Learnt]
+        self,
+        network: Network,
+        coefficients: NDArray[np.float64],
+        alone: Sequence[float],
+        kernels: Sequence[Learnt],
+        rounds: Sequence[Learnt],
     ) -> None:
         self._network = network
         self._coefficients = coefficients
         self._alone = np.log(np.maximum(alone, 1e-7))
-        self._learnt = learnt
+        self._kernels = kernels
+        self._rounds = rounds
         self._step = 0
-        self._last = np.full(len(learnt), -1)
-        self._awaited = np.zeros(len(learnt), bool)
-        self._table = np.array([[own.kernels, own.kernels_variance, own.rounds, own.rounds_variance] for own in learnt])
-        self._expected = self._predict()
+        self._last = np.full(len(rounds), -1)
+        self._step_of_kernels = np.full(len(rounds), -1)
+        self._refresh()
 
     def __len__(self) -> int:
-        return len(self._learnt)
+        return len(self._rounds)
 
     def prediction(self, plan: int) -> Prediction:
         """Give what a plan is expected to take at the next step."""
@@ -109,30 +124,21 @@ class Candidates:
         return whole
 
     def spread(self) -> NDArray[np.float64]:
-        """Give the standard deviation of the logarithm of each plan's seconds, apart from what the links share.
-
-        It is zero where a plan is being explored and what it took is not known yet.
-        """
+        """Give the standard deviation of the logarithm of each plan's seconds, apart from what the links share."""
         kernels_s, rounds_s = self._expected
-        kernels_variance, rounds_variance = self._table[:, 1], self._table[:, 3]
-        age = np.where(self._last < 0, 0, self._step - self._last)
         share = rounds_s / (kernels_s + rounds_s)
-        own = rounds_variance + self._network.factor_variance(self._coefficients)
-        variance = share**2 * own + (1 - share) ** 2 * kernels_variance + _AGEING * age
-        return np.where(self._awaited, 0.0, np.minimum(np.sqrt(variance), _MOST_SD))
+        rounds = self._rounds_variance + self._network.factor_variance(self._coefficients)
+        rounds += _AGEING * _age(self._step, self._last)
+        kernels = self._kernels_variance + _AGEING * _age(self._step, self._step_of_kernels)
+        spread: NDArray[np.float64] = np.sqrt(share**2 * rounds + (1 - share) ** 2 * kernels)
+        return np.minimum(spread, _MOST_SD)
 
     def age(self, plan: int) -> int | None:
-        """Give the number of steps since a plan was run; None where it never was."""
+        """Give the number of steps since a plan's seconds were learnt from; None where they never were."""
         return None if self._last[plan] < 0 else int(self._step - self._last[plan])
-
-    def explore(self, plan: int) -> None:
-        """Note that a plan is run to be known better: before what it took is told, running it again is of no use."""
-        self._awaited[plan] = True
 
     def observe(self, plan: int, kernels_s: float, seconds: float) -> bool:
         """Learn from what a plan took, the same numbers on all ranks; tell whether the network has changed.
-
-        The first time teaches nothing: buffers are made then.
 
         Parameters
         ----------
@@ -143,45 +149,59 @@ class Candidates:
         seconds : float
             From the last rank's start to the last rank's end.
         """
-        own = self._learnt[plan]
-        self._awaited[plan] = False
-        idle = self._step - self._last[plan]
-        self._last[plan], first = self._step, self._last[plan] < 0
-        if first:
-            return False
-        kernels_variance = own.kernels_variance + _AGEING * idle
-        surprise = math.log(max(kernels_s, 1e-7)) - float(self._alone[plan]) - own.kernels
-        if own.runs:
+        kernels, rounds = self._kernels[plan], self._rounds[plan]
+        surprise = math.log(max(kernels_s, 1e-7)) - float(self._alone[plan]) - kernels.error
+        if kernels.runs:
             surprise = max(-_ACCIDENT, min(_ACCIDENT, surprise))
-        gain = kernels_variance / (kernels_variance + _NOISE)
-        own.kernels += gain * surprise
-        own.kernels_variance = (1 - gain) * kernels_variance + _AGEING
+        before = kernels.variance + _AGEING * int(_age(self._step, self._step_of_kernels[plan]))
+        _update(kernels, before, surprise, before + _NOISE)
 
-        rounds_variance = own.rounds_variance + _AGEING * idle
         # What is left beside the own work is as uncertain as the whole, however little it is.
         rounds_s = max(seconds - kernels_s, _LEAST_SHARE * seconds)
+        before = rounds.variance + _AGEING * int(_age(self._step, self._last[plan]))
         innovation, variance, changed = self._network.observe(
-            self._coefficients[plan], rounds_s, _NOISE * (seconds / rounds_s) ** 2, own.rounds, rounds_variance
+            self._coefficients[plan], rounds_s, _NOISE * (seconds / rounds_s) ** 2, rounds.error, before
         )
-        gain = rounds_variance / variance
-        own.rounds += gain * innovation
-        own.rounds_variance = (1 - gain) * rounds_variance + _AGEING
-        own.runs += 1
-        self._table[plan] = own.kernels, own.kernels_variance, own.rounds, own.rounds_variance
+        _update(rounds, before, innovation, variance)
+        self._last[plan] = self._step
+        for other, theirs in enumerate(self._kernels):
+            if theirs is kernels:
+                self._step_of_kernels[other] = self._step
         return changed
 
     def unsettle(self) -> None:
         """Predict with links that were measured anew, and trust what was learnt of plans less."""
-        self._table[:, 3] += _CHANGED_SD**2
-        for own in self._learnt:
-            own.rounds_variance += _CHANGED_SD**2
-        self._expected = self._predict()
+        for rounds in self._rounds:
+            rounds.variance += _CHANGED_SD**2
+        self._refresh()
 
     def step(self) -> None:
         """Let a step pass, after all buckets' measurements were learnt from."""
         self._step += 1
-        self._expected = self._predict()
+        self._refresh()
 
-    def _predict(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        kernels, _, rounds, _ = self._table.T
-        return np.exp(self._alone + kernels), self._network.seconds(self._coefficients) * np.exp(rounds)
+    def _refresh(self) -> None:
+        """Put what was learnt into arrays, and predict with it."""
+        known = [(k.error, k.variance, r.error, r.variance) for k, r in zip(self._kernels, self._rounds, strict=True)]
+        kernels, self._kernels_variance, rounds, self._rounds_variance = np.array(known).T
+        self._expected: tuple[NDArray[Any], NDArray[Any]] = (
+            np.exp(self._alone + kernels),
+            self._network.seconds(self._coefficients) * np.exp(rounds),
+        )
+
+
+def _update(own: Learnt, before: float, innovation: float, variance: float) -> None:
+    """Take an innovation of some variance into account, of which ``before`` is the own part."""
+    gain = before / variance
+    own.error += gain * innovation
+    own.variance = (1 - gain) * before + _AGEING
+    own.runs += 1
+
+
+def _age(step: int, last: Any) -> Any:
+    return np.where(last < 0, 0, step - last)
+
+
+def _mean(others: Sequence[Learnt]) -> float:
+    known = [own.error for own in others if own.runs]
+    return sum(known) / len(known) if known else 0.0

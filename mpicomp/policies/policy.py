@@ -15,11 +15,24 @@ from mpicomp.transport.base import Asked, Transport
 
 @dataclass(frozen=True)
 class Plan:
-    """A scheme for one bucket in one step, why it was taken, and what it is expected to take, if anything is."""
+    """A scheme for one bucket in one step.
+
+    Parameters
+    ----------
+    scheme : Scheme
+        A compressor bound to a collective.
+    reason : str
+        Why it was taken.
+    prediction : Prediction or None
+        What it is expected to take, if anything is.
+    settled : bool
+        Whether it was run for some steps before: what comes before that tells nothing of what it takes.
+    """
 
     scheme: Scheme[Any]
     reason: str
     prediction: Prediction | None = None
+    settled: bool = True
 
 
 @dataclass(frozen=True)

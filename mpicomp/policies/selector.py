@@ -1,6 +1,7 @@
 """The collective of least predicted time, chosen anew at every step."""
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,20 @@ from mpicomp.cost import Candidates, CostModel, measure_kernels, probe_link, sha
 from mpicomp.policies.policy import Plan, Policy, Shape
 from mpicomp.transport.base import Asked, Transport
 
-_WARM = 3  # steps after a start from which nothing is learnt: compressors find their bounds
+_SETTLING = "auto: as in the step before, until it is known what it takes"
 _PINNED = "static: pinned"
 _UNMEASURED = "auto: nothing can be measured, the first that fits"  # one rank, or ranks in lockstep
+_TURN = 4  # steps that a plan is run for at least
+_SETTLED = 2  # of these teach nothing: buffers are made, and compressors find their bounds
 _TOO_SLOW = 3.0  # times the least predicted seconds: such plans are not run to see whether the prediction is right
+
+
+@dataclass
+class _Turn:
+    """Which plan a bucket runs, and for how many steps it has."""
+
+    place: int
+    steps: int = -1
 
 
 class Selector(Policy):
@@ -23,7 +34,8 @@ class Selector(Policy):
 
     Predictions come from a cost model that learns from every step. A plan is also run now and then when it could be the
     fastest for all that is known: the less is known of it, the longer it was not run, and the less it can cost,
-    the sooner. What is predicted to take three times the least is not tried.
+    the sooner. What is predicted to take three times the least is not tried. A plan is run for some steps in turn,
+    since the first ones tell nothing: buffers are made, and thresholds were those of another plan.
 
     Parameters
     ----------
@@ -57,8 +69,8 @@ class Selector(Policy):
         self._given = cost
         self._schemes: list[list[Scheme[Any]]] = []
         self._candidates: list[Candidates] = []
+        self._turns: list[_Turn] = []
         self._changed = False
-        self._steps = 0
         for name in collectives or ():
             bind(compressor, name)  # what does not fit is refused here
 
@@ -73,7 +85,6 @@ class Selector(Policy):
         own = [self._compressor.within(shape.names, shape.sizes) for shape in shapes]
         self._schemes = [self._all(compressor, group) for compressor in own]  # what is preferred comes first
         self._candidates = []
-        self._steps = 0
         if group.size == 1 or not transport.probes:
             return
         self.cost = yield from share_model(self.cost or self._given, transport)
@@ -83,6 +94,7 @@ class Selector(Policy):
             self.cost.candidates(schemes, shape.numel, shape.dtype, group)
             for schemes, shape in zip(self._schemes, shapes, strict=True)
         ]
+        self._turns = [_Turn(int(candidates.seconds().argmin())) for candidates in self._candidates]
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.refresh`. Where the network has changed, its links are measured anew."""
@@ -92,30 +104,35 @@ class Selector(Policy):
             yield from probe_link(self.cost.network, transport)
             for candidates in self._candidates:
                 candidates.unsettle()
+            for turn in self._turns:
+                turn.steps = _TURN
 
     def plan(self, bucket: int) -> Plan:
         """See `Policy.plan`."""
         schemes = self._schemes[bucket]
         if not self._candidates:
             return Plan(schemes[0], _UNMEASURED if self._collectives is None else _PINNED)
-        candidates = self._candidates[bucket]
-        if len(schemes) == 1:
-            return Plan(schemes[0], _PINNED, candidates.prediction(0))
-        place, reason = choose(candidates)
-        return Plan(schemes[place], reason, candidates.prediction(place))
+        candidates, turn = self._candidates[bucket], self._turns[bucket]
+        turn.steps += 1
+        reason = _PINNED
+        if len(schemes) > 1:
+            reason = _SETTLING
+            if turn.steps >= _TURN:
+                place, reason = choose(candidates)
+                if place != turn.place:
+                    turn.place, turn.steps = place, 0
+        prediction = candidates.prediction(turn.place)
+        return Plan(schemes[turn.place], reason, prediction, turn.steps >= _SETTLED)
 
     def learn(self, plans: Sequence[Plan], times: NDArray[np.float64]) -> None:
         """See `Policy.learn`."""
         assert self.cost is not None
-        self._steps += 1
-        if self._steps <= _WARM:
-            return
         self.cost.network.drift()
         for bucket, plan in enumerate(plans):
-            start, end, own = times[:, bucket].max(axis=0)
-            seconds = float(end - start)
-            place = self._schemes[bucket].index(plan.scheme)
-            self._changed |= self._candidates[bucket].observe(place, float(own), seconds)
+            if plan.settled:
+                start, end, own = times[:, bucket].max(axis=0)
+                place = self._schemes[bucket].index(plan.scheme)
+                self._changed |= self._candidates[bucket].observe(place, float(own), float(end - start))
         for candidates in self._candidates:
             candidates.step()
 
@@ -141,6 +158,5 @@ def choose(candidates: Candidates) -> tuple[int, str]:
     if place == best:
         return place, f"auto: least predicted seconds of {len(candidates)} plans"
     age = candidates.age(place)
-    candidates.explore(place)
     known = "never run" if age is None else f"last run {age} steps ago"
     return place, f"auto: exploring, {known}, may be faster than what is predicted to be"
