@@ -27,13 +27,15 @@ class CostModel:
     ----------
     kernels : dict
         Seconds of each scheme's own work alone: fixed, and per element; see `scheme_key`.
-    kernels_learnt, rounds_learnt : dict
-        What steps told of each scheme's own work and of each plan's rounds, by length; see `scheme_key`, `plan_key`.
+    speeds_learnt, kernels_learnt, rounds_learnt : dict
+        What steps told of how fast each compressor is here, of each scheme's own work and of each plan's rounds, by
+        length; see `scheme_key`, `plan_key`.
     """
 
     def __init__(self, network: Network) -> None:
         self.network = network
         self.kernels: dict[str, tuple[float, float]] = {}
+        self.speeds_learnt: dict[str, dict[int, Learnt]] = {}
         self.kernels_learnt: dict[str, dict[int, Learnt]] = {}
         self.rounds_learnt: dict[str, dict[int, Learnt]] = {}
 
@@ -61,6 +63,7 @@ class CostModel:
             self.network,
             np.array([self.network.coefficients(of_plan, views) for of_plan in shapes]),
             alone,
+            [_learnt_of(self.speeds_learnt, _config(scheme), numel, Learnt.speed) for scheme in schemes],
             [_learnt_of(self.kernels_learnt, scheme_key(scheme), numel, Learnt.kernels) for scheme in schemes],
             [_learnt_of(self.rounds_learnt, plan_key(scheme), numel, Learnt.rounds) for scheme in schemes],
         )
@@ -71,6 +74,7 @@ class CostModel:
             "schema": SCHEMA,
             "network": self.network.to_json(),
             "kernels": {key: list(seconds) for key, seconds in self.kernels.items()},
+            "speeds_learnt": _learnt_to_json(self.speeds_learnt),
             "kernels_learnt": _learnt_to_json(self.kernels_learnt),
             "rounds_learnt": _learnt_to_json(self.rounds_learnt),
         }
@@ -90,6 +94,7 @@ class CostModel:
             model = cls(Network.from_json(content["network"]))
             for key, (fixed, per_element) in content["kernels"].items():
                 model.kernels[key] = float(fixed), float(per_element)
+            model.speeds_learnt = _learnt_from_json(content["speeds_learnt"])
             model.kernels_learnt = _learnt_from_json(content["kernels_learnt"])
             model.rounds_learnt = _learnt_from_json(content["rounds_learnt"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from mpicomp.cost.network import Network
 
-_KERNELS_SD = 0.5  # of the logarithm of a scheme's own work over what it took alone, before it was run
+_SPEED_SD = 0.5  # of the logarithm of how much longer a compressor takes than alone, before it was run
+_SPEED_DRIFT, _SPEED_MOST = 0.02**2, 0.1**2  # variance that a step adds to it, and up to which
+_KERNELS_SD = 0.25  # of a scheme's own work over what it took alone, that apart
 _ROUNDS_SD = 0.2  # of what a plan takes in rounds over what the network says
 _AGEING = 0.3**2 / 500  # variance that a step without it adds: a third after 500 steps
 _MOST_SD = 0.7  # where ageing ends
@@ -64,6 +66,11 @@ class Learnt:
     runs: int = 0
 
     @classmethod
+    def speed(cls, others: Sequence["Learnt"]) -> "Learnt":
+        """Give what is known of how much longer a compressor takes than alone, from other lengths."""
+        return cls(_mean(others), _SPEED_SD**2)
+
+    @classmethod
     def kernels(cls, others: Sequence["Learnt"]) -> "Learnt":
         """Give what is known of a scheme's own work that was never run at this length, from other lengths."""
         return cls(_mean(others), _KERNELS_SD**2)
@@ -85,8 +92,11 @@ class Candidates:
         See `Network.coefficients`.
     alone : sequence of float
         Seconds that each plan's own work takes alone.
+    speeds : sequence of Learnt
+        How much longer own work takes than alone: plans with the same compressor share one, since other ranks and what
+        a residual looks like slow all of them down. Written to.
     kernels : sequence of Learnt
-        Of each plan's own work; plans that do the same work share one. Written to.
+        Of each plan's own work, that apart; plans that do the same work share one. Written to.
     rounds : sequence of Learnt
         Of each plan's rounds. Written to.
     """
@@ -96,12 +106,14 @@ class Candidates:
         network: Network,
         coefficients: NDArray[np.float64],
         alone: Sequence[float],
+        speeds: Sequence[Learnt],
         kernels: Sequence[Learnt],
         rounds: Sequence[Learnt],
     ) -> None:
         self._network = network
         self._coefficients = coefficients
         self._alone = np.log(np.maximum(alone, 1e-7))
+        self._speeds = speeds
         self._kernels = kernels
         self._rounds = rounds
         self._step = 0
@@ -149,12 +161,14 @@ class Candidates:
         seconds : float
             From the last rank's start to the last rank's end.
         """
-        kernels, rounds = self._kernels[plan], self._rounds[plan]
-        surprise = math.log(max(kernels_s, 1e-7)) - float(self._alone[plan]) - kernels.error
-        if kernels.runs:
+        speed, kernels, rounds = self._speeds[plan], self._kernels[plan], self._rounds[plan]
+        surprise = math.log(max(kernels_s, 1e-7)) - float(self._alone[plan]) - speed.error - kernels.error
+        if speed.runs:
             surprise = max(-_ACCIDENT, min(_ACCIDENT, surprise))
         before = kernels.variance + _AGEING * int(_age(self._step, self._step_of_kernels[plan]))
-        _update(kernels, before, surprise, before + _NOISE)
+        variance = speed.variance + before + _NOISE
+        _update(speed, speed.variance, surprise, variance, max(0.0, min(_SPEED_DRIFT, _SPEED_MOST - speed.variance)))
+        _update(kernels, before, surprise, variance, _AGEING)
 
         # What is left beside the own work is as uncertain as the whole, however little it is.
         rounds_s = max(seconds - kernels_s, _LEAST_SHARE * seconds)
@@ -162,7 +176,7 @@ class Candidates:
         innovation, variance, changed = self._network.observe(
             self._coefficients[plan], rounds_s, _NOISE * (seconds / rounds_s) ** 2, rounds.error, before
         )
-        _update(rounds, before, innovation, variance)
+        _update(rounds, before, innovation, variance, _AGEING)
         self._last[plan] = self._step
         for other, theirs in enumerate(self._kernels):
             if theirs is kernels:
@@ -182,7 +196,10 @@ class Candidates:
 
     def _refresh(self) -> None:
         """Put what was learnt into arrays, and predict with it."""
-        known = [(k.error, k.variance, r.error, r.variance) for k, r in zip(self._kernels, self._rounds, strict=True)]
+        known = [
+            (s.error + k.error, k.variance, r.error, r.variance)
+            for s, k, r in zip(self._speeds, self._kernels, self._rounds, strict=True)
+        ]
         kernels, self._kernels_variance, rounds, self._rounds_variance = np.array(known).T
         self._expected: tuple[NDArray[Any], NDArray[Any]] = (
             np.exp(self._alone + kernels),
@@ -190,16 +207,17 @@ class Candidates:
         )
 
 
-def _update(own: Learnt, before: float, innovation: float, variance: float) -> None:
-    """Take an innovation of some variance into account, of which ``before`` is the own part."""
+def _update(own: Learnt, before: float, innovation: float, variance: float, drift: float) -> None:
+    """Take an innovation of some variance into account, of which ``before`` is the own part; it drifts afterwards."""
     gain = before / variance
     own.error += gain * innovation
-    own.variance = (1 - gain) * before + _AGEING
+    own.variance = (1 - gain) * before + drift
     own.runs += 1
 
 
 def _age(step: int, last: Any) -> Any:
-    return np.where(last < 0, 0, step - last)
+    """Give the steps since something was learnt; where nothing was, since the start."""
+    return step - np.maximum(last, 0)
 
 
 def _mean(others: Sequence[Learnt]) -> float:
