@@ -63,6 +63,20 @@ class Transport(ABC):
         """
         raise MpicompError(f"transport: {type(self).__name__} does not run several rounds at once")
 
+    def check_threads(self, alone: bool) -> None:  # noqa: B027, a transport may not mind
+        """Make sure that a thread may run rounds.
+
+        Parameters
+        ----------
+        alone : bool
+            Whether no other thread does so at the same time.
+
+        Raises
+        ------
+        LaunchError
+            Where it may not.
+        """
+
     @abstractmethod
     def wait(self, pending: Pending) -> NDArray[Any]:
         """Wait until a round that was begun is done and give its ``recv``, filled."""

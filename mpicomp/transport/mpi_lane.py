@@ -9,6 +9,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpicomp.collectives.round import Group, Pending, Round
+from mpicomp.errors import LaunchError
 from mpicomp.transport.base import Transport, received
 from mpicomp.transport.mpi_rounds import Channel, Started
 from mpicomp.transport.naps import Naps
@@ -63,6 +64,17 @@ class MPILane(Transport):
         """See `Transport.perform`."""
         self._channel(task).perform(task, self._naps)
         return received(task)
+
+    def check_threads(self, alone: bool) -> None:
+        """See `Transport.check_threads`."""
+        provided = MPI.Query_thread()
+        if provided < (MPI.THREAD_SERIALIZED if alone else MPI.THREAD_MULTIPLE):
+            levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
+            raise LaunchError(
+                f"mpi: a thread for rounds needs MPI_THREAD_{'SERIALIZED' if alone else 'MULTIPLE'}, and this MPI "
+                f"provides MPI_THREAD_{levels[provided]}; set MPI4PY_RC_THREAD_LEVEL=multiple, or run rounds without a "
+                "thread"
+            )
 
     def close(self) -> None:
         """Wait a moment for rounds that nobody waited for, and free the communicators. Collective over the group.

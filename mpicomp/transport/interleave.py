@@ -1,0 +1,260 @@
+"""Several generators of rounds at once on one transport, driven by whoever waits for them or by a thread.
+
+Non-blocking communication makes little progress by itself: somebody has to ask for it. A thread that asks and sleeps in
+between leaves the core to the computation that goes on beside it.
+"""
+
+import atexit
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from mpicomp.collectives.round import Pending, Round
+from mpicomp.errors import MpicompError
+from mpicomp.transport.base import Asked, RoundLog, Transport
+from mpicomp.transport.naps import Naps
+
+Value = TypeVar("Value")
+
+LANES = 2
+"""How many generators are under way at a time where nothing else is said: one computes while the other communicates."""
+
+_LEAVE_S = 3.0  # how long the end of the program waits for the thread to leave what it does
+
+
+class Job(Future[Value]):
+    """What a generator of rounds will return, or the exception that it raises.
+
+    It cannot be cancelled: the other ranks would wait for it.
+
+    Attributes
+    ----------
+    log : list of RoundLog
+        The generator's own rounds but those in the background; seconds are until it was found that they are done.
+    """
+
+    def __init__(self, exchange: Generator[Asked, Any, Value]) -> None:
+        super().__init__()
+        self.log: list[RoundLog] = []
+        self.exchange = exchange
+        self.set_running_or_notify_cancel()
+
+
+class Interleaver:
+    """Runs several generators of rounds at once, in the thread that asks for it.
+
+    Each has one round under way at a time, besides those in the background. They are dealt to lanes in turn; those of
+    one lane run one after the other. So all ranks begin the rounds of a lane in one order, whichever is done first.
+    Collective over the transport's group, as are `submit`, `run` and `close`.
+
+    A generator that raises has to raise on all ranks, as in `Transport.run`; the others go on.
+
+    Parameters
+    ----------
+    transport : Transport
+        It may be used for other rounds meanwhile.
+    lanes : int
+        How many generators are under way at a time.
+    """
+
+    def __init__(self, transport: Transport, lanes: int = LANES) -> None:
+        self._lanes = [_Lane(end) for end in transport.lanes(lanes)]
+        self._submitted = 0
+
+    def submit(self, exchange: Generator[Asked, Any, Value]) -> Job[Value]:
+        """Put a generator at the end of the next lane, in the same order on all ranks. It does not begin by that."""
+        job = Job(exchange)
+        self._lanes[self._submitted % len(self._lanes)].jobs.append(job)
+        self._submitted += 1
+        return job
+
+    def poll(self) -> bool:
+        """Move every lane on as far as it goes without waiting; tell whether one moved. Not collective."""
+        moved = [lane.poll() for lane in self._lanes]
+        return any(moved)
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was submitted is done."""
+        return not any(lane.jobs for lane in self._lanes)
+
+    def run(self, exchanges: Iterable[Generator[Asked, Any, Value]]) -> list[Value]:
+        """Run generators, and what was submitted before, to their ends and give what they return.
+
+        Raises
+        ------
+        Exception
+            What the first one of them that failed raised, after all are done.
+        """
+        jobs = [self.submit(exchange) for exchange in exchanges]
+        naps = Naps()
+        while not self.idle:
+            if self.poll():
+                naps.reset()
+            else:
+                naps.rest()
+        return [job.result() for job in jobs]
+
+    def close(self) -> None:
+        """Give back the lanes; what is not done then never will be."""
+        for lane in self._lanes:
+            lane.transport.close()
+
+
+class ProgressThread:
+    """Runs generators of rounds in a thread, beside the computation of the others.
+
+    While nothing moves it sleeps, so it takes little of a core; while it has nothing to do it takes nothing. Making
+    one is collective over the transport's group, as are `submit` and `stop`.
+
+    Parameters
+    ----------
+    transport : Transport
+        It may be used for other rounds meanwhile, unless ``alone``.
+    lanes : int
+        How many generators are under way at a time.
+    alone : bool
+        Promises that no other thread makes MPI calls while generators run: then a lower thread level is enough.
+
+    Raises
+    ------
+    LaunchError
+        Where MPI was not started with the thread level that this needs.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpicomp.collectives import Round
+    >>> from mpicomp.transport import LocalWorld
+    >>> def total(number):
+    ...     send = np.array([number])
+    ...     received = yield Round("allreduce", (1,), send.dtype, send=send, recv=np.empty_like(send))
+    ...     return received.tolist()
+    >>> with ProgressThread(LocalWorld(1).transports[0]) as thread:
+    ...     jobs = [thread.submit(total(number)) for number in (1.0, 2.0, 3.0)]
+    ...     [job.result() for job in jobs]
+    [[1.0], [2.0], [3.0]]
+    """
+
+    def __init__(self, transport: Transport, lanes: int = LANES, alone: bool = False) -> None:
+        transport.check_threads(alone)
+        self._interleaver = Interleaver(transport, lanes)
+        self._thread: threading.Thread | None = None
+        self._awake = threading.Event()
+        self._stopping = False
+        self._leaving = False
+
+    def start(self) -> "ProgressThread":
+        """Start the thread; not collective."""
+        if self._thread is not None:
+            raise MpicompError("progress thread: it is started once; make a new one")
+        # A daemon: where a program ends without `stop`, Python would wait for other threads before it calls `_leave`.
+        self._thread = threading.Thread(target=self._drive, name="mpicomp progress", daemon=True)
+        self._thread.start()
+        atexit.register(self._leave)
+        return self
+
+    def submit(self, exchange: Generator[Asked, Any, Value]) -> Job[Value]:
+        """Hand a generator to the thread, in the same order on all ranks.
+
+        From then on the arrays of its rounds are the thread's, until the job is done.
+        """
+        if self._thread is None or self._stopping:
+            raise MpicompError("progress thread: it does not run; call start, and submit nothing after stop")
+        job = self._interleaver.submit(exchange)
+        self._awake.set()
+        return job
+
+    def stop(self) -> None:
+        """Wait for everything that was submitted, end the thread, give back the lanes. A second call does nothing."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._awake.set()
+        if self._thread is not None:
+            self._thread.join()
+            atexit.unregister(self._leave)
+        self._interleaver.close()
+
+    def __enter__(self) -> "ProgressThread":
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        # Where this rank alone has failed, what the thread waits for never comes.
+        if kind is None:
+            self.stop()
+        else:
+            self._leave()
+
+    def _drive(self) -> None:
+        naps = Naps(eager=0)
+        while not self._leaving:
+            if self._interleaver.poll():
+                naps.reset()
+            elif not self._interleaver.idle:
+                naps.rest()
+            elif self._stopping:
+                return
+            else:
+                self._awake.wait()
+                self._awake.clear()
+
+    def _leave(self) -> None:
+        """Leave everything as it is: the program ends, and MPI after it."""
+        self._leaving = True
+        self._awake.set()
+        assert self._thread is not None
+        self._thread.join(_LEAVE_S)
+
+
+class _Lane:
+    """Generators that run one after the other on a transport of their own."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.jobs: deque[Job[Any]] = deque()
+        """Those that are not done; the first one is under way."""
+        self._pending: Pending | None = None
+        self._task: Round | None = None
+        self._began = 0.0
+
+    def poll(self) -> bool:
+        """Move the first job on if its round is done, or begin it; tell whether it moved."""
+        if not self.jobs:
+            return False
+        job = self.jobs[0]
+        try:
+            if self._pending is not None and not self._pending.test():
+                return False
+            self._step(job)
+        except StopIteration as stop:
+            self._end().set_result(stop.value)
+        except BaseException as error:  # it is raised where the job's result is asked for
+            self._end().set_exception(error)
+        return True
+
+    def _step(self, job: Job[Any]) -> None:
+        """Take a job to its next round that has to be waited for."""
+        self.transport.log = job.log
+        reply: Any = None
+        if self._pending is not None:
+            reply = self.transport.wait(self._pending)
+            if self._task is not None:
+                self.transport.note(self._task, time.perf_counter() - self._began)
+        self._pending = self._task = None
+        while self._pending is None:
+            asked = job.exchange.send(reply)
+            if isinstance(asked, Pending):
+                self._pending = asked
+            elif asked.background:
+                reply = self.transport.start(asked)
+            else:
+                self._began = time.perf_counter()
+                self._task, self._pending = asked, self.transport.start(asked)
+
+    def _end(self) -> Job[Any]:
+        self._pending = self._task = None
+        return self.jobs.popleft()

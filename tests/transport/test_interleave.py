@@ -1,0 +1,232 @@
+"""Generators at once, in a world of one rank and on a transport whose rounds are done when the test says so."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from mpicomp.collectives import Group, Pending, Round
+from mpicomp.errors import MpicompError
+from mpicomp.transport import LocalWorld, Transport
+from mpicomp.transport.interleave import Interleaver, ProgressThread
+
+
+class Held(Pending):
+    def __init__(self, task):
+        self.task = task
+        self.done = False
+
+    def test(self):
+        return self.done
+
+
+class Slow(Transport):
+    """One rank, whose rounds are done when somebody says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.group = Group(0, 1)
+        self.started = []
+        self.ends = []
+
+    def lanes(self, count):
+        self.ends = [Slow() for _ in range(count)]
+        return self.ends
+
+    def start(self, task):
+        self.started.append(Held(task))
+        return self.started[-1]
+
+    def wait(self, pending):
+        assert pending.done
+        pending.task.recv[:] = pending.task.send
+        return pending.task.recv
+
+
+def ask(number, rounds=1, size=1, **how):
+    for _ in range(rounds):
+        send = np.full(size, number, np.float64)
+        received = yield Round("allreduce", (size,), send.dtype, send=send, recv=np.zeros(size), **how)
+    return received.tolist()
+
+
+def in_the_background(number):
+    pending = yield from pick(number, background=True)
+    middle = yield from ask(number + 1)
+    last = yield pending
+    return [*middle, *last.tolist()]
+
+
+def pick(number, **how):
+    send = np.array([number])
+    return (yield Round("allreduce", (1,), send.dtype, send=send, recv=np.zeros(1), **how))
+
+
+def fails(after):
+    yield from ask(1.0, after)
+    raise ValueError("here")
+
+
+@pytest.fixture
+def alone():
+    return LocalWorld(1).transports[0]
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 5])
+def test_results_come_in_the_order_of_the_generators(alone, lanes):
+    interleaver = Interleaver(alone, lanes)
+    exchanges = [ask(float(number), rounds=7 - number) for number in range(6)]
+    assert interleaver.run([*exchanges, in_the_background(8.0)]) == [[float(n)] for n in range(6)] + [[9.0, 8.0]]
+    assert interleaver.run([]) == []
+
+
+def test_every_generator_has_a_log_of_its_own(alone):
+    interleaver = Interleaver(LocalWorld(1).transports[0], 2)
+    jobs = [interleaver.submit(ask(1.0, rounds=3)), interleaver.submit(ask(1.0, rounds=5))]
+    jobs.append(interleaver.submit(in_the_background(1.0)))
+    interleaver.run([])
+    assert [len(job.log) for job in jobs] == [3, 5, 1]
+    assert all(entry.operation == "allreduce" and entry.seconds > 0 for job in jobs for entry in job.log)
+
+
+def test_a_generator_that_fails_leaves_the_others_alone(alone):
+    interleaver = Interleaver(alone, 2)
+    jobs = [interleaver.submit(exchange) for exchange in (fails(2), ask(1.0, 5), ask(2.0), ask(3.0))]
+    with pytest.raises(ValueError, match="here"):
+        interleaver.run([fails(1), ask(4.0)])
+    assert interleaver.idle
+    with pytest.raises(ValueError, match="here"):
+        jobs[0].result()
+    assert [job.result() for job in jobs[1:]] == [[1.0], [2.0], [3.0]]
+
+
+def test_lanes_wait_for_nobody_and_keep_their_order():
+    transport = Slow()
+    interleaver = Interleaver(transport, 2)
+    jobs = [interleaver.submit(ask(float(number), rounds=2)) for number in range(4)]
+    even, odd = transport.ends
+
+    def numbers(end):
+        return [held.task.send[0] for held in end.started]
+
+    assert interleaver.poll()
+    assert not interleaver.poll()
+    assert (numbers(even), numbers(odd)) == ([0.0], [1.0])
+    for _ in range(2):  # the odd lane goes on to its end, the even one stays
+        odd.started[-1].done = True
+        assert interleaver.poll()
+    assert jobs[1].done()
+    assert interleaver.poll()
+    assert (numbers(even), numbers(odd)) == ([0.0], [1.0, 1.0, 3.0])
+    assert not jobs[0].done()
+    assert not jobs[0].cancel()
+    while not interleaver.idle:
+        for end in transport.ends:
+            for held in end.started:
+                held.done = True
+        interleaver.poll()
+    assert (numbers(even), numbers(odd)) == ([0.0, 0.0, 2.0, 2.0], [1.0, 1.0, 3.0, 3.0])
+    assert [job.result() for job in jobs] == [[0.0], [1.0], [2.0], [3.0]]
+
+
+def test_a_thread_runs_them_and_ends(alone):
+    before = threading.active_count()
+    thread = ProgressThread(alone, 2)
+    with pytest.raises(MpicompError, match="call start"):
+        thread.submit(ask(1.0))
+    thread.start()
+    jobs = [thread.submit(ask(float(number), rounds=3)) for number in range(5)]
+    assert [job.result(timeout=10) for job in jobs] == [[float(number)] for number in range(5)]
+    failed = thread.submit(fails(1))
+    with pytest.raises(ValueError, match="here"):
+        failed.result(timeout=10)
+    assert thread.submit(ask(7.0)).result(timeout=10) == [7.0]
+    last = thread.submit(ask(8.0, rounds=50))
+    thread.stop()
+    assert last.result(timeout=0) == [8.0]
+    thread.stop()
+    assert threading.active_count() == before
+    with pytest.raises(MpicompError, match="nothing after stop"):
+        thread.submit(ask(1.0))
+    with pytest.raises(MpicompError, match="started once"):
+        thread.start()
+
+
+def test_a_failure_in_the_block_is_not_waited_behind():
+    transport = Slow()
+    jobs = []
+
+    def block():
+        with ProgressThread(transport) as thread:
+            jobs.append(thread.submit(ask(1.0)))
+            raise ValueError("elsewhere")
+
+    with pytest.raises(ValueError, match="elsewhere"):
+        block()
+    assert not jobs[0].done()
+
+
+def test_rounds_of_several_ranks_in_one_process_go_together():
+    interleaver = Interleaver(LocalWorld(2).transports[0])
+    with pytest.raises(MpicompError, match=r"use LocalWorld\.run"):
+        interleaver.run([ask(1.0)])
+
+
+LEVELS = """
+import sys
+import numpy as np
+from mpicomp.collectives import Round
+from mpicomp.errors import LaunchError
+from mpicomp.transport.interleave import ProgressThread
+from mpicomp.transport.mpi import MPITransport
+
+def ask():
+    send = np.ones(1)
+    return (yield Round("allreduce", (1,), send.dtype, send=send, recv=np.zeros(1)))
+
+transport = MPITransport()
+try:
+    with ProgressThread(transport, alone="alone" in sys.argv) as thread:
+        said = thread.submit(ask()).result()[0]
+except LaunchError as error:
+    said = error
+if transport.group.rank == 0:
+    print(said)
+"""
+
+
+@pytest.mark.parametrize(
+    ("level", "alone", "said"),
+    [
+        ("multiple", "", "2.0"),
+        ("serialized", "alone", "2.0"),
+        ("serialized", "", "needs MPI_THREAD_MULTIPLE, and this MPI provides MPI_THREAD_SERIALIZED; set "),
+        ("funneled", "alone", "needs MPI_THREAD_SERIALIZED, and this MPI provides MPI_THREAD_FUNNELED; set "),
+    ],
+)
+def test_a_thread_needs_its_thread_level(mpiexec, level, alone, said):
+    job = mpiexec(2, "-c", LEVELS, alone, env={"MPI4PY_RC_THREAD_LEVEL": level})
+    assert job.returncode == 0, job.stderr
+    assert said in job.stdout
+
+
+LEAVES = """
+import numpy as np
+from mpicomp.collectives import Round
+from mpicomp.transport.interleave import ProgressThread
+from mpicomp.transport.mpi import MPITransport
+
+def ask():
+    send = np.ones(100_000)
+    yield Round("allreduce", (100_000,), send.dtype, send=send, recv=np.zeros(100_000))
+
+thread = ProgressThread(MPITransport()).start()
+for _ in range(4):
+    thread.submit(ask()).result()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_program_that_never_stops_its_thread_ends(mpiexec, ranks):
+    job = mpiexec(ranks, "-c", LEAVES)
+    assert (job.returncode, job.stdout, job.stderr) == (0, "", "")

@@ -1,0 +1,92 @@
+"""Generators at once over MPI, on ranks that go at different speeds."""
+
+import time
+
+import numpy as np
+import pytest
+from exchanges import LAYOUTS, OPERATIONS, allreduce, at_once, in_the_background
+
+from mpicomp.collectives import Round
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(params=["0", "1"], ids=["blocking", "naps"])
+def transports(comm, request, monkeypatch):
+    from mpicomp.transport.mpi import MPITransport
+
+    monkeypatch.setenv("MPICOMP_NAPS", request.param)
+    layouts = LAYOUTS.get(comm.size, [[0] * comm.size])
+    made = [(layout, MPITransport(comm, layout=layout)) for layout in (layouts[0], layouts[-1])]
+    yield made
+    for _, transport in made:
+        transport.close()
+
+
+def unsteady(exchange, seed, asked_for):
+    """Run a generator of rounds with pauses that are others on every rank; note the operations that it waits for."""
+    rng = np.random.default_rng(seed)
+    reply = None
+    while True:
+        if rng.random() < 0.1:
+            time.sleep(rng.random() * 1e-3)
+        try:
+            asked = exchange.send(reply)
+        except StopIteration as stop:
+            return stop.value
+        if isinstance(asked, Round) and not asked.background:
+            asked_for.append(asked.operation)
+        reply = yield asked
+
+
+def programs(layout, rank):
+    """Give programs of all kinds; they are the same on all ranks and look at their results themselves."""
+    made = [at_once(layout, rank, [operation], dtypes=[np.float64]) for operation in OPERATIONS]
+    made += [in_the_background(layout, rank), at_once(layout, rank, [allreduce], ["world"])]
+    asked_for = [[] for _ in made]
+    return [unsteady(program, [rank, place], asked_for[place]) for place, program in enumerate(made)], asked_for
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_all_at_once(transports, comm, lanes):
+    from mpicomp.transport.interleave import Interleaver
+
+    for layout, transport in transports:
+        interleaver = Interleaver(transport, lanes)
+        looked = interleaver.run(programs(layout, comm.rank)[0])
+        assert looked[0] > 0
+        assert looked == [transport.run(program) for program in programs(layout, comm.rank)[0]]
+        interleaver.close()
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_in_a_thread_beside_other_rounds(transports, comm, lanes):
+    from mpicomp.transport.interleave import ProgressThread
+
+    for layout, transport in transports:
+        with ProgressThread(transport, lanes) as thread:
+            made, asked_for = programs(layout, comm.rank)
+            jobs = [thread.submit(program) for program in made]
+            own = transport.run(at_once(layout, comm.rank, dtypes=[np.float32]))
+            looked = [job.result(timeout=60) for job in jobs]
+        assert own > 0
+        assert looked[-1] == 15  # three sums of each of five types
+        assert [[entry.operation for entry in job.log] for job in jobs] == asked_for
+
+
+def test_one_that_fails_on_all_ranks_in_the_thread(comm):
+    from mpicomp.transport.interleave import ProgressThread
+    from mpicomp.transport.mpi import MPITransport
+
+    def fails():
+        yield from at_once([0] * comm.size, comm.rank, [allreduce], ["world"])
+        raise ValueError("on every rank")
+
+    transport = MPITransport(comm)
+    with ProgressThread(transport) as thread:
+        jobs = [thread.submit(exchange) for exchange in (fails(), *programs([0] * comm.size, comm.rank)[0][-2:])]
+        with pytest.raises(ValueError, match="on every rank"):
+            jobs[0].result(timeout=30)
+        assert jobs[1].result(timeout=30) > 0
+        assert jobs[2].result(timeout=30) > 0
+    transport.close()
