@@ -7,7 +7,6 @@ measured: relative errors are alike at a microsecond and at a minute. Links drif
 one plan measures moves the predictions of all.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.round import ACROSS, HOST, WORLD, Group, Round
+from mpicomp.cost import arithmetic
 from mpicomp.cost.formulas import Terms, slowest, terms
 
 OPERATIONS = ("allreduce", "allgatherv", "alltoallv", "bcast", "gatherv", "sendrecv")
@@ -51,9 +51,15 @@ class Network:
         self._state = np.zeros(_LINKS + _TERMS)
         self._state[:_LINKS] = np.log(_UNKNOWN)
         self._variance = np.diag([_LINK_SD**2] * _LINKS + [_FACTOR_SD**2] * _TERMS)
-        self._strange = 0
-        self._seconds = np.zeros(_TERMS)
+        self._suspected = 0
+        self.units = np.zeros(_TERMS)
+        """Seconds of a unit of each term."""
         self._refresh()
+
+    @property
+    def factor_variance(self) -> NDArray[np.float64]:
+        """Variance of the logarithm of each term's factor; not to be written to."""
+        return np.einsum("ii->i", self._variance)[_LINKS:]
 
     @property
     def latency(self) -> float:
@@ -66,7 +72,7 @@ class Network:
         return float(np.exp(self._state[self._link_of[1]]))
 
     def coefficients(self, rounds: Sequence[Sequence[Round]], groups: Sequence[Group]) -> NDArray[np.float64]:
-        """Turn the rounds of a plan into what `seconds` takes.
+        """Turn the rounds of a plan into what `seconds` and `observe` take.
 
         Parameters
         ----------
@@ -92,24 +98,13 @@ class Network:
                 add_terms(whole, met[0][0].operation, name, slowest(terms(task, group) for task, group in met))
         return whole
 
-    def seconds(self, coefficients: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Predict the seconds of plans in rounds, shape (plans,), from coefficients of shape (plans, terms)."""
-        seconds: NDArray[np.float64] = np.add.reduce(coefficients * self._seconds, axis=-1)
-        return seconds
-
-    def factor_variance(self, coefficients: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Give the variance of the logarithm of predicted seconds that comes from the operations' factors alone."""
-        parts = coefficients * self._seconds
-        shares = parts / np.maximum(np.add.reduce(parts, axis=-1), 1e-12)[..., None]
-        variance: NDArray[np.float64] = np.add.reduce(shares**2 * np.diagonal(self._variance)[_LINKS:], axis=-1)
-        return variance
+    def seconds(self, coefficients: NDArray[np.float64]) -> float:
+        """Predict the seconds of a plan in rounds, from coefficients of shape (terms,)."""
+        return float(np.add.reduce(coefficients * self.units))
 
     def drift(self) -> None:
         """Let a step pass: what was learnt grows older."""
-        diagonal = np.einsum("ii->i", self._variance)
-        links, factors = diagonal[:_LINKS], diagonal[_LINKS:]
-        links[:] = np.maximum(links, np.minimum(links + _LINK_DRIFT, _LINK_MOST))
-        factors[:] = np.maximum(factors, np.minimum(factors + _FACTOR_DRIFT, _FACTOR_SD**2))
+        arithmetic.grow(self._variance, _LINKS, _LINK_DRIFT, _LINK_MOST, _FACTOR_DRIFT, _FACTOR_SD**2)
 
     def observe(
         self, coefficients: NDArray[np.float64], seconds: float, noise: float, own_error: float, own_variance: float
@@ -137,30 +132,10 @@ class Network:
         changed : bool
             Whether the links were found to be others than before.
         """
-        parts = coefficients * self._seconds
-        predicted = float(np.add.reduce(parts))
-        if predicted <= 0:
-            return 0.0, math.inf, False
-        innovation = math.log(max(seconds, 1e-7) / predicted) - own_error
-        shares = parts / predicted
-        slope = np.concatenate((np.bincount(self._link_of, shares, _LINKS).astype(np.float64), shares))
-        spread: NDArray[np.float64] = self._variance @ slope
-        variance = float(slope @ spread) + own_variance + noise
-        changed = False
-        if abs(innovation) > max(_STRANGE * math.sqrt(variance), _LEAST_STRANGE):
-            sign = 1 if innovation > 0 else -1
-            changed = self._strange == sign
-            self._strange = 0 if changed else sign
-            if not changed:
-                return 0.0, math.inf, False
-            diagonal = np.einsum("ii->i", self._variance)
-            diagonal[:_LINKS] += innovation**2
-            spread = self._variance @ slope
-            variance = float(slope @ spread) + own_variance + noise
-        else:
-            self._strange = 0
-        self._state += spread * (innovation / variance)
-        self._variance -= np.outer(spread, spread / variance)
+        innovation, variance, self._suspected, changed = arithmetic.update(
+            coefficients, self.units, self._link_of, self._state, self._variance, seconds, noise, own_error,
+            own_variance, self._suspected, _STRANGE, _LEAST_STRANGE,
+        )  # fmt: skip
         self._refresh()
         return innovation, variance, changed
 
@@ -200,8 +175,7 @@ class Network:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Keep the seconds of a unit of each term."""
-        self._seconds = np.exp(self._state[self._link_of] + self._state[_LINKS:])
+        arithmetic.units(self._state, self._link_of, self.units)
 
 
 def add_terms(coefficients: NDArray[np.float64], operation: str, group: str, cost: Terms) -> None:

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.cost import arithmetic
 from mpicomp.cost.network import Network
 
 _SPEED_SD = 0.5  # of the logarithm of how much longer a compressor takes than alone, before it was run
@@ -113,12 +113,16 @@ class Candidates:
         self._network = network
         self._coefficients = coefficients
         self._alone = np.log(np.maximum(alone, 1e-7))
-        self._speeds = speeds
-        self._kernels = kernels
-        self._rounds = rounds
+        self._speeds, self._speed_of = _distinct(speeds)
+        self._kernels, self._kernel_of = _distinct(kernels)
+        self._rounds, _ = _distinct(rounds)
         self._step = 0
-        self._last = np.full(len(rounds), -1)
-        self._step_of_kernels = np.full(len(rounds), -1)
+        # Of each that was learnt: error, variance, and the step at which it was; see `arithmetic.outlook`.
+        self._tables = [
+            np.array([_row(own, 0) for own in part]) for part in (self._speeds, self._kernels, self._rounds)
+        ]
+        self._outlook = np.empty((3, len(rounds)))
+        self._run = np.zeros(len(rounds), bool)
         self._refresh()
 
     def __len__(self) -> int:
@@ -126,28 +130,21 @@ class Candidates:
 
     def prediction(self, plan: int) -> Prediction:
         """Give what a plan is expected to take at the next step."""
-        kernels_s, rounds_s = self._expected
-        return Prediction(float(kernels_s[plan]), float(rounds_s[plan]))
+        return Prediction(float(self._outlook[0, plan]), float(self._outlook[1, plan]))
 
-    def seconds(self) -> NDArray[np.float64]:
-        """Give what each plan is expected to take at the next step."""
-        kernels_s, rounds_s = self._expected
-        whole: NDArray[np.float64] = kernels_s + rounds_s
-        return whole
+    def choose(self, too_slow: float) -> tuple[int, int]:
+        """Give the plan that is predicted to be the fastest, and the one that may be for all that is known.
 
-    def spread(self) -> NDArray[np.float64]:
-        """Give the standard deviation of the logarithm of each plan's seconds, apart from what the links share."""
-        kernels_s, rounds_s = self._expected
-        share = rounds_s / (kernels_s + rounds_s)
-        rounds = self._rounds_variance + self._network.factor_variance(self._coefficients)
-        rounds += _AGEING * _age(self._step, self._last)
-        kernels = self._kernels_variance + _AGEING * _age(self._step, self._step_of_kernels)
-        spread: NDArray[np.float64] = np.sqrt(share**2 * rounds + (1 - share) ** 2 * kernels)
-        return np.minimum(spread, _MOST_SD)
+        Parameters
+        ----------
+        too_slow : float
+            What is predicted to take this many times the least is not the second one.
+        """
+        return arithmetic.choose(self._outlook, too_slow)
 
     def age(self, plan: int) -> int | None:
         """Give the number of steps since a plan's seconds were learnt from; None where they never were."""
-        return None if self._last[plan] < 0 else int(self._step - self._last[plan])
+        return self._step - int(self._tables[2][plan, 2]) if self._run[plan] else None
 
     def observe(self, plan: int, kernels_s: float, seconds: float) -> bool:
         """Learn from what a plan took, the same numbers on all ranks; tell whether the network has changed.
@@ -161,32 +158,35 @@ class Candidates:
         seconds : float
             From the last rank's start to the last rank's end.
         """
-        speed, kernels, rounds = self._speeds[plan], self._kernels[plan], self._rounds[plan]
+        speed_place, kernels_place = int(self._speed_of[plan]), int(self._kernel_of[plan])
+        speed, kernels, rounds = self._speeds[speed_place], self._kernels[kernels_place], self._rounds[plan]
+        _, kernels_table, rounds_table = self._tables
         surprise = math.log(max(kernels_s, 1e-7)) - float(self._alone[plan]) - speed.error - kernels.error
         if speed.runs:
             surprise = max(-_ACCIDENT, min(_ACCIDENT, surprise))
-        before = kernels.variance + _AGEING * int(_age(self._step, self._step_of_kernels[plan]))
+        before = kernels.variance + _AGEING * (self._step - kernels_table[kernels_place, 2])
         variance = speed.variance + before + _NOISE
         _update(speed, speed.variance, surprise, variance, max(0.0, min(_SPEED_DRIFT, _SPEED_MOST - speed.variance)))
         _update(kernels, before, surprise, variance, _AGEING)
 
         # What is left beside the own work is as uncertain as the whole, however little it is.
         rounds_s = max(seconds - kernels_s, _LEAST_SHARE * seconds)
-        before = rounds.variance + _AGEING * int(_age(self._step, self._last[plan]))
+        before = rounds.variance + _AGEING * (self._step - rounds_table[plan, 2])
         innovation, variance, changed = self._network.observe(
             self._coefficients[plan], rounds_s, _NOISE * (seconds / rounds_s) ** 2, rounds.error, before
         )
         _update(rounds, before, innovation, variance, _AGEING)
-        self._last[plan] = self._step
-        for other, theirs in enumerate(self._kernels):
-            if theirs is kernels:
-                self._step_of_kernels[other] = self._step
+        places = (speed_place, kernels_place, plan)
+        for table, place, own in zip(self._tables, places, (speed, kernels, rounds), strict=True):
+            table[place] = _row(own, self._step)
+        self._run[plan] = True
         return changed
 
     def unsettle(self) -> None:
         """Predict with links that were measured anew, and trust what was learnt of plans less."""
-        for rounds in self._rounds:
+        for place, rounds in enumerate(self._rounds):
             rounds.variance += _CHANGED_SD**2
+            self._tables[2][place, 1] = rounds.variance
         self._refresh()
 
     def step(self) -> None:
@@ -195,16 +195,11 @@ class Candidates:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Put what was learnt into arrays, and predict with it."""
-        known = [
-            (s.error + k.error, k.variance, r.error, r.variance)
-            for s, k, r in zip(self._speeds, self._kernels, self._rounds, strict=True)
-        ]
-        kernels, self._kernels_variance, rounds, self._rounds_variance = np.array(known).T
-        self._expected: tuple[NDArray[Any], NDArray[Any]] = (
-            np.exp(self._alone + kernels),
-            self._network.seconds(self._coefficients) * np.exp(rounds),
-        )
+        """Predict with what is known now."""
+        arithmetic.outlook(
+            self._coefficients, self._network.units, self._network.factor_variance, self._alone, *self._tables,
+            self._speed_of, self._kernel_of, self._step, _AGEING, _MOST_SD, self._outlook,
+        )  # fmt: skip
 
 
 def _update(own: Learnt, before: float, innovation: float, variance: float, drift: float) -> None:
@@ -215,9 +210,19 @@ def _update(own: Learnt, before: float, innovation: float, variance: float, drif
     own.runs += 1
 
 
-def _age(step: int, last: Any) -> Any:
-    """Give the steps since something was learnt; where nothing was, since the start."""
-    return step - np.maximum(last, 0)
+def _row(own: Learnt, step: int) -> tuple[float, float, float]:
+    return own.error, own.variance, step
+
+
+def _distinct(learnt: Sequence[Learnt]) -> tuple[list[Learnt], NDArray[np.int64]]:
+    """Give objects without repetition, and the place of each plan's among them."""
+    places: dict[int, int] = {}
+    objects = []
+    for own in learnt:
+        if id(own) not in places:
+            places[id(own)] = len(objects)
+            objects.append(own)
+    return objects, np.array([places[id(own)] for own in learnt])
 
 
 def _mean(others: Sequence[Learnt]) -> float:

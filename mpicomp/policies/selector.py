@@ -94,7 +94,7 @@ class Selector(Policy):
             self.cost.candidates(schemes, shape.numel, shape.dtype, group)
             for schemes, shape in zip(self._schemes, shapes, strict=True)
         ]
-        self._turns = [_Turn(int(candidates.seconds().argmin())) for candidates in self._candidates]
+        self._turns = [_Turn(candidates.choose(_TOO_SLOW)[0]) for candidates in self._candidates]
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.refresh`. Where the network has changed, its links are measured anew."""
@@ -150,11 +150,7 @@ class Selector(Policy):
 
 def choose(candidates: Candidates) -> tuple[int, str]:
     """Give the plan to run, and why: the one that would be fastest if all were as fast as they well may be."""
-    seconds = candidates.seconds()
-    best = int(seconds.argmin())
-    hopeful = seconds * np.exp(-candidates.spread())
-    hopeful[seconds > _TOO_SLOW * seconds[best]] = np.inf
-    place = int(hopeful.argmin())
+    best, place = candidates.choose(_TOO_SLOW)
     if place == best:
         return place, f"auto: least predicted seconds of {len(candidates)} plans"
     age = candidates.age(place)
