@@ -1,0 +1,198 @@
+"""The cost model's arithmetic, compiled: it runs at every step, for every bucket.
+
+Unlike the kernels for gradients it keeps the order of operations as it is written: all ranks have to come to the same
+numbers.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Array = NDArray[Any]
+
+
+def compiled(function: Function) -> Function:
+    """Compile with Numba, cached on disk, with nothing reordered."""
+    made: Function = numba.njit(cache=True, nogil=True)(function)
+    return made
+
+
+@compiled
+def units(state: Array, link_of: Array, out: Array) -> None:
+    """Write the seconds of a unit of each term: its link's times its factor's."""
+    links = state.size - link_of.size
+    for term in range(link_of.size):
+        out[term] = math.exp(state[link_of[term]] + state[links + term])
+
+
+@compiled
+def grow(variance: Array, links: int, link_drift: float, link_most: float, drift: float, most: float) -> None:
+    """Let variances grow by a step's drift, up to a limit for links and one for factors."""
+    for place in range(variance.shape[0]):
+        own = variance[place, place]
+        if place < links:
+            variance[place, place] = max(own, min(own + link_drift, link_most))
+        else:
+            variance[place, place] = max(own, min(own + drift, most))
+
+
+@compiled
+def update(
+    coefficients: Array,
+    unit: Array,
+    link_of: Array,
+    state: Array,
+    variance: Array,
+    seconds: float,
+    noise: float,
+    own_error: float,
+    own_variance: float,
+    suspected: int,
+    strange: float,
+    least_strange: float,
+) -> tuple[float, float, int, bool]:
+    """Take a measurement into an extended Kalman filter, in place.
+
+    Parameters
+    ----------
+    coefficients, unit, link_of : arrays, shape (terms,)
+        Of the plan; seconds of a unit; the link that each term belongs to.
+    state, variance : arrays, shape (links + terms,) and square
+        Logarithms of links and factors, and their covariance.
+    seconds, noise, own_error, own_variance
+        See `mpicomp.cost.network.Network.observe`.
+    suspected : int
+        Sign of the strange measurement just before, 0 where there was none.
+    strange, least_strange : float
+        From how many standard deviations on, and at least what, a measurement is strange.
+
+    Returns
+    -------
+    innovation, variance : float
+        Infinite variance where nothing was learnt.
+    suspected : int
+        For the next measurement.
+    changed : bool
+        Whether links were found to be others.
+    """
+    terms = link_of.size
+    links = state.size - terms
+    predicted = 0.0
+    for term in range(terms):
+        predicted += coefficients[term] * unit[term]
+    if predicted <= 0:
+        return 0.0, math.inf, suspected, False
+    slope = np.zeros(state.size)
+    for term in range(terms):
+        share = coefficients[term] * unit[term] / predicted
+        slope[links + term] = share
+        slope[link_of[term]] += share
+    innovation = math.log(max(seconds, 1e-7) / predicted) - own_error
+    spread = np.zeros(state.size)
+    changed = False
+    while True:
+        expected = own_variance + noise
+        for row in range(state.size):
+            total = 0.0
+            for column in range(state.size):
+                total += variance[row, column] * slope[column]
+            spread[row] = total
+            expected += total * slope[row]
+        if changed or abs(innovation) <= max(strange * math.sqrt(expected), least_strange):
+            break
+        sign = 1 if innovation > 0 else -1
+        if suspected != sign:
+            return 0.0, math.inf, sign, False
+        changed = True
+        for link in range(links):
+            variance[link, link] += innovation * innovation
+    for row in range(state.size):
+        state[row] += spread[row] * innovation / expected
+        for column in range(state.size):
+            variance[row, column] -= spread[row] * spread[column] / expected
+    return innovation, expected, 0, changed
+
+
+@compiled
+def outlook(
+    coefficients: Array,
+    unit: Array,
+    factor_variance: Array,
+    alone: Array,
+    speeds: Array,
+    kernels: Array,
+    rounds: Array,
+    speed_of: Array,
+    kernel_of: Array,
+    step: int,
+    ageing: float,
+    most: float,
+    out: Array,
+) -> None:
+    """Predict plans.
+
+    Parameters
+    ----------
+    coefficients : array, shape (plans, terms)
+        Of the plans.
+    unit, factor_variance : arrays, shape (terms,)
+        Seconds of a unit, and the variance of the factor's logarithm.
+    alone : array, shape (plans,)
+        Logarithm of the seconds of own work alone.
+    speeds, kernels, rounds : arrays, shape (.., 3)
+        Error, its variance, and the step at which it was last learnt, a row for each compressor, kind of own work
+        and plan.
+    speed_of, kernel_of : arrays, shape (plans,)
+        Rows of the plans in the first two.
+    step : int
+        Now.
+    ageing, most : float
+        Variance that each step adds to what is not learnt, and the largest standard deviation.
+    out : array, shape (3, plans)
+        Receives seconds of own work, seconds in rounds, and the standard deviation of the logarithm of their sum.
+    """
+    for plan in range(coefficients.shape[0]):
+        predicted, uncertain = 0.0, 0.0
+        for term in range(unit.size):
+            predicted += coefficients[plan, term] * unit[term]
+        for term in range(unit.size):
+            share = coefficients[plan, term] * unit[term] / max(predicted, 1e-12)
+            uncertain += share * share * factor_variance[term]
+        speed, kernel = speeds[speed_of[plan]], kernels[kernel_of[plan]]
+        own = math.exp(alone[plan] + speed[0] + kernel[0])
+        predicted *= math.exp(rounds[plan, 0])
+        share = predicted / (own + predicted)
+        uncertain += rounds[plan, 1] + ageing * (step - rounds[plan, 2])
+        spread = share * share * uncertain + (1 - share) ** 2 * (kernel[1] + ageing * (step - kernel[2]))
+        out[0, plan] = own
+        out[1, plan] = predicted
+        out[2, plan] = min(math.sqrt(spread), most)
+
+
+@compiled
+def choose(out: Array, too_slow: float) -> tuple[int, int]:
+    """Give the plan that is predicted to be the fastest, and the one that may be for all that is known.
+
+    Parameters
+    ----------
+    out : array, shape (3, plans)
+        From `outlook`.
+    too_slow : float
+        Times the least seconds from which on a plan is not the second one.
+    """
+    best, least = 0, math.inf
+    for plan in range(out.shape[1]):
+        seconds = out[0, plan] + out[1, plan]
+        if seconds < least:
+            best, least = plan, seconds
+    hopeful, lowest = best, math.inf
+    for plan in range(out.shape[1]):
+        seconds = out[0, plan] + out[1, plan]
+        if seconds <= too_slow * least and seconds * math.exp(-out[2, plan]) < lowest:
+            hopeful, lowest = plan, seconds * math.exp(-out[2, plan])
+    return best, hopeful
