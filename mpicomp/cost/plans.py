@@ -132,6 +132,11 @@ class Candidates:
         """Give what a plan is expected to take at the next step."""
         return Prediction(float(self._outlook[0, plan]), float(self._outlook[1, plan]))
 
+    def seconds(self) -> NDArray[np.float64]:
+        """Give what each plan is expected to take at the next step."""
+        whole: NDArray[np.float64] = self._outlook[0] + self._outlook[1]
+        return whole
+
     def choose(self, too_slow: float) -> tuple[int, int]:
         """Give the plan that is predicted to be the fastest, and the one that may be for all that is known.
 
