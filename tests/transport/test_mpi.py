@@ -7,6 +7,7 @@ from mpicomp.collectives import Round
 
 pytestmark = pytest.mark.mpi
 DTYPES = [np.uint8, np.uint32, np.int64, np.float32, np.float64]
+SIZES = [(0,) * 6, (5,) * 6, (3, 0, 7, 1, 2, 0), (0, 400, 1, 0, 0, 9)]
 
 
 @pytest.fixture(params=[None, 64, 9], ids=["whole", "cut to 64 bytes", "cut to 9 bytes"])
@@ -45,7 +46,7 @@ def test_bcast_from_every_root(transport, size, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [(0, 0, 0, 0), (5, 5, 5, 5), (3, 0, 7, 1), (0, 400, 1, 0)], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_allgatherv(transport, sizes, dtype):
     counts = list(sizes[: transport.group.size])
     rank = transport.group.rank
@@ -55,7 +56,7 @@ def test_allgatherv(transport, sizes, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [(0, 0, 0, 0), (5, 5, 5, 5), (3, 0, 7, 1), (0, 400, 1, 0)], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_alltoallv(transport, sizes, dtype):
     counts = list(sizes[: transport.group.size])
     rank, ranks = transport.group.rank, transport.group.size
