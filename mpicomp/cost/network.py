@@ -59,7 +59,8 @@ class Network:
     @property
     def factor_variance(self) -> NDArray[np.float64]:
         """Variance of the logarithm of each term's factor; not to be written to."""
-        return np.einsum("ii->i", self._variance)[_LINKS:]
+        variance: NDArray[np.float64] = np.einsum("ii->i", self._variance)[_LINKS:]
+        return variance
 
     @property
     def latency(self) -> float:

@@ -201,9 +201,10 @@ class Candidates:
 
     def _refresh(self) -> None:
         """Predict with what is known now."""
+        speeds, kernels, rounds = self._tables
         arithmetic.outlook(
-            self._coefficients, self._network.units, self._network.factor_variance, self._alone, *self._tables,
-            self._speed_of, self._kernel_of, self._step, _AGEING, _MOST_SD, self._outlook,
+            self._coefficients, self._network.units, self._network.factor_variance, self._alone, speeds, kernels,
+            rounds, self._speed_of, self._kernel_of, self._step, _AGEING, _MOST_SD, self._outlook,
         )  # fmt: skip
 
 
@@ -222,7 +223,7 @@ def _row(own: Learnt, step: int) -> tuple[float, float, float]:
 def _distinct(learnt: Sequence[Learnt]) -> tuple[list[Learnt], NDArray[np.int64]]:
     """Give objects without repetition, and the place of each plan's among them."""
     places: dict[int, int] = {}
-    objects = []
+    objects: list[Learnt] = []
     for own in learnt:
         if id(own) not in places:
             places[id(own)] = len(objects)

@@ -126,7 +126,7 @@ def test_two_reducers_do_not_meet(comm):
 
 
 def test_seconds_and_bytes_are_recorded(comm):
-    reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.01), comm=comm)
+    reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.01), "allgather", comm=comm)
     for _ in range(2):
         reducer.reduce({"w": np.random.default_rng(0).normal(size=10_000)})
     [bucket] = reducer.last_step.buckets
