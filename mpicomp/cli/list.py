@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
             "name": name,
             "message": collective_class(name).messages,
             "compressors": [entry["name"] for entry in compressors if name in entry["collectives"]],
+            "inner": _inner(name),
             "paper": collective_class(name).paper,
         }
         for name in list_collectives()
@@ -60,8 +61,20 @@ def run(arguments: argparse.Namespace) -> int:
     for entry in collectives:
         print(f"  {entry['name']}")
         print(f"    carries {entry['message']} messages of {', '.join(entry['compressors'])}")
+        if entry["inner"]:
+            print(f"    built upon another, which may follow a colon: {', '.join(entry['inner'])}")
         print(f"    paper: {entry['paper']}")
     print("policies")
     for entry in policies:
         print(f"  {entry['name']}")
     return 0
+
+
+def _inner(collective: str) -> list[str]:
+    """Give the collectives that one may be built upon."""
+    from mpicomp.collectives import variants
+    from mpicomp.compressors import Dense, TopK
+
+    names = [name for example in (TopK(), Dense()) for name in variants(example)]
+    inner = (name.split(":") for name in names if name.startswith(f"{collective}:"))
+    return sorted({words[1] for words in inner})
