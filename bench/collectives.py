@@ -37,9 +37,9 @@ _SAMPLES = 30  # timed ones that are worth an interval
 _MOST = 1000  # of them
 _TOO_SLOW = 3.0  # times the best of a cell: timed once
 _HOPELESS = 20.0  # times the best that is predicted, and longer than the limit: not run
-_SETTLING = 60  # steps in which auto comes to its steady state,
+_SETTLING = 60, 200  # steps in which auto comes to its steady state: at least, and at most
+_PATIENCE = 4  # times the limit, after which it is at least
 _CARE = 2  # times the limit for plans that are timed in turn
-_PATIENCE = 4  # unless they take so many times the limit
 _COMPILING = 1 << 12  # elements of the arrays on which kernels are compiled
 
 
@@ -303,7 +303,8 @@ class _Bench:
             for rival in rivals:
                 rival.step()
                 self._warm_up(rival)
-            while len(auto.steps) < _SETTLING and sum(auto.slowest()) < _PATIENCE * limit:
+            least, most = _SETTLING
+            while (done := len(auto.steps)) < least or (done < most and sum(auto.slowest()) < _PATIENCE * limit):
                 auto.step()
             auto.catch_up()
             timing.first = len(auto.steps)
