@@ -1,5 +1,6 @@
 """The collective of least predicted time, chosen anew at every step."""
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,17 +17,22 @@ from mpicomp.transport.base import Asked, Transport
 _SETTLING = "auto: as in the step before, until it is known what it takes"
 _PINNED = "static: pinned"
 _UNMEASURED = "auto: nothing can be measured, the first that fits"  # one rank, or ranks in lockstep
-_TURN = 4  # steps that a plan is run for at least
-_SETTLED = 2  # of these teach nothing: buffers are made, and compressors find their bounds
+_CURIOUS = (
+    12,
+    1 / 64,
+)  # plans that may be explored after a start or a change of the network, and for each step learnt from
+_SETTLED = 2  # steps of a plan that teach nothing: buffers are made, and compressors find their bounds
+_LEARNING_S, _WORTH, _SELDOM = 300e-6, 0.02, 3  # what learning from a step takes, of a step at most; one in three is
 _TOO_SLOW = 3.0  # times the least predicted seconds: such plans are not run to see whether the prediction is right
 
 
 @dataclass
 class _Turn:
-    """Which plan a bucket runs, and for how many steps it has."""
+    """Which plan a bucket runs, for how many steps it has, and whether it is known what it takes."""
 
     place: int
     steps: int = -1
+    known: bool = False
 
 
 class Selector(Policy):
@@ -35,7 +41,8 @@ class Selector(Policy):
     Predictions come from a cost model that learns from every step. A plan is also run now and then when it could be the
     fastest for all that is known: the less is known of it, the longer it was not run, and the less it can cost,
     the sooner. What is predicted to take three times the least is not tried. A plan is run for some steps in turn,
-    since the first ones tell nothing: buffers are made, and thresholds were those of another plan.
+    since the first ones tell nothing: buffers are made, and thresholds were those of another plan. Where steps are
+    so short that learning from them would be felt, one in some is learnt from.
 
     Parameters
     ----------
@@ -71,13 +78,16 @@ class Selector(Policy):
         self._candidates: list[Candidates] = []
         self._turns: list[_Turn] = []
         self._changed = False
+        self._curious: float = _CURIOUS[0]
+        self._count = 0
+        self._every = 1
         for name in collectives or ():
             bind(compressor, name)  # what does not fit is refused here
 
     @property
     def measures(self) -> bool:
-        """Where there is something to choose, or to predict."""
-        return bool(self._candidates)
+        """Where there is something to choose, or to predict; steps that take no longer than that not all of them."""
+        return bool(self._candidates) and self._count % self._every == 0
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`. Links, operations and kernels are measured where they are not known."""
@@ -95,9 +105,11 @@ class Selector(Policy):
             for schemes, shape in zip(self._schemes, shapes, strict=True)
         ]
         self._turns = [_Turn(candidates.choose(_TOO_SLOW)[0]) for candidates in self._candidates]
+        self._curious, self._count, self._every = _CURIOUS[0], 0, 1
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.refresh`. Where the network has changed, its links are measured anew."""
+        self._count += 1
         if self._changed:
             self._changed = False
             assert self.cost is not None
@@ -105,7 +117,8 @@ class Selector(Policy):
             for candidates in self._candidates:
                 candidates.unsettle()
             for turn in self._turns:
-                turn.steps = _TURN
+                turn.known = True
+            self._curious = _CURIOUS[0]
 
     def plan(self, bucket: int) -> Plan:
         """See `Policy.plan`."""
@@ -116,11 +129,7 @@ class Selector(Policy):
         turn.steps += 1
         reason = _PINNED
         if len(schemes) > 1:
-            reason = _SETTLING
-            if turn.steps >= _TURN:
-                place, reason = choose(candidates)
-                if place != turn.place:
-                    turn.place, turn.steps = place, 0
+            reason = self._choose(candidates, turn) if turn.known else _SETTLING
         prediction = candidates.prediction(turn.place)
         return Plan(schemes[turn.place], reason, prediction, turn.steps >= _SETTLED)
 
@@ -131,10 +140,23 @@ class Selector(Policy):
         for bucket, plan in enumerate(plans):
             if plan.settled:
                 start, end, own = times[:, bucket].max(axis=0)
-                place = self._schemes[bucket].index(plan.scheme)
+                place, turn = self._schemes[bucket].index(plan.scheme), self._turns[bucket]
                 self._changed |= self._candidates[bucket].observe(place, float(own), float(end - start))
-        for candidates in self._candidates:
+                turn.known |= turn.place == place
+        expected_s = 0.0
+        for candidates, turn in zip(self._candidates, self._turns, strict=True):
             candidates.step()
+            expected_s += candidates.prediction(turn.place).seconds
+        self._every = min(_SELDOM, math.ceil(_LEARNING_S * len(plans) / (_WORTH * expected_s)))
+        self._curious = min(self._curious + _CURIOUS[1], _CURIOUS[0])
+
+    def _choose(self, candidates: Candidates, turn: _Turn) -> str:
+        """Give a bucket its turn, and the reason."""
+        place, reason, explores = choose(candidates, self._curious >= 1)
+        self._curious -= explores
+        if place != turn.place:
+            turn.place, turn.steps, turn.known = place, 0, False
+        return reason
 
     def _all(self, compressor: Compressor, group: Group) -> list[Scheme[Any]]:
         """Bind everything that may be chosen, what is preferred where nothing was measured first."""
@@ -148,11 +170,19 @@ class Selector(Policy):
         return [bind(with_, name) for with_, name in pairs if not (flat and "hierarchical" in name)]
 
 
-def choose(candidates: Candidates) -> tuple[int, str]:
-    """Give the plan to run, and why: the one that would be fastest if all were as fast as they well may be."""
+def choose(candidates: Candidates, curious: bool) -> tuple[int, str, bool]:
+    """Give the plan to run, why, and whether that is for the sake of knowing.
+
+    Parameters
+    ----------
+    candidates : Candidates
+        Among which to choose.
+    curious : bool
+        Whether a plan may be taken that would be the fastest if all were as fast as they well may be.
+    """
     best, place = candidates.choose(_TOO_SLOW)
-    if place == best:
-        return place, f"auto: least predicted seconds of {len(candidates)} plans"
+    if place == best or not curious:
+        return best, f"auto: least predicted seconds of {len(candidates)} plans", False
     age = candidates.age(place)
     known = "never run" if age is None else f"last run {age} steps ago"
-    return place, f"auto: exploring, {known}, may be faster than what is predicted to be"
+    return place, f"auto: exploring, {known}, may be faster than what is predicted to be", True

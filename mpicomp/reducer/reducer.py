@@ -378,6 +378,7 @@ class Reducer:
         """Exchange all buckets; None for the gradients takes part with zeros and asks all ranks to agree anew."""
         done = _Done()
         clock = self._transport.clock
+        last = clock()
         arrays: dict[str, NDArray[Any]] = {}
         if gradients is not None:
             arrays = {member.name: to_host(gradients[member.name]) for member in self._members or ()}
@@ -398,7 +399,9 @@ class Reducer:
             start = clock()
             result, phases = yield from _timed(plan.scheme.exchange(bucket.accumulate(own, scale), context), clock)
             compress_s, decode_s, _ = phases
-            done.times.append((start, clock(), compress_s + decode_s))
+            end = clock()
+            done.times.append((last, end, start - last + compress_s + decode_s))
+            last = end
             done.plans.append(plan)
             done.results.append(result)
             record.buckets.append(self._describe_bucket(bucket, plan, result, phases))

@@ -176,7 +176,7 @@ def test_a_dense_plan_that_is_far_behind_takes_no_turns(scripted):
 
 
 def test_regret_is_of_pairs(scripted):
-    wave = [0.01, 0.02] * 200
+    wave = [0.01, 0.02] * 400
     rows = scripted({"ring": [0.5]}, topk={"allgather": wave}, auto=[1.1 * seconds for seconds in wave], limit_s=2)
     assert rows["auto"]["regret_low"] == pytest.approx(0.1)
     assert rows["auto"]["regret_high"] == pytest.approx(0.1)
