@@ -32,9 +32,9 @@ from mpicomp.transport import Transport
 
 AUTO = "auto"
 
-_WARM = 10  # steps before the timed ones
+_WARM, _COLD = 10, 2  # steps before the timed ones: at most, and at least after the first
 _SAMPLES = 30  # timed ones that are worth an interval
-_MOST = 1000  # of them
+_FEW, _MOST = 3, 1000  # of them, however long and short they are
 _TOO_SLOW = 3.0  # times the best of a cell: timed once
 _HOPELESS = 20.0  # times the best that is predicted, and longer than the limit: not run
 _SETTLING = 60, 200  # steps in which auto comes to its steady state: at least, and at most
@@ -247,24 +247,24 @@ class _Bench:
         limit = self.settings.limit_s
         with _without_garbage():
             runner.step(check=True)
-            if runner.slowest()[0] > limit:
+            if runner.slowest()[0] > _PATIENCE * limit:
                 timing.stopped = "once"
             else:
-                first = self._warm_up(runner)
+                timing.first = self._warm_up(runner)
                 slow = min(runner.slowest()[1:]) > _TOO_SLOW * best
-                timing.first = 1 if slow else first
                 timing.stopped = "once" if slow else self._sample(timing)
         runner.close()
 
     def _warm_up(self, runner: Runner) -> int:
-        """Do the steps that are not timed, and give the first that counts: of slow plans the second."""
+        """Do the steps that are not timed, one more at the end, and give the first that counts."""
         share = self.settings.limit_s / 4
-        runner.step()
+        for _ in range(_COLD):
+            runner.step()
         runner.catch_up()
         while len(runner.steps) < _WARM and sum(runner.slowest()[1:]) + runner.slowest()[-1] < share:
             runner.step()
             runner.catch_up()
-        return len(runner.steps) if len(runner.steps) > 2 else 1
+        return len(runner.steps) - 1
 
     def _sample(self, timing: Timing) -> str:
         """Time steps until they are enough, and tell why they are."""
@@ -276,7 +276,8 @@ class _Bench:
                 stopped = "interval"
                 break
             # What is under way is taken to last as long as the one before.
-            if len(samples) >= _MOST or (samples and sum(samples) + samples[-1] > limit):
+            enough = len(samples) >= _FEW and sum(samples) + samples[-1] > limit
+            if len(samples) >= _MOST or enough:
                 stopped = "limit"
                 break
             timing.runner.step()
@@ -429,6 +430,7 @@ _MEASURED = (
     "p99_s",
     "samples",
     "stopped",
+    "span_s",
     "rank_mean_s",
     "rank_min_s",
     "rank_max_s",
@@ -483,6 +485,7 @@ def _measured(timing: Timing, runner: Runner, base: float) -> dict[str, Any]:
         "p99_s": p99,
         "samples": len(seconds),
         "stopped": timing.stopped,
+        "span_s": float(np.median(runner.spans()[timing.first :])),
         "rank_mean_s": float(of_ranks.mean()),
         "rank_min_s": float(of_ranks.min()),
         "rank_max_s": float(of_ranks.max()),

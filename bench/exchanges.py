@@ -1,7 +1,6 @@
 """One plan at work: steps that all ranks begin together, and what each took on every rank."""
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,10 @@ from mpicomp.reducer import Reducer, StepRecord
 from mpicomp.transport import Transport
 
 NAME = "gradient"
-SECONDS, COMPRESS, EXCHANGE, DECODE, CHOOSING, SENT, WIRE = range(7)
-"""What a rank tells of a step."""
+SECONDS, COMPRESS, EXCHANGE, DECODE, CHOOSING, SENT, WIRE, START, END = range(9)
+"""What a rank tells of a step; start and end are on the clock that ranks share."""
 
-_FIELDS = 7
+_FIELDS = 9
 _STATE = 1  # schema of a reducer's state
 _SHORT = 1 << 18  # elements of the array on which a residual comes to its steady state
 
@@ -138,12 +137,12 @@ class Runner:
         before = self._residual(reducer) if check else None
         self._loaded = None
         self.catch_up()  # nobody starts before the others are there
-        start = time.perf_counter()
+        start = self._transport.clock()
         mean = reducer.reduce({NAME: gradient})[NAME]
-        seconds = time.perf_counter() - start
+        end = self._transport.clock()
         record = reducer.last_step
         assert record is not None
-        self._note(seconds, record)
+        self._note(start, end, record)
         if check:
             self.catch_up()
             after = None if before is None else reducer.residual(NAME)
@@ -167,12 +166,16 @@ class Runner:
         """Give the seconds of every step on the rank that took longest."""
         return [float(step[:, SECONDS].max()) for step in self.steps]
 
-    def _note(self, seconds: float, record: StepRecord) -> None:
+    def spans(self) -> list[float]:
+        """Give the seconds of every step from when the last rank began to when the last one ended."""
+        return [float(step[:, END].max() - step[:, START].max()) for step in self.steps]
+
+    def _note(self, start: float, end: float, record: StepRecord) -> None:
         bucket = record.buckets[0]
         phases = [bucket.phases_s[name] for name in ("compress", "exchange", "decode")]
         if record.agreed:  # the first step: what else it does is done once
-            seconds = sum(phases)
-        own = [seconds, *phases, record.choosing_s, bucket.sent_bytes, bucket.wire_bytes]
+            start = end - sum(phases)
+        own = [end - start, *phases, record.choosing_s, bucket.sent_bytes, bucket.wire_bytes, start, end]
         self._last = np.array(own, np.float64)
         self.ran.append(name_of(bucket.compressor["id"], bucket.collective))
         self.predicted.append(bucket.predicted_s)

@@ -43,12 +43,14 @@ def _same_cell(other: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
 def prediction_errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     """Give ``|predicted - measured| / measured`` of every plan that was run and predicted.
 
+    Predicted and measured is what lies between the last rank's start and the last rank's end.
+
     Examples
     --------
-    >>> prediction_errors([{"predicted_s": said, "median_s": 1.0} for said in (0.5, 1.25, None)])
+    >>> prediction_errors([{"predicted_s": said, "span_s": 1.0} for said in (0.5, 1.25, None)])
     [0.5, 0.25]
     """
-    pairs = [(row["predicted_s"], row["median_s"]) for row in rows]
+    pairs = [(row["predicted_s"], row["span_s"]) for row in rows]
     return [abs(said / took - 1) for said, took in pairs if said is not None and took is not None]
 
 

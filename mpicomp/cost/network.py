@@ -63,6 +63,11 @@ class Network:
         return variance
 
     @property
+    def suspects(self) -> bool:
+        """Whether the last measurement was far from what was predicted: the next one tells whether the links changed."""
+        return self._suspected != 0
+
+    @property
     def latency(self) -> float:
         """Seconds of latency between hosts; inside the host where there is one."""
         return float(np.exp(self._state[self._link_of[0]]))

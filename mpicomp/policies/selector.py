@@ -22,7 +22,7 @@ _CURIOUS = (
     1 / 64,
 )  # plans that may be explored after a start or a change of the network, and for each step learnt from
 _SETTLED = 2  # steps of a plan that teach nothing: buffers are made, and compressors find their bounds
-_LEARNING_S, _WORTH, _SELDOM = 300e-6, 0.02, 3  # what learning from a step takes, of a step at most; one in three is
+_LEARNING_S, _WORTH, _SELDOM = 300e-6, 0.02, 6  # what learning from a step takes, of a step at most; one in six is
 _TOO_SLOW = 3.0  # times the least predicted seconds: such plans are not run to see whether the prediction is right
 
 
@@ -42,7 +42,7 @@ class Selector(Policy):
     fastest for all that is known: the less is known of it, the longer it was not run, and the less it can cost,
     the sooner. What is predicted to take three times the least is not tried. A plan is run for some steps in turn,
     since the first ones tell nothing: buffers are made, and thresholds were those of another plan. Where steps are
-    so short that learning from them would be felt, one in some is learnt from.
+    so short that learning from them would be felt, one in some is learnt from, as long as nothing new is expected.
 
     Parameters
     ----------
@@ -86,8 +86,12 @@ class Selector(Policy):
 
     @property
     def measures(self) -> bool:
-        """Where there is something to choose, or to predict; steps that take no longer than that not all of them."""
-        return bool(self._candidates) and self._count % self._every == 0
+        """Where there is something to choose, or to predict; of short steps some, unless there is news."""
+        if not self._candidates:
+            return False
+        assert self.cost is not None
+        news = self.cost.network.suspects or not all(turn.known for turn in self._turns)
+        return news or self._count % self._every == 0
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`. Links, operations and kernels are measured where they are not known."""

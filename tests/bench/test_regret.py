@@ -12,7 +12,7 @@ def row(compressor, collective, median_s, predicted_s=None, numel=10, **more):
     config = {"id": compressor}
     plain = {"chosen": None, "regret": None, "regret_low": None, "best_dense_s": None, "ratio": 0.01}
     named = {"compressor": compressor, "collective": collective, "numel": numel, "config": config}
-    return links | named | {"median_s": median_s, "predicted_s": predicted_s} | plain | more
+    return links | named | {"median_s": median_s, "span_s": median_s, "predicted_s": predicted_s} | plain | more
 
 
 def auto(median_s, regret, best_dense_s, low=None, numel=10):
