@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 Function = TypeVar("Function", bound=Callable[..., Any])
 Array = NDArray[Any]
 
+_SURE = 3.0  # standard deviations by which a single measurement can be off at most
+
 
 def compiled(function: Function) -> Function:
     """Compile with Numba, cached on disk, with nothing reordered."""
@@ -42,6 +44,19 @@ def grow(variance: Array, links: int, link_drift: float, link_most: float, drift
 
 
 @compiled
+def _spread(variance: Array, slope: Array, out: Array) -> float:
+    """Write how a state's covariance is met by a measurement's slope, and give the measurement's variance by it."""
+    whole = 0.0
+    for row in range(slope.size):
+        total = 0.0
+        for column in range(slope.size):
+            total += variance[row, column] * slope[column]
+        out[row] = total
+        whole += total * slope[row]
+    return whole
+
+
+@compiled
 def update(
     coefficients: Array,
     unit: Array,
@@ -50,6 +65,7 @@ def update(
     variance: Array,
     seconds: float,
     noise: float,
+    rough: float,
     own_error: float,
     own_variance: float,
     suspected: int,
@@ -64,7 +80,7 @@ def update(
         Of the plan; seconds of a unit; the link that each term belongs to.
     state, variance : arrays, shape (links + terms,) and square
         Logarithms of links and factors, and their covariance.
-    seconds, noise, own_error, own_variance
+    seconds, noise, rough, own_error, own_variance
         See `mpicomp.cost.network.Network.observe`.
     suspected : int
         Sign of the strange measurement just before, 0 where there was none.
@@ -92,25 +108,25 @@ def update(
         share = coefficients[term] * unit[term] / predicted
         slope[links + term] = share
         slope[link_of[term]] += share
-    innovation = math.log(max(seconds, 1e-7) / predicted) - own_error
+    share = seconds / (predicted * math.exp(own_error))
+    far = math.log(max(share, 0.02))
     spread = np.zeros(state.size)
-    changed = False
-    while True:
-        expected = own_variance + noise
-        for row in range(state.size):
-            total = 0.0
-            for column in range(state.size):
-                total += variance[row, column] * slope[column]
-            spread[row] = total
-            expected += total * slope[row]
-        if changed or abs(innovation) <= max(strange * math.sqrt(expected), least_strange):
-            break
-        sign = 1 if innovation > 0 else -1
+    known = _spread(variance, slope, spread) + own_variance
+    changed = abs(far) > max(strange * math.sqrt(known + rough), least_strange)
+    if changed:
+        sign = 1 if far > 0 else -1
         if suspected != sign:
             return 0.0, math.inf, sign, False
-        changed = True
         for link in range(links):
-            variance[link, link] += innovation * innovation
+            variance[link, link] += far * far
+        known = _spread(variance, slope, spread) + own_variance
+    innovation, expected = far, known + rough
+    if not changed and noise > known:
+        # Seconds that are a small difference of large ones: logarithms of such have a mean that leads astray. To the
+        # first order the share is as good.
+        expected = known + noise
+        most = _SURE * math.sqrt(expected)
+        innovation = max(-most, min(most, share - 1))
     for row in range(state.size):
         state[row] += spread[row] * innovation / expected
         for column in range(state.size):

@@ -113,7 +113,13 @@ class Network:
         arithmetic.grow(self._variance, _LINKS, _LINK_DRIFT, _LINK_MOST, _FACTOR_DRIFT, _FACTOR_SD**2)
 
     def observe(
-        self, coefficients: NDArray[np.float64], seconds: float, noise: float, own_error: float, own_variance: float
+        self,
+        coefficients: NDArray[np.float64],
+        seconds: float,
+        noise: float,
+        rough: float,
+        own_error: float,
+        own_variance: float,
     ) -> tuple[float, float, bool]:
         """Learn from a plan's measured seconds in rounds.
 
@@ -125,21 +131,21 @@ class Network:
         coefficients : array, shape (terms,)
             See `coefficients`.
         seconds : float
-            From the last rank's start to the last rank's end.
-        noise : float
-            Variance of the logarithm of these seconds.
+            From the last rank's start to the last rank's end, without own work; that may have been more.
+        noise, rough : float
+            Variance of the logarithm of these seconds: where they are what is predicted, and as they are.
         own_error, own_variance : float
             By how much the plan is known to differ from the prediction (logarithm), and how well.
 
         Returns
         -------
         innovation, variance : float
-            Logarithm of measured over predicted seconds, with the plan's own error, and what was expected of it.
+            Of the logarithm of seconds, from what is predicted with the plan's own error, and what was expected of it.
         changed : bool
             Whether the links were found to be others than before.
         """
         innovation, variance, self._suspected, changed = arithmetic.update(
-            coefficients, self.units, self._link_of, self._state, self._variance, seconds, noise, own_error,
+            coefficients, self.units, self._link_of, self._state, self._variance, seconds, noise, rough, own_error,
             own_variance, self._suspected, _STRANGE, _LEAST_STRANGE,
         )  # fmt: skip
         self._refresh()

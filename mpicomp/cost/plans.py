@@ -166,6 +166,7 @@ class Candidates:
         speed_place, kernels_place = int(self._speed_of[plan]), int(self._kernel_of[plan])
         speed, kernels, rounds = self._speeds[speed_place], self._kernels[kernels_place], self._rounds[plan]
         _, kernels_table, rounds_table = self._tables
+        expected = self.prediction(plan)
         surprise = math.log(max(kernels_s, 1e-7)) - float(self._alone[plan]) - speed.error - kernels.error
         if speed.runs:
             surprise = max(-_ACCIDENT, min(_ACCIDENT, surprise))
@@ -175,10 +176,12 @@ class Candidates:
         _update(kernels, before, surprise, variance, _AGEING)
 
         # What is left beside the own work is as uncertain as the whole, however little it is.
-        rounds_s = max(seconds - kernels_s, _LEAST_SHARE * seconds)
+        rounds_s = seconds - kernels_s
+        noise = _NOISE * (expected.seconds / expected.rounds_s) ** 2
+        rough = _NOISE * (seconds / max(rounds_s, expected.rounds_s, _LEAST_SHARE * seconds)) ** 2
         before = rounds.variance + _AGEING * (self._step - rounds_table[plan, 2])
         innovation, variance, changed = self._network.observe(
-            self._coefficients[plan], rounds_s, _NOISE * (seconds / rounds_s) ** 2, rounds.error, before
+            self._coefficients[plan], rounds_s, noise, rough, rounds.error, before
         )
         _update(rounds, before, innovation, variance, _AGEING)
         places = (speed_place, kernels_place, plan)
