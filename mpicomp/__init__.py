@@ -12,6 +12,7 @@ from mpicomp._version import __version__
 
 if TYPE_CHECKING:
     from mpicomp import torch
+    from mpicomp.checkpoint import load_checkpoint, save_checkpoint
     from mpicomp.collectives import list_collectives
     from mpicomp.compressors import (
         DGC,
@@ -62,7 +63,9 @@ _HOMES = {
     "list_collectives": "mpicomp.collectives",
     "list_compressors": "mpicomp.compressors",
     "list_policies": "mpicomp.policies",
+    "load_checkpoint": "mpicomp.checkpoint",
     "register_compressor": "mpicomp.compressors",
+    "save_checkpoint": "mpicomp.checkpoint",
 }
 
 __all__ = [
@@ -91,7 +94,9 @@ __all__ = [
     "list_collectives",
     "list_compressors",
     "list_policies",
+    "load_checkpoint",
     "register_compressor",
+    "save_checkpoint",
     "torch",
 ]
 

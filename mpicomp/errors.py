@@ -59,6 +59,10 @@ class MessageError(MpicompError, ValueError):
     """A message that is torn, of another version, or points outside the array."""
 
 
+class CheckpointError(MpicompError, RuntimeError):
+    """A checkpoint that cannot be written, or is incomplete, torn or made of files of several ones."""
+
+
 class LaunchError(MpicompError, RuntimeError):
     """The job was started in a way that cannot work."""
 

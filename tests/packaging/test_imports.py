@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ["mpi4py.MPI", "torch", "cupy"]
+HEAVY = ["mpi4py.MPI", "torch", "cupy", "safetensors"]
 
 
 def python(code, executable=sys.executable, cwd="/"):

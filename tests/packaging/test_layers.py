@@ -12,7 +12,7 @@ LAYERS = [
     ["mpicomp.cli"],
     ["mpicomp.bench"],
     ["mpicomp.torch"],
-    ["mpicomp.testing"],
+    ["mpicomp.testing", "mpicomp.checkpoint"],
     ["mpicomp.reducer"],
     ["mpicomp.policies"],
     ["mpicomp.cost"],

@@ -1,0 +1,274 @@
+"""One rank's file of a checkpoint: a tree of values as JSON, and its arrays, in the safetensors format.
+
+torch is never imported here: who saves or loads tensors has loaded it.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from mpicomp._version import __version__
+from mpicomp.errors import CheckpointError
+
+SCHEMA = 1
+
+_STORED = {"bool": "BOOL", "float16": "F16", "float32": "F32", "float64": "F64"}
+_STORED |= {
+    f"{name}{bits}": f"{sign}{bits}" for name, sign in (("int", "I"), ("uint", "U")) for bits in (8, 16, 32, 64)
+}
+_KINDS = "biufc"
+_TREE_LIMIT = 20 << 20  # safetensors reads no header above 100 MB, and JSON within JSON grows
+_WAY_OUT = "where an older checkpoint was kept, moving this folder away loads that one"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What an array in a tree comes back as, and the name that it is stored under.
+
+    Dtypes that not every reader of safetensors knows, bfloat16 among them, are stored as bytes.
+    """
+
+    kind: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Header:
+    """Which checkpoint a file is part of. The token differs between checkpoints that have the same number."""
+
+    checkpoint: int
+    token: int
+    ranks: int
+    rank: int
+
+    def of(self, rank: int) -> "Header":
+        """Give the header of another rank's file of this checkpoint."""
+        return Header(self.checkpoint, self.token, self.ranks, rank)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.ranks} of checkpoint {self.checkpoint:08d}-{self.token:016x}"
+
+
+def file_name(rank: int) -> str:
+    """Give the name of a rank's file."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def encode(state: Any) -> tuple[str, list[tuple[Leaf, Any]]]:
+    """Take a tree apart.
+
+    Returns
+    -------
+    str
+        The tree as JSON, with names where arrays were.
+    list of (Leaf, array)
+        The arrays, as they were found.
+
+    Raises
+    ------
+    CheckpointError
+        Where something in it cannot be stored.
+    """
+    arrays: list[tuple[Leaf, Any]] = []
+    try:
+        text = json.dumps(_encode(state, "state", arrays))
+    except (RecursionError, ValueError) as error:  # a tree that holds itself; an int of thousands of digits
+        raise CheckpointError(f"save_checkpoint: state cannot be written as JSON: {error}") from None
+    if len(text) > _TREE_LIMIT:
+        raise CheckpointError(
+            f"save_checkpoint: state without its arrays may have at most {_TREE_LIMIT} bytes as JSON, got {len(text)}; "
+            "make arrays of long lists"
+        )
+    return text, arrays
+
+
+def _encode(value: Any, path: str, arrays: list[tuple[Leaf, Any]]) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, dict):
+        for key in value:
+            if type(key) not in (int, str):
+                raise CheckpointError(
+                    f"save_checkpoint: keys must be strings or ints, got {key!r} ({_type_name(key)}) in {path}"
+                )
+        return {"dict": [[key, _encode(own, f"{path}[{key!r}]", arrays)] for key, own in value.items()]}
+    if isinstance(value, list | tuple):
+        items = [_encode(own, f"{path}[{place}]", arrays) for place, own in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    leaf = _leaf(value, path)
+    if leaf is None:
+        raise CheckpointError(
+            f"save_checkpoint: {path} is a {_type_name(value)} and cannot be stored; what can are dicts, lists, "
+            "tuples, None, bool, int, float, str, NumPy numbers and arrays of them, and dense torch tensors"
+        )
+    arrays.append((leaf, value))
+    return {leaf.kind: path, "dtype": leaf.dtype, "shape": leaf.shape}
+
+
+def _leaf(value: Any, path: str) -> Leaf | None:
+    """Describe an array; None for what is none, or cannot be stored."""
+    if type(value) is np.ndarray or isinstance(value, np.generic):
+        dtype = value.dtype
+        if dtype.kind not in _KINDS:
+            return None
+        name = dtype.name if dtype.isnative and dtype.name in _STORED else dtype.str
+        return Leaf("array" if type(value) is np.ndarray else "scalar", path, name, value.shape)
+    torch = sys.modules.get("torch")
+    # A subclass may hold more than its numbers, or only this rank's part of them.
+    if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if value.layout != torch.strided or value.is_quantized or value.is_meta:
+        return None
+    return Leaf("tensor", path, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+
+
+def _bytes_of(value: Any) -> NDArray[np.uint8]:
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value, order="C").reshape(-1).view(np.uint8)
+    tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    tensor = tensor.as_strided((tensor.numel(),), (1,))  # reshape keeps the odd stride of a single element
+    flat: NDArray[np.uint8] = tensor.view(sys.modules["torch"].uint8).numpy()
+    return flat
+
+
+def _type_name(value: Any) -> str:
+    cls = type(value)
+    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    dtype = getattr(value, "dtype", None)
+    return name if dtype is None else f"{name} of {dtype}"
+
+
+def write_file(path: Path, header: Header, tree: str, arrays: Sequence[tuple[Leaf, Any]]) -> None:
+    """Write a file that does not exist yet, and have it on the disk.
+
+    The package's own writer is not used: what it does about permissions and errors of the disk differs between its
+    versions, and it needs all arrays in host memory at once.
+    """
+    about = {"schema": SCHEMA, "mpicomp": __version__, **asdict(header)}
+    entries: dict[str, Any] = {"__metadata__": {"mpicomp": json.dumps(about), "state": tree}}
+    arrays = sorted(arrays, key=lambda array: -array[1].itemsize if array[0].dtype in _STORED else 0)  # keeps alignment
+    stop = 0
+    for leaf, value in arrays:
+        start, stop = stop, stop + value.nbytes
+        shape = leaf.shape if leaf.dtype in _STORED else [value.nbytes]
+        entries[leaf.name] = {"dtype": _STORED.get(leaf.dtype, "U8"), "shape": shape, "data_offsets": [start, stop]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, value in arrays:
+            file.write(_bytes_of(value).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class RankFile:
+    """A rank's file of a checkpoint, open for reading.
+
+    Parameters
+    ----------
+    path : Path
+        Where it is.
+
+    Attributes
+    ----------
+    header : Header
+        What it is part of.
+
+    Raises
+    ------
+    CheckpointError
+        Where it is missing, torn or something else.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = _open(path)
+            self._metadata: dict[str, str] = self._file.metadata() or {}
+        except FileNotFoundError:
+            raise self._error("is missing") from None
+        except (OSError, SafetensorError, ValueError) as error:
+            raise self._error(f"is torn, or no safetensors file ({error})") from None
+        try:
+            about = json.loads(self._metadata["mpicomp"])
+            schema, wrote = about.pop("schema"), about.pop("mpicomp")
+            if schema == SCHEMA:
+                self.header = Header(**{key: int(value) for key, value in about.items()})
+                if not 0 <= self.header.rank < self.header.ranks:
+                    raise ValueError(self.header)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise self._error("is a safetensors file, but not one of a checkpoint of mpicomp") from None
+        if schema != SCHEMA:
+            raise CheckpointError(
+                f"load_checkpoint: '{path}' has schema {schema!r} of mpicomp {wrote}, and mpicomp {__version__} reads "
+                f"schema {SCHEMA}; load it with that version"
+            )
+
+    def check(self, header: Header) -> "RankFile":
+        """Give the file itself, if it has that header."""
+        if self.header != header:
+            raise self._error(f"is the file of {self.header}, where that of {header} must be")
+        return self
+
+    def tree(self, fetch: Callable[[Leaf], Any] = lambda leaf: leaf) -> Any:
+        """Give the tree, with what ``fetch`` makes of them in place of its arrays."""
+        return self._guarded(lambda: _decode(json.loads(self._metadata["state"]), fetch))
+
+    def read(self, leaf: Leaf) -> Any:
+        """Read an array of the tree."""
+        return self._guarded(lambda: self._read(leaf))
+
+    def _read(self, leaf: Leaf) -> Any:
+        stored = self._file.get_tensor(leaf.name)
+        if leaf.kind == "tensor":
+            torch = sys.modules.get("torch")
+            if torch is None:
+                raise CheckpointError(f"load_checkpoint: '{self.path}' holds torch tensors; import torch before it")
+            tensor, dtype = torch.from_numpy(stored), getattr(torch, leaf.dtype)
+            if tensor.dtype != dtype:  # bytes; none of them cannot be viewed as something else
+                tensor = tensor.view(dtype) if stored.size else torch.empty(0, dtype=dtype)
+            return tensor.reshape(leaf.shape)
+        dtype = np.dtype(leaf.dtype)
+        if dtype.kind not in _KINDS:
+            raise ValueError(f"dtype {dtype} of {leaf.name}")
+        array = (stored if stored.dtype == dtype else stored.view(dtype)).reshape(leaf.shape)
+        return array[()] if leaf.kind == "scalar" else array
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise self._error(f"cannot be read ({type(error).__name__}: {error})") from None
+
+    def _error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"load_checkpoint: '{self.path}' {what}; {_WAY_OUT}")
+
+
+def _open(path: Path) -> Any:
+    return safe_open(path, framework="numpy")  # typed in some versions only
+
+
+def _decode(node: Any, fetch: Callable[[Leaf], Any]) -> Any:
+    if isinstance(node, list):
+        return [_decode(own, fetch) for own in node]
+    if not isinstance(node, dict):
+        return node
+    if "dict" in node:
+        return {key: _decode(own, fetch) for key, own in node["dict"]}
+    if "tuple" in node:
+        return tuple(_decode(own, fetch) for own in node["tuple"])
+    (kind,) = node.keys() - {"dtype", "shape"}
+    return fetch(Leaf(kind, node[kind], node["dtype"], tuple(node["shape"])))

@@ -1,0 +1,68 @@
+"""What a reducer holds on each rank, given to another number of ranks."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from mpicomp.checkpoint.file import Leaf, RankFile
+
+STATES = ("residuals", "velocities")
+"""Where a reducer's state holds what is this rank's own."""
+
+
+def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
+    """Give how much of each old rank's residual a new rank takes.
+
+    Old and new ranks share the line from 0 to 1 evenly, and weigh as much as their parts overlap. What a rank takes
+    sums to 1, so that the mean over ranks stays what it was: that is what error feedback has still to deliver.
+
+    Parameters
+    ----------
+    rank, ranks : int
+        The new rank, and how many there are.
+    written : int
+        How many there were.
+
+    Examples
+    --------
+    >>> weights(0, 2, 4), weights(3, 4, 2), weights(1, 2, 3)
+    ({0: 0.5, 1: 0.5}, {1: 1.0}, {1: 0.3333333333333333, 2: 0.6666666666666666})
+    """
+    start, stop = rank * written, (rank + 1) * written  # in parts of which each old rank has `ranks`
+    return {
+        source: (min(stop, (source + 1) * ranks) - max(start, source * ranks)) / written
+        for source in range(start // ranks, -(-stop // ranks))
+    }
+
+
+def reducers(tree: Any, path: str = "state") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Give what ``Reducer.state_dict()`` gave, wherever it is in a tree, with its place."""
+    if isinstance(tree, dict):
+        if "schema" in tree and all(_holds_arrays(tree.get(kind)) for kind in STATES):
+            yield path, tree
+            return
+        for key, own in tree.items():
+            yield from reducers(own, f"{path}[{key!r}]")
+    elif isinstance(tree, list | tuple):
+        for place, own in enumerate(tree):
+            yield from reducers(own, f"{path}[{place}]")
+
+
+def shared_anew(state: Any, parts: Iterable[tuple[float, RankFile]]) -> Any:
+    """Give a state of which what reducers hold is replaced by the weighted sums over files, made in float64."""
+    sums: dict[tuple[str, str, str], Any] = {}
+    for weight, file in parts:
+        for path, own in reducers(file.tree()):
+            for kind in STATES:
+                for name, leaf in own[kind].items():
+                    share = weight * file.read(leaf).astype(np.float64)
+                    sums[path, kind, name] = sums.get((path, kind, name), 0.0) + share
+    for path, own in reducers(state):
+        for kind in STATES:
+            own[kind] = {name: np.asarray(sums[path, kind, name], old.dtype) for name, old in own[kind].items()}
+    return state
+
+
+def _holds_arrays(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(own, np.ndarray | Leaf) for own in value.values())
