@@ -1,7 +1,7 @@
 """Medians of samples whose distribution nobody knows, and how sure they are."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,4 +82,42 @@ def ratio_interval(samples: Sequence[float], others: Sequence[float]) -> tuple[f
     drawn = np.random.default_rng(0).integers(number, size=(_RESAMPLED, number))
     medians: list[NDArray[np.float64]] = [np.median(np.asarray(own)[drawn], axis=1) for own in (samples, others)]
     low, high = np.percentile(medians[0] / medians[1], [2.5, 97.5])
+    return float(low), float(high)
+
+
+def block_interval(
+    value: Callable[..., np.floating | float], *samples: NDArray[np.float64]
+) -> tuple[float, float] | None:
+    """Give the 95 % interval of what is computed from samples that were taken block by block, in turn.
+
+    By bootstrap: whole blocks are drawn anew, with repetition and of all samples alike. Steps of a block are like each
+    other, and what fell on all blocks of a round alike falls out.
+
+    Parameters
+    ----------
+    value : callable
+        Is given as many arrays as there are samples.
+    *samples : array, shape (blocks, ...)
+        With as many blocks each.
+
+    Returns
+    -------
+    tuple of float or None
+        None where there are too few blocks, or some of what was drawn has no finite value.
+
+    Examples
+    --------
+    >>> block_interval(np.median, np.array([[1.0, 2.0, 3.0]] * 6))
+    (2.0, 2.0)
+    >>> block_interval(np.median, np.ones((5, 100))) is None
+    True
+    """
+    number = len(samples[0])
+    if number < LEAST:
+        return None
+    drawn = np.random.default_rng(0).integers(number, size=(_RESAMPLED, number))
+    values = [float(value(*(own[blocks] for own in samples))) for blocks in drawn]
+    if not np.isfinite(values).all():
+        return None
+    low, high = np.percentile(values, [2.5, 97.5])
     return float(low), float(high)

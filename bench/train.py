@@ -103,6 +103,7 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
         settings.collective,
         settings.policy,
         comm=transport,
+        overlap=False,  # phases are to add up to the step
         seed=settings.seed,
     )
     parameters = [parameter for group_ in optimizer.param_groups for parameter in group_["params"]]

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from mpicomp.collectives import bind, fitting
 from mpicomp.compressors import (
     Compressor,
+    Quantiser,
     Scope,
     Selection,
     SharedSparsifier,
@@ -82,6 +83,8 @@ def checks(compressor: Compressor) -> list[Check]:
         laws += [check_selection, check_awkward_arrays, check_input_is_left_alone, check_message, check_memory]
     if isinstance(compressor, SharedSparsifier):
         laws += [check_positions]
+    if isinstance(compressor, Quantiser):
+        laws += [check_packing]
     laws += [check_nothing_is_lost, check_feedback_contracts, check_bad_gradients_are_undone]
     return [Check(law, compressor) for law in laws]
 
@@ -206,6 +209,35 @@ def check_positions(compressor: SharedSparsifier) -> None:
             seen.append(ranks[0])
         if 10 <= count < numel:
             assert not np.array_equal(seen[0], seen[1]), "positions are the same at every step: most are never sent"
+
+
+def check_packing(compressor: Quantiser) -> None:
+    """Check that receivers see what the sender takes for sent, and that lost energy is what they miss, at most all."""
+    awkward_arrays = [array.astype(dtype) for array in awkward().values() for dtype in _DTYPES]
+    for array in _arrays() + awkward_arrays:
+        where = f"for an array of {array.size} {array.dtype.name}"
+        size = compressor.packed_bytes(array.size)
+        assert size % 8 == 0, f"packed_bytes gives {size}, no multiple of 8, {where}"
+        first, second = np.zeros(size, np.uint8), np.full(size, 255, np.uint8)
+        before, sent, received = array.copy(), np.empty_like(array), np.empty_like(array)
+        lost = compressor.pack(array, first, sent)
+        compressor.pack(array, second, sent)
+        assert array.tobytes() == before.tobytes(), f"pack wrote to the array {where}"
+        assert np.array_equal(first, second), f"pack leaves some of the message as it was {where}"
+        compressor.unpack(first, received)
+        assert np.array_equal(received, sent, equal_nan=True), f"receivers see other values than the sender {where}"
+        total = np.ones_like(array)
+        compressor.unpack_add(first, 0.5, total)
+        expected = 1 + received.astype(np.float64) / 2
+        close = np.allclose(total, expected, rtol=_PRECISION[array.dtype], equal_nan=True)
+        assert close, f"unpack_add adds something else {where}"
+        if np.isfinite(array).all():
+            energy, missed = _norm2(array), _norm2(array - sent)
+            assert abs(lost - missed) <= 1e-5 * energy, f"lost energy is {missed}, pack says {lost} {where}"
+            if compressor.feedback:
+                assert missed <= energy * (1 + 1e-5), f"more is lost than there was {where}"
+        else:
+            assert not np.isfinite(sent).all(), f"NaN or infinity is lost {where}"
 
 
 def check_nothing_is_lost(compressor: Compressor) -> None:

@@ -199,3 +199,36 @@ def region_bounds(selected, numel):
     ranks = len(selected)
     cuts = [[own[place * len(own) // ranks] for place in range(1, ranks)] for own in selected if own]
     return [0, *(math.floor(sum(column) / len(cuts)) for column in zip(*cuts, strict=True)), numel]
+
+
+def scaled_signs(array, block):
+    """Every element's sign, times the mean magnitude of its block, which travels in float32."""
+    out = np.empty(len(array))
+    for start in range(0, len(array), block):
+        part = [float(value) for value in array[start : start + block]]
+        scale = float(np.float32(sum(abs(value) for value in part) / len(part)))
+        for place, value in enumerate(part):
+            out[start + place] = math.copysign(scale, value)
+    return out
+
+
+def two_phase_step(gradients, residuals, block):
+    """One step of signs in two phases: the mean, and the new residuals, in float64."""
+    accumulated = [np.asarray(g, np.float64) + r for g, r in zip(gradients, residuals, strict=True)]
+    numel, ranks = accumulated[0].size, len(accumulated)
+    mean, left = np.zeros(numel), [np.zeros(numel) for _ in accumulated]
+    least, more = divmod(numel, ranks)
+    start = 0
+    for owner in range(ranks):
+        part = slice(start, start + least + (owner < more))
+        total = accumulated[owner][part].copy()
+        for rank, array in enumerate(accumulated):
+            if rank != owner:
+                seen = scaled_signs(array[part], block)
+                total += seen
+                left[rank][part] = array[part] - seen
+        exact = total / ranks
+        mean[part] = scaled_signs(exact, block)
+        left[owner][part] = ranks * (exact - mean[part])
+        start = part.stop
+    return mean, left

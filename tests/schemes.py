@@ -42,6 +42,9 @@ OWN = [
     mpicomp.Threshold(limit=1.5),
     mpicomp.RandomK(ratio=0.05),
     mpicomp.BlockRandomK(ratio=0.05, wire="bf16"),
+    mpicomp.OneBit(),
+    mpicomp.OneBit(block=64),
+    mpicomp.PowerSGD(),
 ]
 UNBIASED = [  # refused with error feedback
     mpicomp.RandomK(ratio=0.3, scaled=True),

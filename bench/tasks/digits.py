@@ -53,15 +53,15 @@ class Digits:
 
     def __init__(self, seed: int = 0, data: str | os.PathLike[str] | None = None) -> None:
         self.seed = seed
-        x, labels = _bundled() if data is None else _load(os.fsdecode(data))
+        x, labels = _bundled(self.name) if data is None else _load(self.name, os.fsdecode(data))
         classes, y = np.unique(labels, return_inverse=True)
         if len(classes) < 2:
-            raise ValueError(f"digits: labels must hold at least 2 classes, got {len(classes)}")
+            raise ValueError(f"{self.name}: labels must hold at least 2 classes, got {len(classes)}")
         held_out = int(len(x) * _HELD_OUT)
         if held_out < 1 or len(x) - held_out < self.batch_size:
             least = next(n for n in range(10**6) if n - int(n * _HELD_OUT) >= self.batch_size)
             raise ValueError(
-                f"digits: {len(x)} samples are too few for a held-out quarter and a batch of "
+                f"{self.name}: {len(x)} samples are too few for a held-out quarter and a batch of "
                 f"{self.batch_size}: at least {least} are needed"
             )
         order = np.random.default_rng(_SPLIT_SEED).permutation(len(x))
@@ -136,20 +136,20 @@ class Digits:
         return right / len(labels)
 
 
-def _bundled() -> tuple[np.ndarray, np.ndarray]:
+def _bundled(task: str) -> tuple[np.ndarray, np.ndarray]:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
-        raise ImportError("digits: the images come with scikit-learn: pip install 'mpicomp[bench]'") from error
+        raise ImportError(f"{task}: the images come with scikit-learn: pip install 'mpicomp[bench]'") from error
     bunch = load_digits()
     return bunch.images, bunch.target
 
 
-def _load(path: str) -> tuple[np.ndarray, np.ndarray]:
+def _load(task: str, path: str) -> tuple[np.ndarray, np.ndarray]:
     """Read the user's arrays and check all that does not depend on their number."""
     expected = "expected an .npz file with arrays x and y"
     if not os.path.exists(path):
-        raise ValueError(f"digits: data: {path!r} does not exist; {expected}")
+        raise ValueError(f"{task}: data: {path!r} does not exist; {expected}")
     try:
         # Opened here, since NumPy leaves a broken archive open. Pickles stay refused.
         with open(path, "rb") as file:
@@ -160,22 +160,22 @@ def _load(path: str) -> tuple[np.ndarray, np.ndarray]:
             if missing:
                 found = ", ".join(archive.files) or "nothing"
                 raise _MissingError(
-                    f"digits: data: {path!r} lacks {' and '.join(missing)}, it holds {found}; {expected}"
+                    f"{task}: data: {path!r} lacks {' and '.join(missing)}, it holds {found}; {expected}"
                 )
             x, y = archive["x"], archive["y"]
     except _MissingError:
         raise
     except (OSError, ValueError, EOFError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"digits: data: cannot read {path!r} ({reason}); {expected}") from error
+        raise ValueError(f"{task}: data: cannot read {path!r} ({reason}); {expected}") from error
     if x.dtype.kind not in "biuf":
-        raise ValueError(f"digits: data: x must be numbers, got dtype {x.dtype}")
+        raise ValueError(f"{task}: data: x must be numbers, got dtype {x.dtype}")
     if x.ndim not in (2, 3, 4) or 0 in x.shape[1:]:
-        raise ValueError(f"digits: data: x must have shape (n, h, w), (n, c, h, w) or (n, features), got {x.shape}")
+        raise ValueError(f"{task}: data: x must have shape (n, h, w), (n, c, h, w) or (n, features), got {x.shape}")
     if y.ndim != 1 or y.dtype.kind not in "iu":
-        raise ValueError(f"digits: data: y must be n integer labels, got dtype {y.dtype} of shape {y.shape}")
+        raise ValueError(f"{task}: data: y must be n integer labels, got dtype {y.dtype} of shape {y.shape}")
     if len(x) != len(y):
-        raise ValueError(f"digits: data: x and y must be equally long, got {len(x)} samples and {len(y)} labels")
+        raise ValueError(f"{task}: data: x and y must be equally long, got {len(x)} samples and {len(y)} labels")
     if not np.isfinite(x).all():
-        raise ValueError("digits: data: x must be finite, it holds NaN or infinity")
+        raise ValueError(f"{task}: data: x must be finite, it holds NaN or infinity")
     return x, y

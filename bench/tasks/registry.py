@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _TASKS = {
     "digits": ("mpicomp.bench.tasks.digits", "Digits"),
     "text-lstm": ("mpicomp.bench.tasks.text", "TextLSTM"),
+    "vgg": ("mpicomp.bench.tasks.vgg", "VGG"),
 }
 
 
@@ -23,7 +24,7 @@ def list_tasks() -> list[str]:
     Examples
     --------
     >>> list_tasks()
-    ['digits', 'text-lstm']
+    ['digits', 'text-lstm', 'vgg']
     """
     return sorted(_TASKS)
 
@@ -51,7 +52,7 @@ def get_task(name: str, seed: int = 0, data: str | os.PathLike[str] | None = Non
     --------
     >>> get_task("digit")
     Traceback (most recent call last):
-    ValueError: train: unknown task 'digit'; did you mean 'digits'? Known: digits, text-lstm
+    ValueError: train: unknown task 'digit'; did you mean 'digits'? Known: digits, text-lstm, vgg
     """
     if name not in _TASKS:
         # cutoff 0: even a distant guess names something that exists.

@@ -24,6 +24,8 @@ class Task(Protocol):
     """Direction in which the quality improves."""
     steps: int
     """Number of steps for which the optimiser was tuned."""
+    batch_size: int
+    """Samples a rank sees in a step."""
     clip: float | None
     """Largest L2 norm of the averaged gradient, applied between exchange and update; None for no clipping."""
 

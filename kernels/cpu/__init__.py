@@ -20,6 +20,7 @@ from mpicomp.kernels.cpu.merge import (
 from mpicomp.kernels.cpu.moments import Moments, logarithms
 from mpicomp.kernels.cpu.scatter import clear_at, gather, scatter_add, subtract_at
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest
+from mpicomp.kernels.cpu.signs import pack_signs, unpack_signs, unpack_signs_add
 from mpicomp.kernels.cpu.spectrum import BINS, edges, spectrum
 from mpicomp.kernels.cpu.sweep import energy, momentum, scale, share_rounding
 from mpicomp.kernels.cpu.tail import Tail, select_above, select_listed, tail
@@ -51,6 +52,7 @@ __all__ = [
     "momentum",
     "narrow",
     "norm_change",
+    "pack_signs",
     "scale",
     "scatter_add",
     "select_above",
@@ -62,6 +64,8 @@ __all__ = [
     "split_largest",
     "subtract_at",
     "tail",
+    "unpack_signs",
+    "unpack_signs_add",
     "widen",
     "widen_add",
 ]

@@ -16,6 +16,7 @@ from mpicomp.kernels.gpu.moments import Moments, logarithms
 from mpicomp.kernels.gpu.scatter import clear_at, gather, scatter_add, subtract_at
 from mpicomp.kernels.gpu.select import kth_magnitude, select_candidates, select_largest
 from mpicomp.kernels.gpu.sidco import Estimate, sidco
+from mpicomp.kernels.gpu.signs import pack_signs, unpack_signs, unpack_signs_add
 from mpicomp.kernels.gpu.spectrum import spectrum
 from mpicomp.kernels.gpu.sweep import energy, momentum, scale, share_rounding
 from mpicomp.kernels.gpu.tail import Tail, select_above, select_listed, tail
@@ -43,6 +44,7 @@ __all__ = [
     "mask_of",
     "momentum",
     "narrow",
+    "pack_signs",
     "scale",
     "scatter_add",
     "select_above",
@@ -55,6 +57,8 @@ __all__ = [
     "subtract_at",
     "tail",
     "topk",
+    "unpack_signs",
+    "unpack_signs_add",
     "widen",
     "widen_add",
 ]

@@ -8,9 +8,9 @@ import argparse
 import importlib
 from typing import Any
 
-HELP = "measure kernels, estimated thresholds, and exchanges among ranks"
+HELP = "measure kernels, estimated thresholds, exchanges among ranks, and training with them"
 
-BENCHMARKS = ("kernels", "estimators", "collectives", "regret", "change")
+BENCHMARKS = ("kernels", "estimators", "collectives", "training", "regret", "change")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         metavar="D[,..]",
-        help="laplace, gamma, normal, student; digits and text-lstm for the gradients of their training (all)",
+        help="laplace, gamma, normal, student; digits, text-lstm and vgg for the gradients of their training (all)",
     )
     parser.add_argument(
         "--gradients", metavar="F.npz", help="gradients of your own, in place of --data: arrays of (steps, elements)"

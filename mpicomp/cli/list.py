@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _inner(collective: str) -> list[str]:
     """Give the collectives that one may be built upon."""
     from mpicomp.collectives import variants
-    from mpicomp.compressors import Dense, TopK
+    from mpicomp.compressors import get_compressor, list_compressors
 
-    names = [name for example in (TopK(), Dense()) for name in variants(example)]
+    names = [name for compressor in list_compressors() for name in variants(get_compressor(compressor))]
     inner = (name.split(":") for name in names if name.startswith(f"{collective}:"))
     return sorted({words[1] for words in inner})

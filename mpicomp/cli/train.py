@@ -8,14 +8,14 @@ HELP = "train a real model on real data with compressed exchange, and say whethe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--task", default="text-lstm", help="digits or text-lstm (default: text-lstm)")
+    parser.add_argument("--task", default="text-lstm", help="digits, text-lstm or vgg (default: text-lstm)")
     parser.add_argument("--compressor", help="a name from `mpicomp list`, or its configuration as JSON")
     parser.add_argument("--ratio", type=float, help="kept fraction in (0, 1], where the compressor has one (0.01)")
     parser.add_argument("--collective", default="auto", help="a name from `mpicomp list`, or auto (default)")
     parser.add_argument("--policy", help="static where a compressor is named, auto where none is")
     parser.add_argument("--steps", type=int, help="number of steps (default: what the task is tuned for)")
     parser.add_argument("--seed", type=int, default=0, help="of the model, the batches and the schemes (0)")
-    parser.add_argument("--data", metavar="PATH", help="your own text (text-lstm) or npz (digits)")
+    parser.add_argument("--data", metavar="PATH", help="your own text (text-lstm) or npz (digits, vgg)")
     parser.add_argument("--json", metavar="F", help="write the outcome to F as one JSON object")
     parser.add_argument("--metrics", metavar="F", help="write a JSON line a step to F")
 

@@ -6,6 +6,7 @@ from mpicomp.collectives.allgather import Allgather
 from mpicomp.collectives.allreduce import Allreduce
 from mpicomp.collectives.gtopk import Gtopk
 from mpicomp.collectives.hierarchical import Hierarchical
+from mpicomp.collectives.low_rank import LowRank
 from mpicomp.collectives.oktopk import Oktopk
 from mpicomp.collectives.parameter_server import ParameterServer
 from mpicomp.collectives.recursive_doubling import RecursiveDoubling
@@ -15,6 +16,7 @@ from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
 from mpicomp.collectives.shared import SharedPositions
 from mpicomp.collectives.star_topk import StarTopk
+from mpicomp.collectives.two_phase import TwoPhase
 from mpicomp.collectives.var_topk import VarTopk
 from mpicomp.compressors.base import Compressor, SharedSparsifier
 from mpicomp.compressors.dense import Dense
@@ -49,6 +51,8 @@ _classes: dict[str, type[Scheme[Any]]] = {
         Oktopk,
         Ring,
         RecursiveDoubling,
+        TwoPhase,
+        LowRank,
         ParameterServer,
         Hierarchical,
     )

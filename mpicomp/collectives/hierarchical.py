@@ -40,7 +40,7 @@ class Hierarchical(Scheme[Compressor]):
     -----
     With sparse messages error feedback moves inside a host: an owner's accumulated array becomes the host's sum in its
     own slice and zero elsewhere, and that of a rank that owns nothing zero everywhere. ``sent``, the gain and the
-    residuals are of these arrays, whose sum over ranks is what it was. With dense messages nothing moves:
+    residuals are of these arrays, whose sum over ranks is what it was. With dense and packed messages nothing moves:
     an owner's ``sent`` is all of its array but what the inner collective kept back of the host's sum, other ranks
     have sent all they had.
 
@@ -192,7 +192,7 @@ class Hierarchical(Scheme[Compressor]):
                 return Accumulated(buffer, total[:owned], pieces, stale > 0, accumulated.threads)
             buffer = workspace.array("slice", owned + TAIL, accumulated.dtype)
             np.add(total[:owned], incoming[-1, :owned], out=buffer[:owned])
-        if total.size == owned and getattr(self.compressor, "wire", None) is not None:
+        if total.size == owned and self.compressor != Dense():
             energy = cpu.energy(buffer[:owned])  # what the rounding of this slice is a share of
         return Accumulated.ready(buffer, energy, lost, nonfinite == 0, stale > 0)
 

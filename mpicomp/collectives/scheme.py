@@ -73,7 +73,9 @@ class Scheme(ABC, Generic[CompressorType]):
     paper: ClassVar[str]
     """Where it comes from, and what is done differently."""
     messages: ClassVar[str]
-    """The kind of message that it carries: ``"dense"`` (``"shared"`` ones too), ``"sparse"`` or ``"any"``."""
+    """The kind of message that it carries: ``"dense"`` (``"shared"`` ones too), ``"sparse"``, ``"packed"`` or
+    ``"any"``; several with " or " between them.
+    """
 
     def __init__(self, compressor: CompressorType) -> None:
         self.compressor = compressor
@@ -81,7 +83,7 @@ class Scheme(ABC, Generic[CompressorType]):
     @classmethod
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
         """Tell whether a compressor's messages fit; asked of a class, whether they do for some of its parameters."""
-        return cls.messages in ("any", compressor.message)
+        return cls.messages == "any" or compressor.message in cls.messages.split(" or ")
 
     @classmethod
     def upon(cls, compressor: Compressor) -> Compressor | None:

@@ -1,12 +1,14 @@
 """Compressors: one file each, one registry. They turn arrays into messages and know no MPI."""
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Entry, Scope, Selection, SharedSparsifier, Sparsifier
+from mpicomp.compressors.base import Compressor, Entry, Quantiser, Scope, Selection, SharedSparsifier, Sparsifier
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.dgc import DGC
 from mpicomp.compressors.gaussiank import GaussianK
 from mpicomp.compressors.mstopk import MSTopK
+from mpicomp.compressors.onebit import OneBit
+from mpicomp.compressors.powersgd import PowerSGD
 from mpicomp.compressors.randomk import BlockRandomK, RandomK
 from mpicomp.compressors.redsync import RedSync
 from mpicomp.compressors.registry import (
@@ -29,6 +31,9 @@ __all__ = [
     "Entry",
     "GaussianK",
     "MSTopK",
+    "OneBit",
+    "PowerSGD",
+    "Quantiser",
     "RandomK",
     "RedSync",
     "SIDCo",

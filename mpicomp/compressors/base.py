@@ -77,9 +77,11 @@ class Compressor(ABC):
     id: ClassVar[str]
     """The name in the registry."""
     family: ClassVar[str]
-    """``"dense"``, ``"sparsifier"`` ..."""
+    """``"dense"``, ``"sparsifier"``, ``"quantiser"`` ..."""
     message: ClassVar[str]
-    """What travels: ``"dense"`` (an array that ranks can sum) or ``"sparse"`` (indices and values)."""
+    """What travels: ``"dense"`` (an array that ranks can sum), ``"shared"`` (a short one), ``"sparse"`` (indices and
+    values) or ``"packed"`` (all elements, in few bits).
+    """
     paper: ClassVar[str]
     """Where it comes from, and what is done differently."""
 
@@ -104,8 +106,13 @@ class Compressor(ABC):
         """What happens to gradients before they are added to the residual: nothing, if not said otherwise."""
         return Entry()
 
-    def within(self, names: Sequence[str], sizes: Sequence[int]) -> "Compressor":
-        """Give the compressor for a bucket of these parameters: itself, unless its parameters differ by layer."""
+    def within(
+        self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()
+    ) -> "Compressor":
+        """Give the compressor for a bucket of these parameters: itself, unless their names or shapes matter to it.
+
+        Without shapes each has one dimension.
+        """
         return self
 
     @abstractmethod
@@ -253,6 +260,59 @@ class SharedSparsifier(Compressor):
     def weights(self, numel: int) -> NDArray[np.floating] | float:
         """Give what values are multiplied by before they are sent; the receiver adds them as they are."""
         return 1.0
+
+
+@dataclass(frozen=True, repr=False)
+class Quantiser(Compressor):
+    """A compressor that sends every element, in few bits.
+
+    To add one: derive from it and give `packed_bytes`, `pack`, `unpack` and `unpack_add`. What is packed depends on the
+    array alone, and its length on the array's.
+    """
+
+    family: ClassVar[str] = "quantiser"
+    message: ClassVar[str] = "packed"
+
+    @property
+    def feedback(self) -> bool:
+        """What rounding takes has to be kept."""
+        return True
+
+    def wire_bytes_per_element(self, itemsize: int) -> float:
+        """Give the bytes of an element in a bucket of 2**20."""
+        return self.packed_bytes(1 << 20) / (1 << 20)
+
+    @abstractmethod
+    def packed_bytes(self, numel: int) -> int:
+        """Give the number of bytes that ``numel`` elements are packed into: a multiple of 8; 0 for none."""
+
+    @abstractmethod
+    def pack(self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating]) -> float:
+        """Pack an array.
+
+        Parameters
+        ----------
+        array : array, shape (n,)
+            float32 or float64; it may be empty. Not to be written to.
+        message : array of uint8, shape (packed_bytes(n),)
+            Receives what travels; aligned to 8 bytes. All of it is written to.
+        sent : array, shape (n,)
+            Receives what `unpack` makes of the message, bit for bit. Where an element of ``array`` is NaN or infinite,
+            some of it is.
+
+        Returns
+        -------
+        float
+            Squared L2 norm of ``array - sent``; NaN or infinite where an element is.
+        """
+
+    @abstractmethod
+    def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
+        """Write what was packed to an array of the same length and dtype."""
+
+    @abstractmethod
+    def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
+        """Add ``factor`` times what was packed to an array of the same length and dtype."""
 
 
 def check_ratio(subsystem: str, ratio: object) -> float:

@@ -63,7 +63,7 @@ class TopK(Sparsifier):
             ratios = {str(name): check_ratio(f"topk: layers['{name}']", own) for name, own in self.layers.items()}
             object.__setattr__(self, "layers", ratios)
 
-    def within(self, names: Sequence[str], sizes: Sequence[int]) -> "TopK":
+    def within(self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> "TopK":
         """Give the compressor for a bucket of these parameters; see `Compressor.within`."""
         if not self.layers:
             return self

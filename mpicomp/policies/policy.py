@@ -1,7 +1,7 @@
 """What a policy is: it says which scheme each bucket uses in a step."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +37,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Shape:
-    """A bucket: the names and lengths of its parameters, and the dtype in which they are exchanged."""
+    """A bucket: names, lengths and shapes of its parameters, and the dtype in which they are exchanged."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     dtype: np.dtype[Any]
 
     @property
@@ -75,6 +76,13 @@ class Policy(ABC):
     @abstractmethod
     def plan(self, bucket: int) -> Plan:
         """Give a bucket's plan for this step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what has to survive a restart, JSON-able; not the cost model."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:  # noqa: B027, most have none
+        """Take up what `state_dict` gave, and a cost model where there is one. Not collective."""
 
     def learn(self, plans: Sequence[Plan], times: NDArray[np.float64]) -> None:  # noqa: B027, most have nothing to learn
         """Learn what a step took.

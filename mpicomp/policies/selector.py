@@ -1,7 +1,7 @@
 """The collective of least predicted time, chosen anew at every step."""
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ _CURIOUS = (
     1 / 64,
 )  # plans that may be explored after a start or a change of the network, and for each step learnt from
 _SETTLED = 2  # steps of a plan that teach nothing: buffers are made, and compressors find their bounds
-_LEARNING_S, _WORTH, _SELDOM = 300e-6, 0.02, 6  # what learning from a step takes, of a step at most; one in six is
+_LEARNING_S, _WORTH, _SELDOM = 500e-6, 0.01, 6  # what learning from a step takes, of a step at most; one in six is
 _TOO_SLOW = 3.0  # times the least predicted seconds: such plans are not run to see whether the prediction is right
 
 
@@ -96,7 +96,7 @@ class Selector(Policy):
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`. Links, operations and kernels are measured where they are not known."""
         group = transport.group
-        own = [self._compressor.within(shape.names, shape.sizes) for shape in shapes]
+        own = [self._compressor.within(shape.names, shape.sizes, shape.shapes) for shape in shapes]
         self._schemes = [self._all(compressor, group) for compressor in own]  # what is preferred comes first
         self._candidates = []
         if group.size == 1 or not transport.probes:
@@ -153,6 +153,10 @@ class Selector(Policy):
             expected_s += candidates.prediction(turn.place).seconds
         self._every = min(_SELDOM, math.ceil(_LEARNING_S * len(plans) / (_WORTH * expected_s)))
         self._curious = min(self._curious + _CURIOUS[1], _CURIOUS[0])
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
+        """See `Policy.load_state_dict`: a cost model counts where none is known yet, that of rank 0."""
+        self._given = cost or self._given
 
     def _choose(self, candidates: Candidates, turn: _Turn) -> str:
         """Give a bucket its turn, and the reason."""

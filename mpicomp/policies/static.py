@@ -35,7 +35,7 @@ class Static(Policy):
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`; there are no rounds."""
-        own = [self._compressor.within(shape.names, shape.sizes) for shape in shapes]
+        own = [self._compressor.within(shape.names, shape.sizes, shape.shapes) for shape in shapes]
         self._plans = [Plan(bind(compressor, self._collective), "static: pinned") for compressor in own]
         return
         yield

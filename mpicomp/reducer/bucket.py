@@ -52,7 +52,7 @@ class Bucket:
     def shape(self) -> Shape:
         """What a policy has to know of it."""
         names, sizes = tuple(m.name for m in self.members), tuple(m.numel for m in self.members)
-        return Shape(names, sizes, self.dtype)
+        return Shape(names, sizes, tuple(m.shape for m in self.members), self.dtype)
 
     def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> Accumulated:
         """Give gradient plus residual.

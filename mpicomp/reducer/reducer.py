@@ -1,33 +1,26 @@
 """The reducer: gradients in, their mean over ranks out, and nothing lost in between."""
 
-import copy
-import math
 import time
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import Described, describe, from_host, to_host
-from mpicomp.collectives import Context, Result, Round, dense_ring_bytes
 from mpicomp.compressors import Compressor, Dense, get_compressor
 from mpicomp.cost import CostModel
-from mpicomp.errors import ClosedError, ConfigurationError, MpicompError, NonFiniteError, UnknownNameError
-from mpicomp.policies import Plan, Policy, Selector, Static, list_policies
-from mpicomp.reducer.agreement import Signature, agree
-from mpicomp.reducer.bucket import Bucket, make_buckets
-from mpicomp.reducer.record import BucketRecord, StepRecord
+from mpicomp.errors import ClosedError, ConfigurationError, UnknownNameError
+from mpicomp.policies import Policy, Selector, Static, list_policies
+from mpicomp.reducer.layout import Layout
+from mpicomp.reducer.record import StepRecord
+from mpicomp.reducer.step import Core, Rounds, Step
+from mpicomp.reducer.stream import Stream
 from mpicomp.reducer.timer import Timer
 from mpicomp.transport import Transport
-from mpicomp.transport.base import Asked
+from mpicomp.transport.interleave import ProgressThread
 
 _NONFINITE = ("raise", "skip", "pass")
 _SCHEMA = 1
-_STATES = ("residuals", "velocities")  # arrays that live from step to step, each a method of Bucket
-
-Rounds = Generator[Asked, Any, Any]
 
 
 class Reducer:
@@ -115,20 +108,15 @@ class Reducer:
             raise ConfigurationError(f"reducer: threads must be at least 1, got {threads!r}")
         self._compressor = Dense() if compressor is None else get_compressor(compressor)
         self._feedback = self._compressor.feedback if feedback is None else feedback
-        self._policy: Policy
+        chosen: Policy
         if collective == "auto":
-            self._policy = Selector(self._compressor, None, self._feedback, cost)
+            chosen = Selector(self._compressor, None, self._feedback, cost)
         elif cost is not None:
-            self._policy = Selector(self._compressor, [collective], self._feedback, cost)
+            chosen = Selector(self._compressor, [collective], self._feedback, cost)
         else:
-            self._policy = Static(self._compressor, collective)
-        self._entry = self._compressor.entry
+            chosen = Static(self._compressor, collective)
         _check_feedback(self._compressor, self._feedback)
-        self._nonfinite = nonfinite
-        self._bucket_bytes = bucket_bytes
-        self._seed = seed
-        self._threads = threads
-        self._settings = {
+        settings = {
             "compressor": self._compressor.get_config(),
             "collective": collective,
             "feedback": self._feedback,
@@ -136,18 +124,13 @@ class Reducer:
             "bucket_bytes": bucket_bytes,
             "seed": seed,
         }
-        self._members: list[Described] | None = None
-        self._buckets: list[Bucket] = []
-        self._kept: dict[str, dict[str, NDArray[np.floating]]] = {kind: {} for kind in _STATES}
-        self._memories: dict[str, dict[str, Any]] = {}
-        self._delivered: dict[str, NDArray[np.uint16]] = {}
-        self._step = 0
         self._closed = False
-        self.last_step: StepRecord | None = None
-        """What the last call of `reduce` did on this rank."""
         self._owned = not isinstance(comm, Transport)
-        self._transport = _transport(comm)
-        self._timer = Timer(self._transport.group.size)
+        transport = _transport(comm)
+        entry = self._compressor.entry
+        layout = Layout(self._feedback, bucket_bytes, entry, threads)
+        timer = Timer(transport.group.size)
+        self._core = Core(settings, nonfinite, seed, entry, layout, chosen, transport, timer)
 
     @property
     def compressor(self) -> Compressor:
@@ -162,14 +145,27 @@ class Reducer:
     @property
     def cost(self) -> CostModel | None:
         """What is known of links, operations and kernels; None before the first step or where nothing is predicted."""
-        return self._policy.cost
+        return self._core.policy.cost
 
     @property
     def transport(self) -> Transport:
         """What runs the rounds."""
-        return self._transport
+        return self._core.transport
 
-    def reduce(self, gradients: Mapping[str, Any], lr: float | None = None) -> dict[str, Any]:
+    @property
+    def last_step(self) -> StepRecord | None:
+        """What the last call of `reduce` did on this rank."""
+        return self._core.last_step
+
+    def reduce(
+        self,
+        gradients: Mapping[str, Any],
+        lr: float | None = None,
+        *,
+        absent: Collection[str] = (),
+        scale: float = 1.0,
+        finite: bool = True,
+    ) -> dict[str, Any]:
         """Average gradients over the ranks.
 
         Collective: all ranks call it with the same names, shapes and dtypes, in the same order at the first call.
@@ -182,12 +178,21 @@ class Reducer:
             modified. 16-bit ones are summed, and their residuals kept, in float32.
         lr : float, optional
             The learning rate of this step, for the record and for policies.
+        absent : collection of str
+            Names for which this rank has no gradient; their arrays are zeros. Ranks may differ in it.
+        scale : float
+            What gradients are multiplied by first, the same on all ranks: the means, and what is kept of gradients, are
+            of that.
+        finite : bool
+            False where something else that belongs to this step is known not to be finite, on all ranks: it is then
+            treated as if a gradient were not.
 
         Returns
         -------
         dict of str to array
             The means: of the kind, dtype and shape of the gradients, valid until the next call. NumPy arrays are
-            read-only; torch and CuPy know no such thing, and theirs are not to be written to either.
+            read-only; torch and CuPy know no such thing, and theirs are not to be written to either. Names that
+            are absent on all ranks are left out, unless something is delivered that was kept back earlier.
 
         Raises
         ------
@@ -200,64 +205,58 @@ class Reducer:
         ClosedError
             After `close`.
         """
-        means: dict[str, Any] = self._transport.run(self.rounds(gradients, lr))
+        rounds = self.rounds(gradients, lr, absent=absent, scale=scale, finite=finite)
+        means: dict[str, Any] = self._core.transport.run(rounds)
         return means
 
-    def rounds(self, gradients: Mapping[str, Any], lr: float | None = None) -> Rounds:
+    def rounds(
+        self,
+        gradients: Mapping[str, Any],
+        lr: float | None = None,
+        *,
+        absent: Collection[str] = (),
+        scale: float = 1.0,
+        finite: bool = True,
+    ) -> Rounds:
         """Do what `reduce` does as a generator of rounds, for ranks that live in one process.
 
         See `mpicomp.transport.LocalWorld`.
         """
-        if self._closed:
-            raise ClosedError("reducer: it was closed; make a new one")
-        start = time.perf_counter()
-        log = self._transport.log
-        log.clear()
-        record = StepRecord(step=self._step, lr=lr)
-        members, problem = None, None
+        self._check_open()
+        begin = time.perf_counter()
+        step = Step(self._core, scale)
         try:
-            members = describe(gradients)
-            if not self._is_known(members):
-                self._check_residuals(members)
-        except MpicompError as error:
-            problem = error
-        stale = problem is not None or not self._is_known(members)
-
-        done = None
-        if self._buckets:
-            begin = time.perf_counter()
-            yield from self._policy.refresh(self._transport)
-            record.choosing_s += time.perf_counter() - begin
-            done = yield from self._exchange(None if stale else gradients, record)
-            stale = any(result.stale for result in done.results)
-        if not self._buckets or stale:  # without buckets no message could have carried the flag
-            record.buckets.clear()
-            yield from self._timer.drop()
-            signature = None if members is None else Signature(self._settings, members)
-            yield from agree(signature, problem, self._transport.group)
-            assert members is not None
-            record.agreed = True
-            record.overhead_bytes = sum(entry.sent_bytes for entry in log)
-            record.overhead_wire_bytes = sum(entry.wire_bytes for entry in log)
-            buckets = make_buckets(members, self._feedback, self._bucket_bytes, self._entry, self._threads)
-            yield from self._policy.start([bucket.shape for bucket in buckets], self._transport)
-            record.once_wire_bytes = sum(entry.wire_bytes for entry in log) - record.overhead_wire_bytes
-            self._adopt(members, buckets)
-            done = yield from self._exchange(gradients, record)
-        assert done is not None
-        self._step += 1
-        self.last_step = record
-        try:
-            means = self._finish(gradients, done, record)
-            if self._policy.measures:
-                begin = time.perf_counter()
-                sent_bytes = yield from self._timer.turn(self._policy, done.plans, done.times)
-                record.overhead_bytes += sent_bytes
-                record.overhead_wire_bytes += sent_bytes
-                record.choosing_s += time.perf_counter() - begin
-            return means
+            step.examine(gradients, absent)
+            if self._core.layout.buckets:
+                yield from step.refresh()
+                for bucket in self._core.layout.buckets:
+                    yield from step.exchange(bucket, step.of(bucket))
+            return (yield from step.conclude(lr, finite))
         finally:
-            record.seconds = time.perf_counter() - start
+            step.note_seconds(time.perf_counter() - begin)
+
+    def stream(self, thread: ProgressThread, scale: float = 1.0) -> Stream | None:
+        """Begin a step whose arrays are handed over one by one, and exchanged by a thread meanwhile.
+
+        Collective, as rounds are: between this and `Stream.finish` nothing else of this reducer may be called.
+
+        Parameters
+        ----------
+        thread : ProgressThread
+            On this reducer's transport, with one lane. It keeps its rounds apart from those of `reduce`.
+        scale : float
+            See `reduce`.
+
+        Returns
+        -------
+        Stream or None
+            None where all arrays have to be there first, the same on all ranks: at the first step, and where gradients
+            are clipped by the norm of all of them.
+        """
+        self._check_open()
+        if not self._core.layout.buckets or self._core.entry.clip is not None:
+            return None
+        return Stream(self._core, thread, scale)
 
     def residual(self, name: str) -> NDArray[np.floating]:
         """Give a copy of what error feedback holds for an array, shaped like it.
@@ -269,13 +268,7 @@ class Reducer:
         UnknownNameError
             Where no such array was reduced.
         """
-        for member in self._members or ():
-            if member.name == name:
-                held = self._held("residuals").get(name)
-                return np.zeros(member.shape, member.work_dtype) if held is None else held.reshape(member.shape).copy()
-        if name in self._kept["residuals"]:
-            return self._kept["residuals"][name].copy()
-        raise UnknownNameError("residual", name, [member.name for member in self._members or ()])
+        return self._core.layout.residual(name)
 
     def state_dict(self) -> dict[str, Any]:
         """Give what has to survive a restart, on this rank.
@@ -284,18 +277,22 @@ class Reducer:
         -------
         dict
             ``schema``, ``step``, ``settings``; ``residuals`` and ``velocities`` (of momentum correction): dicts of name
-            to array, copied; ``memories``: what compressors have learnt, by the first name of each bucket.
+            to array, copied; ``memories``: what compressors have learnt, by the first name of each bucket; ``policy``:
+            what the policy has; ``cost``: the cost model, or None.
         """
-        memories = {bucket.members[0].name: bucket.memory for bucket in self._buckets if bucket.memory}
+        core = self._core
         return {
             "schema": _SCHEMA,
-            "step": self._step,
-            "settings": dict(self._settings),
-            "memories": copy.deepcopy(self._memories | memories),
-        } | {kind: {name: own.copy() for name, own in self._states(kind).items()} for kind in _STATES}
+            "step": core.count,
+            "settings": dict(core.settings),
+            "policy": core.policy.state_dict(),
+            "cost": None if core.policy.cost is None else core.policy.cost.to_json(),
+        } | core.layout.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave. Each rank loads its own; not collective.
+
+        A cost model of another number of hosts is left out.
 
         Raises
         ------
@@ -304,204 +301,24 @@ class Reducer:
         """
         if not isinstance(state, Mapping) or state.get("schema") != _SCHEMA or "residuals" not in state:
             raise ConfigurationError("reducer: the state is not one that Reducer.state_dict gave; nothing was loaded")
-        loaded = {
-            kind: {name: np.array(value, copy=True) for name, value in state.get(kind, {}).items()} for kind in _STATES
-        }
-        for member in self._members or ():
-            for arrays in loaded.values():
-                held = arrays.get(member.name)
-                _check_shape(member, None if held is None else held.shape)
-        self._step = int(state["step"])
-        self._kept = loaded
-        self._memories = copy.deepcopy(dict(state.get("memories", {})))
-        for kind in _STATES:
-            for own in self._held(kind).values():
-                own[:] = 0
-        self._restore()
+        cost = None if state.get("cost") is None else CostModel.from_json(state["cost"])
+        if cost is not None and cost.network.hosts != self._core.transport.group.hosts:
+            cost = None
+        self._core.layout.load(state)
+        self._core.count = int(state["step"])
+        self._core.policy.load_state_dict(state.get("policy", {}), cost)
 
     def close(self) -> None:
         """Give back what it holds of MPI. Collective; a second call does nothing."""
         if not self._closed:
             self._closed = True
-            self._transport.run(self._timer.drop())
+            self._core.transport.run(self._core.timer.drop())
             if self._owned:
-                self._transport.close()
+                self._core.transport.close()
 
-    def _is_known(self, members: list[Described] | None) -> bool:
-        if members is None or self._members is None:
-            return False
-        return members == self._members or set(members) == set(self._members)
-
-    def _adopt(self, members: list[Described], buckets: list[Bucket]) -> None:
-        """Lay out buckets anew; residuals follow their names, and wait for those that are gone."""
-        for kind in _STATES:
-            self._kept[kind] = {name: own.copy() for name, own in self._states(kind).items()}
-        self._memories |= {bucket.members[0].name: bucket.memory for bucket in self._buckets}
-        self._members = members
-        self._buckets = buckets
-        self._delivered = {
-            member.name: np.empty(member.numel, np.uint16) for member in members if member.dtype.endswith("float16")
-        }
-        self._restore()
-
-    def _check_residuals(self, members: list[Described]) -> None:
-        """Refuse arrays whose residual has another shape."""
-        shapes = {name: residual.shape for name, residual in self._kept["residuals"].items()}
-        if self._feedback:
-            shapes |= {member.name: member.shape for member in self._members or ()}
-        for member in members:
-            _check_shape(member, shapes.get(member.name))
-
-    def _restore(self) -> None:
-        for kind in _STATES:
-            for name, own in self._held(kind).items():
-                if name in self._kept[kind]:
-                    own[:] = self._kept[kind].pop(name).reshape(-1)
-        for bucket in self._buckets:
-            bucket.memory = self._memories.pop(bucket.members[0].name, bucket.memory)
-
-    def _held(self, kind: str) -> dict[str, NDArray[np.floating]]:
-        """Give the buckets' arrays of a kind of state by name: flat, writable."""
-        if not self._feedback:
-            return {}
-        parts = (getattr(bucket, kind)() for bucket in self._buckets)
-        return {member.name: part for members in parts for member, part in members}
-
-    def _states(self, kind: str) -> dict[str, NDArray[np.floating]]:
-        """Give all arrays of a kind of state by name, in their shapes; those that wait for their names come last."""
-        shapes = {member.name: member.shape for member in self._members or ()}
-        held = {name: own.reshape(shapes[name]) for name, own in self._held(kind).items()}
-        empty = {name: np.zeros(shape) for name, shape in shapes.items() if 0 in shape and self._feedback}
-        return held | (empty if kind == "residuals" else {}) | self._kept[kind]
-
-    def _exchange(self, gradients: Mapping[str, Any] | None, record: StepRecord) -> Generator[Round, Any, "_Done"]:
-        """Exchange all buckets; None for the gradients takes part with zeros and asks all ranks to agree anew."""
-        done = _Done()
-        clock = self._transport.clock
-        last = clock()
-        arrays: dict[str, NDArray[Any]] = {}
-        if gradients is not None:
-            arrays = {member.name: to_host(gradients[member.name]) for member in self._members or ()}
-        scale = self._scale(arrays)
-        for bucket in self._buckets:
-            begin = time.perf_counter()
-            plan = self._policy.plan(bucket.index)
-            record.choosing_s += time.perf_counter() - begin
-            own = [arrays[member.name] for member in bucket.members] if gradients is not None else None
-            context = Context(
-                group=self._transport.group,
-                step=self._step,
-                bucket=bucket.index,
-                seed=self._seed,
-                memory=bucket.memory,
-                workspace=bucket.workspace,
-            )
-            start = clock()
-            result, phases = yield from _timed(plan.scheme.exchange(bucket.accumulate(own, scale), context), clock)
-            compress_s, decode_s, _ = phases
-            end = clock()
-            done.times.append((last, end, start - last + compress_s + decode_s))
-            last = end
-            done.plans.append(plan)
-            done.results.append(result)
-            record.buckets.append(self._describe_bucket(bucket, plan, result, phases))
-        return done
-
-    def _scale(self, arrays: Mapping[str, NDArray[Any]]) -> float:
-        """Give what clips this rank's gradients: 1, if not asked to or if they are not finite."""
-        if self._entry.clip is None or not arrays:
-            return 1.0
-        energy = sum(b.energy([arrays[member.name] for member in b.members]) for b in self._buckets)
-        limit = self._entry.clip / math.sqrt(self._transport.group.size)
-        return limit / math.sqrt(energy) if limit**2 < energy < math.inf else 1.0
-
-    def _describe_bucket(
-        self, bucket: Bucket, plan: Plan, result: Result, phases: tuple[float, float, int]
-    ) -> BucketRecord:
-        compress_s, decode_s, rounds = phases
-        entries = self._transport.log[-rounds:] if rounds else []
-        compressor = plan.scheme.compressor
-        return BucketRecord(
-            bucket=bucket.index,
-            parameters=len(bucket.members),
-            numel=bucket.numel,
-            compressor=compressor.get_config(),
-            collective=plan.scheme.id,
-            reason=plan.reason,
-            ratio=getattr(compressor, "ratio", None),
-            ratio_reached=result.kept / bucket.numel,
-            gain=result.gain if np.isfinite(result.gain) else None,
-            phases_s={
-                "compress": compress_s,
-                "exchange": sum(entry.seconds for entry in entries),
-                "decode": decode_s,
-            },
-            predicted_s=plan.prediction.seconds if plan.prediction else None,
-            predicted_phases_s=plan.prediction.phases() if plan.prediction else None,
-            sent_bytes=sum(entry.sent_bytes for entry in entries),
-            wire_bytes=sum(entry.wire_bytes for entry in entries),
-            dense_wire_bytes=dense_ring_bytes(bucket.numel, self._transport.group.size),
-            rounds=[entry.operation for entry in entries],
-        )
-
-    def _finish(self, gradients: Mapping[str, Any], done: "_Done", record: StepRecord) -> dict[str, Any]:
-        """Keep the step or undo it, the same on all ranks, and give the means."""
-        bad = [bucket for bucket, result in zip(self._buckets, done.results, strict=True) if result.nonfinite]
-        if bad and self._nonfinite == "raise":
-            names = " or ".join(f"'{bucket.members[0].name}'" for bucket in bad)
-            raise NonFiniteError(
-                f"reduce: gradients must be finite, got NaN or infinity on some rank at step {record.step}, in the "
-                f"bucket that starts with {names}; nothing was applied and the residuals are as they were. "
-                "nonfinite='skip' leaves such steps out"
-            )
-        record.skipped = bool(bad) and self._nonfinite == "skip"
-        means: dict[str, Any] = {}
-        for place, (bucket, result) in enumerate(zip(self._buckets, done.results, strict=True)):
-            begin = self._transport.clock()
-            if record.skipped:
-                result.mean[:] = 0
-            else:
-                bucket.commit(result.sent, finite=not bad)
-            for member, mean in bucket.parts(result.mean):
-                means[member.name] = from_host(mean, member, gradients[member.name], self._delivered.get(member.name))
-            start, end, own = done.times[place]
-            kept_s = self._transport.clock() - begin
-            done.times[place] = start, end + kept_s, own + kept_s
-        for member in self._members or ():
-            if member.numel == 0:
-                empty = np.empty(0, member.work_dtype)
-                means[member.name] = from_host(empty, member, gradients[member.name], self._delivered.get(member.name))
-        return {name: means[name] for name in gradients}
-
-
-@dataclass
-class _Done:
-    """What exchanging the buckets came to, a bucket each; of times the start, the end and the own work.
-
-    What it takes to keep the residual and to hand out the mean comes later and counts as if it had followed at once.
-    """
-
-    results: list[Result] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
-    times: list[tuple[float, float, float]] = field(default_factory=list)
-
-
-def _timed(
-    exchange: Generator[Round, Any, Result], clock: Callable[[], float]
-) -> Generator[Round, Any, tuple[Result, tuple[float, float, int]]]:
-    """Run a scheme and measure its own work: seconds before its last round, seconds after it, and the rounds."""
-    before, last, rounds = 0.0, 0.0, 0
-    received = None
-    while True:
-        start = clock()
-        try:
-            task = exchange.send(received)
-        except StopIteration as stop:
-            last = clock() - start
-            return stop.value, (before, last, rounds)
-        before += clock() - start
-        rounds += 1
-        received = yield task
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("reducer: it was closed; make a new one")
 
 
 def _check_feedback(compressor: Compressor, feedback: bool) -> None:
@@ -514,14 +331,6 @@ def _check_feedback(compressor: Compressor, feedback: bool) -> None:
         raise ConfigurationError(
             f"{compressor.id}: momentum correction keeps what was not sent, which needs error feedback; "
             "leave feedback out, or set momentum=0"
-        )
-
-
-def _check_shape(member: Described, shape: tuple[int, ...] | None) -> None:
-    if shape is not None and shape != member.shape:
-        raise ConfigurationError(
-            f"reducer: the residual of '{member.name}' has shape {shape} and cannot be kept for shape {member.shape}; "
-            "make a new Reducer to start it at zero"
         )
 
 

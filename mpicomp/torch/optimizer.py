@@ -1,6 +1,7 @@
 """An optimizer whose gradients are averaged over MPI ranks."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
+from mpicomp.torch.gradients import Gradients
 
 
 def DistributedOptimizer(  # noqa: N802, a factory that reads like the class that it stands for
@@ -20,12 +22,21 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     feedback: bool | None = None,
     nonfinite: str = "raise",
     comm: Any = None,
+    overlap: bool = True,
+    scaler: torch.amp.GradScaler | None = None,
+    bucket_bytes: int = 8 << 20,
     **settings: Any,
 ) -> Any:
     """Make an optimizer average its gradients over the ranks, compressed, before every step.
 
     Collective over ``comm``, as are the steps of what it returns: all ranks step together. A parameter without a
-    gradient takes part with zeros, so that all ranks exchange the same arrays whatever their batches touched.
+    gradient takes part with zeros, so that all ranks exchange the same arrays whatever their batches touched; one that
+    has none on any rank is left without, as it would be in a single process. Sparse gradients are averaged row by
+    row, uncompressed.
+
+    Gradients are exchanged while backward goes on: a bucket as soon as backward has come to all that is in it. They
+    must not be written to before ``step()`` or ``synchronize()``, and backward comes to each once a step, unless it
+    runs inside `accumulate`.
 
     Parameters
     ----------
@@ -36,21 +47,30 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         them. Parameters that are in no group of the optimizer are left out.
     compressor, collective, policy, feedback, nonfinite, comm
         See `mpicomp.Reducer`.
-    **settings
+    overlap : bool
+        False exchanges everything in ``step()``. So it is, with a warning, where MPI was started with less than
+        MPI_THREAD_MULTIPLE.
+    scaler : torch.amp.GradScaler, optional
+        What the loss is scaled with. ``scaler.unscale_(optimizer)`` and ``scaler.step(optimizer)`` then average
+        gradients first, and a step in which some rank's overflowed is left out on all of them, residuals as they were.
+    bucket_bytes, **settings
         Further settings of `mpicomp.Reducer`.
 
     Returns
     -------
     torch.optim.Optimizer
         The same optimizer, as an object of a class derived from its own: it shares groups and state with the one
-        passed, so learning-rate schedulers and ``state_dict`` work as before. It has ``reducer``, a `mpicomp.Reducer`;
-        ``synchronize()``, which averages the gradients now, so that they can be clipped before ``step()``; and
-        ``close()``.
+        passed, so learning-rate schedulers work as before. It has ``reducer``, a `mpicomp.Reducer`;
+        ``synchronize()``, which averages the gradients now, so that they can be clipped before ``step()``;
+        ``accumulate()``, a context in which backward adds to gradients and nothing is exchanged; and ``close()``. Its
+        ``state_dict()`` has what the reducer keeps on this rank under ``"mpicomp"``.
 
     Raises
     ------
     ConfigurationError
         For an optimizer or parameters that cannot be served.
+    DisagreementError
+        At the first step, where parameters have other values on some rank.
 
     Examples
     --------
@@ -84,82 +104,176 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
                 f"DistributedOptimizer: {compressor!r} applies momentum before the exchange, and the optimizer would "
                 f"apply its own, {own[0]}, once more; set momentum=0 in one of them"
             )
-    parameters = _parameters(optimizer, named_parameters)
-    reducer = Reducer(compressor, collective, policy, feedback, nonfinite, comm, **settings)
+    if scaler is not None:
+        nonfinite = "skip"
+    named = list(named_parameters)
+    parameters = _parameters(optimizer, named)
+    reducer = Reducer(compressor, collective, policy, feedback, nonfinite, comm, bucket_bytes=bucket_bytes, **settings)
     base = type(optimizer)
     wrapped: Any = object.__new__(type(f"Distributed{base.__name__}", (_Distributed, base), {}))
     wrapped.__dict__ = optimizer.__dict__
     wrapped.reducer = reducer
-    wrapped._mpicomp_parameters = parameters
-    wrapped._mpicomp_synchronized = False
+    wrapped._mpicomp_names = {id(parameter): name for name, parameter in named}
+    wrapped._mpicomp_scaler = scaler
+    wrapped._mpicomp_gradients = Gradients(reducer, parameters, overlap, None if scaler is None else scaler.get_scale)
+    if scaler is not None:
+        _follow(scaler, wrapped)
     return wrapped
 
 
 class _Distributed:
     """What `DistributedOptimizer` puts in front of an optimizer's class."""
 
-    # A GradScaler leaves step() out where this rank's gradients overflowed, and the others would wait for it. With this
-    # it calls step() on all of them, after it has set ``found_inf``.
-    _step_supports_amp_scaling = True
-
     reducer: Reducer
     param_groups: list[dict[str, Any]]
-    _mpicomp_parameters: dict[str, torch.Tensor]
-    _mpicomp_synchronized: bool
+    _mpicomp_names: dict[int, str]
+    _mpicomp_scaler: torch.amp.GradScaler | None
+    _mpicomp_gradients: Gradients
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Have a GradScaler that was not named call step() on all ranks, with ``found_inf`` set.
+
+        It would leave step() out where this rank's gradients overflowed, and the others would wait for it.
+        """
+        return self._mpicomp_scaler is None
 
     def synchronize(self) -> None:
         """Average the gradients over the ranks now; the next ``step()`` does not do it again. Collective."""
-        with torch.no_grad():
-            gradients = {
-                name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                for name, parameter in self._mpicomp_parameters.items()
-            }
-            lr = self.param_groups[0].get("lr")
-            means = self.reducer.reduce(gradients, lr=None if lr is None else float(lr))
-            for name, parameter in self._mpicomp_parameters.items():
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(means[name])
-        self._mpicomp_synchronized = True
+        lr = self.param_groups[0].get("lr")
+        self._mpicomp_gradients.average(None if lr is None else float(lr))
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Give a context in which backward adds to gradients without exchanging them."""
+        return self._mpicomp_gradients.accumulate()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients over the ranks, then step. Collective.
 
         A closure is called once, before the gradients are averaged, and its value is given back.
         """
-        if hasattr(self, "found_inf"):
+        gradients = self._mpicomp_gradients
+        if hasattr(self, "found_inf") and self._mpicomp_scaler is None:
             raise ConfigurationError(
-                "DistributedOptimizer: gradients that a GradScaler has scaled cannot be averaged yet; use "
-                "torch.autocast with bfloat16, which needs no scaler"
+                "DistributedOptimizer: this rank alone cannot tell whether gradients that a GradScaler has scaled "
+                "overflowed; pass scaler= to DistributedOptimizer, or use torch.autocast with bfloat16, which needs "
+                "no scaler"
             )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self._mpicomp_synchronized = False
-        if not self._mpicomp_synchronized:
+            gradients.averaged = False
+        if not gradients.averaged:
             self.synchronize()
-        self._mpicomp_synchronized = False
+        gradients.averaged = False
         super().step()  # type: ignore[misc]
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients; see `torch.optim.Optimizer.zero_grad`."""
+        if self._mpicomp_gradients.under_way:
+            raise ConfigurationError(
+                "DistributedOptimizer: zero_grad() came between backward() and step(), when the exchange had begun "
+                "already; call synchronize() first, or pass overlap=False"
+            )
+        self._mpicomp_gradients.averaged = False
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; see `torch.optim.Optimizer.add_param_group`. On all ranks, between two steps.
+
+        Raises
+        ------
+        ConfigurationError
+            Where they were not among ``named_parameters``.
+        """
+        super().add_param_group(param_group)  # type: ignore[misc]
+        added = self.param_groups[-1]["params"]
+        try:
+            new = {self._mpicomp_names[id(parameter)]: parameter for parameter in added}
+        except KeyError:
+            self.param_groups.pop()
+            raise ConfigurationError(
+                "DistributedOptimizer: a parameter of the new group has no name; named_parameters has to hold all "
+                "that will ever be trained, such as those of the whole model"
+            ) from None
+        self._mpicomp_gradients.add(new)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the optimizer's state, and what the reducer keeps on this rank under ``"mpicomp"``."""
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        return state | {"mpicomp": self.reducer.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave, or what that of the plain optimizer did. Not collective.
+
+        Raises
+        ------
+        ConfigurationError
+            Where the reducer's part does not fit.
+        """
+        kept = state_dict.get("mpicomp")
+        if kept is not None:
+            self._check_fits(kept)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
+        if kept is not None:
+            self.reducer.load_state_dict(kept)
+
     def close(self) -> None:
         """Give back what the reducer holds of MPI. Collective."""
+        self._mpicomp_gradients.close()
         self.reducer.close()
 
+    def _check_fits(self, kept: Mapping[str, Any]) -> None:
+        """Refuse residuals of another model: nothing was loaded yet."""
+        shapes = {
+            self._mpicomp_names[id(parameter)]: tuple(parameter.shape)
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
+        for name, residual in kept.get("residuals", {}).items():
+            if shapes.get(name) != tuple(residual.shape):
+                has = f"shape {shapes[name]}" if name in shapes else "no such parameter"
+                raise ConfigurationError(
+                    f"DistributedOptimizer: the state is of another model: it has a residual of shape "
+                    f"{tuple(residual.shape)} for '{name}', and this model has {has}; delete state['mpicomp'] to start "
+                    "residuals at zero"
+                )
 
-def _parameters(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]]
-) -> dict[str, torch.Tensor]:
-    """Give the parameters that are exchanged, by name, in the order of the model."""
-    named = list(named_parameters)
+
+def _follow(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+    """Have a GradScaler average gradients before it looks at them: what it finds is then the same on all ranks."""
+    unscale, step, update = scaler.unscale_, scaler.step, scaler.update
+    gradients = optimizer._mpicomp_gradients
+
+    def unscale_first(which: Any) -> None:
+        if which is optimizer and not gradients.averaged:
+            optimizer.synchronize()
+        unscale(which)
+
+    def step_first(which: Any, *args: Any, **kwargs: Any) -> Any:
+        if which is optimizer and not gradients.averaged:
+            optimizer.synchronize()
+        return step(which, *args, **kwargs)
+
+    def update_after(*args: Any, **kwargs: Any) -> None:
+        gradients.averaged = False  # a step that was left out has not said so
+        update(*args, **kwargs)
+
+    followed: Any = scaler
+    followed.unscale_, followed.step, followed.update = unscale_first, step_first, update_after
+
+
+def _parameters(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Give the optimizer's parameters by name, in the order of the model."""
     ours = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     chosen: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, parameter in named:
         if name in chosen:
             raise ConfigurationError(f"DistributedOptimizer: two parameters are named '{name}'; names must differ")
-        if id(parameter) in ours and id(parameter) not in seen and parameter.requires_grad:
+        if id(parameter) in ours and id(parameter) not in seen:
             chosen[name] = parameter
             seen.add(id(parameter))
     missing = [parameter for key, parameter in ours.items() if parameter.requires_grad and key not in seen]
@@ -168,6 +282,6 @@ def _parameters(
             f"DistributedOptimizer: {len(missing)} parameters of the optimizer have no name, the first of shape "
             f"{tuple(missing[0].shape)}; pass named_parameters=model.named_parameters() of the same model"
         )
-    if not chosen:
+    if not any(parameter.requires_grad for parameter in chosen.values()):
         raise ConfigurationError("DistributedOptimizer: no parameter requires a gradient")
     return chosen

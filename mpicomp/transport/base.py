@@ -115,6 +115,9 @@ class Transport(ABC):
         assert group is not None
         self.log.append(RoundLog(task.operation, task.sent_bytes(group), task.wire_bytes(group), seconds))
 
+    def doing(self, what: str) -> None:  # noqa: B027, a transport may not tell anybody
+        """Note what the rounds are for, for whoever asks what ranks wait for."""
+
     def hosts(self) -> int:
         """Give the number of hosts that the ranks are on."""
         return self.group.hosts

@@ -17,6 +17,7 @@ from mpicomp.transport.base import Transport
 from mpicomp.transport.mpi_lane import MPILane
 from mpicomp.transport.mpi_layout import hosts_of_ranks, shares_cores, sums_are_identical
 from mpicomp.transport.mpi_rounds import Channel
+from mpicomp.transport.watch import make_watch
 
 COUNT_LIMIT = 2**31 - 1
 """Largest count, displacement and number of bytes that is handed to MPI in one call."""
@@ -54,7 +55,7 @@ class MPITransport(MPILane):
         naps = shares_cores(found, hosts.count(hosts[found.rank]))
         group, members = layout_groups(hosts if layout is None else layout, found.rank)
         front, back = (_channels(world, group, members, count_limit) for world in (found, found.Dup()))
-        super().__init__(group, front, back, naps)
+        super().__init__(group, front, back, naps, make_watch(found))
         self._members = members
         self._limit = count_limit
         self.group = self._with_sums()
@@ -66,8 +67,15 @@ class MPITransport(MPILane):
         for _ in range(count):
             # A lane never blocks, so that what it begins in one order may be under way together.
             channels = _channels(world.Dup(), self.group, self._members, self._limit)
-            made.append(MPILane(self.group, channels, channels, self._naps))
+            made.append(MPILane(self.group, channels, channels, self._naps, self.watch))
         return made
+
+    def close(self) -> None:
+        """See `MPILane.close`."""
+        super().close()
+        if self.watch is not None and not MPI.Is_finalized():
+            self.watch.close()
+        self.watch = None
 
     def _with_sums(self) -> Group:
         """Give the group with what is found out about sums, the same for all groups of a name. Collective."""

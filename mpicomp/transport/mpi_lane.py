@@ -13,6 +13,7 @@ from mpicomp.errors import LaunchError
 from mpicomp.transport.base import Transport, received
 from mpicomp.transport.mpi_rounds import Channel, Started
 from mpicomp.transport.naps import Naps
+from mpicomp.transport.watch import Watch
 
 _LAST_ROUNDS_S = 3.0  # how long rounds that nobody waited for may take when the transport or the program ends
 
@@ -36,12 +37,22 @@ class MPILane(Transport):
         background, so that these need not begin in one order with the others. The lane frees them.
     naps : bool
         Whether ranks share cores.
+    watch : Watch or None
+        Is told what is waited for.
     """
 
     family = "mpi"
 
-    def __init__(self, group: Group, front: Mapping[str, Channel], back: Mapping[str, Channel], naps: bool) -> None:
+    def __init__(
+        self,
+        group: Group,
+        front: Mapping[str, Channel],
+        back: Mapping[str, Channel],
+        naps: bool,
+        watch: Watch | None,
+    ) -> None:
         super().__init__()
+        self.watch = watch
         self.group = group
         self._front = front
         self._back = back
@@ -51,6 +62,8 @@ class MPILane(Transport):
         """See `Transport.start`."""
         started = self._channel(task).start(task)
         _under_way[started] = self
+        if self.watch is not None and not task.background:
+            self.watch.begin(started, task.operation)
         return started
 
     def wait(self, pending: Pending) -> NDArray[Any]:
@@ -58,12 +71,23 @@ class MPILane(Transport):
         assert isinstance(pending, Started)
         pending.finish(self._naps)
         _under_way.pop(pending, None)
+        if self.watch is not None:
+            self.watch.end(pending)
         return received(pending.task)
 
     def perform(self, task: Round) -> NDArray[Any]:
         """See `Transport.perform`."""
+        if self.watch is not None:
+            self.watch.begin(self, task.operation)
         self._channel(task).perform(task, self._naps)
+        if self.watch is not None:
+            self.watch.end(self)
         return received(task)
+
+    def doing(self, what: str) -> None:
+        """See `Transport.doing`."""
+        if self.watch is not None:
+            self.watch.about = what
 
     def check_threads(self, alone: bool) -> None:
         """See `Transport.check_threads`."""

@@ -13,6 +13,7 @@ KERNELS = ["bench", "kernels", "--numel", "3000", "--ratio", "0.1", "--repeats",
 COLLECTIVES = ["bench", "collectives", "--numel", "3000", "--ratio", "0.1", "--limit", "0.05"]
 REGRET = ["bench", "regret", "--networks", "1gbit/0us"]
 CHANGE = ["bench", "change"]
+TRAINING = ["bench", "training", "--task", "digits", "--steps", "6", "--blocks", "6", "--warm-up", "1"]
 ESTIMATORS = ["bench", "estimators", "--numel", "3000", "--ratio", "0.1", "--steps", "2"]
 
 
@@ -105,6 +106,19 @@ def test_estimators_take_gradients_of_ones_own(tmp_path, capsys):
         ([*COLLECTIVES, "--limit", "0"], "bench collectives: --limit must be a number of seconds above 0, got 0.0"),
         ([*COLLECTIVES, "--calibrate", "a", "--from", "b"], "--calibrate measures what --from reads; give one of them"),
         ([*COLLECTIVES, "--csv", "/nonexistent/a.csv"], "bench collectives: '/nonexistent/a.csv' cannot be written"),
+        ([*TRAINING, "--task", "digit"], "bench training: --task: unknown name 'digit'; did you mean 'digits'?"),
+        ([*TRAINING, "--exchange", "none,topq"], "--exchange: unknown name 'topq'; did you mean 'topk'?"),
+        ([*TRAINING, "--exchange", "topq-inline"], "unknown name 'topq'; did you mean 'topk'?"),
+        ([*TRAINING, "--exchange", "topk:allgathr"], "unknown name 'allgathr'; did you mean 'allgather'?"),
+        ([*TRAINING, "--exchange", "topk:ring"], "topk: does not fit collective 'ring'"),
+        ([*TRAINING, "--exchange", "auto:allgather"], "dense: does not fit collective 'allgather'"),
+        ([*TRAINING, "--exchange", "ddp-inline"], "'ddp' has no other collective and no form in line"),
+        ([*TRAINING, "--exchange", ","], "bench training: --exchange names nothing"),
+        ([*TRAINING, "--ratio", "0"], "bench training: ratio is the kept fraction and must be in (0, 1], got 0.0"),
+        ([*TRAINING, "--steps", "7"], "bench training: --steps must be a multiple of --blocks, got 7 and 6"),
+        ([*TRAINING, "--blocks", "0"], "bench training: --blocks must be at least 1, got 0"),
+        ([*TRAINING, "--warm-up", "0"], "bench training: --warm-up must be at least 1, got 0"),
+        ([*TRAINING, "--json", "/nonexistent/out.json"], "bench training: '/nonexistent/out.json' cannot be written"),
         ([*REGRET, "--networks", "1gbit"], "lab: a network must be like 50mbit/1ms, got '1gbit'"),
         ([*REGRET, "--networks", ","], "bench regret: --networks names nothing"),
         ([*REGRET, "--hosts", "0"], "bench regret: --hosts must be at least 1, got 0"),
@@ -159,7 +173,7 @@ def test_labs_need_root(arguments, monkeypatch, capsys):
     assert "a lab needs root to make network namespaces" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["kernels", "estimators", "collectives", "regret", "change"])
+@pytest.mark.parametrize("name", ["kernels", "estimators", "collectives", "training", "regret", "change"])
 def test_the_help_of_each(name, capsys):
     assert main(["bench", name, "--help"]) == 0
     assert f"usage: mpicomp bench {name}" in capsys.readouterr().out
@@ -238,4 +252,40 @@ def test_a_cost_model_that_is_none_is_told_once(mpiexec, tmp_path):
     done = mpiexec(2, "-m", "mpicomp", *COLLECTIVES, "--from", path, timeout=60)
     assert done.returncode == 2
     assert done.stderr.count("this is not a cost model") == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trainings_take_turns_and_one_rank_prints(mpiexec, tmp_path, ranks):
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    path = tmp_path / "out.json"
+    words = [*TRAINING, "--exchange", "none,dense,topk:allgather,ddp", "--ratio", "0.05", "--json", path]
+    done = mpiexec(ranks, "-m", "mpicomp", *words, timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["exchange"] for row in rows] == ["none", "dense", "topk:allgather", "ddp"]
+    assert {(row["task"], row["ranks"], row["steps"], row["warm_up"]) for row in rows} == {("digits", ranks, 6, 1)}
+    assert [row["replicas_equal"] for row in rows] == [ranks == 1, True, True, True]
+    assert all(row["of_none_low"] <= row["of_none"] <= row["of_none_high"] for row in rows)
+    assert rows[2]["ran"] == "topk allgather"
+    lines = [line.split() for line in done.stdout.splitlines()]
+    header = next(place for place, line in enumerate(lines) if line[:1] == ["exchange"])
+    assert lines[header][:3] == ["exchange", "ran", "median_s"]
+    assert [line[0] for line in lines[header + 1 : header + 5]] == [row["exchange"] for row in rows]
+    assert done.stdout.count("# round 6 of 6: none ") == 1
+
+
+def test_too_many_ranks_for_the_data_are_told_once(mpiexec):
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    code = """if True:
+        import sys
+        from mpicomp.bench.tasks.digits import Digits
+        Digits.batch_size = 1000
+        from mpicomp.cli import main
+        sys.exit(main(sys.argv[1:]))"""
+    done = mpiexec(2, "-c", code, *TRAINING, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("1348 training samples are too few for 2 ranks") == 1
     assert "Traceback" not in done.stderr

@@ -16,7 +16,14 @@ BY_VALUE = {"var-topk", "oktopk", "parameter-server"}
 RANKS = [1, 2, 3, 4, 5, 8, 16]
 MANY = [33, 64]
 AMONG_MANY = pairs(
-    [mpicomp.Dense(), mpicomp.Dense(wire="bf16"), mpicomp.TopK(ratio=0.05), mpicomp.RandomK(ratio=0.05), Above(1.5)]
+    [
+        mpicomp.Dense(),
+        mpicomp.Dense(wire="bf16"),
+        mpicomp.TopK(ratio=0.05),
+        mpicomp.RandomK(ratio=0.05),
+        mpicomp.OneBit(),
+        Above(1.5),
+    ]
 )
 LAYOUTS = [[0, 0, 0], [0, 1, 2], [0, 0, 1, 1], [0, 0, 0, 1, 1], [0, 1, 0, 2, 1, 0, 0, 2]]
 
@@ -35,6 +42,7 @@ ON_HOSTS = hierarchies(
         mpicomp.TopK(ratio=0.5, wire="fp16"),
         mpicomp.SIDCo(ratio=0.05),
         mpicomp.RandomK(ratio=0.05),
+        mpicomp.OneBit(block=64),
         mpicomp.Threshold(limit=1.5),
         Above(limit=1e30),
     ]

@@ -46,6 +46,20 @@ def test_what_is_written_by_ranks(mpiexec, tmp_path):
         compare(row, "Rows of collectives")
 
 
+def test_what_is_written_by_trainings(mpiexec, tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    path = tmp_path / "out.json"
+    options = ["--task", "digits", "--exchange", "none,topk,ddp", "--steps", "6", "--blocks", "6", "--warm-up", "1"]
+    done = mpiexec(1, "-m", "mpicomp", "bench", "training", *options, "--json", path, timeout=100)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(path.read_text())
+    compare(written, "The object of --json")
+    compare(written["environment"]["job"], "job")
+    for row in written["rows"]:
+        compare(row, "Rows of training")
+
+
 def test_what_regret_adds():
     row = {"numel": 1, "compressor": "dense", "config": {}, "chosen": None, "span_s": 1.0, "predicted_s": None}
     row |= {"median_s": 1.0, "best_dense_s": 1.0}

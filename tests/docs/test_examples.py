@@ -57,3 +57,34 @@ def test_a_collective(ranks):
         for rank, end in enumerate(world.transports):
             expected = [task.sent_bytes(end.group) for task in scheme.rounds(50, np.dtype(np.float32), end.group, step)]
             assert [entry.sent_bytes for entry in end.log] == expected, rank
+
+
+def test_a_loop_without_any_framework():
+    module = runpy.run_path(str(EXAMPLES / "plain_loop.py"))
+    assert module["main"](0, 1, comm=LocalWorld(1).transports[0]) > 0.95
+
+
+@pytest.mark.mpi
+def test_a_loop_without_any_framework_on_several_ranks(comm):
+    module = runpy.run_path(str(EXAMPLES / "plain_loop.py"))
+    assert module["main"](comm.rank, comm.size, comm=comm) > 0.95
+
+
+@pytest.mark.mpi
+def test_a_script_that_was_turned_over_in_three_lines(comm):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(comm.rank)
+    model = runpy.run_path(str(EXAMPLES / "distributed_torch.py"))["main"]()
+    mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
+    everyones = np.empty((comm.size, mine.size), np.float32)
+    comm.Allgather(mine, everyones)
+    assert (everyones == everyones[0]).all()
+
+
+def test_the_three_lines_are_those_of_the_readme():
+    plain = (EXAMPLES / "plain_torch.py").read_text().splitlines()
+    lines = (EXAMPLES / "distributed_torch.py").read_text().splitlines()
+    more = [line.strip() for line in lines[1:] if line and line not in plain]
+    assert len(more) == 3
+    readme = (EXAMPLES.parents[1] / "README.md").read_text()
+    assert [line[1:] for line in readme.splitlines() if line.startswith("+")] == more

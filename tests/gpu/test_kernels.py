@@ -408,3 +408,53 @@ def test_sums_have_the_same_bits_at_every_call(place):
     runs = {tuple(x.item() for x in gpu.accumulate(array, array, out)) for _ in range(4)}
     assert len(runs) == 1
     assert len({tuple(x.item() for x in gpu.tail(array, 1.0)) for _ in range(4)}) == 1
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 1000, 5000])
+@pytest.mark.parametrize("block", [64, 192, 1024])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_signs(place, dtype, size, block, shift):
+    array = np.random.default_rng(size).laplace(size=size).astype(dtype)
+    array[::5] = 0
+    array[1::10] = -0.0
+    scales, words = np.empty(-(-size // block), np.float32), np.empty(-(-size // 64), np.uint64)
+    sent = np.empty(size, dtype)
+    lost = cpu.pack_signs(array, block, scales, words, sent)
+    there_scales, there_words = place.empty(scales.size, np.float32), place.empty(words.size, np.uint64)
+    there_sent = place.empty(size, dtype, shift)
+    with place.quiet():
+        there_lost = gpu.pack_signs(place.put(array, shift), block, there_scales, there_words, there_sent)
+    np.testing.assert_array_equal(there_words.get(), words)
+    np.testing.assert_allclose(there_scales.get(), scales, rtol=1.2e-7)
+    np.testing.assert_allclose(there_sent.get(), sent, rtol=1.2e-7)
+    np.testing.assert_allclose(there_lost.item(), lost, rtol=1e-6)
+    packed = place.put(scales), place.put(words), block
+    out, total = place.empty(size, dtype, shift), place.put(np.ones(size, dtype), shift)
+    with place.quiet():
+        gpu.unpack_signs(*packed, out)
+        gpu.unpack_signs_add(*packed, 0.25, total)
+    np.testing.assert_array_equal(out.get(), sent)
+    own = np.ones(size, dtype)
+    cpu.unpack_signs_add(scales, words, block, 0.25, own)
+    np.testing.assert_array_equal(total.get(), own)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_signs_of_what_is_not_finite(place, dtype, bad):
+    array = np.ones(1000, dtype)
+    array[700] = bad
+    scales, words = place.empty(4, np.float32), place.empty(16, np.uint64)
+    lost = gpu.pack_signs(place.put(array), 256, scales, words)
+    assert np.isfinite(scales.get()).tolist() == [True, True, False, True]
+    assert not np.isfinite(lost.item())
+
+
+def test_signs_of_large_float64_saturate(place):
+    array = np.full(128, -1e308)
+    array[64:] = 3.0
+    scales, words, sent = place.empty(2, np.float32), place.empty(2, np.uint64), place.empty(128, np.float64)
+    gpu.pack_signs(place.put(array), 64, scales, words, sent)
+    own, own_words, own_sent = np.empty(2, np.float32), np.empty(2, np.uint64), np.empty(128)
+    cpu.pack_signs(array, 64, own, own_words, own_sent)
+    np.testing.assert_array_equal(scales.get(), own)
+    np.testing.assert_array_equal(sent.get(), own_sent)

@@ -8,14 +8,14 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_names():
-    assert list_tasks() == ["digits", "text-lstm"]
+    assert list_tasks() == ["digits", "text-lstm", "vgg"]
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("digit", "digits"), ("lstm", "text-lstm")])
+@pytest.mark.parametrize(("name", "nearest"), [("digit", "digits"), ("lstm", "text-lstm"), ("vg", "vgg")])
 def test_unknown_name_is_answered_with_the_nearest(name, nearest):
     with pytest.raises(ValueError, match=f"^train: unknown task '{name}'; did you mean '{nearest}'") as error:
         get_task(name)
-    assert str(error.value).endswith("Known: digits, text-lstm")
+    assert str(error.value).endswith("Known: digits, text-lstm, vgg")
 
 
 def test_negative_seed():
@@ -35,7 +35,10 @@ def test_import_is_light(module):
     subprocess.run([sys.executable, "-c", f"import sys, {module}; assert not {heavy}, {heavy}"], check=True)
 
 
-@pytest.mark.parametrize(("absent", "name", "extra"), [("torch", "text-lstm", "torch"), ("sklearn", "digits", "bench")])
+@pytest.mark.parametrize(
+    ("absent", "name", "extra"),
+    [("torch", "text-lstm", "torch"), ("sklearn", "digits", "bench"), ("sklearn", "vgg", "bench")],
+)
 def test_missing_package_names_its_extra(absent, name, extra):
     code = (
         f"import sys; sys.modules[{absent!r}] = None\n"

@@ -1,0 +1,209 @@
+"""Trainings with one exchange each: mpicomp's, PyTorch's, or none."""
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from mpicomp.bench.exchanges import name_of
+from mpicomp.bench.gloo import process_group
+from mpicomp.bench.tasks import Task
+from mpicomp.bench.throughput import (
+    BACKWARD,
+    DDP_FP16,
+    DDP_POWERSGD,
+    FIELDS,
+    FORWARD,
+    NONE,
+    SECONDS,
+    WIRE,
+    Exchange,
+    Settings,
+    Trained,
+    train_in_turn,
+)
+from mpicomp.bench.train import _threads
+from numpy.typing import NDArray
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from mpicomp.collectives import dense_ring_bytes
+from mpicomp.torch import DistributedOptimizer, broadcast_parameters
+from mpicomp.transport import Transport
+
+
+class Alone:
+    """Trains a task without any exchange, every rank on its own share of the data.
+
+    Parameters
+    ----------
+    exchange : Exchange
+        What stands in the row.
+    task : Task
+        What is trained.
+    transport : Transport
+        Among the ranks.
+    """
+
+    def __init__(self, exchange: Exchange, task: Task, transport: Transport) -> None:
+        self.exchange = exchange
+        self._task = task
+        self._rank, self._ranks = transport.group.rank, transport.group.size
+        self._step = 0
+        self._model = task.model()
+        self._parameters = list(self._model.parameters())
+        self._network = self._model
+        self._optimizer: Any = task.optimizer(self._model)
+
+    @property
+    def numel(self) -> int:
+        """How many parameters the model has."""
+        return sum(parameter.numel() for parameter in self._parameters)
+
+    def block(self, steps: int) -> NDArray[np.float64]:
+        """See `mpicomp.bench.throughput.Trainer`."""
+        told = np.empty((steps, FIELDS))
+        begin = time.perf_counter()
+        for own in told:
+            self._optimizer.zero_grad(set_to_none=False)
+            loss = self._task.loss(self._network, self._task.batch(self._step, self._rank, self._ranks))
+            forward = time.perf_counter()
+            loss.backward()  # type: ignore[no-untyped-call]
+            backward = time.perf_counter()
+            self._synchronize()
+            if self._task.clip is not None:
+                torch.nn.utils.clip_grad_norm_(self._parameters, self._task.clip)
+            self._optimizer.step()
+            end = time.perf_counter()
+            own[[SECONDS, FORWARD, BACKWARD]] = end - begin, forward - begin, backward - forward
+            own[WIRE] = self._wire_bytes()
+            self._step += 1
+            begin = end
+        return told
+
+    def ran(self) -> str | None:
+        """See `mpicomp.bench.throughput.Trainer`."""
+        return None
+
+    def digest(self) -> bytes:
+        """See `mpicomp.bench.throughput.Trainer`."""
+        digest = hashlib.blake2b(digest_size=8)
+        for parameter in self._parameters:
+            digest.update(parameter.detach().contiguous().numpy().data)
+        return digest.digest()
+
+    def evaluate(self) -> float:
+        """See `mpicomp.bench.throughput.Trainer`."""
+        return self._task.evaluate(self._model)
+
+    def close(self) -> None:
+        """Give back what it holds of MPI. Collective."""
+
+    def _synchronize(self) -> None:
+        """Wait until the gradients are their mean."""
+
+    def _wire_bytes(self) -> float:
+        """Give the bytes that left this rank in the last step."""
+        return 0.0
+
+
+class Ours(Alone):
+    """Trains with mpicomp's exchange."""
+
+    def __init__(self, exchange: Exchange, task: Task, transport: Transport, seed: int) -> None:
+        super().__init__(exchange, task, transport)
+        broadcast_parameters(self._model, comm=transport)
+        settings: dict[str, Any] = {} if exchange.overlap else {"overlap": False}
+        self._optimizer = DistributedOptimizer(
+            self._optimizer,
+            self._model.named_parameters(),
+            exchange.compressor,
+            exchange.collective,
+            comm=transport,
+            seed=seed,
+            **settings,
+        )
+        self._plans: Counter[str] = Counter()
+
+    def ran(self) -> str | None:
+        """See `mpicomp.bench.throughput.Trainer`."""
+        return self._plans.most_common(1)[0][0]
+
+    def close(self) -> None:
+        """Give back what it holds of MPI. Collective."""
+        self._optimizer.close()
+
+    def _synchronize(self) -> None:
+        self._optimizer.synchronize()
+
+    def _wire_bytes(self) -> float:
+        record = self._optimizer.reducer.last_step
+        self._plans.update(name_of(bucket.compressor["id"], bucket.collective) for bucket in record.buckets)
+        return float(record.wire_bytes)
+
+
+class PyTorchs(Alone):
+    """Trains with DistributedDataParallel over torch.distributed's default group."""
+
+    def __init__(self, exchange: Exchange, task: Task, transport: Transport) -> None:
+        super().__init__(exchange, task, transport)
+        self._network = DistributedDataParallel(self._model)
+        self._bytes = dense_ring_bytes(self.numel, self._ranks)
+        self._powersgd: PowerSGDState | None = None
+        if exchange.name == DDP_FP16:
+            self._network.register_comm_hook(None, fp16_compress_hook)
+            self._bytes /= 2
+        elif exchange.name == DDP_POWERSGD:
+            # It cannot begin earlier.
+            self._powersgd = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+            self._network.register_comm_hook(self._powersgd, powerSGD_hook)
+
+    def _wire_bytes(self) -> float:
+        """Give what a ring, which is gloo's way, takes: gloo does not count."""
+        if self._powersgd is not None and self._powersgd.total_numel_before_compression:
+            _, before, after = self._powersgd.compression_stats()
+            return self._bytes * after / before
+        return self._bytes
+
+
+def train_all(
+    exchanges: Sequence[Exchange],
+    task: Task,
+    settings: Settings,
+    seed: int,
+    transport: Transport,
+    say: Callable[[str], None],
+) -> tuple[list[Trained], int, int]:
+    """Train a task with every exchange, each with a model and an optimizer of its own. Collective.
+
+    Returns
+    -------
+    trained : list of Trained
+        In the order of the exchanges.
+    numel : int
+        Parameters of the model.
+    threads : int
+        That a rank computed with.
+    """
+    torch.set_num_threads(_threads(transport.group.size, transport.hosts()))
+    with ExitStack() as stack:
+        if any(not exchange.ours and exchange.name != NONE for exchange in exchanges):
+            stack.enter_context(process_group(transport))
+        trainers: list[Alone] = []
+        for exchange in exchanges:
+            if exchange.name == NONE:
+                trainers.append(Alone(exchange, task, transport))
+            elif exchange.ours:
+                trainers.append(Ours(exchange, task, transport, seed))
+            else:
+                trainers.append(PyTorchs(exchange, task, transport))
+        trained = train_in_turn(trainers, settings, transport, say)
+        numel = trainers[0].numel
+        while trainers:  # none is left when the process group goes
+            trainers.pop().close()
+    return trained, numel, torch.get_num_threads()

@@ -1,0 +1,151 @@
+"""One bit an element: its sign, and for each block of elements the one magnitude that stands for all of them.
+
+Bit j of word w is set where element ``64 * w + j`` is negative, by its sign bit. Blocks are multiples of 64 elements
+long, but for the last one.
+"""
+
+import numpy as np
+from mpicomp.kernels.cpu.bits import as_bits
+from mpicomp.kernels.cpu.cast import _to_float32
+from mpicomp.kernels.cpu.compile import kernel
+from mpicomp.kernels.cpu.lanes import LANES, add_signed, negative, put_signed
+from mpicomp.kernels.cpu.moments import _sums
+from numpy.typing import NDArray
+
+
+def pack_signs(
+    array: NDArray[np.floating],
+    block: int,
+    scales: NDArray[np.float32],
+    words: NDArray[np.uint64],
+    sent: NDArray[np.floating] | None = None,
+) -> float:
+    """Reduce an array to its signs and the mean magnitude of each block, which of all magnitudes loses least.
+
+    Parameters
+    ----------
+    array : array, shape (n,)
+        float32 or float64, contiguous.
+    block : int
+        Elements of a block, a multiple of 64.
+    scales : array of float32, shape (ceil(n / block),)
+        Receives the means. One beyond float32 becomes the largest number; NaN and infinity stay what they are.
+    words : array of uint64, shape (ceil(n / 64),)
+        Receives the signs; bits behind the last element are zero.
+    sent : array, shape (n,), optional
+        Receives what the receiver will see, in the dtype of ``array``.
+
+    Returns
+    -------
+    float
+        Squared L2 norm of ``array - sent``; NaN or infinite where an element is.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> array = np.array([1, -3, 2], np.float32)
+    >>> scales, words, sent = np.empty(1, np.float32), np.empty(1, np.uint64), np.empty(3, np.float32)
+    >>> pack_signs(array, 64, scales, words, sent), scales.tolist(), words.tolist(), sent.tolist()
+    (2.0, [2.0], [2], [2.0, -2.0, 2.0])
+    """
+    return float(_pack_signs(array, as_bits(array), block, scales, words, sent))
+
+
+def unpack_signs(scales: NDArray[np.float32], words: NDArray[np.uint64], block: int, out: NDArray[np.floating]) -> None:
+    """Write what `pack_signs` has packed to a float32 or float64 array of the same length."""
+    _unpack_signs(scales, words, block, out)
+
+
+def unpack_signs_add(
+    scales: NDArray[np.float32], words: NDArray[np.uint64], block: int, factor: float, out: NDArray[np.floating]
+) -> None:
+    """Add ``factor`` times what `pack_signs` has packed to an array of the same length.
+
+    Parameters
+    ----------
+    scales, words, block
+        As `pack_signs` has left them.
+    factor : float
+        Multiplies scales in float64, before they are taken to the dtype of ``out``.
+    out : array, shape (n,)
+        float32 or float64.
+    """
+    _unpack_signs_add(scales, words, block, factor, out)
+
+
+@kernel
+def _scale(array, total):  # type: ignore[no-untyped-def]
+    mean = total / array.size
+    if np.isinf(mean):
+        mean = 0.0  # the sum may have left float64, which the mean cannot
+        for i in range(array.size):
+            mean += np.float64(abs(array[i])) / array.size
+    return _to_float32(mean)
+
+
+@kernel
+def _pack_signs(array, bits, block, scales, words, sent):  # type: ignore[no-untyped-def]
+    # A block is read twice: for its mean, and from the first-level cache for its signs.
+    lost = 0.0
+    for number in range(scales.size):
+        start = number * block
+        part = array[start : start + block]
+        total, energy = _sums(part)
+        single = _scale(part, total)
+        scales[number] = single
+        wide = np.float64(single)
+        left = energy - wide * (2 * total - part.size * wide)
+        if not left < 0:  # both were rounded; NaN stays
+            lost += left
+        own = words[start // LANES : (start + block) // LANES]
+        _signs(bits[start : start + block], own)
+        if sent is not None:
+            _put(own, array.dtype.type(single), sent[start : start + block])
+    return lost
+
+
+@kernel
+def _signs(bits, words):  # type: ignore[no-untyped-def]
+    whole = bits.size // LANES
+    for w in range(whole):
+        words[w] = negative(bits, w * LANES)
+    if whole < words.size:
+        word = np.uint64(0)
+        one, shift = bits.dtype.type(1), bits.dtype.type(8 * bits.itemsize - 1)
+        for i in range(whole * LANES, bits.size):
+            word |= np.uint64((bits[i] >> shift) & one) << np.uint64(i % LANES)
+        words[whole] = word
+
+
+@kernel
+def _put(words, value, out):  # type: ignore[no-untyped-def]
+    whole = out.size // LANES
+    for w in range(whole):
+        put_signed(out, w * LANES, words[w], value)
+    for i in range(whole * LANES, out.size):
+        out[i] = -value if words[whole] >> np.uint64(i % LANES) & np.uint64(1) else value
+
+
+@kernel
+def _add(words, value, out):  # type: ignore[no-untyped-def]
+    whole = out.size // LANES
+    for w in range(whole):
+        add_signed(out, w * LANES, words[w], value)
+    for i in range(whole * LANES, out.size):
+        out[i] += -value if words[whole] >> np.uint64(i % LANES) & np.uint64(1) else value
+
+
+@kernel
+def _unpack_signs(scales, words, block, out):  # type: ignore[no-untyped-def]
+    for number in range(scales.size):
+        start = number * block
+        own = words[start // LANES : (start + block) // LANES]
+        _put(own, out.dtype.type(scales[number]), out[start : start + block])
+
+
+@kernel
+def _unpack_signs_add(scales, words, block, factor, out):  # type: ignore[no-untyped-def]
+    for number in range(scales.size):
+        start = number * block
+        own = words[start // LANES : (start + block) // LANES]
+        _add(own, out.dtype.type(factor * scales[number]), out[start : start + block])

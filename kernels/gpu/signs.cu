@@ -1,0 +1,67 @@
+// One bit an element: its sign, and for each block of elements the one magnitude that stands for all of them.
+
+constexpr int SIGN_PLACE = 8 * (int)sizeof(Word) - 1;
+constexpr float LARGEST_FLOAT = 3.402823466385288598e38f;
+
+__device__ __forceinline__ bool is_number(double value) { return (as_word(value) & ~(1ull << 63)) < 0x7ff0000000000000ull; }
+
+// A block of threads goes through a block of elements twice: for its mean, and for its signs.
+extern "C" __global__ void __launch_bounds__(THREADS) pack_signs(
+    const Word* array, i64 size, i64 block, float* scales, i64 blocks, u32* halves, Word* sent, double* sums) {
+  double sum[1] = {};
+  for (i64 number = blockIdx.x; number < blocks; number += gridDim.x) {
+    const i64 start = number * block, stop = smaller(start + block, size), length = stop - start;
+    const double share = 1 / (double)length;
+    double total = 0, energy = 0;
+    for (i64 i = start + threadIdx.x; i < stop; i += THREADS) {
+      const double magnitude = (double)as_real(array[i] & MASK);
+      total += magnitude;
+      energy += magnitude * magnitude;
+    }
+    total = block_sum(total);
+    energy = block_sum(energy);
+    double mean = total * share;
+    if (!is_number(mean)) {  // the sum may have left what a double holds, which the mean cannot
+      mean = 0;
+      for (i64 i = start + threadIdx.x; i < stop; i += THREADS) mean += (double)as_real(array[i] & MASK) * share;
+      mean = block_sum(mean);
+    }
+    const float single = is_number(mean) && mean > (double)LARGEST_FLOAT ? LARGEST_FLOAT : (float)mean;
+    if (threadIdx.x == 0) {
+      const double wide = (double)single, left = energy - wide * (2 * total - (double)length * wide);
+      scales[number] = single;
+      if (!(left < 0)) sum[0] += left;  // both were rounded; NaN stays
+    }
+    // Words are written by halves, of which the lower one comes first.
+    const i64 groups = 2 * ((length + 63) / 64);
+    for (i64 g = warp_of_thread(); g < groups; g += WARPS) {
+      const i64 i = start + 32 * g + lane_of_thread();
+      const bool negative = i < stop && array[i] >> SIGN_PLACE;
+      const u32 votes = __ballot_sync(ALL, negative);
+      if (lane_of_thread() == 0) halves[start / 32 + g] = votes;
+      if (sent && i < stop) sent[i] = as_word((Real)(negative ? -single : single));
+    }
+  }
+  leave_sums(sum, sums);
+}
+
+template <bool ADD>
+__device__ __forceinline__ void unpack(
+    const float* scales, const u64* words, i64 block, double factor, Word* out, i64 size) {
+  const i64 step = (i64)gridDim.x * THREADS;
+  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < size; i += step) {
+    const Real value = (Real)(factor * (double)scales[i / block]);
+    const Real own = words[i / 64] >> (i % 64) & 1 ? -value : value;
+    out[i] = as_word(ADD ? as_real(out[i]) + own : own);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) unpack_signs(
+    const float* scales, const u64* words, i64 block, double factor, Word* out, i64 size) {
+  unpack<false>(scales, words, block, factor, out, size);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) unpack_signs_add(
+    const float* scales, const u64* words, i64 block, double factor, Word* out, i64 size) {
+  unpack<true>(scales, words, block, factor, out, size);
+}

@@ -1,0 +1,185 @@
+"""``mpicomp bench training``: what exchanging gradients leaves of the throughput of training."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpicomp.bench.throughput import Exchange
+
+HELP = "train with several exchanges in turn and compare their throughput with that of no exchange at all"
+
+_COMMAND = "bench training"
+_EXCHANGES = "none,dense,topk,auto,ddp"
+_COLUMNS = {
+    "exchange": "",
+    "ran": "",
+    "median_s": ".4g",
+    "low_s": ".4g",
+    "high_s": ".4g",
+    "mean_s": ".4g",
+    "samples_per_s": ".4g",
+    "of_none": ".3f",
+    "of_none_low": ".3f",
+    "of_none_high": ".3f",
+    "forward_s": ".3g",
+    "backward_s": ".3g",
+    "after_s": ".3g",
+    "wire_bytes": ".0f",
+    "link_bytes": ".0f",
+    "quality": ".4f",
+    "replicas_equal": "",
+}
+_HIDDEN_COLUMNS = {
+    "exchange": "",
+    "hidden": ".1%",
+    "hidden_low": ".1%",
+    "hidden_high": ".1%",
+    "hidden_s": ".4g",
+    "exchange_s": ".4g",
+    "none_backward_s": ".4g",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description = (
+        f"{HELP[0].upper()}{HELP[1:]}. Start it with mpiexec or srun, or on an emulated cluster with mpicomp lab run."
+    )
+    parser.add_argument("--task", default="text-lstm", help="digits, text-lstm or vgg (%(default)s)")
+    parser.add_argument(
+        "--exchange",
+        default=_EXCHANGES,
+        metavar="X[,..]",
+        help="none; a compressor, or auto for what mpicomp chooses without one named, each with a collective behind a "
+        "colon where it is not auto, and with -inline where it is to wait for backward; ddp, ddp-fp16 and ddp-powersgd "
+        "for PyTorch's over gloo (%(default)s)",
+    )
+    parser.add_argument("--ratio", type=float, default=0.01, metavar="R", help="kept fraction (%(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=60, metavar="S", help="of each exchange that count, a multiple of B (%(default)s)"
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=12, metavar="B", help="in which they are done, in turn (%(default)s)"
+    )
+    parser.add_argument(
+        "--warm-up", type=int, default=10, metavar="W", help="steps of each before that do not count (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the model, the batches and the schemes (%(default)s)")
+    parser.add_argument("--json", metavar="F", help="write the rows to F as one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train on all ranks, print on rank 0; 1 where replicas that were to be equal are not."""
+    from mpicomp import launcher
+    from mpicomp.bench.tasks import list_tasks
+    from mpicomp.cli.options import check_least, check_writable, read_list
+    from mpicomp.compressors.base import check_ratio
+    from mpicomp.errors import ConfigurationError, UnknownNameError
+
+    if arguments.task not in list_tasks():
+        raise UnknownNameError(f"{_COMMAND}: --task", arguments.task, list_tasks())
+    ratio = check_ratio(_COMMAND, arguments.ratio)
+    exchanges = [_exchange(word, ratio) for word in dict.fromkeys(read_list(arguments.exchange))]
+    if not exchanges:
+        raise ConfigurationError(f"{_COMMAND}: --exchange names nothing; write for example {_EXCHANGES}")
+    blocks = check_least(_COMMAND, "--blocks", arguments.blocks)
+    steps, rest = divmod(check_least(_COMMAND, "--steps", arguments.steps), blocks)
+    if rest:
+        raise ConfigurationError(
+            f"{_COMMAND}: --steps must be a multiple of --blocks, got {arguments.steps} and {blocks}"
+        )
+    warm_up = check_least(_COMMAND, "--warm-up", arguments.warm_up)
+    launch = launcher.detect()
+    if arguments.json is not None and (launch is None or launch.rank == 0):
+        check_writable(_COMMAND, arguments.json)
+
+    # MPI starts before torch is loaded: Slurm's pmi2 cuts the longer messages that MPICH sends it afterwards.
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport()
+    group, hosts = transport.group, transport.hosts()
+    try:
+        from mpicomp.bench.tasks import get_task
+        from mpicomp.bench.trainers import train_all
+
+        task = get_task(arguments.task, arguments.seed)
+        task.batch(0, group.rank, group.size)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{_COMMAND}: {error}; install what it needs with pip install 'mpicomp[torch,bench]'"
+        ) from error
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(str(error)) from error
+    from mpicomp.bench import rows
+    from mpicomp.bench.throughput import Settings, rows_of
+
+    job = rows.job_environment(group.size, hosts, group.sharing)
+
+    def say(text: str) -> None:
+        if group.rank == 0:
+            print(f"# {text}", flush=True)
+
+    say(f"mpicomp {_COMMAND}: {task.name} on {group.size} ranks and {hosts} hosts, {job['mpi']} {job['mpi_version']}")
+    if job["oversubscribed"]:
+        say("more ranks than cores: what the processor does, forward and backward, takes longer than on a cluster")
+    settings = Settings(steps, blocks, warm_up)
+    trained, numel, threads = train_all(exchanges, task, settings, arguments.seed, transport, say)
+    transport.close()
+    if group.rank != 0:
+        return int(any(own.is_wrong for own in trained))
+    facts = {
+        "task": task.name,
+        "ranks": group.size,
+        "hosts": hosts,
+        "parameters": numel,
+        "batch_size": task.batch_size,
+        "seed": arguments.seed,
+        "warm_up": warm_up,
+        "quality_name": task.quality_name,
+    }
+    found = rows_of(trained, task.batch_size * group.size, facts)
+    if arguments.json is not None:
+        rows.write(arguments.json, found, threads, job=job)
+    _show(found)
+    for own in trained:
+        if own.is_wrong:
+            print(f"\nWRONG: {own.exchange.name}: the ranks did not end with the same parameters")
+    return int(any(own.is_wrong for own in trained))
+
+
+def _exchange(word: str, ratio: float) -> "Exchange":
+    """Read the name of an exchange."""
+    from mpicomp.bench.throughput import AUTO, INLINE, OTHERS, Exchange
+    from mpicomp.cli.options import read_configuration
+    from mpicomp.collectives import bind
+    from mpicomp.compressors import Dense, get_compressor, list_compressors
+    from mpicomp.errors import ConfigurationError, UnknownNameError
+
+    if word in OTHERS:
+        return Exchange(word)
+    name, colon, collective = word.removesuffix(INLINE).partition(":")
+    if name in OTHERS:
+        raise ConfigurationError(f"{_COMMAND}: '{name}' has no other collective and no form in line, got '{word}'")
+    if name not in (AUTO, *list_compressors()):
+        raise UnknownNameError(f"{_COMMAND}: --exchange", name, [*OTHERS, AUTO, *list_compressors()])
+    compressor = None if name == AUTO else get_compressor(read_configuration(_COMMAND, name, ratio))
+    if not colon:
+        return Exchange(word, compressor)
+    if collective != AUTO:
+        bind(compressor or Dense(), collective)
+    return Exchange(word, compressor, collective)
+
+
+def _show(found: Sequence[Mapping[str, Any]]) -> None:
+    """Print the tables."""
+    from mpicomp.bench import rows
+
+    print()
+    rows.show(found, _COLUMNS)
+    pairs = [row for row in found if row["hidden_s"] is not None]
+    if pairs:
+        print(
+            "\nhidden: seconds saved by beginning during backward, over the lesser of the exchange in line and backward"
+        )
+        rows.show(pairs, _HIDDEN_COLUMNS)

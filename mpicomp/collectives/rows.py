@@ -1,0 +1,62 @@
+"""Rows of a sparse gradient: every rank has some, all ranks get the mean of all."""
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives.round import Group, Round
+
+_INDEX = np.dtype(np.int64)
+_NONE = -1  # what a rank without a gradient says in place of the number of its rows
+
+
+def mean_of_rows(
+    indices: NDArray[np.int64] | None, rows: NDArray[np.floating], group: Group
+) -> Generator[Round, Any, tuple[NDArray[np.int64], NDArray[np.floating]] | None]:
+    """Average rows over all ranks, as rounds; a rank's missing rows are zeros. The same bits on every rank.
+
+    Three allgathervs: how many rows each rank has, which, and the rows themselves.
+
+    Parameters
+    ----------
+    indices : array of int64, shape (n,), or None
+        Which rows this rank has, ascending without repetition; None where it has no gradient at all.
+    rows : array of float32 or float64, shape (n, width)
+        The rows; the width and the dtype are the same on all ranks.
+    group : Group
+        All ranks.
+
+    Returns
+    -------
+    indices : array of int64, shape (m,)
+        Which rows some rank has, ascending.
+    rows : array, shape (m, width)
+        Their means. Instead of both None, where no rank has a gradient.
+    """
+    width = rows.shape[1]
+    own = np.array([_NONE if indices is None else indices.size], _INDEX)
+    told = yield Round("allgatherv", [1] * group.size, _INDEX, send=own, recv=np.empty(group.size, _INDEX))
+    if (told == _NONE).all():
+        return None
+    counts = [max(0, int(count)) for count in told]
+    send = np.empty(0, _INDEX) if indices is None else np.ascontiguousarray(indices)
+    everyones = yield Round("allgatherv", counts, _INDEX, send=send, recv=np.empty(sum(counts), _INDEX))
+    task = Round(
+        "allgatherv",
+        [count * width for count in counts],
+        rows.dtype,
+        send=np.ascontiguousarray(rows).reshape(-1),
+        recv=np.empty(sum(counts) * width, rows.dtype),
+    )
+    values = (yield task).reshape(-1, width)
+    which: NDArray[np.int64] = np.unique(everyones)
+    total = np.zeros((which.size, width), rows.dtype)
+    start = 0
+    for count in counts:  # in rank order, so that all ranks round alike
+        part = slice(start, start + count)
+        total[np.searchsorted(which, everyones[part])] += values[part]
+        start += count
+    total /= group.size
+    return which, total

@@ -1,0 +1,107 @@
+"""Every rank owns a part of the array: what all ranks send of it is packed, and so is the mean that comes back."""
+
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpicomp.collectives.dense_message import HEADER, read_header, write_header
+from mpicomp.collectives.round import Group, Round, parts_of
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import Quantiser
+from mpicomp.compressors.message import NONFINITE, STALE
+from mpicomp.kernels import cpu
+
+_BYTE = np.dtype(np.uint8)
+
+
+class TwoPhase(Scheme[Quantiser]):
+    """Alltoallv of packed parts, a mean in rank order by each part's owner, Allgatherv of the means, packed once more.
+
+    About twice the packed array leaves a rank, whatever the number of ranks. What packing loses the first time stays
+    with the sender. An owner's own share of its part enters the mean as it is, so that its residual there holds nothing
+    but what is lost the second time, times the number of ranks.
+    """
+
+    id: ClassVar[str] = "two-phase"
+    paper: ClassVar[str] = (
+        "Seide et al. 2014 and the compressed allreduce of 1-bit Adam, Tang et al. 2021, arXiv 2102.02888; owners do "
+        "not pack their own share, and their error, times the ranks, is part of the residual"
+    )
+    messages: ClassVar[str] = "packed"
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        """One alltoallv and one allgatherv of bytes; see `Scheme.rounds`."""
+        parts = parts_of(numel, group.size)
+        counts = [HEADER.itemsize + self.compressor.packed_bytes(count) for count in parts]
+        return [Round(operation, counts, _BYTE) for operation in ("alltoallv", "allgatherv")]
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Pack, scatter, average, pack, gather; see `Scheme.exchange`."""
+        group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
+        compressor, workspace = self.compressor, context.workspace
+        array = accumulated.array()
+        parts = parts_of(numel, group.size)
+        bounds = np.concatenate(([0], np.cumsum(parts)))
+        mine = slice(bounds[group.rank], bounds[group.rank + 1])
+        scatter, gather = self.rounds(numel, dtype, group)
+        places = np.concatenate(([0], np.cumsum(scatter.counts)))
+        sent = workspace.array("sent", numel, dtype)
+
+        outgoing = workspace.array("outgoing", places[-1], _BYTE)
+        left_out = accumulated.lost
+        for rank in range(group.size):
+            part = slice(bounds[rank], bounds[rank + 1])
+            message = outgoing[places[rank] : places[rank + 1]]
+            lost = 0.0
+            if rank != group.rank:  # behind the header to itself stands nothing that is read
+                lost = compressor.pack(array[part], message[HEADER.itemsize :], sent[part])
+            write_header(message, flags_of(accumulated), accumulated.energy, lost + left_out)
+            left_out = 0.0  # said once
+        size = scatter.counts[group.rank]
+        scatter.send = outgoing
+        scatter.recv = workspace.array("incoming", size * group.size, _BYTE)
+        incoming = (yield scatter).reshape(group.size, size)
+
+        headers = incoming[:, : HEADER.itemsize].reshape(-1).view(HEADER)
+        share = 1 / group.size
+        total = workspace.array("total", parts[group.rank], dtype)
+        np.multiply(array[mine], dtype.type(share), out=total)
+        for rank, message in enumerate(incoming):
+            if rank != group.rank:
+                compressor.unpack_add(message[HEADER.itemsize :], share, total)
+
+        reply = workspace.array("reply", size, _BYTE)
+        delivered = workspace.array("delivered", total.size, dtype)
+        compressor.pack(total, reply[HEADER.itemsize :], delivered)
+        # This packing was of the mean: it took its error from every rank's share of it.
+        sent[mine] = array[mine]
+        lost = cpu.share_rounding(total, delivered, group.size, array[mine], sent[mine])
+        finite = math.isfinite(lost)
+        if not finite:  # squares of finite numbers overflow too, and are then not worth a fast answer
+            with np.errstate(over="ignore", invalid="ignore"):
+                finite = bool(np.isfinite(array[mine] - sent[mine]).all())
+        flags = int(np.bitwise_or.reduce(headers["flags"])) | NONFINITE * (not finite)
+        write_header(reply, flags, float(headers["energy"].sum()), lost + float(headers["lost"].sum()))
+        gather.send = reply
+        gather.recv = workspace.array("replies", places[-1], _BYTE)
+        replies = yield gather
+
+        mean = workspace.array("mean", numel, dtype)
+        flags, energy, lost = 0, 0.0, 0.0
+        for rank in range(group.size):
+            message = replies[places[rank] : places[rank + 1]]
+            compressor.unpack(message[HEADER.itemsize :], mean[bounds[rank] : bounds[rank + 1]])
+            seen, energy, own_lost = read_header(message)  # all owners say the same energy
+            flags |= seen
+            lost += own_lost
+        return Result(
+            mean=mean,
+            sent=sent,
+            energy=energy,
+            gain=gain_of(lost, energy),
+            kept=float(numel),
+            nonfinite=bool(flags & NONFINITE),
+            stale=bool(flags & STALE),
+        )

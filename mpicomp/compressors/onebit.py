@@ -1,0 +1,85 @@
+"""The sign of every element, and a mean magnitude for each block."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.base import Quantiser
+from mpicomp.compressors.registry import register_compressor
+from mpicomp.errors import ConfigurationError
+from mpicomp.kernels import cpu
+
+_WORD = 64  # signs
+
+
+@register_compressor
+@dataclass(frozen=True, repr=False)
+class OneBit(Quantiser):
+    """One bit an element: its sign; and one float32 a block: the mean magnitude, which stands for all of the block's.
+
+    Of all magnitudes the mean loses the least energy, and never more than there is, so that error feedback contracts.
+
+    Parameters
+    ----------
+    block : int
+        Elements that share a magnitude, a multiple of 64. Short blocks follow the layers of a network, whose gradients
+        differ in size; at 1024 the magnitudes add 3 % to the bytes.
+
+    Notes
+    -----
+    A zero travels as the magnitude of its block, by its sign bit. A block of nothing but zeros comes out as zeros.
+
+    A magnitude of float64 elements beyond float32 travels as the largest float32; the rest waits in the residual.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> compressor, array = OneBit(), np.array([1, -3, 2], np.float32)
+    >>> message, sent = np.empty(compressor.packed_bytes(3), np.uint8), np.empty(3, np.float32)
+    >>> compressor.pack(array, message, sent), sent.tolist()
+    (2.0, [2.0, -2.0, 2.0])
+    """
+
+    id: ClassVar[str] = "onebit"
+    paper: ClassVar[str] = (
+        "scaled sign, Karimireddy et al. 2019, arXiv 1901.09847, after 1-bit SGD, Seide et al. 2014; a magnitude for "
+        "every block"
+    )
+
+    block: int = 1024
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.block, (int, np.integer)) and not isinstance(self.block, bool)
+        if not whole or self.block < 1 or self.block % _WORD:
+            raise ConfigurationError(f"onebit: block must be a multiple of {_WORD}, got {self.block!r}")
+        object.__setattr__(self, "block", int(self.block))
+
+    def packed_bytes(self, numel: int) -> int:
+        """Give the bytes of the signs, in words of 64, and of the magnitudes, padded; see `Quantiser.packed_bytes`."""
+        return 8 * (-(-numel // _WORD) + -(-self._blocks(numel) // 2))
+
+    def pack(self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating]) -> float:
+        """Pack signs and magnitudes; see `Quantiser.pack`."""
+        message[-8:] = 0  # padding
+        words, scales = self._parts(message, array.size)
+        return cpu.pack_signs(array, self.block, scales, words, sent)
+
+    def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
+        """Write magnitudes with their signs; see `Quantiser.unpack`."""
+        words, scales = self._parts(message, out.size)
+        cpu.unpack_signs(scales, words, self.block, out)
+
+    def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
+        """Add magnitudes with their signs; see `Quantiser.unpack_add`."""
+        words, scales = self._parts(message, out.size)
+        cpu.unpack_signs_add(scales, words, self.block, factor, out)
+
+    def _blocks(self, numel: int) -> int:
+        return -(-numel // self.block)
+
+    def _parts(self, message: NDArray[np.uint8], numel: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+        """Give a message's words of signs, and the magnitudes behind them."""
+        end = 8 * -(-numel // _WORD)
+        return message[:end].view(np.uint64), message[end:].view(np.float32)[: self._blocks(numel)]

@@ -1,0 +1,146 @@
+"""One bucket's exchange, with all that a record and a policy want to know of it."""
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpicomp.arrays import to_host
+from mpicomp.collectives import Context, Result, Round, dense_ring_bytes
+from mpicomp.policies import Plan, Policy
+from mpicomp.reducer.bucket import Bucket
+from mpicomp.reducer.record import BucketRecord
+from mpicomp.transport import Transport
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What is the same for all buckets of a step.
+
+    Parameters
+    ----------
+    transport : Transport
+        Whose group and clock.
+    policy : Policy
+        Gives the plans.
+    step, seed : int
+        For schemes that draw random numbers.
+    scale : float
+        What gradients are multiplied by first.
+    """
+
+    transport: Transport
+    policy: Policy
+    step: int
+    seed: int
+    scale: float = 1.0
+
+
+@dataclass
+class Exchanged:
+    """What a bucket's exchange came to.
+
+    Attributes
+    ----------
+    plan : Plan
+        What was run.
+    result : Result
+        What it delivers.
+    record : BucketRecord
+        What it did.
+    start, end : float
+        When, on the clock that ranks share.
+    choosing_s : float
+        Seconds before the start that choosing the plan took.
+    own_s : float
+        Seconds of own work in it. What it takes to keep the residual and to hand out the mean comes later; it
+        counts as if it had followed at once.
+    """
+
+    plan: Plan
+    result: Result
+    record: BucketRecord
+    choosing_s: float
+    start: float
+    end: float
+    own_s: float
+
+    def add(self, seconds: float) -> None:
+        """Count more own work."""
+        self.end += seconds
+        self.own_s += seconds
+
+
+def exchange(
+    bucket: Bucket, gradients: Sequence[Any] | None, conditions: Conditions
+) -> Generator[Round, Any, Exchanged]:
+    """Exchange one bucket, as rounds.
+
+    Parameters
+    ----------
+    bucket : Bucket
+        Which.
+    gradients : sequence of arrays or None
+        One for each member; None takes part with zeros and asks all ranks to agree anew.
+    conditions : Conditions
+        Of the step.
+    """
+    clock, group = conditions.transport.clock, conditions.transport.group
+    begin = time.perf_counter()
+    plan = conditions.policy.plan(bucket.index)
+    choosing_s = time.perf_counter() - begin
+    context = Context(
+        group=group,
+        step=conditions.step,
+        bucket=bucket.index,
+        seed=conditions.seed,
+        memory=bucket.memory,
+        workspace=bucket.workspace,
+    )
+    conditions.transport.doing(f"step {conditions.step}, bucket {bucket.index} ('{bucket.members[0].name}' ...)")
+    start = last = clock()
+    arrays = None if gradients is None else [to_host(gradient) for gradient in gradients]
+    run = plan.scheme.exchange(bucket.accumulate(arrays, conditions.scale), context)
+    own_s = waited_s = wire_bytes = 0.0
+    sent_bytes = 0
+    operations: list[str] = []
+    received: Any = None
+    while True:
+        try:
+            task = run.send(received)
+        except StopIteration as stop:
+            result: Result = stop.value
+            break
+        asked = clock()
+        own_s += asked - last
+        received = yield task
+        last = clock()
+        waited_s += last - asked
+        part = group.part(task.group)
+        assert part is not None
+        operations.append(task.operation)
+        sent_bytes += task.sent_bytes(part)
+        wire_bytes += task.wire_bytes(part)
+    end = clock()
+    compressor, prediction = plan.scheme.compressor, plan.prediction
+    record = BucketRecord(
+        bucket=bucket.index,
+        parameters=len(bucket.members),
+        numel=bucket.numel,
+        compressor=compressor.get_config(),
+        collective=plan.scheme.id,
+        reason=plan.reason,
+        ratio=getattr(compressor, "ratio", None),
+        ratio_reached=result.kept / bucket.numel,
+        gain=result.gain if np.isfinite(result.gain) else None,
+        phases_s={"compress": own_s, "exchange": waited_s, "decode": end - last},
+        predicted_s=prediction.seconds if prediction else None,
+        predicted_phases_s=prediction.phases() if prediction else None,
+        sent_bytes=sent_bytes,
+        wire_bytes=wire_bytes,
+        dense_wire_bytes=dense_ring_bytes(bucket.numel, group.size),
+        rounds=operations,
+    )
+    return Exchanged(plan, result, record, choosing_s, start, end, own_s + end - last)

@@ -1,0 +1,149 @@
+"""What lives from step to step: how arrays lie in buckets, and what error feedback keeps of them."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.arrays import Described
+from mpicomp.compressors.base import Entry
+from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.reducer.bucket import Bucket, make_buckets
+
+_STATES = ("residuals", "velocities")  # arrays that live from step to step, each a method of Bucket
+
+
+class Layout:
+    """Arrays by name in buckets, with their residuals; those of arrays that are gone wait for their names.
+
+    Parameters
+    ----------
+    feedback : bool
+        Whether there are residuals.
+    bucket_bytes, entry, threads
+        See `mpicomp.reducer.bucket.make_buckets`.
+
+    Attributes
+    ----------
+    members : list of Described or None
+        The arrays, in the order in which they were first passed; None before the first step.
+    buckets : list of Bucket
+        In the order of exchange.
+    delivered : dict of str to array of uint16
+        Where the means of 16-bit arrays go.
+    conditional : list of str
+        Arrays for which some rank had no gradient in some step, in their order.
+    """
+
+    def __init__(self, feedback: bool, bucket_bytes: int, entry: Entry, threads: int) -> None:
+        self.members: list[Described] | None = None
+        self.buckets: list[Bucket] = []
+        self.delivered: dict[str, NDArray[np.uint16]] = {}
+        self.conditional: list[str] = []
+        self._feedback = feedback
+        self._bucket_bytes = bucket_bytes
+        self._entry = entry
+        self._threads = threads
+        self._kept: dict[str, dict[str, NDArray[np.floating]]] = {kind: {} for kind in _STATES}
+        self._memories: dict[str, dict[str, Any]] = {}
+
+    def knows(self, members: Sequence[Described] | None) -> bool:
+        """Tell whether these are the arrays that it holds, in whatever order."""
+        if members is None or self.members is None:
+            return False
+        return members == self.members or set(members) == set(self.members)
+
+    def check(self, members: Sequence[Described]) -> None:
+        """Refuse arrays whose residual has another shape."""
+        shapes = {name: residual.shape for name, residual in self._kept["residuals"].items()}
+        if self._feedback:
+            shapes |= {member.name: member.shape for member in self.members or ()}
+        for member in members:
+            _check_shape(member, shapes.get(member.name))
+
+    def make(self, members: Sequence[Described]) -> list[Bucket]:
+        """Make buckets for other arrays, and leave everything as it is."""
+        return make_buckets(members, self._feedback, self._bucket_bytes, self._entry, self._threads)
+
+    def adopt(self, members: list[Described], buckets: list[Bucket]) -> None:
+        """Take these for the old ones; residuals follow their names."""
+        for kind in _STATES:
+            self._kept[kind] = {name: own.copy() for name, own in self._states(kind).items()}
+        self._memories |= {bucket.members[0].name: bucket.memory for bucket in self.buckets}
+        self.members = members
+        self.buckets = buckets
+        self.delivered = {
+            member.name: np.empty(member.numel, np.uint16) for member in members if member.dtype.endswith("float16")
+        }
+        self._restore()
+
+    def residual(self, name: str) -> NDArray[np.floating]:
+        """Give a copy of an array's residual; see `mpicomp.Reducer.residual`."""
+        for member in self.members or ():
+            if member.name == name:
+                held = self._held("residuals").get(name)
+                return np.zeros(member.shape, member.work_dtype) if held is None else held.reshape(member.shape).copy()
+        if name in self._kept["residuals"]:
+            return self._kept["residuals"][name].copy()
+        raise UnknownNameError("residual", name, [member.name for member in self.members or ()])
+
+    def state(self) -> dict[str, Any]:
+        """Give copies of residuals and velocities by name, and what compressors have learnt."""
+        memories = {bucket.members[0].name: bucket.memory for bucket in self.buckets if bucket.memory}
+        return {"memories": copy.deepcopy(self._memories | memories)} | {
+            kind: {name: own.copy() for name, own in self._states(kind).items()} for kind in _STATES
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` gave.
+
+        Raises
+        ------
+        ConfigurationError
+            Where a shape is not its array's. Nothing is loaded then.
+        """
+        loaded = {
+            kind: {name: np.array(value, copy=True) for name, value in state.get(kind, {}).items()} for kind in _STATES
+        }
+        for member in self.members or ():
+            for arrays in loaded.values():
+                held = arrays.get(member.name)
+                _check_shape(member, None if held is None else held.shape)
+        self._kept = loaded
+        self._memories = copy.deepcopy(dict(state.get("memories", {})))
+        for kind in _STATES:
+            for own in self._held(kind).values():
+                own[:] = 0
+        self._restore()
+
+    def _restore(self) -> None:
+        for kind in _STATES:
+            for name, own in self._held(kind).items():
+                if name in self._kept[kind]:
+                    own[:] = self._kept[kind].pop(name).reshape(-1)
+        for bucket in self.buckets:
+            bucket.memory = self._memories.pop(bucket.members[0].name, bucket.memory)
+
+    def _held(self, kind: str) -> dict[str, NDArray[np.floating]]:
+        """Give the buckets' arrays of a kind of state by name: flat, writable."""
+        if not self._feedback:
+            return {}
+        parts = (getattr(bucket, kind)() for bucket in self.buckets)
+        return {member.name: part for members in parts for member, part in members}
+
+    def _states(self, kind: str) -> dict[str, NDArray[np.floating]]:
+        """Give all arrays of a kind of state by name, in their shapes; those that wait for their names come last."""
+        shapes = {member.name: member.shape for member in self.members or ()}
+        held = {name: own.reshape(shapes[name]) for name, own in self._held(kind).items()}
+        empty = {name: np.zeros(shape) for name, shape in shapes.items() if 0 in shape and self._feedback}
+        return held | (empty if kind == "residuals" else {}) | self._kept[kind]
+
+
+def _check_shape(member: Described, shape: tuple[int, ...] | None) -> None:
+    if shape is not None and shape != member.shape:
+        raise ConfigurationError(
+            f"reducer: the residual of '{member.name}' has shape {shape} and cannot be kept for shape {member.shape}; "
+            "make a new Reducer to start it at zero"
+        )

@@ -1,0 +1,136 @@
+"""Scripts on DistributedDataParallel keep their wrapper; its buckets are exchanged through mpicomp."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed import GradBucket
+
+from mpicomp.compressors import Compressor
+from mpicomp.errors import ConfigurationError
+from mpicomp.reducer import Reducer
+from mpicomp.reducer.stream import Stream
+from mpicomp.torch.gradients import overlap_thread
+
+
+class DDPState:
+    """What `ddp_comm_hook` works on.
+
+    Collective over ``comm``.
+
+    Parameters
+    ----------
+    model : torch.nn.parallel.DistributedDataParallel
+        Whose hook it is; its process group has the ranks of ``comm``.
+    compressor, collective, policy, comm
+        See `mpicomp.Reducer`.
+    overlap : bool
+        Whether buckets are exchanged while backward goes on; False exchanges all of them with the last one.
+    allow_nccl : bool
+        Whether the process group may be on NCCL. Its kernels and an MPI call that waits for the same device can wait
+        for each other forever; it has to be known that the two never meet.
+    **settings
+        Further settings of `mpicomp.Reducer`.
+
+    Attributes
+    ----------
+    reducer : Reducer
+        With ``last_step``, ``state_dict`` and ``load_state_dict``: residuals are kept by parameter name, so that they
+        survive DistributedDataParallel's making its buckets anew.
+
+    Raises
+    ------
+    ConfigurationError
+        For a model that is not wrapped, a process group of other ranks, or one on NCCL.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.parallel.DistributedDataParallel,
+        compressor: Compressor | str | Mapping[str, Any] | None = None,
+        collective: str = "auto",
+        policy: str | None = None,
+        *,
+        comm: Any = None,
+        overlap: bool = True,
+        allow_nccl: bool = False,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise ConfigurationError(
+                f"ddp_comm_hook: a model in DistributedDataParallel is needed, got {type(model).__name__}"
+            )
+        if "nccl" in distributed.get_backend(model.process_group) and not allow_nccl:
+            raise ConfigurationError(
+                "ddp_comm_hook: the process group is on NCCL, which can wait for MPI, and MPI for it, forever; use "
+                "backend='gloo', or pass allow_nccl=True where no NCCL operation is under way during backward"
+            )
+        self.reducer = Reducer(compressor, collective, policy, comm=comm, **settings)
+        ranks = self.reducer.transport.group.size
+        if distributed.get_world_size(model.process_group) != ranks:
+            self.reducer.close()
+            raise ConfigurationError(
+                f"ddp_comm_hook: the process group has {distributed.get_world_size(model.process_group)} ranks and MPI "
+                f"has {ranks}; start both with the same ones"
+            )
+        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        self._thread = overlap_thread(self.reducer) if overlap else None
+        self._stream: Stream | None = None
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+
+    def put(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Take one bucket; with the last one all of them are averaged. Collective with the last one."""
+        if not self._gradients and self._thread is not None:
+            self._stream = self.reducer.stream(self._thread)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self._waiting.append((future, bucket.buffer()))
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            name = self._names[id(parameter)]
+            self._gradients[name] = gradient
+            if self._stream is not None:
+                self._stream.put(name, gradient)
+        if bucket.is_last():
+            self._finish()
+        return future
+
+    def close(self) -> None:
+        """Give back what it holds of MPI. Collective."""
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+        self.reducer.close()
+
+    def _finish(self) -> None:
+        gradients, stream, waiting = self._gradients, self._stream, self._waiting
+        self._gradients, self._stream, self._waiting = {}, None, []
+        means = self.reducer.reduce(gradients) if stream is None else stream.finish(gradients)
+        for name, gradient in gradients.items():
+            gradient.copy_(means[name])
+        for future, buffer in waiting:
+            future.set_result(buffer)
+
+
+def ddp_comm_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of DistributedDataParallel over MPI, compressed, with error feedback.
+
+    Parameters
+    ----------
+    state : DDPState
+        Of the model.
+    bucket : torch.distributed.GradBucket
+        From DistributedDataParallel.
+
+    Returns
+    -------
+    torch.futures.Future
+        Of the bucket's buffer with the mean. It is set when the last bucket of the step is done.
+
+    Examples
+    --------
+    >>> model = torch.nn.parallel.DistributedDataParallel(module)  # doctest: +SKIP
+    >>> state = mpicomp.torch.DDPState(model, compressor="topk")  # doctest: +SKIP
+    >>> model.register_comm_hook(state, mpicomp.torch.ddp_comm_hook)  # doctest: +SKIP
+    """
+    return state.put(bucket)

@@ -1,0 +1,182 @@
+"""Adam that exchanges one bit an element once its variance is known."""
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from mpicomp.compressors import Dense, OneBit
+from mpicomp.errors import ConfigurationError
+from mpicomp.reducer import Reducer
+from mpicomp.torch.exchanging import Exchanging, Params, gradient_of
+from mpicomp.transport.base import Asked
+
+_LEAST = 0.01  # of the median variance: less is taken for this much, so that a bit cannot move an element far
+
+
+class OneBitAdam(Exchanging):
+    """1-bit Adam: momenta are exchanged in place of gradients, as signs.
+
+    For ``warmup_steps`` steps it is Adam on gradients averaged in full. Then the variance stays as it is: each rank
+    adds its own gradient to the momentum, the momenta are averaged by the collective ``two-phase`` with the compressor
+    `mpicomp.OneBit` and error feedback, and their mean is the momentum of all ranks. About two bits an element leave
+    a rank. Parameters are the same bits on every rank, if they were at the start.
+
+    Creating one, ``step`` and ``close`` are collective: all ranks step together. A parameter without a gradient takes
+    part with zeros. ``.grad`` is left as it is: to clip, clip it on each rank before the step.
+
+    Parameters
+    ----------
+    params : iterable
+        ``model.named_parameters()``, parameters, or parameter groups.
+    lr, betas, eps, weight_decay
+        As those of `torch.optim.Adam`: the weight decay is added to the gradient.
+    warmup_steps : int
+        At least 1. The paper takes 15 to 25 % of all steps: until gradients do not change in size any more.
+    comm : mpi4py.MPI.Comm, Transport or None
+        A communicator is duplicated. None stands for MPI.COMM_WORLD.
+
+    Attributes
+    ----------
+    reducer : Reducer
+        The one in use: it has ``last_step``, and ``residual(name)`` of a momentum after the warm-up.
+
+    Raises
+    ------
+    ConfigurationError
+        For a setting that cannot be.
+    NonFiniteError
+        From ``step``, on all ranks, where some rank's gradient is not finite; nothing was changed then.
+
+    Notes
+    -----
+    The bias of both moments is corrected as Adam does it. For the variance that matters most when it is frozen: after
+    100 steps the sum is a tenth of the variance, and later steps would all be three times too long. The paper has
+    no correction, and warm-ups that are long enough not to need one.
+
+    A sign stands for the mean magnitude of its block of elements even where an element's momentum is nearly zero,
+    and is then divided by the root of that element's variance. So the frozen variance of an element is at least a
+    hundredth of its parameter's median, and the median itself where the element has had no gradient yet. A parameter
+    without any gradient in the warm-up stays where it is.
+
+    Residuals are in units of the momentum: a learning rate that changes does so for what is kept back, too.
+
+    Each rank has a state of its own: ``state_dict()`` has the residuals under ``"mpicomp"``. With it training goes on
+    as if it had never stopped, bit for bit; the warm-up is averaged in rank order for that.
+
+    References
+    ----------
+    Tang et al. 2021, arXiv 2102.02888.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mpicomp.transport import LocalWorld
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = OneBitAdam(model.named_parameters(), warmup_steps=1, comm=LocalWorld(1).transports[0])
+    >>> for _ in range(2):
+    ...     model(torch.ones(1, 2)).sum().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> optimizer.reducer.last_step.buckets[0].collective
+    'two-phase'
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 100,
+        comm: Any = None,
+    ) -> None:
+        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 1:
+            raise ConfigurationError(
+                f"OneBitAdam: warmup_steps must be at least 1, got {warmup_steps!r}; without a warm-up there is no "
+                "variance to divide by"
+            )
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise ConfigurationError(f"OneBitAdam: {name} must be at least 0, got {value!r}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ConfigurationError(f"OneBitAdam: betas must be at least 0 and below 1, got {betas!r}")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._warmup_steps = warmup_steps
+        warmup = Reducer(Dense(), "scatter-reduce", comm=comm)
+        self.reducers = {"warmup": warmup, "compressed": Reducer(OneBit(), "two-phase", comm=warmup.transport)}
+
+    @property
+    def reducer(self) -> Reducer:
+        """The reducer that has made the last step."""
+        return self.reducers["warmup" if self.steps <= self._warmup_steps else "compressed"]
+
+    def rounds(self) -> Generator[Asked, Any, None]:
+        """See `Exchanging.rounds`."""
+        if self.steps < self._warmup_steps:
+            yield from self._step_in_full()
+            if self.steps == self._warmup_steps:
+                self._freeze()
+        else:
+            yield from self._step_compressed()
+
+    def _step_in_full(self) -> Generator[Asked, Any, None]:
+        members = list(self._members())
+        gradients = {name: gradient_of(parameter) for name, parameter, _ in members}
+        means = yield from self.reducers["warmup"].rounds(gradients, self._lr)
+        self.steps += 1
+        for name, parameter, group in members:
+            state = self.state[parameter]
+            if not state:
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            gradient = means[name]
+            if group["weight_decay"]:
+                gradient = gradient.add(parameter, alpha=group["weight_decay"])
+            beta1, beta2 = group["betas"]
+            state["exp_avg"].lerp_(gradient, 1 - beta1)
+            state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            deviation = state["exp_avg_sq"].sqrt().div_((1 - beta2**self.steps) ** 0.5).add_(group["eps"])
+            parameter.addcdiv_(state["exp_avg"], deviation, value=-self._length(group))
+
+    def _freeze(self) -> None:
+        """Put what momenta are divided by from now on in the place of variances."""
+        for _, parameter, group in self._members():
+            state = self.state[parameter]
+            variance = state.pop("exp_avg_sq").div_(1 - group["betas"][1] ** self.steps)
+            seen = variance[variance > 0]
+            if seen.numel() == 0:
+                state["deviation"] = torch.full_like(variance, torch.inf)
+                continue
+            median = seen.median()  # one of the numbers: no rank rounds it in its own way
+            variance = torch.where(variance > 0, variance.clamp_(min=_LEAST * median), median)
+            state["deviation"] = variance.sqrt_().add_(group["eps"])
+
+    def _step_compressed(self) -> Generator[Asked, Any, None]:
+        members = list(self._members())
+        momenta = {}
+        for name, parameter, group in members:
+            state, gradient = self.state[parameter], gradient_of(parameter)
+            if "deviation" not in state:
+                raise ConfigurationError(
+                    f"OneBitAdam: '{name}' was not trained in the warm-up and has no variance; parameters that come "
+                    "later need a new optimizer"
+                )
+            if group["weight_decay"]:
+                gradient = gradient.add(parameter, alpha=group["weight_decay"])
+            momenta[name] = torch.lerp(state["exp_avg"], gradient, 1 - group["betas"][0])
+        means = yield from self.reducers["compressed"].rounds(momenta, self._lr)
+        self.steps += 1
+        for name, parameter, group in members:
+            state = self.state[parameter]
+            state["exp_avg"].copy_(means[name])
+            parameter.addcdiv_(state["exp_avg"], state["deviation"], value=-self._length(group))
+
+    @property
+    def _lr(self) -> float:
+        return float(self.param_groups[0]["lr"])
+
+    def _length(self, group: dict[str, Any]) -> float:
+        """Give the learning rate over what the momentum lacks because it began at zero."""
+        length: float = float(group["lr"]) / (1 - group["betas"][0] ** self.steps)
+        return length

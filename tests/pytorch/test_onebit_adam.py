@@ -1,0 +1,393 @@
+import copy
+
+import numpy as np
+import oracle
+import pytest
+
+import mpicomp
+from mpicomp.errors import ConfigurationError, NonFiniteError
+from mpicomp.transport import LocalWorld
+
+torch = pytest.importorskip("torch")
+
+BLOCK = mpicomp.OneBit().block
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Replicas:
+    """N models with an optimizer each, that step together in one process."""
+
+    def __init__(self, make, ranks, **settings):
+        self.world = LocalWorld(ranks)
+        self.models = [make() for _ in range(ranks)]
+        self.optimizers = [
+            mpicomp.torch.OneBitAdam(model.named_parameters(), comm=end, **settings)
+            for model, end in zip(self.models, self.world.transports, strict=True)
+        ]
+
+    def step(self):
+        with torch.no_grad():
+            self.world.run([optimizer.rounds() for optimizer in self.optimizers])
+
+    def train(self, loss_of, steps):
+        """Give the mean loss of every step; ``loss_of`` gets a model, a rank and a step."""
+        losses = []
+        for step in steps:
+            total = 0.0
+            for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+                optimizer.zero_grad()
+                loss = loss_of(model, rank, step)
+                loss.backward()
+                total += loss.item()
+            self.step()
+            losses.append(total / len(self.models))
+        return losses
+
+    def bits(self):
+        return [b"".join(p.detach().numpy().tobytes() for p in model.parameters()) for model in self.models]
+
+
+class Reference:
+    """1-bit Adam of N ranks in NumPy, step by step, as it is written in the paper and in OneBitAdam's notes."""
+
+    def __init__(self, parameters, ranks, warmup_steps, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        self.parameters = {name: np.array(value, np.float64) for name, value in parameters.items()}
+        self.ranks, self.warmup_steps, self.lr, self.betas, self.eps = ranks, warmup_steps, lr, betas, eps
+        self.weight_decay = weight_decay
+        self.steps = 0
+        self.momentum = {name: np.zeros_like(value) for name, value in self.parameters.items()}
+        self.variance = {name: np.zeros_like(value) for name, value in self.parameters.items()}
+        self.residuals = [np.zeros(sum(value.size for value in self.parameters.values())) for _ in range(ranks)]
+
+    def step(self, gradients):
+        """Take a mapping of gradients for each rank."""
+        gradients = [
+            {name: own[name] + self.weight_decay * value for name, value in self.parameters.items()}
+            for own in gradients
+        ]
+        beta1, beta2 = self.betas
+        if self.steps < self.warmup_steps:
+            for name in self.parameters:
+                mean = sum(own[name] for own in gradients) / self.ranks
+                self.momentum[name] = beta1 * self.momentum[name] + (1 - beta1) * mean
+                self.variance[name] = beta2 * self.variance[name] + (1 - beta2) * mean**2
+            self.steps += 1
+            roots = {name: np.sqrt(v / (1 - beta2**self.steps)) for name, v in self.variance.items()}
+            if self.steps == self.warmup_steps:
+                self.frozen = {name: self._floored(root) for name, root in roots.items()}
+        else:
+            momenta = [
+                np.concatenate([(beta1 * self.momentum[n] + (1 - beta1) * own[n]).ravel() for n in self.parameters])
+                for own in gradients
+            ]
+            mean, self.residuals = oracle.two_phase_step(momenta, self.residuals, BLOCK)
+            start = 0
+            for name, value in self.parameters.items():
+                self.momentum[name] = mean[start : start + value.size].reshape(value.shape)
+                start += value.size
+            self.steps += 1
+            roots = self.frozen
+        for name, root in roots.items():
+            step = self.momentum[name] / (1 - beta1**self.steps) / (root + self.eps)
+            self.parameters[name] -= self.lr * step
+
+    def _floored(self, root):
+        seen = np.sort(root[root > 0])
+        if seen.size == 0:
+            return np.full_like(root, np.inf)
+        median = seen[(seen.size - 1) // 2]
+        return np.where(root > 0, np.maximum(root, 0.1 * median), median)
+
+
+TRUTH = np.random.default_rng(7).normal(size=(41, 37))
+
+
+def linear():
+    torch.manual_seed(0)
+    return torch.nn.Linear(37, 41).double()
+
+
+def batch(rank, step, size=8):
+    rng = np.random.default_rng([rank, step])
+    inputs = rng.normal(size=(size, 37))
+    inputs[:, 5] = 0  # weights for it have no gradient
+    inputs[:, 6] *= 1e-4
+    return inputs, inputs @ TRUTH.T + rng.normal(size=(size, 41))
+
+
+def squares(model, rank, step):
+    inputs, targets = (torch.from_numpy(array) for array in batch(rank, step))
+    return (model(inputs) - targets).square().mean()
+
+
+def gradients_of_squares(parameters, rank, step):
+    inputs, targets = batch(rank, step)
+    error = 2 * (inputs @ parameters["weight"].T + parameters["bias"] - targets) / targets.size
+    return {"weight": error.T @ inputs, "bias": error.sum(axis=0)}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_the_warmup_is_adam_on_the_large_batch(ranks, weight_decay):
+    together = Replicas(linear, ranks, lr=0.01, betas=(0.8, 0.99), weight_decay=weight_decay)
+    plain = linear()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01, betas=(0.8, 0.99), weight_decay=weight_decay)
+    for step in range(20):
+        together.train(squares, [step])
+        optimizer.zero_grad()
+        (sum(squares(plain, rank, step) for rank in range(ranks)) / ranks).backward()
+        optimizer.step()
+    for model in together.models:
+        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12)
+    assert len(set(together.bits())) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_it_is_what_the_reference_says(ranks, weight_decay):
+    settings = {"lr": 0.01, "weight_decay": weight_decay, "warmup_steps": 5}
+    together = Replicas(linear, ranks, **settings)
+    start = {name: value.detach().numpy() for name, value in linear().named_parameters()}
+    reference = Reference(start, ranks, **settings)
+    for step in range(40):
+        together.train(squares, [step])
+        reference.step([gradients_of_squares(reference.parameters, rank, step) for rank in range(ranks)])
+        for name, value in together.models[0].named_parameters():
+            np.testing.assert_allclose(value.detach(), reference.parameters[name], rtol=1e-8, atol=1e-10)
+        assert len(set(together.bits())) == 1
+    for optimizer, residual in zip(together.optimizers, reference.residuals, strict=True):
+        held = np.concatenate([optimizer.reducer.residual(name).ravel() for name in start])
+        np.testing.assert_allclose(held, residual, rtol=1e-6, atol=1e-9)
+
+
+def network():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh(),
+                               torch.nn.Linear(64, 4))  # fmt: skip
+
+
+def classify(model, rank, step):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(16, 16, generator=generator)
+    targets = (inputs[:, :4] * inputs[:, 4:8]).argmax(dim=1)  # not linear
+    return torch.nn.functional.cross_entropy(model(inputs), targets)
+
+
+def test_it_learns_about_as_well_as_adam():
+    ranks, steps = 4, 800
+    together = Replicas(network, ranks, lr=3e-3, warmup_steps=150)
+    losses = together.train(classify, range(steps))
+    plain = network()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=3e-3)
+    expected = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = sum(classify(plain, rank, step) for rank in range(ranks)) / ranks
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    start, end, adam = np.mean(losses[:20]), np.mean(losses[-100:]), np.mean(expected[-100:])
+    print(f"cross entropy from {start:.3f} to {end:.3f}; that of Adam to {adam:.3f}")
+    assert start - end > 0.8 * (start - adam)
+
+
+def test_residuals_stay_bounded():
+    """In a thousand steps what is kept back grows to what signs need in order to stand for layers, and no further."""
+    together = Replicas(linear, 3, lr=0.02, warmup_steps=10)
+    energies = []
+    for step in range(1000):
+        together.train(squares, [step])
+        if step % 100 == 99:
+            held = [o.reducer.residual(name) for o in together.optimizers for name in ("weight", "bias")]
+            energies.append(sum(np.square(own).sum() for own in held))
+    assert max(energies[5:]) < 1.1 * max(energies[:5])
+
+
+@pytest.mark.parametrize("at", [3, 10, 11, 25])
+def test_it_resumes_bit_for_bit(at):
+    settings = {"lr": 0.01, "warmup_steps": 10}
+    together, again = Replicas(linear, 3, **settings), Replicas(linear, 3, **settings)
+    together.train(squares, range(at))
+    for model, other, optimizer, resumed in zip(
+        together.models, again.models, together.optimizers, again.optimizers, strict=True
+    ):
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(at, 40):
+        together.train(squares, [step])
+        again.train(squares, [step])
+        assert together.bits() == again.bits()
+    assert again.optimizers[0].steps == 40
+
+
+class Rare(torch.nn.Module):
+    """Rows that come late, one that never comes, and a parameter that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = torch.nn.Embedding(300, 8)
+        self.unused = torch.nn.Parameter(torch.ones(5))
+        self.out = torch.nn.Linear(8, 1)
+
+
+def of_rows(model, rank, step):
+    rng = np.random.default_rng([rank, step])
+    rows = torch.from_numpy(rng.integers(0, 100 if step < 20 else 200, 16))
+    return (model.out(model.rows(rows))[:, 0] - (rows % 2)).square().mean()
+
+
+def test_what_had_no_gradient_in_the_warmup_does_not_run_away():
+    together = Replicas(Rare, 2, lr=0.01, warmup_steps=20)
+    before = Rare()
+    losses = together.train(of_rows, range(600))
+    model = together.models[0]
+    assert torch.equal(model.unused, before.unused)
+    moved = (model.rows.weight - before.rows.weight).detach().abs()
+    assert moved[200:].max() < 0.2  # these have no gradient at all, and signs all the same
+    assert moved[100:200].max() > 0.3
+    assert np.mean(losses[-50:]) < 0.1
+
+
+def test_one_rank_alone():
+    together = Replicas(linear, 1, lr=0.02, warmup_steps=20)
+    losses = together.train(squares, range(400))
+    assert losses[0] > 30
+    assert np.mean(losses[-50:]) < 2  # the noise alone is 1
+
+
+def alone(parameters, **settings):
+    return mpicomp.torch.OneBitAdam(parameters, comm=LocalWorld(1).transports[0], **settings)
+
+
+def test_step_runs_a_closure_and_the_reducer_tells_what_was_done():
+    model = linear()
+    optimizer = alone(model.named_parameters(), lr=0.5, warmup_steps=1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = squares(model, 0, 0)
+        loss.backward()
+        return loss
+
+    seen = []
+    for _ in range(3):
+        assert optimizer.step(closure).item() > 0
+        scheduler.step()
+        seen.append((optimizer.reducer.compressor.id, optimizer.reducer.last_step.lr))
+    assert [name for name, _ in seen] == ["dense", "onebit", "onebit"]
+    np.testing.assert_allclose([lr for _, lr in seen], [0.5, 0.05, 0.005])
+    assert set(optimizer.state_dict()["mpicomp"]["reducers"]["compressed"]["residuals"]) == {"weight", "bias"}
+    optimizer.close()
+
+
+def test_groups_have_settings_of_their_own_and_names_may_be_left_out():
+    model = linear()
+    groups = [{"params": [model.weight], "lr": 0.0}, {"params": [("offset", model.bias)]}]
+    optimizer = alone(groups, lr=0.1, warmup_steps=2)
+    before = model.weight.detach().clone()
+    for step in range(4):
+        optimizer.zero_grad()
+        squares(model, 0, step).backward()
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert optimizer.reducer.residual("offset").any()
+    assert optimizer.reducer.residual("0").shape == (41, 37)
+    with pytest.raises(ConfigurationError, match="two parameters are named 'a'"):
+        alone([("a", model.weight), ("a", model.bias)])
+
+
+def test_parameters_without_gradients_and_sixteen_bits():
+    model = linear().to(torch.bfloat16)
+    model.bias.requires_grad_(False)
+    optimizer = alone(model.named_parameters(), lr=0.01, warmup_steps=1)
+    start = model.bias.detach().clone()
+    for step in range(3):
+        optimizer.zero_grad()
+        if step != 1:
+            model(torch.ones(2, 37, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    assert torch.equal(model.bias, start)
+    assert optimizer.reducer.residual("weight").dtype == np.float32
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_bad_gradient_changes_nothing(steps):
+    together = Replicas(linear, 2, lr=0.01, warmup_steps=2)
+    together.train(squares, range(steps))
+    before = together.bits()
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in together.optimizers]
+    together.models[1].weight.grad[3, 3] = torch.nan
+    with pytest.raises(NonFiniteError):
+        together.step()
+    assert together.bits() == before
+    for optimizer, state in zip(together.optimizers, states, strict=True):
+        for place, own in optimizer.state_dict()["state"].items():
+            for name, value in own.items():
+                assert torch.equal(value, state["state"][place][name])
+    together.train(squares, range(steps, 10))
+    assert len(set(together.bits())) == 1
+
+
+def test_what_cannot_be_served_is_refused():
+    model = linear()
+    with pytest.raises(ConfigurationError, match=r"warmup_steps must be at least 1, got 0; without a warm-up"):
+        alone(model.parameters(), warmup_steps=0)
+    with pytest.raises(ConfigurationError, match="lr must be at least 0, got -1"):
+        alone(model.parameters(), lr=-1)
+    with pytest.raises(ConfigurationError, match="betas must be at least 0 and below 1"):
+        alone(model.parameters(), betas=(0.9, 1.0))
+    optimizer = alone(model.parameters(), warmup_steps=1)
+    with pytest.raises(ConfigurationError, match="the state is of another optimizer"):
+        optimizer.load_state_dict(torch.optim.Adam(model.parameters()).state_dict())
+    squares(model, 0, 0).backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ConfigurationError, match="'2' was not trained in the warm-up"):
+        optimizer.step()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.full((1, 37), torch.inf).double()).sum()).backward()
+    with pytest.raises(ConfigurationError, match=r"use torch\.autocast with bfloat16"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_over_mpi_it_is_what_the_reference_says(comm, weight_decay):
+    settings = {"lr": 0.01, "weight_decay": weight_decay, "warmup_steps": 5}
+    model = linear()
+    optimizer = mpicomp.torch.OneBitAdam(model.named_parameters(), comm=comm, **settings)
+    start = {name: value.detach().numpy() for name, value in linear().named_parameters()}
+    reference = Reference(start, comm.size, **settings)
+    for step in range(30):
+        optimizer.zero_grad()
+        squares(model, comm.rank, step).backward()
+        optimizer.step()
+        reference.step([gradients_of_squares(reference.parameters, rank, step) for rank in range(comm.size)])
+        for name, value in model.named_parameters():
+            np.testing.assert_allclose(value.detach(), reference.parameters[name], rtol=1e-8, atol=1e-10)
+            everyones = comm.allgather(value.detach().numpy().tobytes())
+            assert everyones.count(everyones[0]) == comm.size
+    state = copy.deepcopy(optimizer.state_dict())
+    resumed = linear()
+    resumed.load_state_dict(model.state_dict())
+    other = mpicomp.torch.OneBitAdam(resumed.named_parameters(), comm=comm, **settings)
+    other.load_state_dict(state)
+    for step in range(30, 40):
+        for own, own_optimizer in ((model, optimizer), (resumed, other)):
+            own_optimizer.zero_grad()
+            squares(own, comm.rank, step).backward()
+            own_optimizer.step()
+        for left, right in zip(model.parameters(), resumed.parameters(), strict=True):
+            assert torch.equal(left, right)
+    optimizer.close()
+    other.close()

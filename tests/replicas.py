@@ -1,0 +1,58 @@
+"""Data-parallel training in the slow and obvious way: one process, one model, the ranks' gradients averaged by hand."""
+
+import copy
+
+import numpy as np
+import torch
+
+
+class Reference:
+    """What a distributed run with dense exchange has to come to.
+
+    A parameter for which no rank has a gradient has none; a rank's missing gradient counts as zeros.
+    """
+
+    def __init__(self, model, make, ranks):
+        self.model = copy.deepcopy(model)
+        self.optimizer = make(self.model)
+        self.ranks = ranks
+
+    def gradients(self, loss):
+        """Average over the ranks; ``loss(model, rank)`` runs forward, and backward is run here."""
+        total = {}
+        for rank in range(self.ranks):
+            self.model.zero_grad(set_to_none=True)
+            losses = loss(self.model, rank)
+            for each in losses if isinstance(losses, list) else [losses]:
+                each.backward()
+            for name, parameter in self.model.named_parameters():
+                if parameter.grad is not None:
+                    own = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                    total[name] = total.get(name, 0) + own.double()
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = (total[name] / self.ranks).to(parameter.dtype) if name in total else None
+
+    def step(self, loss, before_step=None):
+        self.gradients(loss)
+        if before_step is not None:
+            before_step(self.model)
+        self.optimizer.step()
+
+
+def assert_same(model, reference, rtol=2e-5, atol=2e-6):
+    for (name, own), other in zip(model.named_parameters(), reference.model.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def assert_replicas(model, comm):
+    """All ranks hold the same bits."""
+    own = [p.detach().contiguous().reshape(-1).view(torch.uint8) for p in model.parameters()]
+    mine = torch.cat(own).numpy()
+    everyones = np.empty((comm.size, mine.size), np.uint8)
+    comm.Allgather(mine, everyones)
+    assert (everyones == everyones[0]).all()
+
+
+def batch(step, rank, columns=6, rows=4):
+    rng = np.random.default_rng((step, rank))
+    return torch.from_numpy(rng.normal(size=(rows, columns)).astype(np.float32))
