@@ -64,7 +64,7 @@ class Network:
 
     @property
     def suspects(self) -> bool:
-        """Whether the last measurement was far from what was predicted: the next one tells whether the links changed."""
+        """Whether the last measurement was far from what was predicted, and the next one tells if the links changed."""
         return self._suspected != 0
 
     @property

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import GradBucket
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError

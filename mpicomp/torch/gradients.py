@@ -164,7 +164,8 @@ class Gradients:
         """Have backward tell when a gradient is complete, for those that require one by now."""
         for name, parameter in self._parameters.items():
             if parameter.requires_grad and name not in self._hooks:
-                self._hooks[name] = parameter.register_post_accumulate_grad_hook(self._hook(name))
+                handle = parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
+                self._hooks[name] = handle
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
