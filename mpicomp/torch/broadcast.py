@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
 from mpicomp.collectives import Group, Round
@@ -71,8 +72,15 @@ def _rounds(tensors: Mapping[str, torch.Tensor], root: int, group: Group) -> Gen
             continue
         mine = tensor.detach().cpu().contiguous()
         roots = torch.empty_like(mine)
-        send, recv = (side.reshape(-1).view(torch.uint8).numpy() for side in (mine, roots))
+        send, recv = (as_bytes(side) for side in (mine, roots))
         yield Round("bcast", (send.size,), np.dtype(np.uint8), root=root, send=send, recv=recv)
         if group.rank != root:
             with torch.no_grad():
                 tensor.copy_(roots)
+
+
+def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Give the bytes of a contiguous tensor in host memory, not copied."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # what has one element is contiguous whatever its strides
+    seen: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return seen

@@ -17,6 +17,7 @@ from mpicomp.errors import ConfigurationError, DisagreementError, LaunchError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.stream import Stream
+from mpicomp.torch.broadcast import as_bytes
 from mpicomp.transport.base import Asked
 from mpicomp.transport.interleave import ProgressThread
 
@@ -265,7 +266,7 @@ def overlap_thread(reducer: Reducer) -> ProgressThread | None:
 
 
 def _digest(parameter: torch.Tensor) -> bytes:
-    values = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    values = as_bytes(parameter.detach().cpu().contiguous())
     return hashlib.blake2b(values.data, digest_size=_DIGEST).digest()
 
 

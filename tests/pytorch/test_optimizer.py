@@ -220,6 +220,7 @@ def test_broadcast_of_all_kinds_of_tensors(comm):
             "half": torch.full((2, 3), scale, dtype=torch.bfloat16).T,
             "flag": torch.tensor(scale > 0),
             "empty": torch.empty(0, 4),
+            "odd": torch.full((1, 6), scale)[:, ::6],
             "wide": torch.full((5,), scale, dtype=torch.float64),
         }
         mpicomp.torch.broadcast_parameters(model, root=root, comm=comm)
@@ -228,6 +229,7 @@ def test_broadcast_of_all_kinds_of_tensors(comm):
         assert model.num_batches_tracked.item() == 5
         assert extra["half"].tolist() == [[1, 1]] * 3
         assert extra["flag"].item() is True
+        assert extra["odd"].tolist() == [[1]]
         assert extra["wide"].tolist() == [1] * 5
 
 
