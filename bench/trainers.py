@@ -165,10 +165,10 @@ class PyTorchs(Alone):
 
     def _wire_bytes(self) -> float:
         """Give what a ring, which is gloo's way, takes: gloo does not count."""
-        if self._powersgd is not None and self._powersgd.total_numel_before_compression:
-            _, before, after = self._powersgd.compression_stats()
-            return self._bytes * after / before
-        return self._bytes
+        state = self._powersgd
+        if state is None or state.total_numel_before_compression == 0:
+            return self._bytes
+        return float(self._bytes * state.total_numel_after_compression / state.total_numel_before_compression)
 
 
 def train_all(
