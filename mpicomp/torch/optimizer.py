@@ -9,6 +9,7 @@ import torch
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
+from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.gradients import Gradients
 
 
@@ -92,6 +93,10 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         raise ConfigurationError(f"DistributedOptimizer: a torch optimizer is needed, got {type(optimizer).__name__}")
     if isinstance(optimizer, _Distributed):
         raise ConfigurationError("DistributedOptimizer: this optimizer is distributed already")
+    if isinstance(optimizer, Exchanging):
+        raise ConfigurationError(
+            f"DistributedOptimizer: {type(optimizer).__name__} exchanges by itself; use it as it is"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(
             "DistributedOptimizer: LBFGS asks for gradients many times in a step and cannot be served; use SGD or Adam"

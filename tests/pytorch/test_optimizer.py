@@ -125,6 +125,8 @@ def test_what_cannot_be_served_is_refused():
         mpicomp.torch.DistributedOptimizer(model, model.named_parameters())
     with pytest.raises(ConfigurationError, match="did you mean 'topk'"):
         alone(optimizer, model, "topkk")
+    with pytest.raises(ConfigurationError, match="OneBitAdam exchanges by itself"):
+        alone(mpicomp.torch.OneBitAdam(model.parameters(), comm=LocalWorld(1).transports[0]), model)
     with pytest.raises(ConfigurationError, match="is distributed already"):
         alone(alone(optimizer, model), model)
 
