@@ -69,6 +69,7 @@ def update(
     own_error: float,
     own_variance: float,
     suspected: int,
+    patience: int,
     strange: float,
     least_strange: float,
 ) -> tuple[float, float, int, bool]:
@@ -83,7 +84,9 @@ def update(
     seconds, noise, rough, own_error, own_variance
         See `mpicomp.cost.network.Network.observe`.
     suspected : int
-        Sign of the strange measurement just before, 0 where there was none.
+        How many strange measurements came just before, negative where they were too short.
+    patience : int
+        How many have to be strange in the same way before links are taken to be others.
     strange, least_strange : float
         From how many standard deviations on, and at least what, a measurement is strange.
 
@@ -115,8 +118,9 @@ def update(
     changed = abs(far) > max(strange * math.sqrt(known + rough), least_strange)
     if changed:
         sign = 1 if far > 0 else -1
-        if suspected != sign:
-            return 0.0, math.inf, sign, False
+        suspected = suspected + sign if suspected * sign > 0 else sign
+        if abs(suspected) < patience:
+            return 0.0, math.inf, suspected, False
         for link in range(links):
             variance[link, link] += far * far
         known = _spread(variance, slope, spread) + own_variance

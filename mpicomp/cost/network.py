@@ -27,6 +27,7 @@ _LINK_SD, _FACTOR_SD = 1.0, 0.3  # of the logarithms, where nothing was measured
 _LINK_DRIFT, _FACTOR_DRIFT = 0.02**2, 0.002**2  # variance that a step adds
 _LINK_MOST = 0.1**2  # up to which it does: what a plan hardly depends on must not take the blame for all it meets
 _STRANGE = 4.0  # standard deviations from which on a measurement may be an accident, or the network another one
+_PATIENCE = 2, 6  # such measurements before the network is taken to be another one: at first, and at most
 _LEAST_STRANGE = 0.35  # of the logarithm: less is nothing to be alarmed about
 
 _RANKS = 16  # of so many ranks the shapes are looked at
@@ -52,6 +53,7 @@ class Network:
         self._state[:_LINKS] = np.log(_UNKNOWN)
         self._variance = np.diag([_LINK_SD**2] * _LINKS + [_FACTOR_SD**2] * _TERMS)
         self._suspected = 0
+        self._patience = _PATIENCE[0]
         self.units = np.zeros(_TERMS)
         """Seconds of a unit of each term."""
         self._refresh()
@@ -146,10 +148,14 @@ class Network:
         """
         innovation, variance, self._suspected, changed = arithmetic.update(
             coefficients, self.units, self._link_of, self._state, self._variance, seconds, noise, rough, own_error,
-            own_variance, self._suspected, _STRANGE, _LEAST_STRANGE,
+            own_variance, self._suspected, self._patience, _STRANGE, _LEAST_STRANGE,
         )  # fmt: skip
         self._refresh()
         return innovation, variance, changed
+
+    def find(self, changed: bool) -> None:
+        """Take note of whether links were others when a change was suspected: who was wrong is slower to suspect."""
+        self._patience = _PATIENCE[0] if changed else min(2 * self._patience, _PATIENCE[1])
 
     def set_link(self, group: str, latency: float, seconds_per_byte: float, sd: float) -> None:
         """Set what a link was measured to have, with the standard deviation of the logarithms."""

@@ -23,6 +23,7 @@ _CURIOUS = (
 )  # plans that may be explored after a start or a change of the network, and for each step learnt from
 _SETTLED = 2  # steps of a plan that teach nothing: buffers are made, and compressors find their bounds
 _LEARNING_S, _WORTH, _SELDOM = 500e-6, 0.01, 6  # what learning from a step takes, of a step at most; one in six is
+_ANOTHER = 0.35  # by which the logarithm of a link's latency or bandwidth differs when it has changed
 _TOO_SLOW = 3.0  # times the least predicted seconds: such plans are not run to see whether the prediction is right
 
 
@@ -78,6 +79,7 @@ class Selector(Policy):
         self._candidates: list[Candidates] = []
         self._turns: list[_Turn] = []
         self._changed = False
+        self._before = np.zeros(2)  # logarithms of the link's latency and seconds a byte, before a change was suspected
         self._curious: float = _CURIOUS[0]
         self._count = 0
         self._every = 1
@@ -117,7 +119,10 @@ class Selector(Policy):
         if self._changed:
             self._changed = False
             assert self.cost is not None
-            yield from probe_link(self.cost.network, transport)
+            network = self.cost.network
+            yield from probe_link(network, transport)
+            now = np.log([network.latency, network.seconds_per_byte])
+            network.find(changed=bool(np.abs(now - self._before).max() > _ANOTHER))
             for candidates in self._candidates:
                 candidates.unsettle()
             for turn in self._turns:
@@ -141,6 +146,8 @@ class Selector(Policy):
         """See `Policy.learn`."""
         assert self.cost is not None
         self.cost.network.drift()
+        if not self.cost.network.suspects:
+            self._before = np.log([self.cost.network.latency, self.cost.network.seconds_per_byte])
         for bucket, plan in enumerate(plans):
             if plan.settled:
                 start, end, own = times[:, bucket].max(axis=0)

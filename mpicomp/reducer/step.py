@@ -94,7 +94,16 @@ class Step:
     def refresh(self) -> Generator[Asked, Any, None]:
         """Let the policy do what it has to before the first bucket. As rounds."""
         begin = time.perf_counter()
-        yield from self._core.policy.refresh(self._core.transport)
+        run, received = self._core.policy.refresh(self._core.transport), None
+        while True:
+            try:
+                asked = run.send(received)
+            except StopIteration:
+                break
+            if isinstance(asked, Round):
+                part = self._core.transport.group.part(asked.group)
+                self._record.once_wire_bytes += 0.0 if part is None else asked.wire_bytes(part)
+            received = yield asked
         self._record.choosing_s += time.perf_counter() - begin
 
     def exchange(self, bucket: Bucket, gradients: list[Any] | None) -> Generator[Asked, Any, None]:
@@ -181,7 +190,7 @@ class Step:
         record.overhead_bytes = sum(entry.sent_bytes for entry in log)
         record.overhead_bytes += sum(done.record.sent_bytes for done in self._done)
         record.overhead_wire_bytes = sum(entry.wire_bytes for entry in log)
-        record.once_wire_bytes = -record.overhead_wire_bytes
+        record.once_wire_bytes -= record.overhead_wire_bytes
         record.overhead_wire_bytes += sum(done.record.wire_bytes for done in self._done)
         self._done.clear()
         # What only `absent` has made stale keeps its buckets, and with them what policies have learnt.

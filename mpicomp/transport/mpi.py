@@ -17,7 +17,7 @@ from mpicomp.transport.base import Transport
 from mpicomp.transport.mpi_lane import MPILane
 from mpicomp.transport.mpi_layout import hosts_of_ranks, shares_cores, sums_are_identical
 from mpicomp.transport.mpi_rounds import Channel
-from mpicomp.transport.watch import make_watch
+from mpicomp.transport.mpi_watch import make_watch
 
 COUNT_LIMIT = 2**31 - 1
 """Largest count, displacement and number of bytes that is handed to MPI in one call."""

@@ -12,8 +12,8 @@ from mpicomp.collectives.round import Group, Pending, Round
 from mpicomp.errors import LaunchError
 from mpicomp.transport.base import Transport, received
 from mpicomp.transport.mpi_rounds import Channel, Started
+from mpicomp.transport.mpi_watch import Watch
 from mpicomp.transport.naps import Naps
-from mpicomp.transport.watch import Watch
 
 _LAST_ROUNDS_S = 3.0  # how long rounds that nobody waited for may take when the transport or the program ends
 

@@ -27,7 +27,7 @@ _LONGEST_S = 5.0
 _watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()
 _thread: threading.Thread | None = None
 _stopping = threading.Event()
-_one_at_a_time = threading.Lock()  # whoever frees a communicator, and the thread that uses it
+_one_at_a_time = threading.Lock()  # whoever makes or frees a watch, and the thread that goes through them
 
 
 class Watch:
@@ -53,7 +53,8 @@ class Watch:
         self._said_at = 0.0
         self._waiting: set[int] = set()
         self._sent: list[tuple[MPI.Request, Any]] = []
-        _watches.add(self)
+        with _one_at_a_time:
+            _watches.add(self)
         _start(seconds / _PARTS)
 
     def begin(self, what: Any, operation: str) -> None:
