@@ -7,14 +7,14 @@ import pytest
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+[TURNED_OVER] = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
 COMMANDS = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
 
 TRAINING = """
 import torch
 torch.manual_seed(0)
-MyModel = lambda: torch.nn.Linear(3, 2)
+ToyModel = lambda: torch.nn.Linear(3, 2)
 my_share_of_the_data = [(torch.ones(4, 3), torch.zeros(4, 2))] * 3
-loss_of = torch.nn.functional.mse_loss
 """
 
 
@@ -31,7 +31,8 @@ def test_it_opens_with_two_commands_that_need_only_python_and_pip():
 def test_three_lines_in_a_pytorch_script(mpiexec, tmp_path, ranks):
     pytest.importorskip("torch")
     script = tmp_path / "script.py"
-    script.write_text(TRAINING + BLOCKS[0] + "\nassert optimizer.reducer.last_step.step == 2\n")
+    after = "".join(line[1:] for line in TURNED_OVER.splitlines(keepends=True))
+    script.write_text(TRAINING + after + "\nassert optimizer.reducer.last_step.step == 2\n")
     done = mpiexec(ranks, script, timeout=60)
     assert done.returncode == 0, done.stderr
 
@@ -39,6 +40,6 @@ def test_three_lines_in_a_pytorch_script(mpiexec, tmp_path, ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_any_other_framework(mpiexec, tmp_path, ranks):
     script = tmp_path / "script.py"
-    script.write_text(BLOCKS[1] + "\nassert mean.tolist() == [1] * 10\n")
+    script.write_text(BLOCKS[0] + "\nassert mean.tolist() == [1] * 10\n")
     done = mpiexec(ranks, script, timeout=60)
     assert done.returncode == 0, done.stderr
