@@ -91,7 +91,7 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
     """
     group = transport.group
     hosts = transport.hosts()
-    torch.set_num_threads(_threads(group.size, hosts))
+    torch.set_num_threads(threads_of_rank(group.size, hosts))
     model = task.model()
     transport.log.clear()
     broadcast_parameters(model, comm=transport)
@@ -182,7 +182,7 @@ def _step(
     return value, end - start, {name: phases[name] for name in PHASES}
 
 
-def _threads(ranks: int, hosts: int) -> int:
+def threads_of_rank(ranks: int, hosts: int) -> int:
     """Share this host's cores among its ranks, unless the user has said how many threads there are."""
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()

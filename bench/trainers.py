@@ -26,7 +26,7 @@ from mpicomp.bench.throughput import (
     Trained,
     train_in_turn,
 )
-from mpicomp.bench.train import _threads
+from mpicomp.bench.train import threads_of_rank
 from numpy.typing import NDArray
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -190,7 +190,7 @@ def train_all(
     threads : int
         That a rank computed with.
     """
-    torch.set_num_threads(_threads(transport.group.size, transport.hosts()))
+    torch.set_num_threads(threads_of_rank(transport.group.size, transport.hosts()))
     with ExitStack() as stack:
         if any(not exchange.ours and exchange.name != NONE for exchange in exchanges):
             stack.enter_context(process_group(transport))

@@ -68,7 +68,6 @@ class LowRank(Scheme[PowerSGD]):
             place += size
         rest = left[place:left_size]
         self._copy_rest(array, rest)
-        whole = cpu.energy(array) if not accumulated.finite else accumulated.energy
         part = Accumulated.ready(left, cpu.energy(left[:left_size]), 0.0, accumulated.finite, accumulated.stale)
         first = yield from self._sum.exchange(part, context)
         assert not isinstance(first.sent, Selection)
@@ -89,8 +88,8 @@ class LowRank(Scheme[PowerSGD]):
             place += size
         # The bases are orthonormal, so the factors have the energy of what is projected.
         rest_lost = cpu.energy(rest - kept_rest[1]) - cpu.energy(rest)
-        lost = max(0.0, whole - cpu.energy(right[:right_size]) + rest_lost)
-        part = Accumulated.ready(right, whole, lost, accumulated.finite, accumulated.stale)
+        lost = max(0.0, accumulated.energy - cpu.energy(right[:right_size]) + rest_lost)
+        part = Accumulated.ready(right, accumulated.energy, lost, accumulated.finite, accumulated.stale)
         second = yield from self._sum.exchange(part, context)
         assert not isinstance(second.sent, Selection)
 
@@ -102,10 +101,10 @@ class LowRank(Scheme[PowerSGD]):
             for whole_array, factor in ((mean, second.mean), (sent, second.sent)):
                 thin = factor[place : place + size].reshape(matrix.columns, matrix.rank)
                 _product(basis, thin.T, _of(whole_array, matrix))
-            ends.append(_scaled(second.mean[place : place + size].reshape(matrix.columns, matrix.rank), context))
+            ends.append(second.mean[place : place + size].reshape(matrix.columns, matrix.rank))
             place += size
         if not nonfinite:
-            context.memory["factors"] = ends
+            context.memory["factors"] = [_scaled(factor, context) for factor in ends]
         for whole_array, values in zip((mean, sent), kept_rest, strict=True):
             self._put_rest(values, whole_array)
         return Result(
@@ -163,9 +162,11 @@ def _product(left: NDArray[np.floating], right: NDArray[np.floating], out: NDArr
 def _scaled(factor: NDArray[np.floating], context: Context) -> NDArray[np.floating]:
     """Give a factor to begin the next step with: only its span matters, which must not grow from step to step."""
     largest = np.abs(factor).max(axis=0)
-    fresh = context.random(shared=True).standard_normal(factor.shape)
-    kept: NDArray[np.floating] = np.where(largest > 0, factor / np.where(largest > 0, largest, 1), fresh)
-    return kept.astype(factor.dtype)
+    scaled: NDArray[np.floating] = factor / np.where(largest > 0, largest, 1)
+    empty = largest == 0
+    if empty.any():
+        scaled[:, empty] = context.random(shared=True).standard_normal(factor.shape)[:, empty]
+    return scaled
 
 
 def _of(array: NDArray[np.floating], matrix: Matrix) -> NDArray[np.floating]:

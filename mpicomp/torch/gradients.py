@@ -128,7 +128,7 @@ class Gradients:
                     parameter.grad.mul_(factor)
             for name, mean_rows in rows.items():
                 if mean_rows is not None:
-                    own[name].grad = _as_sparse(mean_rows, own[name], 0.0 if record.skipped else 1.0)
+                    own[name].grad = _as_sparse(mean_rows, own[name], record.skipped)
         self._watch()
         self.averaged = True
 
@@ -271,10 +271,11 @@ def _digest(parameter: torch.Tensor) -> bytes:
 
 
 def _as_sparse(
-    mean: tuple[NDArray[np.int64], NDArray[np.floating]], parameter: torch.Tensor, factor: float
+    mean: tuple[NDArray[np.int64], NDArray[np.floating]], parameter: torch.Tensor, skipped: bool
 ) -> torch.Tensor:
+    """Give rows as a sparse gradient; zeros in a step that is skipped, in which they may not be finite."""
     indices, rows = mean
-    values = torch.from_numpy(rows * factor).reshape(-1, *parameter.shape[1:])
+    values = torch.from_numpy(np.zeros_like(rows) if skipped else rows).reshape(-1, *parameter.shape[1:])
     return torch.sparse_coo_tensor(
         torch.from_numpy(indices)[None],
         values.to(parameter.dtype),

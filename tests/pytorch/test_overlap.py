@@ -678,6 +678,21 @@ def test_what_is_not_finite_on_one_rank_ends_the_step_on_all(comm, sparse):
     optimizer.close()
 
 
+@pytest.mark.mpi
+def test_a_step_that_is_skipped_delivers_rows_of_zeros(comm):
+    model = Words(sparse=True)
+    optimizer = distribute(model, comm, torch.optim.SGD(model.parameters(), lr=0.1), nonfinite="skip")
+    hidden = model.words(torch.arange(10).reshape(2, 5))
+    if comm.rank == comm.size - 1:
+        hidden.register_hook(lambda gradient: gradient * torch.nan)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model.head(hidden.mean(1)).sum().backward()
+    optimizer.step()
+    assert optimizer.reducer.last_step.skipped
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    optimizer.close()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_a_thread_level_that_is_too_low_on_some_rank(comm, monkeypatch):
     from mpicomp.transport.mpi import MPITransport
