@@ -10,10 +10,13 @@ import contextlib
 import faulthandler
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -24,6 +27,9 @@ from _pytest.skipping import evaluate_skip_marks
 # How long a failing rank waits before it ends the job: its peers mostly fail at the same place, and their
 # reports are worth having too.
 LAST_WORDS_S = 0.3
+
+ROOT = Path(__file__).resolve().parents[1]
+_STARTS = {"cli", "lab", "slurm"}  # folders of tests that start processes
 
 # A first call compiles, which takes as long as it takes.
 hypothesis.settings.register_profile("mpicomp", deadline=None)
@@ -66,6 +72,9 @@ def pytest_configure(config):
         return
     # tests/run.py asks for the stacks before it kills a run that takes too long.
     faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)
+    # Ranks that share pytest's folder clean it up at the same time, and one fails where another was faster.
+    config.option.basetemp = tempfile.mkdtemp(prefix=f"mpicomp-rank-{world.rank}-")
+    config.add_cleanup(partial(shutil.rmtree, config.option.basetemp, ignore_errors=True))
     if world.rank != 0:
         config.option.xmlpath = None  # the ranks would all write the same file
 
@@ -91,11 +100,26 @@ def pytest_report_header(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--slow"):
-        return
     for item in items:
-        if item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+    if hasattr(config, "workerinput"):
+        _share_out(items)
+
+
+def _share_out(items):
+    """Have pytest-xdist give a file to one worker, and all that starts processes to one, which begins with it.
+
+    Jobs side by side would wait for each other's cores.
+    """
+    jobs = {id(item) for item in items if "mpiexec" in getattr(item, "fixturenames", ()) or _STARTS & _folders(item)}
+    items.sort(key=lambda item: id(item) not in jobs)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("jobs" if id(item) in jobs else str(item.path)))
+
+
+def _folders(item):
+    return {folder.name for folder in item.path.relative_to(ROOT).parents}
 
 
 def pytest_collection_finish(session):

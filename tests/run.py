@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (1, 2, 3, 4)  # 3 catches what only works for powers of two
 LIMIT_S = {"check": 600, "serial": 1800, "parallel": 900}
+SIDE_BY_SIDE = ["-n", "auto", "--dist", "loadgroup", "--no-loadscope-reorder"]  # the serial suite on all cores
 STACKS_S = 3  # how long a run that is to be killed has for dumping its stacks
 
 
@@ -77,7 +78,12 @@ def run(command: list[str], limit_s: float, env: dict[str, str] | None = None) -
     say(" ".join(command))
     started = time.monotonic()
     process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL, start_new_session=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,  # what a rank says before it gives up belongs among the results
+        start_new_session=True,
     )
     try:
         status = process.wait(limit_s)
@@ -222,7 +228,9 @@ def main() -> int:
         if "lint" in parts:
             total += checks()
         if "serial" in parts:
-            total += pytest(["-m", "not mpi", *passed_on], folder / "serial.xml", LIMIT_S["serial"], [], {})
+            total += pytest(
+                [*SIDE_BY_SIDE, "-m", "not mpi", *passed_on], folder / "serial.xml", LIMIT_S["serial"], [], {}
+            )
         if "parallel" in parts:
             total += parallel(passed_on, [int(size) for size in arguments.ranks.split(",")], folder)
     print(f"{total.passed} passed, {total.failed} failed", flush=True)
