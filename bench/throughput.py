@@ -50,9 +50,9 @@ class Exchange:
         return self.name not in OTHERS
 
     @property
-    def overlap(self) -> bool:
-        """Whether it begins while backward goes on."""
-        return self.name != NONE and not self.name.endswith(INLINE)
+    def in_line(self) -> bool:
+        """Whether it is asked to wait for backward to end."""
+        return self.name.endswith(INLINE)
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,11 @@ class Trainer(Protocol):
     """A training with one exchange. All that it does is collective."""
 
     exchange: Exchange
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the exchange begins while backward goes on."""
+        ...
 
     def block(self, steps: int) -> NDArray[np.float64]:
         """Do some steps; give what this rank tells of them, shape (steps, fields)."""
@@ -110,6 +115,8 @@ class Trained:
         That left a host in a step, as its kernel counts them; None outside a lab.
     ran : str or None
         The plan that most steps ran.
+    overlaps : bool
+        Whether the exchange began while backward went on.
     equal : bool
         Whether all ranks ended with the same parameters, bit for bit.
     quality : float or None
@@ -120,6 +127,7 @@ class Trained:
     steps: NDArray[np.float64]
     link_bytes: float | None
     ran: str | None
+    overlaps: bool
     equal: bool
     quality: float | None
 
@@ -173,7 +181,9 @@ def train_in_turn(
         link = share(np.array([link_bytes[trainer.exchange.name] / steps]), transport).mean()
         taken = np.array(blocks[trainer.exchange.name])
         in_lab = os.environ.get("MPICOMP_LAB") == "1"
-        found.append(Trained(trainer.exchange, taken, float(link) if in_lab else None, trainer.ran(), equal, quality))
+        link_or_none = float(link) if in_lab else None
+        ran, overlaps = trainer.ran(), trainer.overlaps
+        found.append(Trained(trainer.exchange, taken, link_or_none, ran, overlaps, equal, quality))
     return found
 
 
@@ -228,7 +238,7 @@ def _row(own: Trained, batch: int) -> dict[str, Any]:
         "compressor": None if exchange.compressor is None else exchange.compressor.id,
         "ratio": getattr(exchange.compressor, "ratio", None),
         "collective": exchange.collective if exchange.ours else None,
-        "overlap": exchange.overlap,
+        "overlap": own.overlaps,
         "ran": own.ran,
         "blocks": seconds.shape[0],
         "steps": seconds.size,

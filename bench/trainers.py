@@ -61,6 +61,11 @@ class Alone:
         self._optimizer: Any = task.optimizer(self._model)
 
     @property
+    def overlaps(self) -> bool:
+        """See `mpicomp.bench.throughput.Trainer`."""
+        return False
+
+    @property
     def numel(self) -> int:
         """How many parameters the model has."""
         return sum(parameter.numel() for parameter in self._parameters)
@@ -70,7 +75,7 @@ class Alone:
         told = np.empty((steps, FIELDS))
         begin = time.perf_counter()
         for own in told:
-            self._optimizer.zero_grad(set_to_none=False)
+            self._optimizer.zero_grad()
             loss = self._task.loss(self._network, self._task.batch(self._step, self._rank, self._ranks))
             forward = time.perf_counter()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -118,7 +123,6 @@ class Ours(Alone):
     def __init__(self, exchange: Exchange, task: Task, transport: Transport, seed: int) -> None:
         super().__init__(exchange, task, transport)
         broadcast_parameters(self._model, comm=transport)
-        settings: dict[str, Any] = {} if exchange.overlap else {"overlap": False}
         self._optimizer = DistributedOptimizer(
             self._optimizer,
             self._model.named_parameters(),
@@ -126,9 +130,14 @@ class Ours(Alone):
             exchange.collective,
             comm=transport,
             seed=seed,
-            **settings,
+            overlap=False if exchange.in_line else None,
         )
         self._plans: Counter[str] = Counter()
+
+    @property
+    def overlaps(self) -> bool:
+        """See `mpicomp.bench.throughput.Trainer`."""
+        return bool(self._optimizer.overlaps)
 
     def ran(self) -> str | None:
         """See `mpicomp.bench.throughput.Trainer`."""
@@ -162,6 +171,11 @@ class PyTorchs(Alone):
             # It cannot begin earlier.
             self._powersgd = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
             self._network.register_comm_hook(self._powersgd, powerSGD_hook)
+
+    @property
+    def overlaps(self) -> bool:
+        """See `mpicomp.bench.throughput.Trainer`."""
+        return True
 
     def _wire_bytes(self) -> float:
         """Give what a ring, which is gloo's way, takes: gloo does not count."""

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--blocks", type=int, default=12, metavar="B", help="in which they are done, in turn (%(default)s)"
     )
     parser.add_argument(
-        "--warm-up", type=int, default=10, metavar="W", help="steps of each before that do not count (%(default)s)"
+        "--warm-up", type=int, default=25, metavar="W", help="steps of each before that do not count (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the model, the batches and the schemes (%(default)s)")
     parser.add_argument("--json", metavar="F", help="write the rows to F as one JSON object")

@@ -25,8 +25,9 @@ class DDPState:
         Whose hook it is; its process group has the ranks of ``comm``.
     compressor, collective, policy, comm
         See `mpicomp.Reducer`.
-    overlap : bool
-        Whether buckets are exchanged while backward goes on; False exchanges all of them with the last one.
+    overlap : bool, optional
+        Whether buckets are exchanged while backward goes on; False exchanges all of them with the last one. None is
+        what it is for `mpicomp.torch.DistributedOptimizer`.
     allow_nccl : bool
         Whether the process group may be on NCCL. Its kernels and an MPI call that waits for the same device can wait
         for each other forever; it has to be known that the two never meet.
@@ -53,7 +54,7 @@ class DDPState:
         policy: str | None = None,
         *,
         comm: Any = None,
-        overlap: bool = True,
+        overlap: bool | None = None,
         allow_nccl: bool = False,
         **settings: Any,
     ) -> None:
@@ -75,7 +76,7 @@ class DDPState:
                 f"has {ranks}; start both with the same ones"
             )
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-        self._thread = overlap_thread(self.reducer) if overlap else None
+        self._thread = overlap_thread(self.reducer, overlap)
         self._stream: Stream | None = None
         self._gradients: dict[str, torch.Tensor] = {}
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []

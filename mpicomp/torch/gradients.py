@@ -36,8 +36,8 @@ class Gradients:
         Averages them.
     parameters : mapping of str to torch.Tensor
         By name, in the model's order; backward fills them from the last to the first.
-    overlap : bool
-        Whether buckets are exchanged while backward goes on, where the MPI lets a thread do so.
+    overlap : bool or None
+        Whether buckets are exchanged while backward goes on, see `overlap_thread`.
     loss_scale : callable, optional
         Gives what the loss, and with it every gradient, is multiplied by.
 
@@ -51,7 +51,7 @@ class Gradients:
         self,
         reducer: Reducer,
         parameters: Mapping[str, torch.Tensor],
-        overlap: bool = True,
+        overlap: bool | None = None,
         loss_scale: Callable[[], float] | None = None,
     ) -> None:
         self.averaged = False
@@ -62,7 +62,7 @@ class Gradients:
         self._compared = False
         self._accumulating = False
         self._hooks: dict[str, Any] = {}
-        self._thread = overlap_thread(reducer) if overlap else None
+        self._thread = overlap_thread(reducer, overlap)
         self._stream: Stream | None = None
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}  # what was handed over, and in which state
         self._watch()
@@ -242,25 +242,34 @@ class Gradients:
         return (yield from mean_of_rows(indices, rows.numpy(), self._reducer.transport.group))
 
 
-def overlap_thread(reducer: Reducer) -> ProgressThread | None:
-    """Give a thread that exchanges while backward goes on; None where there are no others, or MPI does not let it.
+def overlap_thread(reducer: Reducer, wanted: bool | None) -> ProgressThread | None:
+    """Give a thread that exchanges while backward goes on, or None. Collective.
 
-    Collective.
+    Parameters
+    ----------
+    reducer : Reducer
+        Whose exchanges.
+    wanted : bool or None
+        True wants it wherever there are others and MPI allows it. None does not where all ranks are on one host, so
+        that nothing is waited for, and torch's threads take all of its cores.
     """
     transport = reducer.transport
-    if transport.group.size == 1:
+    ranks = transport.group.size
+    if ranks == 1 or wanted is False:
         return None
     problem = None
     try:
         transport.check_threads(alone=False)
     except LaunchError as error:
         problem = error
-    able = np.array([problem is None], _FLAG)
-    ranks = transport.group.size
-    task = Round("allgatherv", [1] * ranks, _FLAG, send=able, recv=np.empty(ranks, _FLAG))
-    if transport.perform(task).all():
+    crowded = transport.group.hosts == 1 and transport.cores < torch.get_num_threads() + 1
+    mine = np.array([problem is None, bool(wanted) or not crowded], _FLAG)
+    task = Round("allgatherv", [2] * ranks, _FLAG, send=mine, recv=np.empty(2 * ranks, _FLAG))
+    everyones = transport.perform(task).reshape(ranks, 2)
+    able, useful = (bool(flags.all()) for flags in everyones.T)
+    if able and useful:
         return ProgressThread(transport, lanes=1).start()
-    if transport.group.rank == 0:
+    if not able and useful and transport.group.rank == 0:
         warnings.warn(f"gradients are exchanged after backward, not during it: {problem}", stacklevel=4)
     return None
 

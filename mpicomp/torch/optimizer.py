@@ -12,6 +12,8 @@ from mpicomp.reducer import Reducer
 from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.gradients import Gradients
 
+_SMALL_BUCKET, _LARGE_BUCKET = 8 << 20, 32 << 20  # bytes
+
 
 def DistributedOptimizer(  # noqa: N802, a factory that reads like the class that it stands for
     optimizer: torch.optim.Optimizer,
@@ -23,9 +25,9 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     feedback: bool | None = None,
     nonfinite: str = "raise",
     comm: Any = None,
-    overlap: bool = True,
+    overlap: bool | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    bucket_bytes: int = 8 << 20,
+    bucket_bytes: int | None = None,
     **settings: Any,
 ) -> Any:
     """Make an optimizer average its gradients over the ranks, compressed, before every step.
@@ -48,13 +50,17 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         them. Parameters that are in no group of the optimizer are left out.
     compressor, collective, policy, feedback, nonfinite, comm
         See `mpicomp.Reducer`.
-    overlap : bool
-        False exchanges everything in ``step()``. So it is, with a warning, where MPI was started with less than
-        MPI_THREAD_MULTIPLE.
+    overlap : bool, optional
+        False exchanges everything in ``step()``. So does None where all ranks are on one host and torch's threads take
+        all of its cores: there nothing is waited for, and the exchange would only take turns with backward. So it is
+        in any case, with a warning, where MPI was started with less than MPI_THREAD_MULTIPLE.
     scaler : torch.amp.GradScaler, optional
         What the loss is scaled with. ``scaler.unscale_(optimizer)`` and ``scaler.step(optimizer)`` then average
         gradients first, and a step in which some rank's overflowed is left out on all of them, residuals as they were.
-    bucket_bytes, **settings
+    bucket_bytes : int, optional
+        See `mpicomp.Reducer`. None takes 32 MiB where the compressor selects elements, whose exchange is mostly cost
+        that does not grow with a bucket, and 8 MiB elsewhere, so that the exchange begins early in backward.
+    **settings
         Further settings of `mpicomp.Reducer`.
 
     Returns
@@ -63,7 +69,8 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         The same optimizer, as an object of a class derived from its own: it shares groups and state with the one
         passed, so learning-rate schedulers work as before. It has ``reducer``, a `mpicomp.Reducer`;
         ``synchronize()``, which averages the gradients now, so that they can be clipped before ``step()``;
-        ``accumulate()``, a context in which backward adds to gradients and nothing is exchanged; and ``close()``. Its
+        ``accumulate()``, a context in which backward adds to gradients and nothing is exchanged; ``overlaps``, whether
+        gradients are exchanged while backward goes on; and ``close()``. Its
         ``state_dict()`` has what the reducer keeps on this rank under ``"mpicomp"``.
 
     Raises
@@ -111,6 +118,9 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
             )
     if scaler is not None:
         nonfinite = "skip"
+    if bucket_bytes is None:
+        selects = compressor is not None and compressor.message in ("sparse", "shared")
+        bucket_bytes = _LARGE_BUCKET if selects else _SMALL_BUCKET
     named = list(named_parameters)
     parameters = _parameters(optimizer, named)
     reducer = Reducer(compressor, collective, policy, feedback, nonfinite, comm, bucket_bytes=bucket_bytes, **settings)
@@ -142,6 +152,11 @@ class _Distributed:
         It would leave step() out where this rank's gradients overflowed, and the others would wait for it.
         """
         return self._mpicomp_scaler is None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients are exchanged while backward goes on."""
+        return self._mpicomp_gradients.overlaps
 
     def synchronize(self) -> None:
         """Average the gradients over the ranks now; the next ``step()`` does not do it again. Collective."""

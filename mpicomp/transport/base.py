@@ -1,5 +1,6 @@
 """What a transport is, and what it notes of every round."""
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator
@@ -46,6 +47,8 @@ class Transport(ABC):
     """Names transports for which the same holds: what was measured through one is known of others. None: of itself."""
     probes: bool = True
     """Whether time passes in rounds, so that it can be measured."""
+    cores: float = math.inf
+    """How many cores each rank has, where they are fewest; the same on all ranks."""
 
     def __init__(self) -> None:
         self.log: list[RoundLog] = []

@@ -15,7 +15,7 @@ from mpicomp.collectives.round import ACROSS, HOST, WORLD, Group, layout_groups
 from mpicomp.errors import LaunchError
 from mpicomp.transport.base import Transport
 from mpicomp.transport.mpi_lane import MPILane
-from mpicomp.transport.mpi_layout import hosts_of_ranks, shares_cores, sums_are_identical
+from mpicomp.transport.mpi_layout import cores_of_a_rank, hosts_of_ranks, sums_are_identical, takes_naps
 from mpicomp.transport.mpi_rounds import Channel
 from mpicomp.transport.mpi_watch import make_watch
 
@@ -52,10 +52,12 @@ class MPITransport(MPILane):
             _check_launch()
         found = (MPI.COMM_WORLD if comm is None else comm).Dup()
         hosts = hosts_of_ranks(found)
-        naps = shares_cores(found, hosts.count(hosts[found.rank]))
+        cores = cores_of_a_rank(found, hosts)
+        naps = takes_naps(found, cores)
         group, members = layout_groups(hosts if layout is None else layout, found.rank)
         front, back = (_channels(world, group, members, count_limit) for world in (found, found.Dup()))
         super().__init__(group, front, back, naps, make_watch(found))
+        self.cores = cores
         self._members = members
         self._limit = count_limit
         self.group = self._with_sums()

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -9,6 +10,7 @@ from mpi4py import MPI
 from mpicomp.transport.naps import wait
 
 _PROBE = 1 << 14  # elements of the sum whose bits are compared
+_CORES = 1 << 12  # of one machine; those with higher numbers do not count
 
 
 def hosts_of_ranks(comm: MPI.Comm) -> list[int]:
@@ -23,20 +25,40 @@ def hosts_of_ranks(comm: MPI.Comm) -> list[int]:
     return [numbers[rank] for rank in firsts.tolist()]
 
 
-def shares_cores(comm: MPI.Comm, neighbours: int) -> bool:
-    """Tell whether some host has more ranks than cores, the same on all ranks. Collective.
+def cores_of_a_rank(comm: MPI.Comm, hosts: Sequence[int]) -> float:
+    """Give how many cores there are for each rank, where they are fewest; the same on all ranks. Collective.
 
-    ``MPICOMP_NAPS=0/1`` overrides what is found.
+    Those count that some rank of a host may run on.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
         All ranks.
-    neighbours : int
-        How many of them are on this rank's host, itself included.
+    hosts : sequence of int
+        The host of each rank.
+    """
+    mine = np.zeros(_CORES, np.bool_)
+    mine[[core for core in os.sched_getaffinity(0) if core < _CORES]] = True
+    everyones = np.empty((comm.size, _CORES // 8), np.uint8)
+    comm.Allgather(np.packbits(mine), everyones)
+    own = [everyones[np.array(hosts) == host] for host in set(hosts)]
+    return float(min(np.unpackbits(np.bitwise_or.reduce(masks)).sum() / len(masks) for masks in own))
+
+
+def takes_naps(comm: MPI.Comm, cores: float) -> bool:
+    """Tell whether ranks have to leave their core to others while they wait, the same on all ranks. Collective.
+
+    ``MPICOMP_NAPS=0/1`` overrides what follows from the cores.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm
+        All ranks.
+    cores : float
+        Of each rank.
     """
     said = os.environ.get("MPICOMP_NAPS")
-    mine = neighbours > len(os.sched_getaffinity(0)) if said not in ("0", "1") else said == "1"
+    mine = cores < 1 if said not in ("0", "1") else said == "1"
     everyones = np.empty(1, np.int32)
     comm.Allreduce(np.array([mine], np.int32), everyones, MPI.MAX)
     return bool(everyones[0])

@@ -28,7 +28,7 @@ def sgd(model, **more):
 
 
 def distribute(model, comm, optimizer=None, compressor="dense", collective="allreduce", **settings):
-    settings = {"bucket_bytes": SMALL} | settings
+    settings = {"bucket_bytes": SMALL, "overlap": True} | settings
     return mpicomp.torch.DistributedOptimizer(
         optimizer or sgd(model), model.named_parameters(), compressor, collective, comm=comm, **settings
     )
@@ -694,6 +694,39 @@ def test_a_step_that_is_skipped_delivers_rows_of_zeros(comm):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("layout", "cores", "wanted", "expected"),
+    [
+        ("one host", 1.0, None, False),
+        ("one host", 1.0, True, True),
+        ("one host", 2.0, None, True),
+        ("one host", 2.0, False, False),
+        ("two hosts", 1.0, None, True),
+    ],
+)
+def test_a_thread_is_worth_it_where_something_is_waited_for_or_a_core_is_free(comm, layout, cores, wanted, expected):
+    """On one host rank 1 alone is short of cores: its threads are two more than the others'."""
+    from mpicomp.transport.mpi import MPITransport
+
+    hosts = [0] * comm.size if layout == "one host" else [rank % 2 for rank in range(comm.size)]
+    transport = MPITransport(comm, layout=hosts)
+    threads = torch.get_num_threads()
+    transport.cores = cores + 2
+    torch.set_num_threads(3 if comm.rank == 1 else 1)
+    try:
+        model = network()
+        optimizer = distribute(model, transport, overlap=wanted)
+        assert optimizer.overlaps == expected
+        square(model, 0, comm.rank).backward()
+        optimizer.step()
+        assert_replicas(model, comm)
+        optimizer.close()
+    finally:
+        torch.set_num_threads(threads)
+        transport.close()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_thread_level_that_is_too_low_on_some_rank(comm, monkeypatch):
     from mpicomp.transport.mpi import MPITransport
 
@@ -708,7 +741,7 @@ def test_a_thread_level_that_is_too_low_on_some_rank(comm, monkeypatch):
         warnings.simplefilter("always")
         optimizer = distribute(model, comm)
     assert len(caught) == (comm.rank == 0)
-    assert not optimizer._mpicomp_gradients.overlaps
+    assert not optimizer.overlaps
     for step in range(3):
         optimizer.zero_grad()
         square(model, step, comm.rank).backward()
