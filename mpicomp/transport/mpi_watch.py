@@ -52,6 +52,8 @@ class Watch:
         self._shown = False
         self._said_at = 0.0
         self._waiting: set[int] = set()
+        self._says = 0
+        self._heard = np.zeros(comm.size, np.int64)  # messages of each rank
         self._sent: list[tuple[MPI.Request, Any]] = []
         with _one_at_a_time:
             _watches.add(self)
@@ -69,9 +71,7 @@ class Watch:
         """Hear who waits, say so if this rank does, and print who is missing. Called by the thread."""
         status = MPI.Status()
         while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status):
-            told = np.empty(1, np.int32)
-            self._comm.Recv(told, status.Get_source(), 0)
-            (self._waiting.add if told[0] else self._waiting.discard)(status.Get_source())
+            self._hear(status.Get_source())
         self._sent = [(request, told) for request, told in self._sent if not request.Test()]
         oldest = min(list(self._since.values()), default=None)
         waits = oldest is not None and time.monotonic() - oldest[0] > self._seconds
@@ -84,14 +84,25 @@ class Watch:
         """Let go of the communicator. Collective."""
         with _one_at_a_time:
             _watches.discard(self)
-            for request, _ in self._sent:
-                if not request.Test():
-                    request.Free()
-            self._sent.clear()
-            self._comm.Free()
+        # What is not received would be found by whoever gets this communicator's number next.
+        says = np.empty(self._comm.size, np.int64)
+        self._comm.Allgather(np.array([self._says]), says)
+        for other in range(self._comm.size):
+            while other != self._comm.rank and self._heard[other] < says[other]:
+                self._hear(other)
+        MPI.Request.Waitall([request for request, _ in self._sent])
+        self._sent.clear()
+        self._comm.Free()
+
+    def _hear(self, other: int) -> None:
+        told = np.empty(1, np.int32)
+        self._comm.Recv(told, other, 0)
+        self._heard[other] += 1
+        (self._waiting.add if told[0] else self._waiting.discard)(other)
 
     def _say(self, waits: bool) -> None:
         told = np.array([waits], np.int32)
+        self._says += 1
         for other in range(self._comm.size):
             if other != self._comm.rank:
                 self._sent.append((self._comm.Isend(told, other, 0), told))

@@ -56,3 +56,23 @@ def test_a_number_of_seconds_that_is_none():
     done = run("allreduce", late="9,", stall="soon")
     assert done.returncode != 0
     assert "MPICOMP_STALL must be a number of seconds" in done.stderr
+
+
+@pytest.mark.mpi(min_size=2)
+def test_nothing_is_left_for_whoever_comes_next(comm):
+    """MPI numbers communicators anew when they are freed: what nobody has received would turn up in another one."""
+    from mpi4py import MPI
+
+    from mpicomp.transport.mpi_watch import Watch
+
+    for saying in ([0], [comm.size - 1], list(range(comm.size))):
+        watch = Watch(comm.Dup(), 1000.0)
+        if comm.rank in saying:
+            watch._say(True)
+            watch._say(False)
+        watch.close()
+        others = [comm.Dup() for _ in range(4)]
+        comm.Barrier()
+        assert not any(other.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG) for other in others)
+        for other in others:
+            other.Free()
