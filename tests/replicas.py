@@ -5,6 +5,10 @@ import copy
 import numpy as np
 import torch
 
+import mpicomp
+
+SMALL = 256  # bytes of a bucket, so that there are several
+
 
 class Reference:
     """What a distributed run with dense exchange has to come to.
@@ -56,3 +60,40 @@ def assert_replicas(model, comm):
 def batch(step, rank, columns=6, rows=4):
     rng = np.random.default_rng((step, rank))
     return torch.from_numpy(rng.normal(size=(rows, columns)).astype(np.float32))
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)]
+    return torch.nn.Sequential(*layers)
+
+
+def sgd(model, **more):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9, **more)
+
+
+def distribute(model, comm, optimizer=None, compressor="dense", collective="allreduce", **settings):
+    settings = {"bucket_bytes": SMALL, "overlap": True} | settings
+    return mpicomp.torch.DistributedOptimizer(
+        optimizer or sgd(model), model.named_parameters(), compressor, collective, comm=comm, **settings
+    )
+
+
+def square(model, step, rank):
+    return model(batch(step, rank)).square().mean()
+
+
+class Branches(torch.nn.Module):
+    """Two branches that are entered in whatever order is asked for, or left out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.trunk = torch.nn.Linear(6, 6)
+        self.branches = torch.nn.ModuleList([torch.nn.Linear(6, 6) for _ in range(4)])
+
+    def forward(self, inputs, order):
+        hidden = self.trunk(inputs)
+        for place in order:
+            hidden = torch.tanh(self.branches[place](hidden))
+        return hidden

@@ -1,0 +1,105 @@
+"""The same among real processes."""
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import check_same, gradients, names
+
+import mpicomp
+from mpicomp.checkpoint import rounds
+from mpicomp.errors import CheckpointError
+
+
+def shared(comm, tmp_path):
+    return Path(comm.bcast(str(tmp_path)))
+
+
+@pytest.mark.mpi
+def test_each_rank_gets_its_own(comm, tmp_path):
+    folder = shared(comm, tmp_path) / "checkpoints"
+    assert mpicomp.load_checkpoint(folder, comm) is None
+    for epoch in range(3):
+        mpicomp.save_checkpoint(folder, {"epoch": epoch, "rank": comm.rank, "w": np.full(comm.rank, 3.0)}, comm, keep=2)
+    loaded = mpicomp.load_checkpoint(str(folder), comm)
+    assert (loaded["epoch"], loaded["rank"], loaded["w"].tolist()) == (2, comm.rank, [3] * comm.rank)
+    assert names(folder) == ["00000002", "00000003"]
+    assert len(names(folder / "00000003")) == comm.size
+
+
+@pytest.mark.mpi
+def test_errors_of_the_last_rank_reach_all(comm, tmp_path, monkeypatch):
+    folder, last = shared(comm, tmp_path), comm.size - 1
+    mpicomp.save_checkpoint(folder, {"epoch": 1}, comm)
+    with pytest.raises(CheckpointError, match=r"state\['x'\] is a object and cannot be stored"):
+        mpicomp.save_checkpoint(folder, {"x": object() if comm.rank == last else 0}, comm)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if comm.rank == last:
+        monkeypatch.setattr(rounds, "write_file", full)
+    with pytest.raises(CheckpointError, match=f"cannot write the file of rank {last}: .* No space left"):
+        mpicomp.save_checkpoint(folder, {"epoch": 2}, comm)
+    comm.Barrier()
+    assert names(folder) == ["00000001"]
+    assert mpicomp.load_checkpoint(folder, comm) == {"epoch": 1}
+    comm.Barrier()
+    if comm.rank == 0:
+        path = folder / "00000001" / f"rank-{last:05d}.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+    comm.Barrier()
+    with pytest.raises(CheckpointError, match=f"rank-{last:05d}.safetensors' is torn"):
+        mpicomp.load_checkpoint(folder, comm)
+
+
+@pytest.mark.mpi
+def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(comm, tmp_path):
+    folder = shared(comm, tmp_path)
+
+    def make():
+        return mpicomp.Reducer(mpicomp.TopK(ratio=0.1), "allgather", comm=comm)
+
+    straight, means = make(), []
+    for step in range(6):
+        mean = straight.reduce(gradients(step, comm.rank))
+        means.append({name: array.copy() for name, array in mean.items()})
+        if step == 2:
+            mpicomp.save_checkpoint(folder, {"reducer": straight.state_dict()}, straight.transport)
+    resumed = make()
+    resumed.load_state_dict(mpicomp.load_checkpoint(folder, resumed.transport)["reducer"])
+    for step in range(3, 6):
+        check_same(resumed.reduce(gradients(step, comm.rank)), means[step])
+    straight.close()
+    resumed.close()
+
+
+@pytest.mark.mpi
+def test_fewer_and_more_ranks(comm, tmp_path):
+    few = comm.Split(int(comm.rank >= max(1, comm.size - 1)), comm.rank)  # all but the last one, and the last one
+    alone = comm.size > 1 and comm.rank == comm.size - 1
+    residual = np.arange(5, dtype=np.float32) + 10 * comm.rank
+
+    def state(array):
+        return {"mpicomp": {"schema": 1, "step": 3, "residuals": {"w": array}, "velocities": {}}}
+
+    def mean(array, among):
+        total = np.empty_like(array)
+        among.Allreduce(array, total)
+        return total / among.size
+
+    folder = shared(comm, tmp_path)
+    mpicomp.save_checkpoint(folder / "all", state(residual), comm)
+    expected = mean(residual, comm)
+    if not alone:
+        loaded = mpicomp.load_checkpoint(folder / "all", few)["mpicomp"]["residuals"]["w"]
+        np.testing.assert_allclose(mean(loaded, few), expected, rtol=1e-6)
+        mpicomp.save_checkpoint(folder / "few", state(residual), few)
+        expected = mean(residual, few)
+    comm.Barrier()
+    expected = comm.bcast(expected)
+    loaded = mpicomp.load_checkpoint(folder / "few", comm)["mpicomp"]["residuals"]["w"]
+    np.testing.assert_allclose(mean(loaded, comm), expected, rtol=1e-6)
+    few.Free()
