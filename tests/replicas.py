@@ -83,6 +83,15 @@ def square(model, step, rank):
     return model(batch(step, rank)).square().mean()
 
 
+def train(model, optimizer, reference, comm, steps):
+    """Do steps on the ranks' batches, and the same in the reference."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        square(model, step, comm.rank).backward()
+        optimizer.step()
+        reference.step(lambda own, rank, step=step: square(own, step, rank))
+
+
 class Branches(torch.nn.Module):
     """Two branches that are entered in whatever order is asked for, or left out."""
 

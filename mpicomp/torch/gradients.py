@@ -251,11 +251,11 @@ def overlap_thread(reducer: Reducer, wanted: bool | None) -> ProgressThread | No
         Whose exchanges.
     wanted : bool or None
         True wants it wherever there are others and MPI allows it. None does not where all ranks are on one host, so
-        that nothing is waited for, and torch's threads take all of its cores.
+        that nothing is waited for, and torch's threads take all of its cores. One rank that does not is enough.
     """
     transport = reducer.transport
     ranks = transport.group.size
-    if ranks == 1 or wanted is False:
+    if ranks == 1:
         return None
     problem = None
     try:
@@ -263,7 +263,7 @@ def overlap_thread(reducer: Reducer, wanted: bool | None) -> ProgressThread | No
     except LaunchError as error:
         problem = error
     crowded = transport.group.hosts == 1 and transport.cores < torch.get_num_threads() + 1
-    mine = np.array([problem is None, bool(wanted) or not crowded], _FLAG)
+    mine = np.array([problem is None, not crowded if wanted is None else wanted], _FLAG)
     task = Round("allgatherv", [2] * ranks, _FLAG, send=mine, recv=np.empty(2 * ranks, _FLAG))
     everyones = transport.perform(task).reshape(ranks, 2)
     able, useful = (bool(flags.all()) for flags in everyones.T)

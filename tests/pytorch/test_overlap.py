@@ -10,7 +10,7 @@ from mpicomp.errors import ClosedError, ConfigurationError, DisagreementError, L
 
 torch = pytest.importorskip("torch")
 
-from replicas import Branches, Reference, assert_replicas, assert_same, batch, distribute, network, sgd, square  # noqa: E402
+from replicas import Branches, Reference, assert_replicas, assert_same, batch, distribute, network, sgd, square, train  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -21,11 +21,7 @@ def test_it_is_training_on_one_large_batch(comm, overlap):
     model = network()
     reference = Reference(model, sgd, comm.size)
     optimizer = distribute(model, comm, overlap=overlap)
-    for step in range(8):
-        optimizer.zero_grad()
-        square(model, step, comm.rank).backward()
-        optimizer.step()
-        reference.step(lambda m, r, s=step: square(m, s, r))
+    train(model, optimizer, reference, comm, 8)
     assert len(optimizer.reducer.last_step.buckets) > 2
     assert_same(model, reference)
     assert_replicas(model, comm)
@@ -192,6 +188,17 @@ def test_a_thread_is_worth_it_where_something_is_waited_for_or_a_core_is_free(co
 
 
 @pytest.mark.mpi(min_size=2)
+def test_one_rank_that_asks_for_no_thread_is_enough(comm):
+    model = network()
+    reference = Reference(model, sgd, comm.size)
+    optimizer = distribute(model, comm, overlap=comm.rank != 1)
+    assert not optimizer.overlaps
+    train(model, optimizer, reference, comm, 2)
+    assert_same(model, reference)
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_thread_level_that_is_too_low_on_some_rank(comm, monkeypatch):
     from mpicomp.transport.mpi import MPITransport
 
@@ -207,10 +214,6 @@ def test_a_thread_level_that_is_too_low_on_some_rank(comm, monkeypatch):
         optimizer = distribute(model, comm)
     assert len(caught) == (comm.rank == 0)
     assert not optimizer.overlaps
-    for step in range(3):
-        optimizer.zero_grad()
-        square(model, step, comm.rank).backward()
-        optimizer.step()
-        reference.step(lambda m, r, s=step: square(m, s, r))
+    train(model, optimizer, reference, comm, 3)
     assert_same(model, reference)
     optimizer.close()

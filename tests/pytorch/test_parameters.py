@@ -8,7 +8,7 @@ from mpicomp.errors import ConfigurationError, NonFiniteError
 
 torch = pytest.importorskip("torch")
 
-from replicas import Branches, Reference, assert_replicas, assert_same, batch, distribute, network, sgd, square  # noqa: E402
+from replicas import Branches, Reference, assert_replicas, assert_same, batch, distribute, network, sgd, square, train  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -75,11 +75,7 @@ def test_shared_parameters(comm):
     model = make()
     reference = Reference(model, sgd, comm.size)
     optimizer = distribute(model, comm)
-    for step in range(5):
-        optimizer.zero_grad()
-        square(model, step, comm.rank).backward()
-        optimizer.step()
-        reference.step(lambda m, r, s=step: square(m, s, r))
+    train(model, optimizer, reference, comm, 5)
     assert_same(model, reference)
     optimizer.close()
 
