@@ -56,6 +56,7 @@ class Hierarchical(Scheme[Compressor]):
     def __init__(self, compressor: Compressor, inner: Scheme[Any]) -> None:
         super().__init__(compressor)
         self._inner = inner
+        self.leaves_out = inner.leaves_out
 
     @classmethod
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:

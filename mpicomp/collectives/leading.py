@@ -28,6 +28,8 @@ class Leading(Scheme[Sparsifier]):
         Sums the values.
     """
 
+    leaves_out = True
+
     def __init__(self, compressor: Sparsifier, inner: Scheme[Dense]) -> None:
         super().__init__(compressor)
         self._sum = inner

@@ -77,6 +77,9 @@ class Scheme(ABC, Generic[CompressorType]):
     ``"any"``; several with " or " between them.
     """
 
+    leaves_out: bool = False
+    """Whether it delivers less than all that every rank's compressor has selected."""
+
     def __init__(self, compressor: CompressorType) -> None:
         self.compressor = compressor
 

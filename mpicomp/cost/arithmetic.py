@@ -149,6 +149,7 @@ def outlook(
     rounds: Array,
     speed_of: Array,
     kernel_of: Array,
+    round_of: Array,
     step: int,
     ageing: float,
     most: float,
@@ -166,9 +167,9 @@ def outlook(
         Logarithm of the seconds of own work alone.
     speeds, kernels, rounds : arrays, shape (.., 3)
         Error, its variance, and the step at which it was last learnt, a row for each compressor, kind of own work
-        and plan.
-    speed_of, kernel_of : arrays, shape (plans,)
-        Rows of the plans in the first two.
+        and kind of rounds.
+    speed_of, kernel_of, round_of : arrays, shape (plans,)
+        Rows of the plans in them.
     step : int
         Now.
     ageing, most : float
@@ -183,11 +184,11 @@ def outlook(
         for term in range(unit.size):
             share = coefficients[plan, term] * unit[term] / max(predicted, 1e-12)
             uncertain += share * share * factor_variance[term]
-        speed, kernel = speeds[speed_of[plan]], kernels[kernel_of[plan]]
+        speed, kernel, round_ = speeds[speed_of[plan]], kernels[kernel_of[plan]], rounds[round_of[plan]]
         own = math.exp(alone[plan] + speed[0] + kernel[0])
-        predicted *= math.exp(rounds[plan, 0])
+        predicted *= math.exp(round_[0])
         share = predicted / (own + predicted)
-        uncertain += rounds[plan, 1] + ageing * (step - rounds[plan, 2])
+        uncertain += round_[1] + ageing * (step - round_[2])
         spread = share * share * uncertain + (1 - share) ** 2 * (kernel[1] + ageing * (step - kernel[2]))
         out[0, plan] = own
         out[1, plan] = predicted
@@ -195,7 +196,7 @@ def outlook(
 
 
 @compiled
-def choose(out: Array, too_slow: float) -> tuple[int, int]:
+def choose(out: Array, too_slow: float, among: Array) -> tuple[int, int]:
     """Give the plan that is predicted to be the fastest, and the one that may be for all that is known.
 
     Parameters
@@ -204,14 +205,16 @@ def choose(out: Array, too_slow: float) -> tuple[int, int]:
         From `outlook`.
     too_slow : float
         Times the least seconds from which on a plan is not the second one.
+    among : array of int64
+        The plans that are looked at.
     """
-    best, least = 0, math.inf
-    for plan in range(out.shape[1]):
+    best, least = among[0], math.inf
+    for plan in among:
         seconds = out[0, plan] + out[1, plan]
         if seconds < least:
             best, least = plan, seconds
     hopeful, lowest = best, math.inf
-    for plan in range(out.shape[1]):
+    for plan in among:
         seconds = out[0, plan] + out[1, plan]
         if seconds <= too_slow * least and seconds * math.exp(-out[2, plan]) < lowest:
             hopeful, lowest = plan, seconds * math.exp(-out[2, plan])

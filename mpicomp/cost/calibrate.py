@@ -9,7 +9,7 @@ import numpy as np
 
 from mpicomp.collectives import Scheme
 from mpicomp.collectives.round import Round
-from mpicomp.cost.kernels import seconds_alone
+from mpicomp.cost.kernels import Alone, measure_alone
 from mpicomp.cost.model import CostModel, scheme_key
 from mpicomp.cost.network import Network
 from mpicomp.cost.probe import probe
@@ -64,23 +64,44 @@ def share_model(given: CostModel | str | None, transport: Transport) -> Generato
 
 
 def measure_kernels(
-    model: CostModel, schemes: Sequence[Scheme[Any]], feedback: bool, transport: Transport
+    model: CostModel, schemes: Sequence[Scheme[Any]], feedback: bool, transport: Transport, ladder: bool = False
 ) -> Generator[Asked, Any, None]:
     """Measure the own work of schemes that the model does not know; the slowest rank's counts.
 
     Collective, as rounds.
+
+    Parameters
+    ----------
+    model : CostModel
+        Learns.
+    schemes : sequence of Scheme
+        Which.
+    feedback : bool
+        Whether there is a residual to be added.
+    transport : Transport
+        Among the ranks.
+    ladder : bool
+        Whether what is measured at two ratios of a compressor shall do for all of them.
     """
-    unknown = {scheme_key(scheme): scheme for scheme in schemes if scheme_key(scheme) not in model.kernels}
+    unknown: dict[str, list[Scheme[Any]]] = {}
+    for scheme in schemes:
+        key = scheme_key(scheme, ladder)
+        if key not in model.kernels:
+            unknown.setdefault(key, []).append(scheme)
     if not unknown:
         return
-    alone = [seconds_alone(scheme, feedback, transport.clock) for scheme in unknown.values()]
+    alone = []
+    for alike in unknown.values():
+        ends = sorted(alike, key=lambda scheme: float(getattr(scheme.compressor, "ratio", 1.0)))
+        apart = getattr(ends[0].compressor, "ratio", 1.0) < getattr(ends[-1].compressor, "ratio", 1.0)
+        alone.append(measure_alone(ends[0], ends[-1] if apart else None, feedback, transport.clock))
     send = np.array(alone).reshape(-1)
     ranks = transport.group.size
     recv = np.empty(send.size * ranks)
     everyones = yield Round("allgatherv", [send.size] * ranks, recv.dtype, send=send, recv=recv)
-    slowest = everyones.reshape(ranks, len(unknown), 2).max(axis=0)
-    for key, (fixed, per_element) in zip(unknown, slowest, strict=True):
-        model.kernels[key] = float(fixed), float(per_element)
+    slowest = everyones.reshape(ranks, len(unknown), 3).max(axis=0)
+    for key, numbers in zip(unknown, slowest, strict=True):
+        model.kernels[key] = Alone(*map(float, numbers))
 
 
 def _first_rank_knows(given: CostModel | str | None, transport: Transport) -> dict[str, Any]:

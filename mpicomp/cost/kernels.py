@@ -1,12 +1,14 @@
 """What schemes do themselves, between rounds: measured alone, on short arrays, and taken to grow with their length."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpicomp.collectives import Context, Group, Scheme
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.base import Compressor, SharedSparsifier, Sparsifier
 from mpicomp.transport.local import LocalWorld
 from mpicomp.workspace import Workspace
 
@@ -14,27 +16,60 @@ _NUMELS = (1 << 14, 1 << 18)
 _WARM, _TIMED = 3, 3  # steps
 
 
-def seconds_alone(scheme: Scheme[Any], feedback: bool, clock: Callable[[], float]) -> tuple[float, float]:
-    """Measure a scheme in a world of one rank.
+@dataclass(frozen=True)
+class Alone:
+    """Seconds of a scheme's own work alone, affine in elements and in what is kept of them.
+
+    Attributes
+    ----------
+    fixed, per_element, per_kept : float
+        Seconds; the last one is 0 where one ratio is all that matters.
+    """
+
+    fixed: float
+    per_element: float
+    per_kept: float = 0.0
+
+    def seconds(self, numel: int, count: int) -> float:
+        """Give the seconds for an array of ``numel`` elements of which ``count`` are kept."""
+        return self.fixed + numel * self.per_element + count * self.per_kept
+
+
+def measure_alone(
+    scheme: Scheme[Any], other: Scheme[Any] | None, feedback: bool, clock: Callable[[], float]
+) -> tuple[float, float, float]:
+    """Measure a scheme in a world of one rank; give what `Alone` holds.
 
     Parameters
     ----------
     scheme : Scheme
         Its compressor's thresholds settle in the steps that come first.
+    other : Scheme or None
+        The same with another ratio, for the seconds of what is kept.
     feedback : bool
         Whether there is a residual to be added.
     clock : callable
         Gives seconds. On that of a simulated network own work takes none.
-
-    Returns
-    -------
-    fixed, per_element : float
-        Seconds.
     """
     few, many = _NUMELS
     short, long = (_median(scheme, numel, feedback, clock) for numel in _NUMELS)
+    per_kept = 0.0
+    if other is not None:
+        counts = [kept_of(each.compressor, many) for each in (scheme, other)]
+        per_kept = max(0.0, (_median(other, many, feedback, clock) - long) / (counts[1] - counts[0]))
+        # What a length takes apart from what is kept of it cannot be less than nothing.
+        per_kept = min(per_kept, 0.9 * long / counts[0])
+        short -= per_kept * kept_of(scheme.compressor, few)
+        long -= per_kept * counts[0]
     per_element = max(long - short, 0.1 * long) / (many - few)
-    return max(short - few * per_element, 0.0), per_element
+    return max(short - few * per_element, 0.0), per_element, per_kept
+
+
+def kept_of(compressor: Compressor, numel: int) -> int:
+    """Give the number of elements of ``numel`` that a compressor is expected to keep; all where it selects none."""
+    if isinstance(compressor, Sparsifier):
+        return compressor.expected(numel)
+    return compressor.count(numel) if isinstance(compressor, SharedSparsifier) else numel
 
 
 def _median(scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[], float]) -> float:

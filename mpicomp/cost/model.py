@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from mpicomp.collectives import Group, Scheme
+from mpicomp.cost.kernels import Alone, kept_of
 from mpicomp.cost.network import Network, seen_by_some
 from mpicomp.cost.plans import Candidates, Learnt
 from mpicomp.errors import ConfigurationError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class CostModel:
@@ -26,7 +27,7 @@ class CostModel:
     Attributes
     ----------
     kernels : dict
-        Seconds of each scheme's own work alone: fixed, and per element; see `scheme_key`.
+        Seconds of each scheme's own work alone: `mpicomp.cost.kernels.Alone`; see `scheme_key`.
     speeds_learnt, kernels_learnt, rounds_learnt : dict
         What steps told of how fast each compressor is here, of each scheme's own work and of each plan's rounds, by
         length; see `scheme_key`, `plan_key`.
@@ -34,12 +35,14 @@ class CostModel:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.kernels: dict[str, tuple[float, float]] = {}
+        self.kernels: dict[str, Alone] = {}
         self.speeds_learnt: dict[str, dict[int, Learnt]] = {}
         self.kernels_learnt: dict[str, dict[int, Learnt]] = {}
         self.rounds_learnt: dict[str, dict[int, Learnt]] = {}
 
-    def candidates(self, schemes: Sequence[Scheme[Any]], numel: int, dtype: np.dtype[Any], group: Group) -> Candidates:
+    def candidates(
+        self, schemes: Sequence[Scheme[Any]], numel: int, dtype: np.dtype[Any], group: Group, ladder: bool = False
+    ) -> Candidates:
         """Give the plans of one bucket, whose schemes' own work has been measured.
 
         Parameters
@@ -52,20 +55,22 @@ class CostModel:
             Of its elements.
         group : Group
             All ranks.
+        ladder : bool
+            Whether what is learnt of a compressor at one ratio shall count for its other ratios.
         """
         views = seen_by_some(group)
         shapes = [[scheme.rounds(numel, dtype, view) for view in views] for scheme in schemes]
         alone = []
         for scheme in schemes:
-            fixed, per_element = self.kernels[scheme_key(scheme)]
-            alone.append(fixed + numel * per_element)
+            own = self.kernels[scheme_key(scheme, ladder)]
+            alone.append(own.seconds(numel, kept_of(scheme.compressor, numel)))
         return Candidates(
             self.network,
             np.array([self.network.coefficients(of_plan, views) for of_plan in shapes]),
             alone,
-            [_learnt_of(self.speeds_learnt, _config(scheme), numel, Learnt.speed) for scheme in schemes],
-            [_learnt_of(self.kernels_learnt, scheme_key(scheme), numel, Learnt.kernels) for scheme in schemes],
-            [_learnt_of(self.rounds_learnt, plan_key(scheme), numel, Learnt.rounds) for scheme in schemes],
+            [_learnt_of(self.speeds_learnt, _config(scheme, ladder), numel, Learnt.speed) for scheme in schemes],
+            [_learnt_of(self.kernels_learnt, scheme_key(scheme, ladder), numel, Learnt.kernels) for scheme in schemes],
+            [_learnt_of(self.rounds_learnt, plan_key(scheme, ladder), numel, Learnt.rounds) for scheme in schemes],
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +78,7 @@ class CostModel:
         return {
             "schema": SCHEMA,
             "network": self.network.to_json(),
-            "kernels": {key: list(seconds) for key, seconds in self.kernels.items()},
+            "kernels": {key: vars(seconds).copy() for key, seconds in self.kernels.items()},
             "speeds_learnt": _learnt_to_json(self.speeds_learnt),
             "kernels_learnt": _learnt_to_json(self.kernels_learnt),
             "rounds_learnt": _learnt_to_json(self.rounds_learnt),
@@ -92,8 +97,9 @@ class CostModel:
             if content["schema"] != SCHEMA:
                 raise ValueError(f"schema must be {SCHEMA}, got {content['schema']!r}")
             model = cls(Network.from_json(content["network"]))
-            for key, (fixed, per_element) in content["kernels"].items():
-                model.kernels[key] = float(fixed), float(per_element)
+            for key, own in content["kernels"].items():
+                names = ("fixed", "per_element", "per_kept")
+                model.kernels[key] = Alone(*(float(own[name]) for name in names))
             model.speeds_learnt = _learnt_from_json(content["speeds_learnt"])
             model.kernels_learnt = _learnt_from_json(content["kernels_learnt"])
             model.rounds_learnt = _learnt_from_json(content["rounds_learnt"])
@@ -129,18 +135,21 @@ class CostModel:
         return cls.from_json(content)
 
 
-def scheme_key(scheme: Scheme[Any]) -> str:
-    """Name a scheme's own work: what it is built upon hardly matters to it."""
-    return f"{scheme.id.partition(':')[0]} {_config(scheme)}"
+def scheme_key(scheme: Scheme[Any], ladder: bool = False) -> str:
+    """Name a scheme's own work: what it is built upon hardly matters to it, nor on a ladder of ratios the ratio."""
+    return f"{scheme.id.partition(':')[0]} {_config(scheme, ladder)}"
 
 
-def plan_key(scheme: Scheme[Any]) -> str:
-    """Name a plan."""
-    return f"{scheme.id} {_config(scheme)}"
+def plan_key(scheme: Scheme[Any], ladder: bool = False) -> str:
+    """Name a plan; on a ladder of ratios, all of its ratios."""
+    return f"{scheme.id} {_config(scheme, ladder)}"
 
 
-def _config(scheme: Scheme[Any]) -> str:
-    return json.dumps(scheme.compressor.get_config(), sort_keys=True)
+def _config(scheme: Scheme[Any], ladder: bool) -> str:
+    config = scheme.compressor.get_config()
+    if ladder and "ratio" in config:
+        config |= {"ratio": "any"}
+    return json.dumps(config, sort_keys=True)
 
 
 _Known = dict[str, dict[int, Learnt]]

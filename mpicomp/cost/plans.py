@@ -98,7 +98,7 @@ class Candidates:
     kernels : sequence of Learnt
         Of each plan's own work, that apart; plans that do the same work share one. Written to.
     rounds : sequence of Learnt
-        Of each plan's rounds. Written to.
+        Of each plan's rounds; one collective with one compressor at several ratios shares one. Written to.
     """
 
     def __init__(
@@ -115,18 +115,18 @@ class Candidates:
         self._alone = np.log(np.maximum(alone, 1e-7))
         self._speeds, self._speed_of = _distinct(speeds)
         self._kernels, self._kernel_of = _distinct(kernels)
-        self._rounds, _ = _distinct(rounds)
+        self._rounds, self._round_of = _distinct(rounds)
         self._step = 0
         # Of each that was learnt: error, variance, and the step at which it was; see `arithmetic.outlook`.
         self._tables = [
             np.array([_row(own, 0) for own in part]) for part in (self._speeds, self._kernels, self._rounds)
         ]
         self._outlook = np.empty((3, len(rounds)))
-        self._run = np.zeros(len(rounds), bool)
+        self._last = np.full(len(rounds), -1)  # step of each plan that was last learnt from
         self._refresh()
 
     def __len__(self) -> int:
-        return len(self._rounds)
+        return self._last.size
 
     def prediction(self, plan: int) -> Prediction:
         """Give what a plan is expected to take at the next step."""
@@ -137,19 +137,21 @@ class Candidates:
         whole: NDArray[np.float64] = self._outlook[0] + self._outlook[1]
         return whole
 
-    def choose(self, too_slow: float) -> tuple[int, int]:
+    def choose(self, too_slow: float, among: NDArray[np.int64]) -> tuple[int, int]:
         """Give the plan that is predicted to be the fastest, and the one that may be for all that is known.
 
         Parameters
         ----------
         too_slow : float
             What is predicted to take this many times the least is not the second one.
+        among : array of int64
+            The plans that are looked at, at least one.
         """
-        return arithmetic.choose(self._outlook, too_slow)
+        return arithmetic.choose(self._outlook, too_slow, among)
 
     def age(self, plan: int) -> int | None:
         """Give the number of steps since a plan's seconds were learnt from; None where they never were."""
-        return self._step - int(self._tables[2][plan, 2]) if self._run[plan] else None
+        return self._step - int(self._last[plan]) if self._last[plan] >= 0 else None
 
     def observe(self, plan: int, kernels_s: float, seconds: float) -> bool:
         """Learn from what a plan took, the same numbers on all ranks; tell whether the network has changed.
@@ -164,7 +166,8 @@ class Candidates:
             From the last rank's start to the last rank's end.
         """
         speed_place, kernels_place = int(self._speed_of[plan]), int(self._kernel_of[plan])
-        speed, kernels, rounds = self._speeds[speed_place], self._kernels[kernels_place], self._rounds[plan]
+        rounds_place = int(self._round_of[plan])
+        speed, kernels, rounds = self._speeds[speed_place], self._kernels[kernels_place], self._rounds[rounds_place]
         _, kernels_table, rounds_table = self._tables
         expected = self.prediction(plan)
         surprise = math.log(max(kernels_s, 1e-7)) - float(self._alone[plan]) - speed.error - kernels.error
@@ -179,15 +182,15 @@ class Candidates:
         rounds_s = seconds - kernels_s
         noise = _NOISE * (expected.seconds / expected.rounds_s) ** 2
         rough = _NOISE * (seconds / max(rounds_s, expected.rounds_s, _LEAST_SHARE * seconds)) ** 2
-        before = rounds.variance + _AGEING * (self._step - rounds_table[plan, 2])
+        before = rounds.variance + _AGEING * (self._step - rounds_table[rounds_place, 2])
         innovation, variance, changed = self._network.observe(
             self._coefficients[plan], rounds_s, noise, rough, rounds.error, before
         )
         _update(rounds, before, innovation, variance, _AGEING)
-        places = (speed_place, kernels_place, plan)
+        places = (speed_place, kernels_place, rounds_place)
         for table, place, own in zip(self._tables, places, (speed, kernels, rounds), strict=True):
             table[place] = _row(own, self._step)
-        self._run[plan] = True
+        self._last[plan] = self._step
         return changed
 
     def unsettle(self) -> None:
@@ -207,7 +210,7 @@ class Candidates:
         speeds, kernels, rounds = self._tables
         arithmetic.outlook(
             self._coefficients, self._network.units, self._network.factor_variance, self._alone, speeds, kernels,
-            rounds, self._speed_of, self._kernel_of, self._step, _AGEING, _MOST_SD, self._outlook,
+            rounds, self._speed_of, self._kernel_of, self._round_of, self._step, _AGEING, _MOST_SD, self._outlook,
         )  # fmt: skip
 
 

@@ -1,18 +1,21 @@
-"""Policies choose plans: which scheme each bucket uses in a step."""
+"""Policies choose plans: which scheme each bucket uses in a step. One file each, one registry."""
 
-from mpicomp.policies.policy import Plan, Policy, Shape
-from mpicomp.policies.selector import Selector
+from mpicomp.policies.joint import Joint
+from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told
+from mpicomp.policies.registry import get_policy, list_policies, policy_class, register_policy
 from mpicomp.policies.static import Static
 
-__all__ = ["Plan", "Policy", "Selector", "Shape", "Static", "list_policies"]
-
-
-def list_policies() -> list[str]:
-    """Give the names of all policies, sorted.
-
-    Examples
-    --------
-    >>> list_policies()
-    ['auto', 'static']
-    """
-    return ["auto", "static"]
+__all__ = [
+    "Delivered",
+    "Joint",
+    "Named",
+    "Plan",
+    "Policy",
+    "Shape",
+    "Static",
+    "Told",
+    "get_policy",
+    "list_policies",
+    "policy_class",
+    "register_policy",
+]

@@ -2,14 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives import Scheme
+from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel, Prediction
+from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.policies.surveys import Survey
 from mpicomp.transport.base import Asked, Transport
 
 
@@ -27,12 +30,15 @@ class Plan:
         What it is expected to take, if anything is.
     settled : bool
         Whether it was run for some steps before: what comes before that tells nothing of what it takes.
+    row : int
+        Its place among the bucket's candidates, for who chose it.
     """
 
     scheme: Scheme[Any]
     reason: str
     prediction: Prediction | None = None
     settled: bool = True
+    row: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,18 +56,111 @@ class Shape:
         return sum(self.sizes)
 
 
+@dataclass(frozen=True)
+class Named:
+    """What a user has named, for the policy to work with.
+
+    Parameters
+    ----------
+    compressor : Compressor or None
+        None lets the policy take its own.
+    collective : str
+        A name, or ``"auto"``.
+    feedback : bool or None
+        Whether there are residuals; None is what the compressor declares.
+    cost : CostModel, str or None
+        See `mpicomp.Reducer`.
+    """
+
+    compressor: Compressor | None = None
+    collective: str = "auto"
+    feedback: bool | None = None
+    cost: CostModel | str | None = None
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """What one bucket's exchange came to, the same on all ranks; see `mpicomp.collectives.Result`."""
+
+    energy: float
+    gain: float
+    kept: float
+
+
+@dataclass(frozen=True)
+class Told:
+    """What ranks have told each other of a step, the same on all of them; it arrives a step later.
+
+    Parameters
+    ----------
+    step : int
+        Which.
+    lr : float or None
+        The learning rate that rank 0 was passed in it.
+    plans, delivered : sequence of Plan, of Delivered
+        Of its buckets.
+    times : array of float64, shape (ranks, buckets, 4)
+        Start and end of each bucket's exchange on the clock that ranks share, the seconds of own work in it, and when
+        its gradients were handed over.
+    surveys : mapping of int to array of float32, shape (ranks, width)
+        By bucket, what a survey measured on every rank, where the policy asked for one.
+    """
+
+    step: int
+    lr: float | None
+    plans: Sequence[Plan]
+    delivered: Sequence[Delivered]
+    times: NDArray[np.float64]
+    surveys: Mapping[int, NDArray[np.float32]]
+
+
+@dataclass(eq=False)
 class Policy(ABC):
-    """Chooses plans, the same on all ranks."""
+    """Chooses plans, the same on all ranks. Its fields are its settings; one object serves one reducer.
 
-    id: str
+    To add one: derive a dataclass from it, give `id`, `adopt`, `plan` and what else it needs, and register it with
+    `mpicomp.policies.register_policy`. It may decide by nothing but what these methods tell it: that is the same on all
+    ranks.
+    """
 
-    cost: CostModel | None = None
-    """What it predicts seconds with."""
+    id: ClassVar[str]
+    """The name in the registry."""
+    paper: ClassVar[str] = "none"
+    """Where it comes from, and what is done differently."""
+
+    def __post_init__(self) -> None:
+        self.compressor: Compressor
+        """What it works with; known once a reducer has adopted it."""
+        self.feedback = True
+        """Whether there are residuals."""
+        self.check()
+
+    def check(self) -> None:  # noqa: B027, most settings cannot be wrong
+        """Raise `ConfigurationError` where a setting cannot be."""
+
+    @abstractmethod
+    def adopt(self, named: Named) -> None:
+        """Take up what the user has named, and set `compressor` and `feedback`.
+
+        Raises
+        ------
+        ConfigurationError
+            For what this policy cannot work with.
+        """
 
     @property
-    def measures(self) -> bool:
-        """Whether it wants to learn what steps took."""
+    def cost(self) -> CostModel | None:
+        """What it predicts seconds with; None before the first step, or where it predicts nothing."""
+        return None
+
+    @property
+    def listens(self) -> bool:
+        """Whether ranks are to tell each other of this step; see `learn`."""
         return False
+
+    def survey(self, bucket: int) -> Survey | None:
+        """Give what ranks are to look at in a bucket's accumulated gradient in this step; it comes with `learn`."""
+        return None
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """Take up new buckets. Collective over all ranks, as rounds."""
@@ -75,7 +174,13 @@ class Policy(ABC):
 
     @abstractmethod
     def plan(self, bucket: int) -> Plan:
-        """Give a bucket's plan for this step."""
+        """Give a bucket's plan for this step; asked for once a step."""
+
+    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:  # noqa: B027, most have nothing to learn
+        """Learn what a step delivered, at its end; a step that was undone is passed over."""
+
+    def learn(self, told: Told) -> None:  # noqa: B027, most have nothing to learn
+        """Learn what ranks told of a step for which it was listening, or had a survey."""
 
     def state_dict(self) -> dict[str, Any]:
         """Give what has to survive a restart, JSON-able; not the cost model."""
@@ -84,13 +189,33 @@ class Policy(ABC):
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:  # noqa: B027, most have none
         """Take up what `state_dict` gave, and a cost model where there is one. Not collective."""
 
-    def learn(self, plans: Sequence[Plan], times: NDArray[np.float64]) -> None:  # noqa: B027, most have nothing to learn
-        """Learn what a step took.
+    def get_config(self) -> dict[str, Any]:
+        """Give a JSON-able configuration that `mpicomp.policies.get_policy` turns into an equal policy."""
+        return {"id": self.id} | {field.name: getattr(self, field.name) for field in fields(self) if field.init}
 
-        Parameters
-        ----------
-        plans : sequence of Plan
-            Of its buckets.
-        times : array of float64, shape (ranks, buckets, 3)
-            Start and end of each bucket's exchange on the clock that ranks share, and the seconds of own work in it.
-        """
+    @classmethod
+    def from_config(cls, settings: Mapping[str, Any]) -> Self:
+        """Build one from its settings, refusing those that it does not have."""
+        known = [field.name for field in fields(cls) if field.init]
+        for name in settings:
+            if name not in known:
+                if not known:
+                    raise ConfigurationError(f"{cls.id}: has no settings, got '{name}'")
+                raise UnknownNameError(f"{cls.id} setting", name, known)
+        return cls(**settings)
+
+
+def feedback_of(compressor: Compressor, feedback: bool | None) -> bool:
+    """Tell whether there are residuals, and refuse what a compressor cannot do with or without them."""
+    chosen = compressor.feedback if feedback is None else feedback
+    if chosen and not compressor.contractive:
+        raise ConfigurationError(
+            f"{compressor.id}: {compressor!r} is unbiased and not contractive, so what it keeps back would grow from "
+            "step to step; leave feedback out, or use its unscaled form"
+        )
+    if not chosen and compressor.entry.momentum:
+        raise ConfigurationError(
+            f"{compressor.id}: momentum correction keeps what was not sent, which needs error feedback; "
+            "leave feedback out, or set momentum=0"
+        )
+    return chosen

@@ -1,45 +1,76 @@
-"""The same plan for every bucket at every step."""
+"""The compressor that was named, at every step."""
 
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
 
 from mpicomp.collectives import bind
-from mpicomp.compressors import Compressor
-from mpicomp.policies.policy import Plan, Policy, Shape
+from mpicomp.compressors import Compressor, Dense
+from mpicomp.cost import CostModel
+from mpicomp.policies.carriers import Carriers, names_for
+from mpicomp.policies.policy import Named, Plan, Policy, Shape, Told, feedback_of
+from mpicomp.policies.registry import register_policy
 from mpicomp.transport.base import Asked, Transport
 
 
+@register_policy
+@dataclass(eq=False)
 class Static(Policy):
-    """One compressor and one collective, as they were named.
+    """One compressor as it was named, carried by the collective that was named.
 
-    Parameters
-    ----------
-    compressor : Compressor
-        What every bucket uses.
-    collective : str
-        What carries it.
-
-    Raises
-    ------
-    UnknownNameError, IncompatiblePairError
-        See `mpicomp.collectives.bind`.
+    With the collective ``"auto"`` it is the one of least predicted time, exchanges without compression among them.
     """
 
-    id = "static"
+    id: ClassVar[str] = "static"
 
-    def __init__(self, compressor: Compressor, collective: str) -> None:
-        self._compressor = compressor
-        self._collective = collective
-        self._plans: list[Plan] = []
-        bind(compressor, collective)  # what does not fit is refused here
+    def adopt(self, named: Named) -> None:
+        """See `Policy.adopt`."""
+        self.compressor = Dense() if named.compressor is None else named.compressor
+        self.feedback = feedback_of(self.compressor, named.feedback)
+        self._pinned = None if named.collective == "auto" else named.collective
+        if self._pinned is not None:
+            bind(self.compressor, self._pinned)  # what does not fit is refused here
+        predicts = self._pinned is None or named.cost is not None
+        self._carriers = Carriers("static" if self._pinned else "auto", self.feedback, named.cost, predicts)
+
+    @property
+    def cost(self) -> CostModel | None:
+        """See `Policy.cost`."""
+        return self._carriers.cost
+
+    @property
+    def listens(self) -> bool:
+        """See `Policy.listens`."""
+        return self._carriers.listens
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
-        """See `Policy.start`; there are no rounds."""
-        own = [self._compressor.within(shape.names, shape.sizes, shape.shapes) for shape in shapes]
-        self._plans = [Plan(bind(compressor, self._collective), "static: pinned") for compressor in own]
-        return
-        yield
+        """See `Policy.start`."""
+        ladders: list[list[tuple[Compressor, list[str]]]] = []
+        for shape in shapes:
+            own = self.compressor.within(shape.names, shape.sizes, shape.shapes)
+            levels: list[tuple[Compressor, list[str]]] = [
+                (own, [self._pinned] if self._pinned else names_for(own, transport.group))
+            ]
+            if self._pinned is None and own != Dense():
+                levels.append((Dense(), names_for(Dense(), transport.group)))
+            ladders.append(levels)
+        yield from self._carriers.start(ladders, shapes, transport)
+
+    def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
+        """See `Policy.refresh`. Where the network has changed, its links are measured anew."""
+        yield from self._carriers.refresh(transport)
 
     def plan(self, bucket: int) -> Plan:
         """See `Policy.plan`."""
-        return self._plans[bucket]
+        rows = self._carriers.rows[bucket]
+        return self._carriers.plan(bucket, np.arange(len(rows.schemes)), "pinned" if self._pinned else "")
+
+    def learn(self, told: Told) -> None:
+        """See `Policy.learn`."""
+        self._carriers.learn(told)
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
+        """See `Policy.load_state_dict`: a cost model counts where none is known yet, that of rank 0."""
+        self._carriers.give(cost)

@@ -35,7 +35,8 @@ class Bucket:
     memory: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        sizes = [member.numel for member in self.members]
+        self.names = tuple(member.name for member in self.members)
+        self.sizes = sizes = tuple(member.numel for member in self.members)
         self.numel = sum(sizes)
         self.dtype = self.members[0].work_dtype
         self.offsets = [int(offset) for offset in np.concatenate(([0], np.cumsum(sizes)))[:-1]]
@@ -51,8 +52,7 @@ class Bucket:
     @property
     def shape(self) -> Shape:
         """What a policy has to know of it."""
-        names, sizes = tuple(m.name for m in self.members), tuple(m.numel for m in self.members)
-        return Shape(names, sizes, tuple(m.shape for m in self.members), self.dtype)
+        return Shape(self.names, self.sizes, tuple(member.shape for member in self.members), self.dtype)
 
     def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> Accumulated:
         """Give gradient plus residual.

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpicomp.arrays import to_host
 from mpicomp.collectives import Context, Result, Round, dense_ring_bytes
 from mpicomp.policies import Plan, Policy
 from mpicomp.reducer.bucket import Bucket
+from mpicomp.reducer.layers import layers_of
 from mpicomp.reducer.record import BucketRecord
 from mpicomp.transport import Transport
 
@@ -50,22 +52,27 @@ class Exchanged:
         What it delivers.
     record : BucketRecord
         What it did.
-    start, end : float
-        When, on the clock that ranks share.
+    ready, start, end : float
+        When gradients were handed over, and the exchange began and ended, on the clock that ranks share.
     choosing_s : float
-        Seconds before the start that choosing the plan took.
+        Seconds before the start and after the end that choosing the plan took, and looking at what a policy wants to
+        know.
     own_s : float
         Seconds of own work in it. What it takes to keep the residual and to hand out the mean comes later; it
         counts as if it had followed at once.
+    survey : array of float32 or None
+        What the policy has asked for.
     """
 
     plan: Plan
     result: Result
     record: BucketRecord
     choosing_s: float
+    ready: float
     start: float
     end: float
     own_s: float
+    survey: NDArray[np.float32] | None
 
     def add(self, seconds: float) -> None:
         """Count more own work."""
@@ -74,7 +81,7 @@ class Exchanged:
 
 
 def exchange(
-    bucket: Bucket, gradients: Sequence[Any] | None, conditions: Conditions
+    bucket: Bucket, gradients: Sequence[Any] | None, conditions: Conditions, ready: float
 ) -> Generator[Round, Any, Exchanged]:
     """Exchange one bucket, as rounds.
 
@@ -86,6 +93,8 @@ def exchange(
         One for each member; None takes part with zeros and asks all ranks to agree anew.
     conditions : Conditions
         Of the step.
+    ready : float
+        When gradients were handed over, on the clock that ranks share.
     """
     clock, group = conditions.transport.clock, conditions.transport.group
     begin = time.perf_counter()
@@ -102,7 +111,8 @@ def exchange(
     conditions.transport.doing(f"step {conditions.step}, bucket {bucket.index} ('{bucket.members[0].name}' ...)")
     start = last = clock()
     arrays = None if gradients is None else [to_host(gradient) for gradient in gradients]
-    run = plan.scheme.exchange(bucket.accumulate(arrays, conditions.scale), context)
+    accumulated = bucket.accumulate(arrays, conditions.scale)
+    run = plan.scheme.exchange(accumulated, context)
     own_s = waited_s = wire_bytes = 0.0
     sent_bytes = 0
     operations: list[str] = []
@@ -124,6 +134,14 @@ def exchange(
         sent_bytes += task.sent_bytes(part)
         wire_bytes += task.wire_bytes(part)
     end = clock()
+    begin = time.perf_counter()
+    asked_for = conditions.policy.survey(bucket.index)
+    survey = energies = None
+    if asked_for is not None and not result.stale:
+        survey = asked_for.measure(accumulated.array(), bucket.sizes, conditions.step)
+        energies = asked_for.energies(survey, bucket.sizes)
+    layers = layers_of(bucket.names, bucket.sizes, accumulated.array(), result.sent, energies)
+    choosing_s += time.perf_counter() - begin
     compressor, prediction = plan.scheme.compressor, plan.prediction
     record = BucketRecord(
         bucket=bucket.index,
@@ -142,5 +160,6 @@ def exchange(
         wire_bytes=wire_bytes,
         dense_wire_bytes=dense_ring_bytes(bucket.numel, group.size),
         rounds=operations,
+        layers=layers,
     )
-    return Exchanged(plan, result, record, choosing_s, start, end, own_s + end - last)
+    return Exchanged(plan, result, record, choosing_s, ready, start, end, own_s + end - last, survey)

@@ -1,7 +1,9 @@
 """What a step did, so that every decision can be explained."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from mpicomp.reducer.layers import Layers
 
 SCHEMA = 1
 """Version of `StepRecord.to_json`; it changes when a field changes its meaning or goes."""
@@ -46,6 +48,8 @@ class BucketRecord:
         Bytes that would have left it in a ring of 32-bit numbers.
     rounds : list of str
         The operations, in order.
+    layers : Layers
+        What was sent of each parameter.
     """
 
     bucket: int
@@ -64,6 +68,12 @@ class BucketRecord:
     wire_bytes: float
     dense_wire_bytes: float
     rounds: list[str]
+    layers: Layers
+
+    def to_json(self) -> dict[str, Any]:
+        """Give a JSON-able object."""
+        own = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return own | {"layers": self.layers.to_json()}
 
 
 @dataclass
@@ -146,5 +156,5 @@ class StepRecord:
             "sent_bytes": self.sent_bytes,
             "wire_bytes": self.wire_bytes,
             "dense_wire_bytes": self.dense_wire_bytes,
-            "buckets": [asdict(bucket) for bucket in self.buckets],
+            "buckets": [bucket.to_json() for bucket in self.buckets],
         }

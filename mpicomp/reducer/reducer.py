@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors import Compressor, Dense, get_compressor
+from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import ClosedError, ConfigurationError, UnknownNameError
-from mpicomp.policies import Policy, Selector, Static, list_policies
+from mpicomp.policies import Named, Policy, get_policy
 from mpicomp.reducer.layout import Layout
 from mpicomp.reducer.record import StepRecord
 from mpicomp.reducer.step import Core, Rounds, Step
@@ -86,7 +86,7 @@ class Reducer:
         self,
         compressor: Compressor | str | Mapping[str, Any] | None = None,
         collective: str = "auto",
-        policy: str | None = None,
+        policy: Policy | str | Mapping[str, Any] | None = None,
         feedback: bool | None = None,
         nonfinite: str = "raise",
         comm: Any = None,
@@ -96,8 +96,6 @@ class Reducer:
         threads: int = 1,
         cost: CostModel | str | None = None,
     ) -> None:
-        if policy is not None and policy not in list_policies():
-            raise UnknownNameError("policy", policy, list_policies())
         if nonfinite not in _NONFINITE:
             raise UnknownNameError("nonfinite", nonfinite, _NONFINITE)
         if feedback not in (None, True, False):
@@ -106,20 +104,14 @@ class Reducer:
             raise ConfigurationError(f"reducer: bucket_bytes must be at least 1, got {bucket_bytes}")
         if not isinstance(threads, int) or threads < 1:
             raise ConfigurationError(f"reducer: threads must be at least 1, got {threads!r}")
-        self._compressor = Dense() if compressor is None else get_compressor(compressor)
-        self._feedback = self._compressor.feedback if feedback is None else feedback
-        chosen: Policy
-        if collective == "auto":
-            chosen = Selector(self._compressor, None, self._feedback, cost)
-        elif cost is not None:
-            chosen = Selector(self._compressor, [collective], self._feedback, cost)
-        else:
-            chosen = Static(self._compressor, collective)
-        _check_feedback(self._compressor, self._feedback)
+        named = Named(None if compressor is None else get_compressor(compressor), collective, feedback, cost)
+        chosen = get_policy(policy or ("auto" if compressor is None else "static"))
+        chosen.adopt(named)
         settings = {
-            "compressor": self._compressor.get_config(),
+            "compressor": chosen.compressor.get_config(),
             "collective": collective,
-            "feedback": self._feedback,
+            "policy": chosen.get_config(),
+            "feedback": chosen.feedback,
             "nonfinite": nonfinite,
             "bucket_bytes": bucket_bytes,
             "seed": seed,
@@ -127,20 +119,25 @@ class Reducer:
         self._closed = False
         self._owned = not isinstance(comm, Transport)
         transport = _transport(comm)
-        entry = self._compressor.entry
-        layout = Layout(self._feedback, bucket_bytes, entry, threads)
+        entry = chosen.compressor.entry
+        layout = Layout(chosen.feedback, bucket_bytes, entry, threads)
         timer = Timer(transport.group.size)
         self._core = Core(settings, nonfinite, seed, entry, layout, chosen, transport, timer)
 
     @property
     def compressor(self) -> Compressor:
-        """The compressor in use."""
-        return self._compressor
+        """The one that was named; where none was, the one whose settings the policy chooses."""
+        return self._core.policy.compressor
+
+    @property
+    def policy(self) -> Policy:
+        """What chooses plans."""
+        return self._core.policy
 
     @property
     def feedback(self) -> bool:
         """Whether error feedback is on."""
-        return self._feedback
+        return self._core.policy.feedback
 
     @property
     def cost(self) -> CostModel | None:
@@ -228,9 +225,10 @@ class Reducer:
         try:
             step.examine(gradients, absent)
             if self._core.layout.buckets:
+                ready = self._core.transport.clock()
                 yield from step.refresh()
                 for bucket in self._core.layout.buckets:
-                    yield from step.exchange(bucket, step.of(bucket))
+                    yield from step.exchange(bucket, step.of(bucket), ready)
             return (yield from step.conclude(lr, finite))
         finally:
             step.note_seconds(time.perf_counter() - begin)
@@ -319,19 +317,6 @@ class Reducer:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("reducer: it was closed; make a new one")
-
-
-def _check_feedback(compressor: Compressor, feedback: bool) -> None:
-    if feedback and not compressor.contractive:
-        raise ConfigurationError(
-            f"{compressor.id}: {compressor!r} is unbiased and not contractive, so what it keeps back would grow from "
-            "step to step; leave feedback out, or use its unscaled form"
-        )
-    if not feedback and compressor.entry.momentum:
-        raise ConfigurationError(
-            f"{compressor.id}: momentum correction keeps what was not sent, which needs error feedback; "
-            "leave feedback out, or set momentum=0"
-        )
 
 
 def _transport(comm: Any) -> Transport:

@@ -13,7 +13,7 @@ from mpicomp.arrays import Described, describe, from_host, to_host
 from mpicomp.collectives import Round
 from mpicomp.compressors.base import Entry
 from mpicomp.errors import MpicompError, NonFiniteError
-from mpicomp.policies import Policy
+from mpicomp.policies import Delivered, Policy, Told
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.reducer.exchange import Conditions, Exchanged, exchange
@@ -106,11 +106,14 @@ class Step:
             received = yield asked
         self._record.choosing_s += time.perf_counter() - begin
 
-    def exchange(self, bucket: Bucket, gradients: list[Any] | None) -> Generator[Asked, Any, None]:
-        """Exchange one bucket; None for the gradients asks all ranks to agree anew. As rounds, in order."""
+    def exchange(self, bucket: Bucket, gradients: list[Any] | None, ready: float) -> Generator[Asked, Any, None]:
+        """Exchange one bucket; None for the gradients asks all ranks to agree anew. As rounds, in order.
+
+        ``ready`` is when gradients were handed over, on the transport's clock.
+        """
         core = self._core
         conditions = Conditions(core.transport, core.policy, core.count, core.seed, self._scale)
-        done = yield from exchange(bucket, gradients, conditions)
+        done = yield from exchange(bucket, gradients, conditions, ready)
         self._record.choosing_s += done.choosing_s
         self._done.append(done)
 
@@ -161,14 +164,25 @@ class Step:
         record.buckets = [done.record for done in self._done]
         used = yield from self._used()
         means = self._finish(used, finite)
-        if core.policy.measures:
-            begin = time.perf_counter()
-            times = [(done.start, done.end, done.own_s) for done in self._done]
-            sent_bytes = yield from core.timer.turn(core.policy, [done.plan for done in self._done], times)
+        begin = time.perf_counter()
+        yield from self._tell()
+        record.choosing_s += time.perf_counter() - begin
+        return means
+
+    def _tell(self) -> Generator[Asked, Any, None]:
+        """Let the policy learn what was delivered, and ranks tell each other what they have to."""
+        core, record = self._core, self._record
+        delivered = [Delivered(own.energy, own.gain, own.kept) for own in (done.result for done in self._done)]
+        surveys = {done.record.bucket: done.survey for done in self._done if done.survey is not None}
+        finite = not any(done.result.nonfinite for done in self._done)
+        if finite and not record.skipped:
+            core.policy.deliver(record.step, delivered)
+        if core.policy.listens or surveys:
+            times = np.array([(done.start, done.end, done.own_s, done.ready) for done in self._done])
+            told = Told(record.step, record.lr, [done.plan for done in self._done], delivered, times, {})
+            sent_bytes = yield from core.timer.turn(core.policy, told, surveys)
             record.overhead_bytes += sent_bytes
             record.overhead_wire_bytes += sent_bytes
-            record.choosing_s += time.perf_counter() - begin
-        return means
 
     def note_seconds(self, seconds: float) -> None:
         """Write down what the step took; it may have failed."""
@@ -205,8 +219,9 @@ class Step:
         if self._stale:
             self._stale = False
             self._scale *= self._clip()
+        ready = core.transport.clock()
         for bucket in layout.buckets:
-            yield from self.exchange(bucket, self.of(bucket))
+            yield from self.exchange(bucket, self.of(bucket), ready)
 
     def _absences(self, names: list[str]) -> Generator[Asked, Any, list[str]]:
         """Give those of these names that some rank has no gradient for, the same on all ranks."""

@@ -65,4 +65,4 @@ class Stream:
 
     def _submit(self, gradients: list[Any] | None) -> None:
         bucket = self._core.layout.buckets[len(self._jobs) - 1]
-        self._jobs.append(self._thread.submit(self._step.exchange(bucket, gradients)))
+        self._jobs.append(self._thread.submit(self._step.exchange(bucket, gradients, self._core.transport.clock())))

@@ -1,17 +1,22 @@
-"""Ranks tell each other what a step took, while the next one goes on."""
+"""Ranks tell each other of a step, while the next one goes on."""
 
-from collections.abc import Generator, Sequence
+import math
+from collections.abc import Generator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpicomp.collectives import Pending, Round
-from mpicomp.policies import Plan, Policy
+from mpicomp.policies import Policy, Told
 from mpicomp.transport.base import Asked
+
+_PER_BUCKET = 4  # numbers of its times
 
 
 class Timer:
-    """Sends each step's times in the background and hands them to the policy one step later.
+    """Sends what a rank has to tell in the background and hands everyone's to the policy one step later.
 
     The round is started at the end of a step and asked for at the end of the next one, whose own rounds have moved it
     on: nobody waits for it.
@@ -24,38 +29,56 @@ class Timer:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._plans: list[Plan] = []
+        self._told: Told | None = None
         self._under_way: Pending | None = None
 
     def turn(
-        self, policy: Policy, plans: Sequence[Plan], times: Sequence[tuple[float, float, float]]
+        self, policy: Policy, told: Told, surveys: Mapping[int, NDArray[np.float32]]
     ) -> Generator[Asked, Any, int]:
-        """Let the policy learn from the step before, and send this step's times; give the bytes of that.
+        """Let the policy learn from the step before, and send what there is to tell of this one; give its bytes.
 
         Parameters
         ----------
         policy : Policy
             Learns.
-        plans : sequence of Plan
-            Of the step's buckets.
-        times : sequence of tuples of three floats
-            A bucket each; see `Policy.learn`.
+        told : Told
+            Of this step, with this rank's times and learning rate.
+        surveys : mapping of int to array of float32
+            What this rank has measured, by bucket; the same lengths on all ranks.
         """
-        if self._under_way is not None:
-            everyones = yield self._under_way
-            policy.learn(self._plans, everyones.reshape(self._ranks, len(self._plans), 3))
-        self._plans = list(plans)
-        send = np.array(times).reshape(-1)
+        yield from self.catch_up(policy)
+        lr = math.nan if told.lr is None else told.lr
+        parts = [np.array([lr]).view(np.uint8), told.times.reshape(-1).view(np.uint8)]
+        parts += [own.view(np.uint8) for own in surveys.values()]
+        send = np.concatenate(parts)
+        self._told = replace(told, surveys=surveys)
         task = Round(
             "allgatherv",
             [send.size] * self._ranks,
             send.dtype,
             send=send,
-            recv=np.empty(send.size * self._ranks),
+            recv=np.empty(send.size * self._ranks, np.uint8),
             background=True,
         )
         self._under_way = yield task
         return send.nbytes
+
+    def catch_up(self, policy: Policy) -> Generator[Asked, Any, None]:
+        """Let the policy learn from what is under way."""
+        if self._under_way is None:
+            return
+        everyones: NDArray[np.uint8] = (yield self._under_way).reshape(self._ranks, -1)
+        self._under_way = None
+        told = self._told
+        assert told is not None
+        lr = float(everyones[0, :8].copy().view(np.float64)[0])
+        begin, end = 8, 8 + 8 * _PER_BUCKET * len(told.plans)
+        times = everyones[:, begin:end].copy().view(np.float64).reshape(self._ranks, len(told.plans), _PER_BUCKET)
+        surveys: dict[int, NDArray[np.float32]] = {}
+        for bucket, own in told.surveys.items():
+            begin, end = end, end + own.nbytes
+            surveys[bucket] = everyones[:, begin:end].copy().view(np.float32).reshape(self._ranks, -1)
+        policy.learn(replace(told, lr=None if math.isnan(lr) else lr, times=times, surveys=surveys))
 
     def drop(self) -> Generator[Asked, Any, None]:
         """Wait for what is under way and forget it."""

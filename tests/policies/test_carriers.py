@@ -78,7 +78,7 @@ def test_it_runs_the_fastest_plan(size, link):
 def test_hierarchical_takes_part_where_hosts_have_several_ranks(hosts):
     ranks = Ranks(len(hosts), Link(1e-5, 50e6), mpicomp.TopK(ratio=0.01), hosts=hosts)
     ranks.step()
-    names = [scheme.id for scheme in ranks.reducers[0]._core.policy._schemes[0]]
+    names = [scheme.id for scheme in ranks.reducers[0].policy._carriers.rows[0].schemes]
     assert any(name.startswith("hierarchical") for name in names)
 
 

@@ -1,0 +1,94 @@
+"""What policies have in common that choose settings of one compressor, and leave the collective to the fastest."""
+
+from abc import abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpicomp.collectives import bind
+from mpicomp.compressors import Compressor, Dense, TopK
+from mpicomp.cost import CostModel
+from mpicomp.policies.carriers import Carriers, names_for
+from mpicomp.policies.policy import Named, Plan, Policy, Shape, Told, feedback_of
+from mpicomp.transport.base import Asked, Transport
+
+
+@dataclass(eq=False)
+class Adaptive(Policy):
+    """Chooses a setting of one compressor for every bucket and step, or dense.
+
+    The collective is the one that was named; with ``"auto"`` the one of least predicted time among those that deliver
+    all that every rank has selected, and dense ones, so that an exchange that is faster without compression is dense.
+
+    To add one: derive from it and give `levels` and `choose`.
+    """
+
+    @abstractmethod
+    def levels(self) -> list[Compressor]:
+        """Give settings of the compressor from the least to the most that is sent, for which seconds are predicted.
+
+        What `choose` gives is predicted to take what the nearest of them does.
+        """
+
+    @abstractmethod
+    def choose(self, bucket: int) -> tuple[Compressor | None, str]:
+        """Give the compressor of a bucket in this step, None for dense, and the reason. Asked for once a step."""
+
+    def adopt(self, named: Named) -> None:
+        """See `Policy.adopt`. Where no compressor was named it is top-k."""
+        self.compressor = TopK() if named.compressor is None else named.compressor
+        self.check_compressor()
+        self.feedback = feedback_of(self.compressor, named.feedback)
+        self._pinned = None if named.collective == "auto" else named.collective
+        if self._pinned is not None:
+            bind(self.compressor, self._pinned)  # what does not fit is refused here
+        predicts = self._pinned is None or named.cost is not None
+        self._carriers = Carriers(self.id, self.feedback, named.cost, predicts)
+        self._shapes: list[Shape] = []
+
+    def check_compressor(self) -> None:
+        """Raise `ConfigurationError` where the compressor is none that this policy can work with."""
+
+    @property
+    def cost(self) -> CostModel | None:
+        """See `Policy.cost`."""
+        return self._carriers.cost
+
+    @property
+    def listens(self) -> bool:
+        """See `Policy.listens`."""
+        return self._carriers.listens
+
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+        """See `Policy.start`."""
+        self._shapes = list(shapes)
+        ladders = []
+        for shape in shapes:
+            own = [level.within(shape.names, shape.sizes, shape.shapes) for level in self.levels()]
+            names = [[self._pinned] if self._pinned else names_for(level, transport.group, whole=True) for level in own]
+            ladders.append([*zip(own, names, strict=True), (Dense(), names_for(Dense(), transport.group))])
+        yield from self._carriers.start(ladders, shapes, transport)
+
+    def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
+        """See `Policy.refresh`. Where the network has changed, its links are measured anew."""
+        yield from self._carriers.refresh(transport)
+
+    def plan(self, bucket: int) -> Plan:
+        """See `Policy.plan`."""
+        compressor, reason = self.choose(bucket)
+        rows = self._carriers.rows[bucket]
+        among = rows.of(rows.dense)
+        if compressor is not None:
+            own = rows.of(rows.level(compressor))
+            among = own if self._pinned else np.concatenate((own, among))
+        return self._carriers.plan(bucket, among, reason, compressor)
+
+    def learn(self, told: Told) -> None:
+        """See `Policy.learn`."""
+        self._carriers.learn(told)
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
+        """See `Policy.load_state_dict`: a cost model counts where none is known yet, that of rank 0."""
+        self._carriers.give(cost)

@@ -1,0 +1,319 @@
+"""Which collective carries what a bucket sends: the one of least predicted time, chosen anew at every step."""
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives import Group, Scheme, bind, variants
+from mpicomp.compressors import Compressor
+from mpicomp.cost import Candidates, CostModel, Network, kept_of, measure_kernels, probe_link, seen_by_some, share_model
+from mpicomp.policies.policy import Plan, Shape, Told
+from mpicomp.transport.base import Asked, Transport
+
+_SETTLING = "as in the step before, until it is known what it takes"
+_UNMEASURED = "nothing can be measured, the first that fits"  # one rank, or ranks in lockstep
+_CURIOUS = (
+    12,
+    1 / 64,
+)  # plans that may be explored after a start or a change of the network, and for each step learnt from
+_SETTLED = 2  # steps of a plan that teach nothing: buffers are made, and compressors find their bounds
+_LEARNING_S, _WORTH, _SELDOM = 500e-6, 0.01, 6  # what learning from a step takes, of a step at most; one in six is
+_ANOTHER = 0.35  # by which the logarithm of a link's latency or bandwidth differs when it has changed
+_TOO_SLOW = 3.0  # times the least predicted seconds: such plans are not run to see whether the prediction is right
+
+
+@dataclass
+class _Turn:
+    """Which row a bucket runs, for how many steps it has, and whether it is known what it takes."""
+
+    row: int
+    steps: int = -1
+    known: bool = False
+
+
+@dataclass
+class Rows:
+    """Everything that a bucket may run: each level of its ladder with each collective that carries it.
+
+    Attributes
+    ----------
+    schemes : list of Scheme
+        A row each.
+    levels : array of int64, shape (rows,)
+        The level of each.
+    kept : array of float64, shape (levels,)
+        Elements that each level is expected to keep.
+    candidates : Candidates or None
+        Their predicted seconds; None where nothing can be measured.
+    """
+
+    schemes: list[Scheme[Any]]
+    levels: NDArray[np.int64]
+    kept: NDArray[np.float64]
+    numel: int
+    candidates: Candidates | None = None
+    bound: dict[int, Scheme[Any]] = field(default_factory=dict)
+
+    @property
+    def dense(self) -> int:
+        """The last level, which is dense where a ladder has several."""
+        return self.kept.size - 1
+
+    def of(self, *levels: int) -> NDArray[np.int64]:
+        """Give the rows of some levels."""
+        return np.flatnonzero(np.isin(self.levels, levels))
+
+    def level(self, compressor: Compressor) -> int:
+        """Give the level that keeps about as much as a compressor does."""
+        kept = math.log(max(kept_of(compressor, self.numel), 1))
+        return int(np.abs(np.log(self.kept[: self.dense]) - kept).argmin())
+
+    def alike(self, first: int, second: int) -> bool:
+        """Tell whether two rows differ in nothing, or in a neighbouring level alone."""
+        same = self.schemes[first].id == self.schemes[second].id
+        return first == second or (same and abs(int(self.levels[first]) - int(self.levels[second])) == 1)
+
+    def scheme(self, row: int, compressor: Compressor | None) -> Scheme[Any]:
+        """Give a row's scheme, of another compressor of the same kind where one is given."""
+        scheme = self.schemes[row]
+        if compressor is None or scheme.compressor == compressor or scheme.compressor.id != compressor.id:
+            return scheme
+        if row not in self.bound or self.bound[row].compressor != compressor:
+            self.bound[row] = bind(compressor, scheme.id)
+        return self.bound[row]
+
+
+class Carriers:
+    """Chooses rows of least predicted time, and learns what they take.
+
+    Predictions come from a cost model that learns from every step. A row is also run now and then when it could be the
+    fastest for all that is known: the less is known of it, the longer it was not run, and the less it can cost,
+    the sooner. What is predicted to take three times the least is not tried. A row is run for some steps in turn,
+    since the first ones tell nothing: buffers are made, and thresholds were those of another plan. Where steps are
+    so short that learning from them would be felt, one in some is learnt from, as long as nothing new is expected.
+
+    Parameters
+    ----------
+    name : str
+        Whose they are, for reasons.
+    feedback : bool
+        Whether there is a residual.
+    given : CostModel, str or None
+        What is known, or the file that it is in. None: it is measured before the first step.
+    predicts : bool
+        False knows nothing of seconds, and takes the first collective that fits.
+    """
+
+    def __init__(self, name: str, feedback: bool, given: CostModel | str | None, predicts: bool = True) -> None:
+        self.cost: CostModel | None = None
+        self.rows: list[Rows] = []
+        self._name = name
+        self._feedback = feedback
+        self._given = given
+        self._predicts = predicts
+        self._turns: list[_Turn] = []
+        self._guesses: list[NDArray[np.float64]] = []
+        self._changed = False
+        self._before = np.zeros(2)  # logarithms of the link's latency and seconds a byte, before a change was suspected
+        self._curious: float = _CURIOUS[0]
+        self._count = 0
+        self._every = 1
+
+    @property
+    def measured(self) -> bool:
+        """Whether seconds are predicted, and learnt from steps."""
+        return bool(self.rows) and self.rows[0].candidates is not None
+
+    @property
+    def listens(self) -> bool:
+        """Whether this step is to be learnt from: of short ones some are, unless there is news."""
+        if not self.measured:
+            return False
+        assert self.cost is not None
+        news = self.cost.network.suspects or not all(turn.known for turn in self._turns)
+        return news or self._count % self._every == 0
+
+    def start(
+        self, ladders: Sequence[Sequence[tuple[Compressor, Sequence[str]]]], shapes: Sequence[Shape],
+        transport: Transport,
+    ) -> Generator[Asked, Any, None]:  # fmt: skip
+        """Take up new buckets; links, operations and kernels are measured where they are not known.
+
+        Collective over all ranks, as rounds.
+
+        Parameters
+        ----------
+        ladders : sequence of sequences
+            For each bucket its levels, from the one that keeps least: a compressor, and the names of collectives
+            for it, the preferred one first.
+        shapes : sequence of Shape
+            The buckets.
+        transport : Transport
+            Among the ranks.
+        """
+        group = transport.group
+        self.rows = [_rows(ladder, shape.numel) for ladder, shape in zip(ladders, shapes, strict=True)]
+        self._turns = [_Turn(0, known=True) for _ in self.rows]
+        if group.size == 1 or not transport.probes or not self._predicts:
+            self._guesses = [_guess(rows, shape, group) for rows, shape in zip(self.rows, shapes, strict=True)]
+            return
+        self.cost = yield from share_model(self.cost or self._given, transport)
+        everything = [scheme for rows in self.rows for scheme in rows.schemes]
+        ladder = any(rows.kept.size > 2 for rows in self.rows)
+        yield from measure_kernels(self.cost, everything, self._feedback, transport, ladder)
+        for rows, shape in zip(self.rows, shapes, strict=True):
+            rows.candidates = self.cost.candidates(rows.schemes, shape.numel, shape.dtype, group, ladder)
+        self._turns = [_Turn(-1) for _ in self.rows]
+        self._curious, self._count, self._every = _CURIOUS[0], 0, 1
+
+    def refresh(self, transport: Transport) -> Generator[Asked, Any, bool]:
+        """Measure the links anew where they have changed, and tell whether they have. Collective, as rounds."""
+        self._count += 1
+        if not self._changed:
+            return False
+        self._changed = False
+        assert self.cost is not None
+        network = self.cost.network
+        yield from probe_link(network, transport)
+        now = np.log([network.latency, network.seconds_per_byte])
+        another = bool(np.abs(now - self._before).max() > _ANOTHER)
+        network.find(changed=another)
+        for rows in self.rows:
+            if rows.candidates is not None:
+                rows.candidates.unsettle()
+        for turn in self._turns:
+            turn.known = True
+        self._curious = _CURIOUS[0]
+        return another
+
+    def row(self, bucket: int) -> int:
+        """Give the row that a bucket was last planned to run."""
+        return self._turns[bucket].row
+
+    def seconds(self, bucket: int) -> NDArray[np.float64]:
+        """Give the predicted seconds of a bucket's rows; where nothing is measured, those of a common network."""
+        candidates = self.rows[bucket].candidates
+        return self._guesses[bucket] if candidates is None else candidates.seconds()
+
+    def plan(
+        self, bucket: int, among: NDArray[np.int64], reason: str = "", compressor: Compressor | None = None
+    ) -> Plan:
+        """Give the plan of a bucket for this step.
+
+        Parameters
+        ----------
+        bucket : int
+            Which.
+        among : array of int64
+            The rows that may be run.
+        reason : str
+            Why these; empty where there is no more to say than why one of them.
+        compressor : Compressor, optional
+            What to send in place of a level that keeps about as much.
+        """
+        rows, turn = self.rows[bucket], self._turns[bucket]
+        before, why = turn.row, "" if reason and among.size == 1 else _SETTLING
+        if rows.candidates is None:
+            turn.row, why = int(among[0]), why and _UNMEASURED
+        elif before < 0 or before not in among:
+            turn.row = rows.candidates.choose(_TOO_SLOW, among)[0]
+            why = why and f"least predicted seconds of {among.size} plans"
+        elif turn.known and among.size > 1:
+            turn.row, why, explores = _choose(rows.candidates, among, self._curious >= 1)
+            self._curious -= explores
+        if rows.candidates is not None and before >= 0 and not rows.alike(before, turn.row):
+            turn.steps, turn.known = 0, False
+        else:
+            turn.steps += 1
+        words = ", ".join(filter(None, (reason, why)))
+        prediction = None if rows.candidates is None else rows.candidates.prediction(turn.row)
+        settled = turn.steps >= _SETTLED
+        return Plan(rows.scheme(turn.row, compressor), f"{self._name}: {words}", prediction, settled, turn.row)
+
+    def learn(self, told: Told) -> None:
+        """Learn what a step took."""
+        if not self.measured or not self._turns:
+            return
+        assert self.cost is not None
+        self.cost.network.drift()
+        if not self.cost.network.suspects:
+            self._before = np.log([self.cost.network.latency, self.cost.network.seconds_per_byte])
+        expected_s = 0.0
+        for bucket, plan in enumerate(told.plans):
+            candidates, turn = self.rows[bucket].candidates, self._turns[bucket]
+            assert candidates is not None
+            if plan.settled:
+                start, end, own, _ = told.times[:, bucket].max(axis=0)
+                self._changed |= candidates.observe(plan.row, float(own), float(end - start))
+                turn.known |= turn.row == plan.row
+        for rows, turn in zip(self.rows, self._turns, strict=True):
+            assert rows.candidates is not None
+            rows.candidates.step()
+            expected_s += rows.candidates.prediction(turn.row).seconds
+        self._every = min(_SELDOM, math.ceil(_LEARNING_S * len(told.plans) / (_WORTH * expected_s)))
+        self._curious = min(self._curious + _CURIOUS[1], _CURIOUS[0])
+
+    def give(self, cost: CostModel | None) -> None:
+        """Take up a cost model, which counts where none is known yet: that of rank 0."""
+        self._given = cost or self._given
+
+
+def _rows(ladder: Sequence[tuple[Compressor, Sequence[str]]], numel: int) -> Rows:
+    schemes, levels = [], []
+    for level, (compressor, names) in enumerate(ladder):
+        schemes += [bind(compressor, name) for name in names]
+        levels += [level] * len(names)
+    kept = np.array([max(1, kept_of(compressor, numel)) for compressor, _ in ladder], float)
+    return Rows(schemes, np.array(levels), kept, numel)
+
+
+def _guess(rows: Rows, shape: Shape, group: Group) -> NDArray[np.float64]:
+    """Give the seconds of rows on a network of 1 Gbit/s, without their own work."""
+    network = Network(max(2, group.hosts))
+    views = seen_by_some(group)
+    seconds = []
+    for scheme in rows.schemes:
+        of_ranks = [scheme.rounds(shape.numel, shape.dtype, view) for view in views]
+        seconds.append(network.seconds(network.coefficients(of_ranks, views)))
+    return np.array(seconds)
+
+
+def names_for(compressor: Compressor, group: Group, whole: bool = False) -> list[str]:
+    """Give everything that carries a compressor, what is preferred where nothing was measured first.
+
+    Parameters
+    ----------
+    compressor : Compressor
+        Of what is carried.
+    group : Group
+        Where a group has one rank, or there is one group, what is built of both is left out.
+    whole : bool
+        Whether only those are meant that deliver all that every rank's compressor has selected.
+    """
+    flat = group.hosts in (1, group.size)
+    names = [name for name in variants(compressor) if not (flat and "hierarchical" in name)]
+    return [name for name in names if not (whole and bind(compressor, name).leaves_out)]
+
+
+def _choose(candidates: Candidates, among: NDArray[np.int64], curious: bool) -> tuple[int, str, bool]:
+    """Give the row to run, why, and whether that is for the sake of knowing.
+
+    Parameters
+    ----------
+    candidates : Candidates
+        Their seconds.
+    among : array of int64
+        Among which to choose.
+    curious : bool
+        Whether a row may be taken that would be the fastest if all were as fast as they well may be.
+    """
+    best, hopeful = candidates.choose(_TOO_SLOW, among)
+    if hopeful == best or not curious:
+        return best, f"least predicted seconds of {among.size} plans", False
+    age = candidates.age(hopeful)
+    known = "never run" if age is None else f"last run {age} steps ago"
+    return hopeful, f"exploring, {known}, may be faster than what is predicted to be", True

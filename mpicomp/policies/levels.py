@@ -1,0 +1,76 @@
+"""One compressor at several ratios: what policies choose among."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors import Compressor, SharedSparsifier, Sparsifier
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies.surveys import Spectra
+
+
+def check_ratios(policy: str, least: object, most: object) -> None:
+    """Raise where two ratios are no range in (0, 1]."""
+    for name, ratio in (("least", least), ("most", most)):
+        if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio <= 1:
+            raise ConfigurationError(f"{policy}: {name} is a kept fraction and must be in (0, 1], got {ratio!r}")
+    if least > most:  # type: ignore[operator]
+        raise ConfigurationError(f"{policy}: least must not be above most, got least={least} and most={most}")
+
+
+def check_least(policy: str, name: str, value: object, least: int = 1) -> None:
+    """Raise where a setting is no whole number of at least something."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{policy}: {name} must be a whole number of at least {least}, got {value!r}")
+
+
+def has_ratio(compressor: Compressor) -> bool:
+    """Tell whether a compressor selects elements and has a ratio that says how many."""
+    selects = isinstance(compressor, Sparsifier | SharedSparsifier)
+    return selects and any(entry.name == "ratio" for entry in fields(compressor))
+
+
+def check_adaptable(policy: str, compressor: Compressor) -> None:
+    """Raise where the gain of a compressor at other ratios cannot be told."""
+    if not has_ratio(compressor):
+        raise ConfigurationError(
+            f"{policy}: needs the gain at other ratios, which {compressor.id} cannot give; use a compressor that "
+            "selects elements by a ratio, such as topk, sidco or randomk, or policy='static'"
+        )
+    if getattr(compressor, "layers", None):
+        raise ConfigurationError(
+            f"{policy}: chooses ratios by itself, so {compressor.id} cannot have ratios of its own for layers; "
+            "leave layers out, or use policy='static'"
+        )
+
+
+def at_ratio(compressor: Compressor, ratio: float) -> Compressor:
+    """Give a compressor with another ratio."""
+    return replace(compressor, ratio=ratio)  # type: ignore[call-arg]
+
+
+def ladder(least: float, most: float, step: float = math.sqrt(2)) -> list[float]:
+    """Give ratios from the least to the most one, each at most ``step`` times the one before.
+
+    Examples
+    --------
+    >>> ladder(0.01, 0.08, 2.0)
+    [0.01, 0.02, 0.04, 0.08]
+    """
+    count = max(1, math.ceil(math.log(most / least) / math.log(step) - 1e-9))
+    return [float(f"{least * (most / least) ** (place / count):.4g}") for place in range(count + 1)]
+
+
+def lost_share(compressor: Compressor, spectra: Spectra, ratios: Sequence[float]) -> NDArray[np.float64]:
+    """Give the share of a bucket's energy that a compressor leaves out at each ratio, when ranks exchange all it keeps.
+
+    What selects without regard to magnitudes keeps the same share of the energy as of the elements.
+    """
+    asked = np.asarray(ratios, float)
+    if isinstance(compressor, SharedSparsifier):
+        return 1 - asked
+    energy = float(spectra.energies.sum())
+    return spectra.lost_together(asked) / energy if energy > 0 else np.zeros(asked.size)

@@ -1,0 +1,89 @@
+"""What was sent of each parameter of a bucket."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.base import Selection
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """Parameters of a bucket, and what this rank has sent of each.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Of the parameters.
+    sizes, kept : arrays of int64, shape (parameters,)
+        Elements, and those of them that were sent.
+    gains : array of float64, shape (parameters,), or None
+        Share of the accumulated gradient's energy that was sent, on this rank; None where the step did not look at it.
+    """
+
+    names: tuple[str, ...]
+    sizes: NDArray[np.int64]
+    kept: NDArray[np.int64]
+    gains: NDArray[np.float64] | None
+
+    @property
+    def ratios(self) -> NDArray[np.float64]:
+        """Kept fraction of each."""
+        shares: NDArray[np.float64] = self.kept / self.sizes
+        return shares
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Give an object for each parameter."""
+        gains = [None] * len(self.names) if self.gains is None else self.gains.tolist()
+        columns = zip(self.names, self.sizes.tolist(), self.ratios.tolist(), gains, strict=True)
+        return [{"name": name, "numel": numel, "ratio": ratio, "gain": gain} for name, numel, ratio, gain in columns]
+
+
+def layers_of(
+    names: tuple[str, ...],
+    sizes: Sequence[int],
+    accumulated: NDArray[np.floating],
+    sent: NDArray[np.floating] | Selection,
+    energies: NDArray[np.float64] | None,
+) -> Layers:
+    """Tell what was sent of each parameter.
+
+    Parameters
+    ----------
+    names, sizes
+        Of the parameters, in their order.
+    accumulated, sent
+        Of the bucket; see `mpicomp.collectives.Result`.
+    energies : array of float64, shape (parameters,), or None
+        Squared L2 norms of the parameters' accumulated gradients, where they are known.
+    """
+    bounds = np.concatenate(([0], np.cumsum(sizes)))
+    places = np.searchsorted(sent.indices, bounds) if isinstance(sent, Selection) else bounds
+    gains = None
+    if energies is not None:
+        ends = zip(energies, bounds[:-1], bounds[1:], places[:-1], places[1:], strict=True)
+        lost = [_lost(accumulated, sent, *own) for own in ends]
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            gains = np.clip(1 - np.where(energies > 0, np.array(lost) / energies, 0.0), 0.0, 1.0)
+    return Layers(names, np.array(sizes), np.diff(places), gains)
+
+
+def _lost(
+    accumulated: NDArray[np.floating],
+    sent: NDArray[np.floating] | Selection,
+    energy: float,
+    start: int,
+    stop: int,
+    low: int,
+    high: int,
+) -> float:
+    """Give the energy of what was not sent from ``start`` to ``stop``, which are ``low`` to ``high`` of what was."""
+    if not isinstance(sent, Selection):
+        left = accumulated[start:stop] - sent[start:stop]
+        return float(np.dot(left, left))
+    exact = accumulated[sent.indices[low:high]]
+    left = exact - sent.values[low:high]
+    return energy - float(np.dot(exact, exact)) + float(np.dot(left, left))
