@@ -1,0 +1,338 @@
+"""The table of policies: steps and seconds to the quality of dense, from the held-out curves of trainings."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from mpicomp.bench.networks import Network
+from mpicomp.bench.policies import ARMS, DENSE, GOALS, Run
+from mpicomp.bench.policy_runs import CUT, DONE, FAILED, Finished
+from numpy.typing import NDArray
+
+_MEANS = (
+    "time_to_quality_s",
+    "summed_s",
+    "steps_to_quality",
+    "median_step_s",
+    "wire_bytes",
+    "quality",
+    "mean_quality",
+)
+"""Values of a seed of which a row has mean and deviation."""
+
+
+def smoothed(values: Sequence[float]) -> NDArray[np.float64]:
+    """Give the centred moving mean over three values; the first and the last one stay as they are.
+
+    So the last one reaches a target exactly when the final quality does.
+
+    Examples
+    --------
+    >>> smoothed([4.0, 1.0, 1.0, 7.0]).tolist()
+    [4.0, 2.0, 3.0, 7.0]
+    """
+    found = np.array(values, float)
+    found[1:-1] = (found[:-2] + found[1:-1] + found[2:]) / 3
+    return found
+
+
+def steps_to(curve: Sequence[tuple[int, float]], target: float, lower: bool) -> float | None:
+    """Give the first step at which a curve reaches a target.
+
+    The curve is smoothed, made monotone (the best so far), and linear between measurements.
+
+    Parameters
+    ----------
+    curve : sequence of (int, float)
+        Steps that were done, ascending, and the quality measured after them. What is not finite is worse than
+        everything else.
+    target : float
+        The quality.
+    lower : bool
+        Whether a lower quality is the better one.
+
+    Returns
+    -------
+    float or None
+        None where it is not reached. The first measurement where that is good enough: what was before is not known.
+
+    Examples
+    --------
+    >>> steps_to([(10, 4.0), (20, 3.0), (30, 2.0)], 2.5, lower=True)
+    25.0
+    """
+    sign = 1.0 if lower else -1.0
+    values = np.array([sign * quality for _, quality in curve])
+    values[~np.isfinite(values)] = np.inf
+    best = np.minimum.accumulate(smoothed(values.tolist()))
+    reached = np.flatnonzero(best <= sign * target)
+    if reached.size == 0:
+        return None
+    place = int(reached[0])
+    if place == 0 or math.isinf(best[place - 1]):
+        return float(curve[place][0])
+    share = (best[place - 1] - sign * target) / (best[place - 1] - best[place])
+    return float(curve[place - 1][0] + share * (curve[place][0] - curve[place - 1][0]))
+
+
+def mean_over_steps(curve: Sequence[tuple[int, float]]) -> float | None:
+    """Give the mean of a curve over steps, from its first measurement to the last: the area under it over its width.
+
+    Examples
+    --------
+    >>> mean_over_steps([(10, 4.0), (20, 2.0), (40, 2.0)])
+    2.3333333333333335
+    """
+    steps, values = np.array([step for step, _ in curve], float), np.array([quality for _, quality in curve])
+    if not np.isfinite(values).all():
+        return None
+    if steps.size == 1:
+        return float(values[0])
+    return float(((values[1:] + values[:-1]) / 2 * np.diff(steps)).sum() / (steps[-1] - steps[0]))
+
+
+def mean_step_s(step_s: Sequence[float], share: float) -> float:
+    """Give the mean seconds of the steps in the first share of a run.
+
+    The first steps are left out, as many as `mpicomp train` leaves out of its median.
+    """
+    skipped = min(5, len(step_s) // 4)
+    return float(np.mean(step_s[skipped : max(skipped + 1, math.ceil(share * len(step_s)))]))
+
+
+def _learnt(own: Finished, finished: Mapping[Run, Finished]) -> dict[str, Any]:
+    """Give what a training that is done has learnt, and where dense ended with the same seed, what it was to learn."""
+    goal = GOALS[own.run.task]
+    learnt: dict[str, Any] = {
+        "quality": _finite(own.quality),
+        "quality_limit": None,
+        "target": None,
+        "steps_to_quality": None,
+        "mean_quality": mean_over_steps(own.curve),
+    }
+    dense = finished.get(Run(own.run.task, DENSE, own.run.seed, None))
+    if dense is None or dense.status != DONE:
+        return learnt
+    # On the way fewer held-out data are looked at than in the end: each is compared with its like.
+    learnt["quality_limit"] = _finite(goal.target(dense.quality))
+    learnt["target"] = target = _finite(goal.target(dense.curve[-1][1]))
+    if target is not None:
+        learnt["steps_to_quality"] = steps_to(own.curve, target, goal.lower)
+    return learnt
+
+
+def _result(own: Finished, network: Network, finished: Mapping[Run, Finished]) -> dict[str, Any]:
+    """Give what a training that is done came to on a network."""
+    run, steps = own.run, int(own.outcome["steps"])
+    timed: Finished | None = own
+    if run.network is None:
+        replays = [other for other in finished.values() if other.run.replay and other.status == DONE]
+        wanted = (run.task, run.policy, network)
+        timed = next((one for one in replays if (one.run.task, one.run.policy, one.run.network) == wanted), None)
+    result = {"seed": run.seed, "steps": steps, "wire_bytes": float(own.outcome["wire_bytes"])}
+    result |= _learnt(own, finished) | dict.fromkeys(("median_step_s", "time_to_quality_s", "summed_s"))
+    if timed is not None:
+        median_s, reached = float(timed.outcome["median_step_s"]), result["steps_to_quality"]
+        result["median_step_s"] = median_s
+        if reached is not None:
+            result["time_to_quality_s"] = reached * median_s
+            result["summed_s"] = reached * mean_step_s(timed.step_s, reached / steps)
+    return result
+
+
+def rows_of(finished: Mapping[Run, Finished], networks: Iterable[Network], hosts: int) -> list[dict[str, Any]]:
+    """Give a row for each task, network and policy; docs/benchmarks.md says what is in it.
+
+    Parameters
+    ----------
+    finished : mapping of Run to Finished
+        What was run so far.
+    networks : iterable of Network
+        Of the labs.
+    hosts : int
+        Of the labs.
+
+    Returns
+    -------
+    list of dict
+        Of a task and network, those with the least time to quality first.
+    """
+    trained = [own for own in finished.values() if not own.run.replay]
+    rows = []
+    for task in dict.fromkeys(own.run.task for own in trained):
+        for network in networks:
+            there = [own for own in trained if own.run.task == task and own.run.network in (None, network)]
+            results: dict[str, list[dict[str, Any]]] = {own.run.policy: [] for own in there}
+            for own in there:
+                if own.status == DONE:
+                    results[own.run.policy].append(_result(own, network, finished))
+            links = {"task": task, "bandwidth": network.bandwidth, "latency": network.latency, "hosts": hosts}
+            found = [
+                links
+                | _row(name, task, done, results.get(DENSE, []))
+                | {"error": _problem(name, task, network, finished)}
+                for name, done in results.items()
+            ]
+            rows += sorted(found, key=_least_time)
+    return rows
+
+
+def _least_time(row: Mapping[str, Any]) -> float:
+    return math.inf if row["time_to_quality_s"] is None else float(row["time_to_quality_s"])
+
+
+def _row(
+    policy: str, task: str, done: Sequence[Mapping[str, Any]], dense: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Sum up what the seeds of a policy came to."""
+    judged = [own for own in done if own["target"] is not None]
+    row: dict[str, Any] = {
+        "policy": policy,
+        "shared": not ARMS[policy].looks,
+        "steps": done[0]["steps"] if done else None,
+        "seeds": len(done),
+        "reached": sum(own["steps_to_quality"] is not None for own in judged),
+    }
+    for name in _MEANS:
+        row |= _mean_and_deviation(name, [own[name] for own in done])
+    seeds = [own["seed"] for own in done]
+    base, time_s = _mean([own["time_to_quality_s"] for own in dense if own["seed"] in seeds]), row["time_to_quality_s"]
+    limit, quality = _mean([own["quality_limit"] for own in judged]), _mean([own["quality"] for own in judged])
+    row["of_dense"] = None if base is None or time_s is None else time_s / base
+    row["quality_limit"] = limit
+    row["is_equal"] = None if limit is None else quality is not None and GOALS[task].reaches(quality, limit)
+    return row
+
+
+def _mean_and_deviation(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
+    """Give both, and none where a seed has no value: a mean of the others would flatter."""
+    known = [value for value in values if value is not None]
+    enough = len(known) == len(values)
+    deviation = float(np.std(known, ddof=1)) if enough and len(known) > 1 else None
+    if name == "median_step_s" and len(set(known)) == 1:
+        deviation = None  # measured once
+    return {name: _mean(values), f"{name}_deviation": deviation}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known and len(known) == len(values) else None
+
+
+def _problem(policy: str, task: str, network: Network, finished: Mapping[Run, Finished]) -> str | None:
+    """Give the last line of the first error among a policy's runs; where none failed, how many were cut."""
+    own = [one for one in finished.values() if (one.run.policy, one.run.task) == (policy, task)]
+    own = [one for one in own if one.run.network in (None, network)]
+    failed = [one for one in own if one.status == FAILED]
+    if failed:
+        return f"{'replay' if failed[0].run.replay else f'seed {failed[0].run.seed}'}: {failed[0].error}"
+    cut = sum(one.status == CUT for one in own)
+    return f"{cut} of {len(own)} runs were cut: the time was over" if cut else None
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def told_of(own: Finished, finished: Mapping[Run, Finished]) -> dict[str, Any]:
+    """Give what a run was and came to; docs/benchmarks.md says what is in it."""
+    run, done = own.run, own.status == DONE
+    learnt: dict[str, Any] = dict.fromkeys(("quality", "quality_limit", "target", "steps_to_quality", "mean_quality"))
+    if done and not run.replay:
+        learnt = _learnt(own, finished)
+    return {
+        "task": run.task,
+        "bandwidth": None if run.network is None else run.network.bandwidth,
+        "latency": None if run.network is None else run.network.latency,
+        "policy": run.policy,
+        "seed": run.seed,
+        "replay": run.replay,
+        "words": own.words,
+        "status": own.status,
+        "error": own.error,
+        "kept": own.kept,
+        "seconds": own.seconds,
+        "steps": int(own.outcome["steps"]) if done else None,
+        "median_step_s": float(own.outcome["median_step_s"]) if done else None,
+        "wire_bytes": float(own.outcome["wire_bytes"]) if done else None,
+        **learnt,
+        "curve": [{"step": step, "quality": _finite(quality)} for step, quality in own.curve]
+        if done and not run.replay
+        else None,
+    }
+
+
+COLUMNS = {
+    "policy": "",
+    "time_s": ">",
+    "of_dense": ">",
+    "summed_s": ">",
+    "steps": ">",
+    "reached": ">",
+    "step_s": ">",
+    "wire_MB": ">",
+    "quality": ">",
+    "equal": ">",
+    "mean_curve": ">",
+    "problem": "",
+}
+"""Of the text, for `mpicomp.bench.rows.show`."""
+
+
+def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
+    """Give a row's cells for `COLUMNS`."""
+
+    def with_deviation(name: str, form: str, scale: float = 1.0) -> str:
+        value, deviation = row[name], row[f"{name}_deviation"]
+        if value is None:
+            return "-"
+        return format(value / scale, form) + ("" if deviation is None else f" ({format(deviation / scale, form)})")
+
+    return {
+        "policy": row["policy"],
+        "time_s": with_deviation("time_to_quality_s", ".1f"),
+        "of_dense": "-" if row["of_dense"] is None else format(row["of_dense"], ".3f"),
+        "summed_s": with_deviation("summed_s", ".1f"),
+        "steps": with_deviation("steps_to_quality", ".0f"),
+        "reached": f"{row['reached']}/{row['seeds']}",
+        "step_s": with_deviation("median_step_s", ".4f"),
+        "wire_MB": with_deviation("wire_bytes", ".4g", 1e6),
+        "quality": with_deviation("quality", ".4f"),
+        "equal": {None: "-", True: "yes", False: "no"}[row["is_equal"]],
+        "mean_curve": with_deviation("mean_quality", ".4f"),
+        "problem": row["error"] or "",
+    }
+
+
+def explained(rows: Sequence[Mapping[str, Any]], finished: Mapping[Run, Finished]) -> list[str]:
+    """Say what the table means, what was shared between networks, and what was cut."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    policies = list(dict.fromkeys(own.run.policy for own in finished.values()))
+    shared = [name for name in policies if not ARMS[name].looks]
+    looking = [name for name in policies if ARMS[name].looks]
+    targets = "; ".join(f"{task}: {GOALS[task].words} of the same seed" for task in tasks)
+    lines = [
+        "means over seeds, deviations in brackets; seeds are paired: the same model and batches for every policy",
+        f"target: {targets}",
+        "steps: the first at which the held-out curve (moving mean over 3 measurements, best so far, linear between) "
+        "reaches it; - where some seed does not. time_s: that times the median step; summed_s: times the mean step up "
+        "to there",
+        "equal: whether the mean of final qualities is within the mean target; mean_curve: held-out quality averaged "
+        "over steps",
+        f"shared: {', '.join(shared)} do not look at the network: trained on one host, once a seed, for all networks; "
+        "a step's seconds are those of a replay of the first seed's plans in each lab",
+    ]
+    replays = [own.outcome["steps"] for own in finished.values() if own.run.replay and own.status == DONE]
+    if replays:
+        fewer = f" ({min(replays)} where they are slowest)" if min(replays) < max(replays) else ""
+        lines[-1] += f", of {max(replays)} steps{fewer}"
+    if looking:
+        lines.append(f"not shared: {', '.join(looking)} are trained in each lab with every seed")
+    cut = [str(own.run) for own in finished.values() if own.status == CUT]
+    if cut:
+        lines.append(f"cut, since the time was over: {'; '.join(cut)}")
+    failed = [f"{own.run} ({own.error})" for own in finished.values() if own.status == FAILED]
+    if failed:
+        lines.append(f"failed: {'; '.join(failed)}")
+    return lines
