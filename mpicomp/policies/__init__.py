@@ -1,16 +1,22 @@
 """Policies choose plans: which scheme each bucket uses in a step. One file each, one registry."""
 
+from mpicomp.policies.accordion import Accordion
+from mpicomp.policies.gravac import GraVAC
 from mpicomp.policies.joint import Joint
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told
 from mpicomp.policies.registry import get_policy, list_policies, policy_class, register_policy
+from mpicomp.policies.schedule import Schedule
 from mpicomp.policies.static import Static
 
 __all__ = [
+    "Accordion",
     "Delivered",
+    "GraVAC",
     "Joint",
     "Named",
     "Plan",
     "Policy",
+    "Schedule",
     "Shape",
     "Static",
     "Told",

@@ -1,0 +1,240 @@
+"""Accordion: much is sent of layers whose gradients change, little of the others."""
+
+import glob
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors import Compressor, TopK
+from mpicomp.compressors.base import check_range
+from mpicomp.cost import CostModel
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies.adaptive import Adaptive
+from mpicomp.policies.levels import at_ratio, check_least, check_ratios, has_ratio, ladder
+from mpicomp.policies.policy import Delivered, Named, Shape, Told
+from mpicomp.policies.registry import register_policy
+from mpicomp.policies.surveys import SpectrumSurvey, Survey
+from mpicomp.transport.base import Asked, Transport
+
+_STRIDE = 8  # of a survey: one group of elements in so many
+_DROP = 0.5  # of the learning rate: a schedule that lowers it a little at every step is none
+
+
+class NormSurvey:
+    """Squared L2 norms of layers, where they are large those of a part of their elements.
+
+    Parameters
+    ----------
+    stride : int
+        See `SpectrumSurvey`.
+    """
+
+    def __init__(self, stride: int = 1) -> None:
+        self._spectra = SpectrumSurvey(stride)
+
+    def width(self, sizes: Sequence[int]) -> int:
+        """See `Survey.width`."""
+        return len(sizes)
+
+    def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
+        """See `Survey.measure`."""
+        return self._spectra.energies(self._spectra.measure(accumulated, sizes, step), sizes).astype(np.float32)
+
+    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
+        """See `Survey.energies`."""
+        return measured.astype(np.float64)
+
+
+@register_policy
+@dataclass(eq=False)
+class Accordion(Adaptive):
+    """Two ratios: the larger one for parts of the model whose gradients change much, the smaller one for the others.
+
+    A part is a layer with top-k, which is then a selection of its own, and a bucket with every other compressor. Its
+    norm is that of its accumulated gradient over all ranks, averaged over a period of ``every`` steps. Where it differs
+    from that of the period before by ``threshold`` of it or more, or where that was 0, the part gets ``most``, else
+    ``least``; so it does in the first period. Where the learning rate has dropped to half of its highest since the
+    start or since the last such drop, a new period begins, in which every part gets ``most``.
+
+    Large layers are looked at in part, one element in eight. Ranks hear of a step's norms while the next one goes on:
+    what a period tells counts from the second step after it.
+
+    Where the collective is ``"auto"``, a bucket is sent without compression where that is predicted to be faster.
+
+    Parameters
+    ----------
+    least, most : float
+        Ratios in (0, 1].
+    every : int
+        Steps of a period.
+    threshold : float
+        Relative change of the norm, above 0.
+    """
+
+    id: ClassVar[str] = "accordion"
+    paper: ClassVar[str] = (
+        "Accordion, Agarwal et al. 2021, arXiv 2010.16248; periods of steps in place of epochs, mean norm of gradients "
+        "with feedback in place of the norm of their sum over an epoch, all ranks in place of rank 0"
+    )
+
+    least: float = 0.01
+    most: float = 0.1
+    every: int = 50
+    threshold: float = 0.5
+
+    def check(self) -> None:
+        """See `Policy.check`."""
+        check_ratios(self.id, self.least, self.most)
+        check_least(self.id, "every", self.every)
+        check_range(self.id, "threshold", self.threshold, 0, 1e6)
+        if self.threshold == 0:
+            raise ConfigurationError(f"{self.id}: threshold must be above 0, got {self.threshold!r}")
+
+    def check_compressor(self) -> None:
+        """See `Adaptive.check_compressor`: what has a ratio will do."""
+        if not has_ratio(self.compressor):
+            raise ConfigurationError(
+                f"{self.id}: chooses between two ratios, and {self.compressor.id} has none; use a compressor that "
+                "selects elements by a ratio, such as topk, sidco or randomk, or policy='static'"
+            )
+        if getattr(self.compressor, "layers", None):
+            raise ConfigurationError(
+                f"{self.id}: chooses ratios of layers by itself, so {self.compressor.id} cannot have its own; "
+                "leave layers out, or use policy='static'"
+            )
+
+    def adopt(self, named: Named) -> None:
+        """See `Policy.adopt`. Where no compressor was named it is top-k."""
+        super().adopt(named)
+        self._by_layer = isinstance(self.compressor, TopK)
+        self._survey = NormSurvey(_STRIDE)
+        self._looked = 0  # steps of this period
+        self._sums: dict[str, float] = {}  # of norms in this period, by part
+        self._norms: dict[str, float] = {}  # in the period before
+        self._quiet: set[str] = set()  # parts that get the smaller ratio
+        self._highest: float | None = None  # learning rate
+        self._current: dict[int, Compressor] = {}
+        self._delivered: set[int] = set()  # steps that were not undone, of which ranks have not heard yet
+
+    def survey(self, bucket: int) -> Survey | None:
+        """See `Policy.survey`: norms, at every step."""
+        return self._survey
+
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+        """See `Policy.start`. What is known of parts follows their names; where they are others, a period begins."""
+        self._current.clear()
+        yield from super().start(shapes, transport)
+        if self._sums.keys() != {part for bucket in range(len(shapes)) for part in self._parts(bucket)}:
+            self._begin()
+
+    def levels(self) -> list[Compressor]:
+        """See `Adaptive.levels`. With a ratio for each layer a bucket's may be anywhere between the two."""
+        ratios = ladder(self.least, self.most) if self._by_layer else [self.least, self.most]
+        return [at_ratio(self.compressor, ratio) for ratio in dict.fromkeys(ratios)]
+
+    def choose(self, bucket: int) -> tuple[Compressor | None, str]:
+        """See `Adaptive.choose`."""
+        parts = self._parts(bucket)
+        if bucket not in self._current:
+            self._current[bucket] = self._compressor_of(bucket, parts)
+        quiet = sum(part in self._quiet for part in parts)
+        if not self._by_layer:
+            return self._current[bucket], f"its gradient changes {'little' if quiet else 'much, or may'}"
+        return self._current[bucket], f"gradients of {quiet} of {len(parts)} layers change little"
+
+    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
+        """See `Policy.deliver`: what was undone says nothing of gradients."""
+        self._delivered.add(step)
+
+    def learn(self, told: Told) -> None:
+        """See `Policy.learn`: norms and the learning rate."""
+        super().learn(told)
+        if self._has_dropped(told.lr):
+            self._quiet.clear()
+            self._current.clear()
+            self._begin()
+        norms = self._norms_of(told)
+        delivered = told.step in self._delivered
+        self._delivered = {step for step in self._delivered if step > told.step}
+        if norms is None or not delivered:
+            return
+        self._looked += 1
+        for part, norm in norms.items():
+            self._sums[part] = self._sums.get(part, 0.0) + norm
+        if self._looked == self.every:
+            self._compare()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Policy.state_dict`."""
+        return {
+            "looked": self._looked,
+            "sums": dict(self._sums),
+            "norms": dict(self._norms),
+            "quiet": sorted(self._quiet),
+            "highest_lr": self._highest,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
+        """See `Policy.load_state_dict`."""
+        super().load_state_dict(state, cost)
+        self._looked = int(state.get("looked", 0))
+        self._sums = {str(part): float(own) for part, own in state.get("sums", {}).items()}
+        self._norms = {str(part): float(own) for part, own in state.get("norms", {}).items()}
+        self._quiet = set(state.get("quiet", []))
+        self._highest = state.get("highest_lr")
+        self._current.clear()
+        self._delivered.clear()
+
+    def _parts(self, bucket: int) -> tuple[str, ...]:
+        """Name the parts of a bucket; a bucket as a whole by its first layer."""
+        names = self._shapes[bucket].names
+        return names if self._by_layer else names[:1]
+
+    def _compressor_of(self, bucket: int, parts: Sequence[str]) -> Compressor:
+        ratios = {part: self.least if part in self._quiet else self.most for part in parts}
+        if not self._by_layer:
+            return at_ratio(self.compressor, ratios[parts[0]])
+        shape = self._shapes[bucket]
+        kept = sum(size * ratios[name] for name, size in zip(shape.names, shape.sizes, strict=True))
+        patterns = {glob.escape(part): ratio for part, ratio in ratios.items()}
+        layered = replace(self.compressor, ratio=kept / shape.numel, layers=patterns)  # type: ignore[call-arg]
+        return layered.within(shape.names, shape.sizes, shape.shapes)
+
+    def _has_dropped(self, lr: float | None) -> bool:
+        if lr is None:
+            return False
+        dropped = self._highest is not None and lr <= _DROP * self._highest
+        self._highest = lr if self._highest is None or dropped else max(lr, self._highest)
+        return dropped
+
+    def _norms_of(self, told: Told) -> dict[str, float] | None:
+        """Give the norm of every part in a step; None where some is not known."""
+        norms: dict[str, float] = {}
+        for bucket in range(len(self._shapes)):
+            if bucket not in told.surveys:
+                return None
+            energies = told.surveys[bucket].sum(axis=0, dtype=np.float64)
+            own = energies if self._by_layer else energies.sum(keepdims=True)
+            norms |= zip(self._parts(bucket), np.sqrt(own).tolist(), strict=True)
+        return norms if all(math.isfinite(norm) for norm in norms.values()) else None
+
+    def _begin(self) -> None:
+        """Begin a period."""
+        self._looked = 0
+        self._sums = {}
+
+    def _compare(self) -> None:
+        """Choose ratios from this period and the one before, and begin the next one."""
+        norms = {part: own / self._looked for part, own in self._sums.items()}
+        self._quiet = {
+            part
+            for part, norm in norms.items()
+            if self._norms.get(part, 0.0) > 0 and abs(self._norms[part] - norm) < self.threshold * self._norms[part]
+        }
+        self._norms = norms
+        self._current.clear()
+        self._begin()

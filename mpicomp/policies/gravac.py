@@ -1,0 +1,252 @@
+"""GraVAC: the ratio that sends most of the gradient in a second, found while training."""
+
+import statistics
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors import Compressor
+from mpicomp.compressors.base import check_choice, check_range
+from mpicomp.cost import CostModel
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies.adaptive import Adaptive
+from mpicomp.policies.levels import at_ratio, check_adaptable, check_least, check_ratios, lost_share
+from mpicomp.policies.policy import Delivered, Named, Shape, Told
+from mpicomp.policies.registry import register_policy
+from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
+from mpicomp.transport.base import Asked, Transport
+
+_SCALINGS = ("exponential", "geometric")
+_STRIDE = 8  # of a survey: one group of elements in so many
+_FEW = 3  # steps at a ratio, of which an interrupted one could pass for the median
+
+
+@register_policy
+@dataclass(eq=False)
+class GraVAC(Adaptive):
+    """One ratio for the whole model, lowered while that pays and raised where too little of the gradient would be sent.
+
+    There is a candidate ratio and a floor, the ratio to fall back to, which starts at ``most``. A step takes the
+    candidate where its gain is at least ``epsilon``, else the floor where that of the floor is, else it is dense. Every
+    ``window`` steps the next lower ratio becomes the candidate, and
+
+    - where the gain at the candidate was within ``omega`` of that at the floor, the candidate becomes the floor;
+    - where the two highest throughputs, gain over seconds of a step, are within ``omega`` of each other, the higher one
+      of their ratios becomes the candidate and the search has ended: candidate and floor stay, and ``epsilon`` alone
+      decides from then on.
+
+    Candidates are fractions of ``most``, down to ``least``: with ``"exponential"`` 1/2, 1/4, 1/16, 1/256 ..., with
+    ``"geometric"`` 1/2, 1/4, 1/8, 1/16 ...
+
+    Gains are those of the accumulated gradients of all ranks, averaged over steps. They come from spectra, of one
+    element in eight where layers are large, and are known at all candidates at once; nothing is compressed twice. Ranks
+    hear of them while the next step goes on: a step is decided with the gains up to the second step before it, and the
+    first two are dense. The seconds of a step are from when its last rank began to when the next one's did. A
+    throughput is the median of the last ``window`` steps at the ratio, so that a pause between steps does no harm.
+    Where seconds tell nothing (one rank, or ranks in lockstep without a simulated network), the search goes on down
+    to ``least``.
+
+    Where the collective is ``"auto"``, a bucket is sent without compression where that is predicted to be faster.
+
+    Parameters
+    ----------
+    least, most : float
+        Ratios in (0, 1]: 1 / theta_max and 1 / theta_min of the paper.
+    scaling : {"exponential", "geometric"}
+        How ratios are lowered.
+    window : int
+        Steps for which a candidate is tried.
+    omega : float
+        Relative difference, in [0, 1], below which gains, or throughputs, are alike.
+    epsilon : float
+        Least gain of what is sent, in (0, 1].
+    smoothing : float or None
+        Share of a step in the average of gains, in (0, 1]; None is a hundredth for every rank, and 1 at most.
+    """
+
+    id: ClassVar[str] = "gravac"
+    paper: ClassVar[str] = (
+        "GraVAC, Tyagi and Swany 2023, arXiv 2305.12201; gains of all candidates from spectra, which arrive late; "
+        "medians of throughputs in place of the last one; the floor is raised to the candidate that was tried"
+    )
+
+    least: float = 0.001
+    most: float = 0.1
+    scaling: str = "exponential"
+    window: int = 20
+    omega: float = 0.01
+    epsilon: float = 0.7
+    smoothing: float | None = None
+
+    def check(self) -> None:
+        """See `Policy.check`."""
+        check_ratios(self.id, self.least, self.most)
+        check_choice(self.id, "scaling", self.scaling, _SCALINGS)
+        check_least(self.id, "window", self.window)
+        check_range(self.id, "omega", self.omega, 0, 1)
+        for name, value in (("epsilon", self.epsilon), ("smoothing", self.smoothing)):
+            if name == "smoothing" and value is None:
+                continue
+            check_range(self.id, name, value, 0, 1)
+            if value == 0:
+                raise ConfigurationError(f"{self.id}: {name} must be above 0, got {value!r}")
+
+    def check_compressor(self) -> None:
+        """See `Adaptive.check_compressor`."""
+        check_adaptable(self.id, self.compressor)
+
+    def adopt(self, named: Named) -> None:
+        """See `Policy.adopt`. Where no compressor was named it is top-k."""
+        super().adopt(named)
+        self._ratios = self._candidates()
+        self._compressors = [at_ratio(self.compressor, ratio) for ratio in self._ratios]
+        self._survey = SpectrumSurvey(_STRIDE)
+        self._timed = False
+        self._share = 1.0
+        self._floor, self._candidate = 0, min(1, len(self._ratios) - 1)
+        self._ended = False
+        self._steps = 0  # that were learnt from
+        self._gains: NDArray[np.float64] | None = None  # of all candidates
+        self._throughputs: list[deque[float]] = [deque(maxlen=self.window) for _ in self._ratios]
+        self._level: int | None = None  # of the next step; None is dense
+        self._reason = "dense until gradients have been looked at"
+        self._run: dict[int, int | None] = {}  # levels of steps that were not undone, and not heard of yet
+        self._before: _Step | None = None
+
+    @property
+    def listens(self) -> bool:
+        """See `Policy.listens`: until the search has ended seconds are needed, where they tell something."""
+        return self._carriers.listens or (self._timed and not self._ended)
+
+    def survey(self, bucket: int) -> Survey | None:
+        """See `Policy.survey`: spectra, at every step."""
+        return self._survey
+
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+        """See `Policy.start`. The search goes on, since it is about the whole model."""
+        group = transport.group
+        self._timed = transport.probes and group.size > 1
+        self._share = min(1.0, group.size / 100) if self.smoothing is None else self.smoothing
+        self._before = None
+        yield from super().start(shapes, transport)
+
+    def levels(self) -> list[Compressor]:
+        """See `Adaptive.levels`."""
+        return self._compressors[::-1]
+
+    def choose(self, bucket: int) -> tuple[Compressor | None, str]:
+        """See `Adaptive.choose`."""
+        return None if self._level is None else self._compressors[self._level], self._reason
+
+    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
+        """See `Policy.deliver`: remembers what was decided for steps of which ranks have not heard yet."""
+        self._run[step] = self._level
+
+    def learn(self, told: Told) -> None:
+        """See `Policy.learn`: gains and seconds; decides the next step."""
+        super().learn(told)
+        began = float(told.times[:, 0, 0].max())
+        if self._before is not None and told.step == self._before.step + 1 and began > self._before.began:
+            self._throughputs[self._before.level].append(self._before.gain / (began - self._before.began))
+        self._before = None
+        delivered = told.step in self._run
+        level = self._run.get(told.step)
+        self._run = {step: own for step, own in self._run.items() if step > told.step}
+        gains = self._gains_of(told)
+        if not delivered or gains is None:
+            return
+        self._gains = gains if self._gains is None else self._gains + self._share * (gains - self._gains)
+        if level is not None and self._timed:
+            self._before = _Step(told.step, began, level, float(self._gains[level]))
+        self._steps += 1
+        if self._steps % self.window == 0 and not self._ended:
+            self._search(self._gains)
+        self._decide(self._gains)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Policy.state_dict`."""
+        return {
+            "ratios": list(self._ratios),
+            "floor": self._floor,
+            "candidate": self._candidate,
+            "ended": self._ended,
+            "steps": self._steps,
+            "gains": None if self._gains is None else self._gains.tolist(),
+            "throughputs": [list(own) for own in self._throughputs],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
+        """See `Policy.load_state_dict`. What was found among other candidates is left, and the search begins anew."""
+        super().load_state_dict(state, cost)
+        if state.get("ratios") != self._ratios:
+            return
+        self._floor, self._candidate = int(state["floor"]), int(state["candidate"])
+        self._ended, self._steps = bool(state["ended"]), int(state["steps"])
+        self._throughputs = [deque(own, maxlen=self.window) for own in state["throughputs"]]
+        self._before = None
+        self._run.clear()
+        if state["gains"] is not None:
+            self._gains = np.array(state["gains"], float)
+            self._decide(self._gains)
+
+    def _candidates(self) -> list[float]:
+        """Give all ratios that may be run, descending."""
+        ratios, exponent = [self.most], 1
+        while ratios[-1] > self.least:
+            ratios.append(max(self.most / 2**exponent, self.least))
+            exponent = 2 * exponent if self.scaling == "exponential" else exponent + 1
+        return ratios
+
+    def _gains_of(self, told: Told) -> NDArray[np.float64] | None:
+        """Give the gain of each candidate in a step, over all buckets; None where it is not known."""
+        if len(told.surveys) < len(self._shapes):
+            return None
+        lost, energy = np.zeros(len(self._ratios)), 0.0
+        for bucket, rows in told.surveys.items():
+            spectra = Spectra(self._shapes[bucket].sizes, rows)
+            own = float(spectra.energies.sum())
+            lost += own * lost_share(self.compressor, spectra, self._ratios)
+            energy += own
+        return 1 - lost / energy if 0 < energy < np.inf else None
+
+    def _search(self, gains: NDArray[np.float64]) -> None:
+        """Move on to the next candidate, raise the floor, or end."""
+        tried = self._candidate
+        self._candidate = min(tried + 1, len(self._ratios) - 1)
+        if abs(gains[self._floor] - gains[tried]) <= self.omega * gains[self._floor]:
+            self._floor = tried
+        enough = min(_FEW, self.window)
+        medians = [(statistics.median(own), level) for level, own in enumerate(self._throughputs) if len(own) >= enough]
+        if len(medians) > 1:
+            (second, one), (first, other) = sorted(medians)[-2:]
+            if first - second <= self.omega * second:
+                self._ended = True
+                self._candidate = min(one, other)
+                self._floor = min(self._floor, self._candidate)
+
+    def _decide(self, gains: NDArray[np.float64]) -> None:
+        """Choose the candidate, the floor or dense for the next step."""
+        state = "found" if self._ended else "tried"
+        for name, level in (("candidate", self._candidate), ("floor", self._floor)):
+            if gains[level] >= self.epsilon:
+                self._level = level
+                self._reason = f"{name} {self._ratios[level]:.4g} {state}, gain {gains[level]:.3f}"
+                return
+        self._level = None
+        self._reason = (
+            f"dense, gain {gains[self._floor]:.3f} at the floor {self._ratios[self._floor]:.4g} is too little"
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step whose end is not known yet: when it began, its level and the gain there."""
+
+    step: int
+    began: float
+    level: int
+    gain: float

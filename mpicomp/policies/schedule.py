@@ -1,0 +1,149 @@
+"""The ratio as a function of the step."""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mpicomp.compressors import Compressor
+from mpicomp.compressors.base import check_choice, check_range, check_ratio
+from mpicomp.cost import CostModel
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies.adaptive import Adaptive
+from mpicomp.policies.levels import at_ratio, check_least, has_ratio, ladder
+from mpicomp.policies.policy import Delivered, Named, Shape
+from mpicomp.policies.registry import register_policy
+from mpicomp.transport.base import Asked, Transport
+
+_SHAPES = ("linear", "exponential", "step", "varco")
+_LEVELS = 33  # ratios, at most, for which seconds are predicted
+_MOST_SLOPE = 1e6  # a ramp of one step, however long training is
+
+
+@register_policy
+@dataclass(eq=False)
+class Schedule(Adaptive):
+    """A ratio that goes from one value to another in the first steps and then stays.
+
+    It may fall, as in a warm-up, or rise. Of a compressor that was named everything but its ratio counts; ratios of
+    their own that top-k has for some layers stay as they are. Steps that were undone do not count.
+
+    With t the steps so far:
+
+    - ``"linear"``: ``begin + (end - begin) * t / steps``.
+    - ``"exponential"``: ``begin * (end / begin) ** (t / steps)``.
+    - ``"step"``: ``stages`` ratios in geometric progression, the first one ``begin`` and the last one ``end``. All but
+      the last take ``steps / (stages - 1)`` steps each. DGC's warm-up, 0.25, 0.0625, 0.015625, 0.004 for an epoch each
+      and then 0.001, is ``begin=0.25, end=0.001, stages=5`` and the steps of four epochs, to the rounding of its
+      numbers.
+    - ``"varco"``: the factor ``1 / ratio`` is linear in the step, from ``1 / begin`` to ``1 / end``, which it reaches
+      after ``(steps - 2) / slope`` steps: ``steps`` is then the length of the whole training.
+
+    Parameters
+    ----------
+    begin, end : float
+        Ratios in (0, 1]; either may be the larger one.
+    steps : int
+        Length of the ramp, at least 1; 3 with ``"varco"``.
+    shape : {"linear", "exponential", "step", "varco"}
+        Of the ramp.
+    stages : int
+        Of ``"step"``, at least 2; the last one is what follows the ramp.
+    slope : float
+        Of ``"varco"``, at least 1: how many times sooner than training the ramp ends.
+
+    Examples
+    --------
+    >>> warm_up = Schedule(begin=0.25, end=0.001, steps=400, shape="step", stages=5)
+    >>> [round(warm_up.ratio(step), 4) for step in (0, 99, 100, 200, 300, 400, 5000)]
+    [0.25, 0.25, 0.0629, 0.0158, 0.004, 0.001, 0.001]
+    >>> Schedule(begin=1 / 128, end=1 / 1.5, steps=300, shape="varco", slope=5).ratio(0)
+    0.0078125
+    """
+
+    id: ClassVar[str] = "schedule"
+    paper: ClassVar[str] = (
+        "'step': the warm-up of DGC, Lin et al. 2018, arXiv 1712.01887; 'varco': VARCO, arXiv 2406.17611, by steps in "
+        "place of epochs, for gradients in place of activations"
+    )
+
+    begin: float = 0.25
+    end: float = 0.001
+    steps: int = 1000
+    shape: str = "exponential"
+    stages: int = 5
+    slope: float = 5.0
+
+    def check(self) -> None:
+        """See `Policy.check`."""
+        check_ratio(f"{self.id}: begin", self.begin)
+        check_ratio(f"{self.id}: end", self.end)
+        check_choice(self.id, "shape", self.shape, _SHAPES)
+        check_least(self.id, "steps", self.steps, 3 if self.shape == "varco" else 1)
+        check_least(self.id, "stages", self.stages, 2)
+        check_range(self.id, "slope", self.slope, 1, _MOST_SLOPE)
+
+    def check_compressor(self) -> None:
+        """See `Adaptive.check_compressor`: what has a ratio will do."""
+        if not has_ratio(self.compressor):
+            raise ConfigurationError(
+                f"{self.id}: changes the ratio, which {self.compressor.id} does not have; use a compressor that "
+                "selects elements by a ratio, such as topk, sidco or randomk, or policy='static'"
+            )
+
+    def adopt(self, named: Named) -> None:
+        """See `Policy.adopt`. Where no compressor was named it is top-k."""
+        super().adopt(named)
+        self._done = 0
+        self._current: dict[int, tuple[float, Compressor]] = {}  # by bucket: the last ratio, and what it gave
+
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+        """See `Policy.start`."""
+        self._current.clear()
+        yield from super().start(shapes, transport)
+
+    def ratio(self, step: int) -> float:
+        """Give the ratio after so many steps."""
+        if self.shape == "varco":
+            share = self.slope * step / (self.steps - 2)
+        elif self.shape == "step":
+            share = step * (self.stages - 1) // self.steps / (self.stages - 1)
+        else:
+            share = step / self.steps
+        if share >= 1:
+            return self.end
+        if self.shape == "linear":
+            return self.begin + share * (self.end - self.begin)
+        if self.shape == "varco":
+            return 1 / (1 / self.begin + share * (1 / self.end - 1 / self.begin))
+        ratio: float = self.begin * (self.end / self.begin) ** share
+        return ratio
+
+    def levels(self) -> list[Compressor]:
+        """See `Adaptive.levels`."""
+        least, most = sorted((self.begin, self.end))
+        apart = max(2**0.5, (most / least) ** (1 / (_LEVELS - 1)))
+        return [at_ratio(self.compressor, ratio) for ratio in dict.fromkeys(ladder(least, most, apart))]
+
+    def choose(self, bucket: int) -> tuple[Compressor | None, str]:
+        """See `Adaptive.choose`."""
+        ratio = self.ratio(self._done)
+        before = self._current.get(bucket)
+        if before is None or before[0] != ratio:
+            shape = self._shapes[bucket]
+            compressor = at_ratio(self.compressor, ratio).within(shape.names, shape.sizes, shape.shapes)
+            self._current[bucket] = before = ratio, compressor
+        ends = "the end of the ramp" if ratio == self.end else f"step {self._done} of the ramp"
+        return before[1], f"ratio {ratio:.4g}, {ends}"
+
+    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
+        """See `Policy.deliver`: a step more."""
+        self._done += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Policy.state_dict`."""
+        return {"steps": self._done}
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
+        """See `Policy.load_state_dict`: training goes on where it was."""
+        self._done = int(state.get("steps", 0))
+        super().load_state_dict(state, cost)

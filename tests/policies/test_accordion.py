@@ -1,0 +1,242 @@
+"""Accordion against its rule, written down for one part at a time."""
+
+import json
+
+import numpy as np
+import pytest
+from worlds import Ranks
+
+import mpicomp
+from mpicomp.collectives import fitting
+from mpicomp.errors import ConfigurationError
+
+LAG = 2  # a step is planned with what is known of the second step before it
+SIZES = {"steady": 400, "moving[0]": 300, "late*": 200}  # names as file patterns would misread them
+LEAST, MOST = 0.02, 0.2
+
+
+class Rule:
+    """One part: is it in a critical regime?"""
+
+    def __init__(self, every, threshold):
+        self.every, self.threshold = every, threshold
+        self.old, self.norms, self.critical, self.highest = None, [], True, 0.0
+        self.changes = []
+
+    def observe(self, norm, lr):
+        if lr <= self.highest / 2:
+            self.norms, self.critical, self.highest = [], True, 0.0
+        self.highest = max(self.highest, lr)
+        self.norms.append(norm)
+        if len(self.norms) == self.every:
+            new = np.mean(self.norms)
+            if self.old is None:
+                self.critical = True  # there is nothing to compare with
+            elif self.old == 0:
+                self.critical = True
+            else:
+                change = abs(new - self.old) / self.old
+                self.changes.append(change)
+                self.critical = change >= self.threshold
+            self.old, self.norms = new, []
+
+
+def recorded(size, steps):
+    """Gradients of all steps and ranks: one layer's norm stays, one's changes now and then, one's is 0 at first."""
+    rng = np.random.default_rng(0)
+    scales = {
+        "steady": np.ones(steps),
+        "moving[0]": np.repeat([1, 1, 10, 10, 10, 0.5, 0.5, 0.5, 0.5, 0.5], steps // 10),
+        "late*": np.repeat([0, 0, 0, 1, 1, 1, 1, 1, 1, 1], steps // 10),
+    }
+    return [
+        [
+            {name: (scales[name][i] * rng.normal(size=n)).astype(np.float32) for name, n in SIZES.items()}
+            for _ in range(size)
+        ]
+        for i in range(steps)
+    ]
+
+
+def norm(arrays):
+    return np.sqrt(sum(np.sum(array.astype(float) ** 2) for array in arrays))
+
+
+def replay(ranks, gradients, parts, every, threshold, lrs=None):
+    """Run steps; give for each part what was expected and what was run, and the rules."""
+    rules = {part: Rule(every, threshold) for part in parts}
+    heard, expected, run = [], [], []
+    residuals = {name: [0.0] * len(gradients[0]) for name in SIZES}
+    for step, own in enumerate(gradients):
+        if step >= LAG:
+            for part, rule in rules.items():
+                rule.observe(heard[step - LAG][part], 1.0 if lrs is None else lrs[step - LAG])
+        expected.append({part: MOST if rule.critical else LEAST for part, rule in rules.items()})
+        accumulated = {name: [one[name] + r for one, r in zip(own, residuals[name], strict=True)] for name in SIZES}
+        heard.append(
+            {part: norm([array for name in names for array in accumulated[name]]) for part, names in parts.items()}
+        )
+        means = ranks.reduce(own, None if lrs is None else lrs[step])
+        assert all(one[name].tobytes() == means[0][name].tobytes() for one in means for name in SIZES)
+        residuals = {name: ranks.residuals(name) for name in SIZES}
+        records = [reducer.last_step.buckets for reducer in ranks.reducers]
+        assert len({str([(b.compressor, b.collective, b.reason) for b in record]) for record in records}) == 1
+        run.append(records[0])
+    return expected, run, rules
+
+
+def policy(**settings):
+    return {"id": "accordion", "least": LEAST, "most": MOST} | settings
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_layers_of_top_k(size, bucket_bytes):
+    ranks = Ranks(size, mpicomp.TopK(), policy=policy(every=4), bucket_bytes=bucket_bytes)
+    parts = {name: [name] for name in SIZES}
+    expected, run, rules = replay(ranks, recorded(size, 60), parts, 4, 0.5)
+    for ratios, buckets in zip(expected, run, strict=True):
+        kept = {name: count for b in buckets for name, count in zip(b.layers.names, b.layers.kept, strict=True)}
+        # 0 where a layer has fewer elements that are not 0; top-k sends them all the same
+        assert kept == {name: round(ratio * SIZES[name]) for name, ratio in ratios.items()}
+        for b in buckets:
+            assert b.ratio == pytest.approx(b.ratio_reached)
+    for rule in rules.values():  # what is sent does not hang on rounding
+        assert min(abs(change - 0.5) for change in rule.changes) > 0.001
+    for name in SIZES:
+        assert {ratios[name] for ratios in expected} == {LEAST, MOST}, "all of it is seen"
+
+
+@pytest.mark.parametrize("compressor", [mpicomp.SIDCo(), mpicomp.RandomK()], ids=str)
+def test_buckets_of_other_compressors(compressor):
+    ranks = Ranks(2, compressor, policy=policy(every=4), bucket_bytes=4 * 700)
+    parts = {"first": ["steady", "moving[0]"], "second": ["late*"]}
+    expected, run, rules = replay(ranks, recorded(2, 60), parts, 4, 0.5)
+    for ratios, buckets in zip(expected, run, strict=True):
+        assert [b.ratio for b in buckets] == [ratios["first"], ratios["second"]]
+        assert all(b.compressor["id"] == compressor.id for b in buckets)
+    for rule in rules.values():
+        assert min(abs(change - 0.5) for change in rule.changes) > 0.001
+
+
+def test_a_drop_of_the_learning_rate():
+    steps = 40
+    lrs = [1 - 0.01 * step for step in range(20)] + [0.1] * (steps - 20)  # first slowly, then at once
+    ranks = Ranks(2, mpicomp.TopK(), policy=policy(every=5), feedback=False)
+    rng = np.random.default_rng(0)
+    gradients = [
+        [{name: rng.normal(size=n).astype(np.float32) for name, n in SIZES.items()} for _ in range(2)]
+        for _ in range(steps)
+    ]
+    expected, run, _ = replay(ranks, gradients, {name: [name] for name in SIZES}, 5, 0.5, lrs)
+    kept = [dict(zip(b.layers.names, b.layers.kept, strict=True)) for [b] in run]
+    assert kept == [{name: round(ratio * SIZES[name]) for name, ratio in ratios.items()} for ratios in expected]
+    steady = [ratios["steady"] for ratios in expected]
+    # Two periods pass until norms can be compared: steps 0 to 9, which count from step 11 on. Step 20 is the first of a
+    # new period, heard of before step 22, and step 24 the last one, heard of before step 26.
+    assert steady == [MOST] * 11 + [LEAST] * 11 + [MOST] * 4 + [LEAST] * 14
+
+
+def test_the_reason():
+    ranks = Ranks(2, mpicomp.TopK(), policy=policy(every=1), feedback=False)
+    other = Ranks(2, mpicomp.SIDCo(), policy=policy(every=1), feedback=False)
+    gradients = [{name: np.arange(1, n + 1, dtype=np.float32) for name, n in SIZES.items()}] * 2
+    reasons = []
+    for _ in range(4):
+        ranks.reduce(gradients)
+        other.reduce(gradients)
+        reasons.append([each.reducers[0].last_step.buckets[0].reason.split(",")[0] for each in (ranks, other)])
+    assert reasons[0] == ["accordion: gradients of 0 of 3 layers change little", "accordion: its gradient changes much"]
+    assert reasons[3] == [
+        "accordion: gradients of 3 of 3 layers change little",
+        "accordion: its gradient changes little",
+    ]
+
+
+def test_steps_that_were_undone_say_nothing():
+    ranks = Ranks(2, mpicomp.TopK(), nonfinite="skip", policy=policy(every=3))
+    good = {"w": np.ones(100, np.float32)}
+    bad = {"w": np.full(100, 1e6, np.float32)}
+    bad["w"][0] = np.nan
+    for one in (good, bad, good, good):
+        ranks.reduce([good, one])
+    assert ranks.reducers[0].policy.state_dict()["looked"] == 2  # the last one is under way
+
+
+def test_it_goes_on_where_it_was():
+    settings = policy(every=4)
+    gradients = recorded(2, 60)
+    first = Ranks(2, mpicomp.TopK(), policy=settings)
+    for own in gradients[:30]:
+        first.reduce(own, 0.1)
+    states = [json.loads(json.dumps(reducer.state_dict()["policy"])) for reducer in first.reducers]
+    assert states[0] == states[1]
+    assert states[0]["highest_lr"] == 0.1
+    assert states[0]["looked"] == 29 % 4
+    second = Ranks(2, mpicomp.TopK(), policy=settings)
+    for reducer, old in zip(second.reducers, first.reducers, strict=True):
+        reducer.load_state_dict(old.state_dict())
+    second.reduce(gradients[30], 0.1)
+    assert second.reducers[0].policy.state_dict() == states[0]
+    first.reduce(gradients[30], 0.1)
+    layers = [each.reducers[0].last_step.buckets[0].layers.kept.tolist() for each in (first, second)]
+    assert layers[0] == layers[1]
+
+
+def test_other_layers_begin_anew():
+    ranks = Ranks(2, mpicomp.TopK(), policy=policy(every=2), feedback=False)
+    old = {"old": np.arange(1, 101, dtype=np.float32)}
+    for _ in range(6):
+        ranks.reduce([old] * 2)
+    assert ranks.reducers[0].last_step.buckets[0].layers.kept.tolist() == [2]
+    both = old | {"new": np.arange(1, 101, dtype=np.float32)}
+    ranks.reduce([both] * 2)
+    assert ranks.reducers[0].last_step.buckets[0].layers.kept.tolist() == [2, 20]
+
+
+@pytest.mark.parametrize("collective", [name for name in fitting(mpicomp.TopK()) if "hierarchical" not in name])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_nothing_is_lost(size, collective):
+    ranks = Ranks(size, mpicomp.TopK(), collective, policy=policy(every=2), bucket_bytes=4 * 700)
+    before = {name: np.zeros(n) for name, n in SIZES.items()}
+    plans = set()
+    for gradients in recorded(size, 30):
+        means = ranks.reduce(gradients)
+        plans.add(tuple(str(b.compressor) for b in ranks.reducers[0].last_step.buckets))
+        for name in SIZES:
+            assert len({own[name].tobytes() for own in means}) == 1
+            put_in = sum(own[name].astype(float) for own in gradients) + before[name]
+            before[name] = ranks.residual_sum(name)
+            delivered = size * means[0][name].astype(float)
+            scale = max(1.0, np.abs(delivered).max())
+            np.testing.assert_allclose(delivered + before[name], put_in, rtol=0, atol=4e-6 * scale)
+    assert len(plans) > 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"least": 0.2, "most": 0.1}, "accordion: least must not be above most, got least=0.2 and most=0.1"),
+        ({"most": 0}, r"accordion: most is a kept fraction and must be in \(0, 1\], got 0"),
+        ({"every": 0}, "accordion: every must be a whole number of at least 1, got 0"),
+        ({"threshold": 0}, "accordion: threshold must be above 0, got 0"),
+        ({"threshold": "a"}, "accordion: threshold must be a number from 0"),
+    ],
+)
+def test_settings_that_cannot_be(settings, text):
+    with pytest.raises(ConfigurationError, match=text):
+        Ranks(1, mpicomp.TopK(), policy={"id": "accordion"} | settings)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "text"),
+    [
+        (mpicomp.Dense(), "accordion: chooses between two ratios, and dense has none"),
+        (mpicomp.PowerSGD(), "accordion: chooses between two ratios, and powersgd has none"),
+        (mpicomp.TopK(layers={"a": 0.5}), "accordion: chooses ratios of layers by itself, so topk cannot have its own"),
+    ],
+    ids=str,
+)
+def test_compressors_that_do_not_fit(compressor, text):
+    with pytest.raises(ConfigurationError, match=text):
+        Ranks(1, compressor, policy="accordion")

@@ -1,0 +1,432 @@
+"""GraVAC against a step-by-step reading of its paper, and every branch that it may take."""
+
+import json
+
+import numpy as np
+import pytest
+from worlds import Ranks
+
+import mpicomp
+from mpicomp.collectives import fitting
+from mpicomp.cost.formulas import terms
+from mpicomp.errors import ConfigurationError
+from mpicomp.transport import LocalWorld
+
+LAG = 2  # a step is decided with what is known of the second step before it
+SIZES = {"a": 6000, "b": 3000}  # a bucket each
+
+
+class Link:
+    """What a round takes: the formulas."""
+
+    def __init__(self, latency, bits):
+        self.latency, self.bits = latency, bits
+
+    def __call__(self, task, group):
+        return terms(task, group).seconds(self.latency, 8 / self.bits)
+
+
+class Timed:
+    """Reducers of several ranks under a simulated network, whose steps take some seconds besides."""
+
+    def __init__(self, size, link, policy, compute_s=1e-3, collective="allgather", **settings):
+        self.world = LocalWorld(size, hosts=size, network=link)
+        self.compute_s = compute_s
+        self.reducers = [
+            mpicomp.Reducer(mpicomp.TopK(), collective, {"id": "gravac"} | policy, comm=end, **settings)
+            for end in self.world.transports
+        ]
+
+    def step(self, gradients, pause_s=0.0):
+        """Do a step; give its ratio (None: dense) and when it began."""
+        for end in self.world.transports:
+            end.seconds += self.compute_s + pause_s
+        began = max(end.seconds for end in self.world.transports)
+        self.world.run([r.rounds(own) for r, own in zip(self.reducers, gradients, strict=True)])
+        plans = {(bucket.ratio, bucket.reason) for r in self.reducers for bucket in r.last_step.buckets}
+        assert len(plans) == 1, "all ranks and buckets follow one decision"
+        return plans.pop()[0], began
+
+    @property
+    def state(self):
+        states = [r.policy.state_dict() for r in self.reducers]
+        assert all(own == states[0] for own in states)
+        return states[0]
+
+
+class Paper:
+    """Algorithm 1, with compression factors (CF); what a step is decided with is two steps old.
+
+    The prose counts where it contradicts the listing; a throughput is the median of a window. Gains are exact: of the
+    largest elements after sorting, one selection for each bucket and rank. Margins say by how much gains could differ
+    without another decision.
+    """
+
+    def __init__(self, theta_min, theta_max, scaling, window, omega, epsilon, smoothing):
+        exponents = [1, 2, 4, 8, 16] if scaling == "exponential" else range(1, 17)
+        self.factors = [theta_min]
+        for exponent in exponents:
+            if self.factors[-1] < theta_max:
+                self.factors.append(min(theta_min * 2**exponent, theta_max))
+        self.theta_min, self.theta = self.factors[:2]
+        self.window, self.omega, self.epsilon, self.smoothing = window, omega, epsilon, smoothing
+        self.residuals = None
+        self.delta, self.throughputs, self.count, self.ended = {}, {}, 0, False
+        self.margins, self.branches = [], set()  # margins with the step before which they counted
+        self.steps = []  # of each: CF (1 is dense), gains by CF, and the smoothed gain at its CF
+
+    def step(self, gradients, began):
+        """Do a step, with the times at which steps began so far; give its CF."""
+        if len(self.steps) >= LAG:
+            self.observe(len(self.steps) - LAG, began)
+        theta = self.decide()
+        residuals = self.residuals or [dict.fromkeys(own, 0.0) for own in gradients]
+        g_o = [
+            {name: own[name] + before[name] for name in own} for own, before in zip(gradients, residuals, strict=True)
+        ]
+        arrays = [array for own in g_o for array in own.values()]
+        orders = [np.argsort(-np.abs(array), kind="stable") for array in arrays]
+        energy = {
+            factor: sum(
+                np.sum(array[order[: kept(factor, array)]] ** 2) for array, order in zip(arrays, orders, strict=True)
+            )
+            for factor in [1, *self.factors]
+        }
+        gains = {factor: energy[factor] / energy[1] for factor in self.factors}
+        for array, order in zip(arrays, orders, strict=True):
+            array[order[: kept(theta, array)]] = 0
+        self.residuals = g_o
+        self.steps.append({"theta": theta, "gains": gains})
+        return theta
+
+    def decide(self):
+        if not self.delta:
+            return 1
+        for theta, branch in ((self.theta, "candidate"), (self.theta_min, "floor")):
+            self.margins.append((len(self.steps), abs(self.delta[theta] - self.epsilon)))
+            if self.delta[theta] >= self.epsilon:
+                self.branches.add(branch)
+                return theta
+        self.branches.add("dense")
+        return 1
+
+    def observe(self, step, began):
+        """Hear of a step, and with it of the seconds of the one before."""
+        before = self.steps[step - 1]
+        if step > 0 and before["theta"] > 1:
+            self.throughputs.setdefault(before["theta"], []).append(
+                (before["delta"] / (began[step] - began[step - 1]), before["delta"])
+            )
+        own = self.steps[step]
+        for theta, gain in own["gains"].items():
+            self.delta[theta] = self.smoothing * gain + (1 - self.smoothing) * self.delta.get(theta, gain)
+        own["delta"] = self.delta.get(own["theta"])
+        self.count += 1
+        if self.count % self.window == 0 and not self.ended:
+            self.check()
+
+    def check(self):
+        tried, floor = self.theta, self.delta[self.theta_min]
+        following = [theta for theta in self.factors if theta > tried]
+        self.theta = following[0] if following else tried
+        change = abs(floor - self.delta[tried]) / floor
+        if tried != self.theta_min:
+            self.margins.append((len(self.steps), abs(change - self.omega) * floor / 2))
+        if change <= self.omega:
+            self.branches.add("raise")
+            self.theta_min = tried
+        last = {theta: own[-self.window :] for theta, own in self.throughputs.items() if len(own) >= 3}
+        ct = sorted((np.median([throughput for throughput, _ in own]), theta) for theta, own in last.items())
+        if len(ct) > 1:
+            change = (ct[-1][0] - ct[-2][0]) / ct[-2][0]
+            least = min(delta for _, theta in ct[-2:] for _, delta in last[theta])
+            margin = abs(change - self.omega) / (1 + change) * least / 2
+            self.margins += [(step, margin) for step in range(LAG, len(self.steps) + 1)]  # gains of any may count
+            if change <= self.omega:
+                self.branches.add("end")
+                self.ended = True
+                self.theta = min(ct[-1][1], ct[-2][1])
+                self.theta_min = min(self.theta_min, self.theta)
+
+
+def kept(factor, array):
+    return max(1, int(array.size / factor + 0.5))
+
+
+def recorded(size, phases, seed=0):
+    """Gradients of all steps and ranks; the higher the number of a phase, the more its energy is concentrated."""
+    rng = np.random.default_rng(seed)
+
+    def gradient(numel, power):
+        magnitudes = -np.log((np.arange(numel) + 0.5) / numel)
+        return (rng.choice([-1, 1], numel) * rng.permutation(magnitudes) ** power).astype(np.float32)
+
+    return [
+        [{name: gradient(numel, power) for name, numel in SIZES.items()} for _ in range(size)]
+        for steps, power in phases
+        for _ in range(steps)
+    ]
+
+
+def replay(timed, paper, gradients, pauses=()):
+    """Run steps of both; give their ratios, and by how much gains differed at most before each step."""
+    began, ran, expected, errors = [], [], [], [0.0] * LAG
+    for step, own in enumerate(gradients):
+        exact = [{name: array.astype(np.float64) for name, array in one.items()} for one in own]
+        theta = paper.step(exact, began)
+        if paper.delta:
+            errors.append(np.abs(np.array(timed.state["gains"]) - list(paper.delta.values())).max())
+        ratio, start = timed.step(own, 100.0 if step in pauses else 0.0)
+        began.append(start)
+        ran.append(ratio)
+        expected.append(None if theta == 1 else pytest.approx(1 / theta))
+    return ran, expected, errors
+
+
+# Steps and concentration of each phase, settings, and which branches are taken.
+RECORDS = {
+    "ends": (
+        [(22, 6.0), (4, 0.2), (6, 2.0), (15, 5.0)],
+        {"least": 0.005, "window": 4, "omega": 0.15, "epsilon": 0.6, "smoothing": 0.5},
+        {"candidate", "dense", "raise", "end"},
+    ),
+    "goes on": (
+        [(12, 3.0), (7, 0.2), (11, 1.5), (16, 6.0), (6, 0.2)],
+        {"least": 0.01, "window": 7, "omega": 0.1, "epsilon": 0.7, "smoothing": 0.8},
+        {"candidate", "floor", "dense", "raise"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("size", "pauses"), [(2, ()), (3, (4, 11))])
+@pytest.mark.parametrize("scaling", ["exponential", "geometric"])
+@pytest.mark.parametrize("record", RECORDS)
+def test_ratios_are_those_of_the_paper(record, scaling, size, pauses):
+    phases, settings, branches = RECORDS[record]
+    own = {"most": 0.1, "scaling": scaling} | settings
+    timed = Timed(size, Link(1e-5, 4e6), own, bucket_bytes=4 * SIZES["a"])
+    assert len(timed.reducers) == size
+    paper_settings = {name: value for name, value in own.items() if name not in ("least", "most")}
+    paper = Paper(1 / own["most"], 1 / own["least"], **paper_settings)
+    gradients = recorded(size, phases)
+    ran, expected, errors = replay(timed, paper, gradients, pauses)
+    assert ran == expected
+    assert len(timed.reducers[0].last_step.buckets) == 2
+    assert paper.branches == branches
+    assert timed.state["ended"] == paper.ended
+    # Spectra are not exact; no decision hangs on that here.
+    assert max(errors) > 0
+    assert all(errors[step] < margin for step, margin in paper.margins)
+
+
+def test_a_pause_between_steps_changes_nothing():
+    phases, settings, _ = RECORDS["ends"]
+    ratios = []
+    for pause_s in (0.0, 1000.0):
+        timed = Timed(2, Link(1e-5, 4e6), settings, bucket_bytes=4 * SIZES["a"])
+        gradients = recorded(2, phases)
+        ratios.append([timed.step(own, pause_s * (step in (4, 12)))[0] for step, own in enumerate(gradients)])
+    assert ratios[0] == ratios[1]
+
+
+FIXED = {"feedback": False}
+
+
+def levels(shares, numel=4000, ranks=2):
+    """Give gradients of which some shares of elements hold some shares of the energy, each evenly."""
+    parts = [np.full(round(share * numel), np.sqrt(energy / (share * numel))) for share, energy in shares]
+    rest = numel - sum(part.size for part in parts)
+    left = 1 - sum(energy for _, energy in shares)
+    gradient = np.concatenate([*parts, np.full(rest, np.sqrt(left / rest))]).astype(np.float32)
+    return [{"w": 1000 * gradient}] * ranks
+
+
+EVEN = levels([])  # gain is ratio
+HALF = levels([(0.1, 0.96)])  # at 0.1 the gain is 0.96, at 0.05 half of it
+SHARP = levels([(0.0005, 0.99)])  # two elements hold nearly everything
+TWENTIETH = levels([(0.05, 0.99)])  # lower ratios than 0.05 lose
+
+
+def test_dense_until_gains_are_known_and_while_they_are_too_small():
+    timed = Timed(2, Link(1e-5, 1e9), {"smoothing": 1.0}, **FIXED)
+    assert [timed.step(EVEN)[0] for _ in range(8)] == [None] * 8
+    [bucket] = timed.reducers[0].last_step.buckets
+    assert bucket.gain == 1
+    assert bucket.reason.startswith("gravac: dense, gain 0.100 at the floor 0.1 is too little")
+    ratios = [timed.step(own)[0] for own in [SHARP] * 4 + [EVEN] * 4]
+    assert ratios == [None, None, 0.05, 0.05, 0.05, 0.05, None, None]
+
+
+def test_the_floor_where_the_candidate_sends_too_little():
+    timed = Timed(2, Link(1e-5, 1e9), {}, **FIXED)
+    assert [timed.step(HALF)[0] for _ in range(8)] == [None, None] + [0.1] * 6
+    assert timed.reducers[0].last_step.buckets[0].reason.startswith("gravac: floor 0.1 tried, gain 0.960")
+    assert timed.reducers[0].last_step.buckets[0].gain == pytest.approx(0.96, abs=1e-3)
+
+
+def test_the_floor_follows_what_sends_as_much():
+    ranks = Ranks(2, mpicomp.TopK(), policy={"id": "gravac", "window": 3, "scaling": "geometric"}, **FIXED)
+    ratios, floors = [], []
+    for _ in range(14):
+        ranks.reduce(TWENTIETH)
+        ratios.append(ranks.reducers[0].last_step.buckets[0].ratio)
+        floors.append(ranks.reducers[0].policy.state_dict()["floor"])
+    # The first three steps are known at the end of the fourth, and 0.05 did as well as 0.1 would have.
+    assert floors == [0] * 3 + [1] * 11
+    assert ratios == [None, None] + [0.05] * 12  # and at 0.025 the gain is half as high
+
+
+@pytest.mark.parametrize("scaling", ["exponential", "geometric"])
+def test_the_search_ends_where_throughput_no_longer_grows(scaling):
+    """Messages take nothing: a throughput is the gain over the same seconds, at every ratio."""
+    policy = {"window": 5, "scaling": scaling, "smoothing": 1.0}
+    timed = Timed(2, Link(1e-6, 1e15), policy, compute_s=1.0, **FIXED)
+    listens, ratios = [], []
+    for _ in range(30):
+        ratios.append(timed.step(SHARP)[0])
+        listens.append(timed.reducers[0].policy.listens)
+    # After five steps 0.025 is the candidate; after ten both have been timed, and 0.05 is the higher one.
+    assert ratios == [None] * 2 + [0.05] * 4 + [0.025] * 5 + [0.05] * 19
+    assert listens == [True] * 10 + [False] * 20
+    assert timed.state["ended"]
+    assert timed.state["floor"] == timed.state["candidate"] == 1
+    assert timed.reducers[0].last_step.buckets[0].reason.startswith("gravac: candidate 0.05 found, gain")
+    assert [timed.step(own)[0] for own in [EVEN] * 3 + [SHARP] * 3] == [0.05, 0.05, None, None, None, 0.05]
+
+
+@pytest.mark.parametrize(
+    ("gradients", "bits", "compute_s"), [(TWENTIETH, 1e15, 1.0), (SHARP, 1e5, 1e-6)], ids=["gain", "seconds"]
+)
+def test_throughput_is_gain_over_seconds(gradients, bits, compute_s):
+    """Where half of the gain goes with the same seconds, or half of the seconds with the same gain, it goes on."""
+    policy = {"window": 5, "scaling": "geometric", "smoothing": 1.0, "epsilon": 0.3}
+    timed = Timed(2, Link(1e-9, bits), policy, compute_s=compute_s, **FIXED)
+    ratios = [timed.step(gradients)[0] for _ in range(12)]
+    assert ratios == [None] * 2 + [0.05] * 4 + [0.025] * 5 + ([0.05] if gradients is TWENTIETH else [0.0125])
+    assert timed.state["candidate"] == 3
+    assert not timed.state["ended"]
+
+
+def test_without_seconds_all_candidates_are_tried():
+    ranks = Ranks(2, mpicomp.TopK(), policy={"id": "gravac", "window": 1, "smoothing": 1.0}, **FIXED)
+    ratios = []
+    for _ in range(9):
+        ranks.reduce(SHARP)
+        ratios.append(ranks.reducers[0].last_step.buckets[0].ratio)
+    assert ratios == [None, None, 0.025, 0.1 / 16, 0.001, 0.001, 0.001, 0.001, 0.001]
+    state = ranks.reducers[0].policy.state_dict()
+    assert state["floor"] == 4
+    assert not state["ended"]
+    assert state["throughputs"] == [[]] * 5
+
+
+def test_candidates_are_those_of_the_paper():
+    """Its examples: 10 20 40 160 1000, and 10 20 40 80 160 320 640 1280 2000."""
+    for scaling, least, factors in (
+        ("exponential", 1 / 1000, [1000, 160, 40, 20, 10]),
+        ("geometric", 1 / 2000, [2000, 1280, 640, 320, 160, 80, 40, 20, 10]),
+    ):
+        policy = {"id": "gravac", "least": least, "most": 0.1, "scaling": scaling}
+        [reducer] = Ranks(1, mpicomp.TopK(), policy=policy).reducers
+        assert [1 / level.ratio for level in reducer.policy.levels()] == pytest.approx(factors)
+
+
+def test_the_average_of_gains_is_over_ranks_in_hundredths():
+    ranks = Ranks(3, mpicomp.TopK(), policy={"id": "gravac", "least": 0.1}, **FIXED)
+    for own in (EVEN, HALF, EVEN):
+        ranks.reduce([own[0]] * 3)
+    [gain] = ranks.reducers[0].policy.state_dict()["gains"]  # of two steps
+    assert gain == pytest.approx(0.97 * 0.1 + 0.03 * 0.96, abs=1e-3)
+
+
+def test_a_random_choice_gains_its_ratio():
+    ranks = Ranks(2, mpicomp.RandomK(), policy={"id": "gravac", "least": 0.2, "most": 0.8, "epsilon": 0.3}, **FIXED)
+    for _ in range(3):
+        ranks.reduce(SHARP)
+    assert ranks.reducers[0].policy.state_dict()["gains"] == pytest.approx([0.8, 0.4, 0.2])
+    assert ranks.reducers[0].last_step.buckets[0].ratio == 0.4
+
+
+def test_steps_that_were_undone_say_nothing():
+    ranks = Ranks(2, mpicomp.TopK(), nonfinite="skip", policy={"id": "gravac"})
+    bad = {"w": SHARP[0]["w"].copy()}
+    bad["w"][0] = np.nan
+    for own in (SHARP, [SHARP[0], bad], SHARP, SHARP):
+        ranks.reduce(own)
+    assert ranks.reducers[0].policy.state_dict()["steps"] == 2  # the last one is under way
+
+
+def test_it_goes_on_where_it_was():
+    policy = {"window": 4, "smoothing": 0.5}
+    first, second = (Timed(2, Link(1e-5, 4e6), policy) for _ in range(2))
+    gradients = recorded(2, [(12, 5.0), (6, 2.0)])
+    for own in gradients[:12]:
+        first.step(own)
+    state = first.state
+    assert json.loads(json.dumps(state)) == state
+    assert (state["candidate"], state["steps"]) == (3, 11)
+    for reducer, old in zip(second.reducers, first.reducers, strict=True):
+        reducer.load_state_dict(old.state_dict())
+    ratio, _ = second.step(gradients[12])
+    assert ratio == first.step(gradients[12])[0]
+    assert second.state == state  # what was under way is lost
+    other = Timed(2, Link(1e-5, 4e6), policy | {"scaling": "geometric"})
+    for reducer in other.reducers:
+        reducer.policy.load_state_dict(state, None)
+    assert other.state["steps"] == 0  # its candidates are other ones
+
+
+def test_collectives_are_chosen_too():
+    timed = Timed(3, Link(1e-5, 4e6), {"window": 5, "smoothing": 0.5, "omega": 0.001}, collective="auto")
+    ratios = [timed.step(own)[0] for own in recorded(3, [(40, 5.0)])]
+    assert len(set(ratios)) > 3
+    bucket = timed.reducers[0].last_step.buckets[0]
+    assert bucket.predicted_s > 0
+    assert "least predicted seconds of" in bucket.reason or "as in the step before" in bucket.reason
+
+
+@pytest.mark.parametrize("collective", [name for name in fitting(mpicomp.TopK()) if "hierarchical" not in name])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_nothing_is_lost_and_ranks_agree(size, collective):
+    policy = {"id": "gravac", "least": 0.005, "window": 3, "smoothing": 0.8}
+    ranks = Ranks(size, mpicomp.TopK(), collective, policy=policy, bucket_bytes=4 * 6000)
+    before = {name: np.zeros(numel) for name, numel in SIZES.items()}
+    ratios = set()
+    for gradients in recorded(size, [(8, 4.0), (4, 0.2), (8, 3.0)]):
+        means = ranks.reduce(gradients)
+        plans = {str([(b.compressor, b.collective, b.reason) for b in r.last_step.buckets]) for r in ranks.reducers}
+        assert len(plans) == 1
+        ratios.add(ranks.reducers[0].last_step.buckets[0].ratio)
+        for name in SIZES:
+            assert len({own[name].tobytes() for own in means}) == 1
+            put_in = sum(own[name].astype(float) for own in gradients) + before[name]
+            before[name] = ranks.residual_sum(name)
+            delivered = size * means[0][name].astype(float)
+            scale = max(1.0, np.abs(put_in).max())
+            np.testing.assert_allclose(delivered + before[name], put_in, rtol=0, atol=4e-6 * scale)
+    assert None in ratios
+    assert len(ratios) > 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"least": 0.2}, "gravac: least must not be above most, got least=0.2 and most=0.1"),
+        ({"most": 2}, r"gravac: most is a kept fraction and must be in \(0, 1\], got 2"),
+        ({"window": 0}, "gravac: window must be a whole number of at least 1, got 0"),
+        ({"omega": -0.1}, "gravac: omega must be a number from 0 to 1, got -0.1"),
+        ({"epsilon": 0}, "gravac: epsilon must be above 0, got 0"),
+        ({"epsilon": 1.1}, "gravac: epsilon must be a number from 0 to 1, got 1.1"),
+        ({"smoothing": 0.0}, "gravac: smoothing must be above 0, got 0.0"),
+        ({"scaling": "linear"}, "gravac: scaling must be 'exponential' or 'geometric', got 'linear'"),
+    ],
+)
+def test_settings_that_cannot_be(settings, text):
+    with pytest.raises(ConfigurationError, match=text):
+        Ranks(1, mpicomp.TopK(), policy={"id": "gravac"} | settings)
+
+
+@pytest.mark.parametrize("compressor", [mpicomp.Dense(), mpicomp.OneBit(), mpicomp.Threshold()], ids=str)
+def test_compressors_whose_gain_cannot_be_told(compressor):
+    with pytest.raises(ConfigurationError, match=f"gravac: needs the gain at other ratios, which {compressor.id}"):
+        Ranks(1, compressor, policy="gravac")

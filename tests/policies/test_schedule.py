@@ -1,0 +1,194 @@
+"""The ratio as a function of the step, against the rules as they are published."""
+
+import json
+
+import numpy as np
+import pytest
+from worlds import Ranks
+
+import mpicomp
+from mpicomp.collectives import fitting
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies import Schedule
+
+
+def run(settings, steps, compressor=None, numel=1000, size=1):
+    """Give the ratio that each step asked for, and the one that it reached."""
+    ranks = Ranks(size, compressor, policy={"id": "schedule"} | settings)
+    gradient = np.arange(numel, dtype=np.float32)
+    asked, reached = [], []
+    for _ in range(steps):
+        ranks.reduce([{"w": gradient}] * size)
+        [bucket] = ranks.reducers[0].last_step.buckets
+        asked.append(bucket.ratio)
+        reached.append(bucket.ratio_reached)
+    return asked, reached
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0.5, 0.1), (0.1, 0.5)])
+def test_linear(begin, end):
+    asked, reached = run({"begin": begin, "end": end, "steps": 4, "shape": "linear"}, 8)
+    expected = [begin, (3 * begin + end) / 4, (begin + end) / 2, (begin + 3 * end) / 4, end, end, end, end]
+    assert asked == pytest.approx(expected)
+    assert reached == pytest.approx(expected)  # thousands are kept exactly
+    assert asked[4:] == [end] * 4
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0.16, 0.01), (0.01, 0.16)])
+def test_exponential(begin, end):
+    asked, reached = run({"begin": begin, "end": end, "steps": 4, "shape": "exponential"}, 6)
+    expected = [0.16, 0.08, 0.04, 0.02, 0.01]
+    expected = expected if begin > end else expected[::-1]
+    assert asked == pytest.approx([*expected, end])
+    assert reached == pytest.approx([*expected, end])
+
+
+def test_the_warm_up_of_dgc():
+    """Sparsities 75, 93.75, 98.4375 and 99.6 % for an epoch each, then 99.9 %."""
+    epoch = 3
+    asked, _ = run({"begin": 0.25, "end": 0.001, "steps": 4 * epoch, "shape": "step", "stages": 5}, 6 * epoch)
+    published = np.repeat([0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001], epoch)
+    np.testing.assert_allclose(asked, published, rtol=0.02)  # theirs are powers of 1/4, rounded at last
+
+
+def test_stages_upwards_whose_number_does_not_divide_the_steps():
+    asked, _ = run({"begin": 0.01, "end": 0.64, "steps": 7, "shape": "step", "stages": 4}, 9)
+    # a stage ends where t / 7 passes a third
+    expected = [0.01 * 4 ** sum(3 * t >= 7 * stage for stage in (1, 2, 3)) for t in range(9)]
+    assert asked == pytest.approx(expected)
+    assert sorted(set(np.round(asked, 9))) == [0.01, 0.04, 0.16, 0.64]
+
+
+@pytest.mark.parametrize("slope", [1, 2.5, 5])
+@pytest.mark.parametrize(("c_max", "c_min"), [(128, 1.5), (20, 2)])
+def test_varco(slope, c_max, c_min):
+    total = 42
+    settings = {"begin": 1 / c_max, "end": 1 / c_min, "steps": total, "shape": "varco", "slope": slope}
+    asked, _ = run(settings, total)
+    expected = [max(c_min, c_max - slope * t * (c_max - c_min) / (total - 2)) for t in range(total)]
+    assert 1 / np.array(asked) == pytest.approx(np.array(expected))
+    assert asked[-1] == 1 / c_min
+
+
+def test_varco_the_other_way():
+    asked, _ = run({"begin": 0.5, "end": 0.1, "steps": 6, "shape": "varco", "slope": 1}, 8)
+    assert 1 / np.array(asked) == pytest.approx(np.array([2, 4, 6, 8, 10, 10, 10, 10]))
+
+
+@pytest.mark.parametrize("shape", ["linear", "exponential", "step", "varco"])
+@pytest.mark.parametrize(("begin", "end"), [(1.0, 1e-6), (1e-4, 0.3), (0.1, 0.1), (0.02, 0.01)])
+def test_seconds_are_predicted_for_few_ratios(shape, begin, end):
+    policy = Schedule(begin, end, 10, shape)
+    mpicomp.Reducer(mpicomp.TopK(), policy=policy, comm=Ranks(1).world.transports[0])
+    ratios = [level.ratio for level in policy.levels()]
+    assert 1 <= len(ratios) <= 33
+    assert ratios == sorted(set(ratios))
+    assert ratios[0] == pytest.approx(min(begin, end))
+    assert ratios[-1] == pytest.approx(max(begin, end))
+
+
+@pytest.mark.parametrize("compressor", [mpicomp.SIDCo(), mpicomp.RandomK(), mpicomp.TopK(wire="bf16")], ids=str)
+def test_everything_but_the_ratio_is_as_it_was_named(compressor):
+    ranks = Ranks(2, compressor, policy={"id": "schedule", "begin": 0.5, "end": 0.25, "steps": 2})
+    for ratio in (0.5, 0.5 / 2**0.5, 0.25):
+        ranks.reduce([{"w": np.arange(100, dtype=np.float32)}] * 2)
+        [bucket] = ranks.reducers[0].last_step.buckets
+        assert bucket.compressor == compressor.get_config() | {"ratio": pytest.approx(ratio)}
+
+
+def test_layers_with_a_ratio_of_their_own_keep_it():
+    ranks = Ranks(
+        1, mpicomp.TopK(layers={"*.bias": 1.0}), policy={"id": "schedule", "begin": 0.5, "end": 0.1, "steps": 1}
+    )
+    for ratio in (0.5, 0.1):
+        ranks.reduce([{"fc.weight": np.arange(100, dtype=np.float32), "fc.bias": np.ones(10, np.float32)}])
+        [bucket] = ranks.reducers[0].last_step.buckets
+        assert bucket.layers.ratios.tolist() == pytest.approx([ratio, 1.0])
+
+
+def test_the_reason():
+    ranks = Ranks(1, mpicomp.TopK(), policy={"id": "schedule", "begin": 0.5, "end": 0.25, "steps": 1})
+    reasons = []
+    for _ in range(2):
+        ranks.reduce([{"w": np.ones(8, np.float32)}])
+        reasons.append(ranks.reducers[0].last_step.buckets[0].reason)
+    assert reasons[0].startswith("schedule: ratio 0.5, step 0 of the ramp")
+    assert reasons[1].startswith("schedule: ratio 0.25, the end of the ramp")
+
+
+def test_it_goes_on_where_it_was():
+    settings = {"begin": 0.5, "end": 0.01, "steps": 10}
+    whole, _ = run(settings, 8)
+    policy = {"id": "schedule"} | settings
+    first, second = Ranks(1, mpicomp.TopK(), policy=policy), Ranks(1, mpicomp.TopK(), policy=policy)
+    gradient = [{"w": np.arange(1000, dtype=np.float32)}]
+    for _ in range(5):
+        first.reduce(gradient)
+    state = first.reducers[0].state_dict()
+    assert json.loads(json.dumps(state["policy"])) == state["policy"]
+    second.reducers[0].load_state_dict(state)
+    for ratio in whole[5:]:
+        second.reduce(gradient)
+        assert second.reducers[0].last_step.buckets[0].ratio == ratio
+
+
+def test_steps_that_were_undone_do_not_count():
+    ranks = Ranks(2, mpicomp.TopK(), nonfinite="skip", policy={"id": "schedule", "begin": 0.5, "end": 0.1, "steps": 4})
+    good, bad = {"w": np.ones(100, np.float32)}, {"w": np.full(100, np.nan, np.float32)}
+    ratios = []
+    for one in (good, bad, good, good):
+        ranks.reduce([good, one])
+        ratios.append(ranks.reducers[0].last_step.buckets[0].ratio)
+    assert ratios[1] == ratios[2]
+    assert ratios[0] > ratios[2] > ratios[3]
+
+
+@pytest.mark.parametrize("collective", [name for name in fitting(mpicomp.TopK()) if "hierarchical" not in name])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_nothing_is_lost_and_ranks_agree(size, collective):
+    policy = {"id": "schedule", "begin": 0.5, "end": 0.01, "steps": 6}
+    ranks = Ranks(size, mpicomp.TopK(), collective, policy=policy, bucket_bytes=4 * 500)
+    rng = np.random.default_rng(size)
+    names = {"a": 400, "b": 300}
+    before = {name: np.zeros(numel) for name, numel in names.items()}
+    ratios = set()
+    for _ in range(9):
+        gradients = [{name: rng.normal(size=n).astype(np.float32) for name, n in names.items()} for _ in range(size)]
+        means = ranks.reduce(gradients)
+        records = {str([(b.compressor, b.collective, b.reason) for b in r.last_step.buckets]) for r in ranks.reducers}
+        assert len(records) == 1
+        ratios.add(ranks.reducers[0].last_step.buckets[0].ratio)
+        for name in names:
+            assert len({own[name].tobytes() for own in means}) == 1
+            put_in = sum(own[name].astype(float) for own in gradients) + before[name]
+            before[name] = ranks.residual_sum(name)
+            delivered = size * means[0][name].astype(float)
+            scale = max(1.0, np.abs(delivered).max())
+            np.testing.assert_allclose(delivered + before[name], put_in, rtol=0, atol=4e-6 * scale)
+    assert len(ratios) == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"begin": 0}, r"^schedule: begin: ratio is the kept fraction and must be in \(0, 1\], got 0$"),
+        ({"end": 1.5}, r"^schedule: end: ratio is the kept fraction and must be in \(0, 1\], got 1.5$"),
+        ({"steps": 0}, "schedule: steps must be a whole number of at least 1, got 0"),
+        ({"steps": 2, "shape": "varco"}, "schedule: steps must be a whole number of at least 3, got 2"),
+        ({"shape": "cosine"}, "schedule: shape must be 'linear', 'exponential', 'step' or 'varco', got 'cosine'"),
+        ({"stages": 1}, "schedule: stages must be a whole number of at least 2, got 1"),
+        ({"slope": 0.5}, "schedule: slope must be a number from 1 to"),
+        ({"begn": 0.5}, "schedule setting: unknown name 'begn'; did you mean 'begin'"),
+    ],
+)
+def test_settings_that_cannot_be(settings, text):
+    with pytest.raises(ConfigurationError, match=text):
+        Ranks(1, mpicomp.TopK(), policy={"id": "schedule"} | settings)
+
+
+@pytest.mark.parametrize(
+    "compressor", [mpicomp.Dense(), mpicomp.OneBit(), mpicomp.PowerSGD(), mpicomp.Threshold()], ids=str
+)
+def test_compressors_without_a_ratio(compressor):
+    with pytest.raises(ConfigurationError, match=f"^schedule: changes the ratio, which {compressor.id} does not have"):
+        Ranks(1, compressor, policy="schedule")
