@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from mpicomp.bench.choices import in_short
+
 from mpicomp.reducer import StepRecord
 
 _LINES = 10  # plain lines in a run
@@ -53,11 +55,14 @@ class Progress:
             self._task = self._bar.add_task("training", total=steps, text="")
             yield
 
-    def step(self, step: int, loss: float, seconds: float, record: StepRecord) -> None:
-        """Show one step that is done."""
+    def step(self, step: int, loss: float, seconds: float, record: StepRecord, quality: float | None = None) -> None:
+        """Show one step that is done, with what it has run, and the quality on held-out data where it was measured."""
         if not self._visible:
             return
         text = f"loss {loss:.3f}  {seconds:.3f} s a step  {_megabytes(record.wire_bytes)} on the wire"
+        text += f"  {in_short(record)}"
+        if quality is not None:
+            text += f"  held-out {quality:.3f}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step + 1, text=text)
             return

@@ -4,11 +4,12 @@ import hashlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from mpicomp.bench.choices import Choices, Layer, Ran, leading
 from mpicomp.bench.metrics import MetricsWriter
 from mpicomp.bench.probe import Probe, probe, probe_dense
 from mpicomp.bench.progress import Progress
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 from mpicomp.collectives import Round
 from mpicomp.compressors import Compressor
 from mpicomp.errors import MpicompError
+from mpicomp.policies import Policy
+from mpicomp.policies.levels import has_ratio
 from mpicomp.reducer import StepRecord
 from mpicomp.torch import DistributedOptimizer, broadcast_parameters
 from mpicomp.transport import Transport
@@ -33,34 +36,69 @@ class Settings:
     Parameters
     ----------
     compressor : Compressor or None
-        None lets mpicomp choose.
-    collective, policy : str
+        None lets the policy choose.
+    collective : str
         See `mpicomp.Reducer`.
+    policy : Policy
+        Of this run alone.
     steps : int
         At least 1.
     seed : int
         Of the model, the data's order and the schemes.
+    evaluate_every : int
+        Steps from one look at the held-out data to the next; 0 looks at the end alone.
+    bucket_bytes : int or None
+        See `mpicomp.torch.DistributedOptimizer`.
     """
 
     compressor: Compressor | None
     collective: str
-    policy: str
+    policy: Policy
     steps: int
     seed: int
+    evaluate_every: int = 0
+    bucket_bytes: int | None = None
+
+    @property
+    def adapts(self) -> bool:
+        """Whether compressors may change from step to step."""
+        return self.policy.id != "static"
 
 
 @dataclass
 class Outcome:
-    """What a training run came to; the same on every rank, but for ``quality``, which rank 0 has."""
+    """What a training run came to; the same on every rank, but for ``quality``, which rank 0 has.
+
+    Attributes
+    ----------
+    adapts : bool
+        Whether compressors might change from step to step. ``compressor`` and ``collective`` then are those of the
+        plan that leads in the second half of the run; else they are what was named, and the collective
+        that ran where it was one alone.
+    median_step_s, phases_s : float, dict of str to float
+        Medians over all steps that are timed.
+    late_step_s, late_phases_s : float, dict of str to float
+        Over those of the second half where compressors might change: they are compared with ``own_probe``, which is of
+        that half.
+    ratios : list of float
+        Kept fraction of the whole in every step.
+    plans, late_plans : list of Ran
+        Of the run, and of its second half.
+    layers : list of Layer
+        What was sent of each parameter, mean over ranks and steps.
+    """
 
     quality: float
     parameters: int
     ranks: int
     hosts: int
+    adapts: bool
     compressor: Compressor
-    collectives: list[str]
+    collective: str
     median_step_s: float
     phases_s: dict[str, float]
+    late_step_s: float
+    late_phases_s: dict[str, float]
     sent_bytes: int
     wire_bytes: int
     dense_wire_bytes: int
@@ -69,6 +107,10 @@ class Outcome:
     own_probe: Probe
     dense_probe: Probe
     steps_timed: int
+    ratios: list[float]
+    plans: list[Ran]
+    late_plans: list[Ran]
+    layers: list[Layer]
 
 
 @dataclass
@@ -79,6 +121,13 @@ class _Timings:
 
     def add(self, seconds: float, phases: Mapping[str, float]) -> None:
         self.rows.append([seconds, *(phases[name] for name in PHASES)])
+
+    def of_slowest(self, transport: Transport) -> NDArray[np.float64]:
+        """Give every step's row of the rank that was slowest in it. Collective."""
+        everyones = _gather(transport, np.array(self.rows, np.float64))
+        slowest = everyones[:, :, 0].argmax(axis=0)
+        rows: NDArray[np.float64] = everyones[slowest, np.arange(slowest.size)]
+        return rows
 
 
 def train(task: Task, settings: Settings, transport: Transport, progress: Progress, metrics: MetricsWriter) -> Outcome:
@@ -104,12 +153,13 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
         settings.policy,
         comm=transport,
         overlap=False,  # phases are to add up to the step
+        bucket_bytes=settings.bucket_bytes,
         seed=settings.seed,
     )
     parameters = [parameter for group_ in optimizer.param_groups for parameter in group_["params"]]
     numel = sum(parameter.numel() for parameter in parameters)
 
-    timings = _Timings()
+    timings, choices = _Timings(), Choices()
     sent = wire = dense_wire = 0.0
     gains = []
     collectives: dict[str, None] = {}
@@ -124,30 +174,45 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
             once_bytes += round(record.once_wire_bytes)
             gains += [bucket.gain for bucket in record.buckets if bucket.gain is not None]
             collectives |= dict.fromkeys(bucket.collective for bucket in record.buckets)
-            metrics.write(record.to_json() | {"seconds": seconds, "phases_s": phases, "loss": loss})
-            progress.step(step, loss, seconds, record)
+            choices.add(record)
+            quality = None
+            if settings.evaluate_every and (step + 1) % settings.evaluate_every == 0:
+                quality = _quality(task, model, transport, task.glance)
+            metrics.write(record.to_json() | {"seconds": seconds, "phases_s": phases, "loss": loss, "quality": quality})
+            progress.step(step, loss, seconds, record, quality)
 
     _check_replicas(model, transport)
     skipped = min(5, settings.steps // 4)  # the first steps compile, agree and grow buffers
-    seconds_of = _gather(transport, np.array(timings.rows[skipped:], np.float64))
+    of_slowest = timings.of_slowest(transport)
+    half = settings.steps // 2
+    late = max(skipped, half) if settings.adapts else skipped
+    late_plans = choices.plans(half)
     reducer = optimizer.reducer
-    own_probe = probe(reducer.compressor, settings.collective, numel, transport, cost=reducer.cost)
+    if settings.adapts:
+        plan = leading(late_plans)
+        compressor, collective = plan.compressor, plan.collective
+        own_probe = probe(_for_any_names(plan), collective, numel, transport)
+    else:
+        compressor, ran = reducer.compressor, list(collectives)
+        collective = ran[0] if len(ran) == 1 else settings.collective
+        own_probe = probe(compressor, settings.collective, numel, transport, cost=reducer.cost)
     dense_probe = probe_dense(numel, transport)
     totals = _gather(transport, np.array([sent, wire, dense_wire], np.float64)).mean(axis=0)
+    layers = choices.layers(_gather(transport, choices.sums()))
     progress.evaluating()
-    quality = task.evaluate(model) if group.rank == 0 else float("nan")
-    _gather(transport, np.zeros(1))  # nobody leaves while rank 0 evaluates
-    slowest = seconds_of[:, :, 0].argmax(axis=0)
-    of_slowest = seconds_of[slowest, np.arange(slowest.size)]
+    quality = _quality(task, model, transport)
     return Outcome(
         quality=quality,
         parameters=numel,
         ranks=group.size,
         hosts=hosts,
-        compressor=optimizer.reducer.compressor,
-        collectives=list(collectives),
-        median_step_s=float(np.median(of_slowest[:, 0])),
-        phases_s={name: float(np.median(of_slowest[:, place])) for place, name in enumerate(PHASES, 1)},
+        adapts=settings.adapts,
+        compressor=compressor,
+        collective=collective,
+        median_step_s=float(np.median(of_slowest[skipped:, 0])),
+        phases_s=_medians(of_slowest[skipped:]),
+        late_step_s=float(np.median(of_slowest[late:, 0])),
+        late_phases_s=_medians(of_slowest[late:]),
         sent_bytes=round(totals[0]),
         wire_bytes=round(totals[1]),
         dense_wire_bytes=round(totals[2]),
@@ -156,7 +221,31 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
         own_probe=own_probe,
         dense_probe=dense_probe,
         steps_timed=settings.steps - skipped,
+        ratios=choices.ratios,
+        plans=choices.plans(),
+        late_plans=late_plans,
+        layers=layers,
     )
+
+
+def _medians(rows: NDArray[np.float64]) -> dict[str, float]:
+    """Give the median seconds of each phase."""
+    return {name: float(np.median(rows[:, place])) for place, name in enumerate(PHASES, 1)}
+
+
+def _for_any_names(plan: Ran) -> Compressor:
+    """Give a plan's compressor for an array that is none of the model's: ratios of layers become one of them all."""
+    if not getattr(plan.compressor, "layers", None):
+        return plan.compressor
+    ratio = {"ratio": plan.ratio_reached} if has_ratio(plan.compressor) else {}
+    return replace(plan.compressor, layers=None, **ratio)  # type: ignore[call-arg]
+
+
+def _quality(task: Task, model: torch.nn.Module, transport: Transport, share: float = 1.0) -> float:
+    """Give the quality on held-out data on rank 0, for which the others wait, and NaN on them. Collective."""
+    quality = task.evaluate(model, share) if transport.group.rank == 0 else float("nan")
+    _gather(transport, np.zeros(1))
+    return quality
 
 
 def _step(

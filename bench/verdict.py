@@ -1,13 +1,15 @@
 """What a run came to, in plain words, from wire bytes and seconds."""
 
+from mpicomp.bench.choices import chosen_table
 from mpicomp.bench.train import PHASES, Outcome
 
 _NOISE = 0.03  # differences below this share of a step say nothing
+_ALWAYS = 0.95  # of what is exchanged; the rest was explored
 
 
 def exchange_s(outcome: Outcome) -> float:
     """Seconds of our exchange: its kernels as they ran in the steps, its rounds as they ran by themselves."""
-    return outcome.phases_s["compress"] + outcome.own_probe.rounds_s + outcome.phases_s["decode"]
+    return outcome.late_phases_s["compress"] + outcome.own_probe.rounds_s + outcome.late_phases_s["decode"]
 
 
 def dense_step_s(outcome: Outcome) -> float:
@@ -15,31 +17,39 @@ def dense_step_s(outcome: Outcome) -> float:
 
     What a step spends besides its exchange, waiting for the slowest rank among it, is taken to be the same.
     """
-    besides = outcome.median_step_s - exchange_s(outcome)
-    return max(besides, outcome.phases_s["compute"] + outcome.phases_s["update"]) + outcome.dense_probe.seconds
+    besides = outcome.late_step_s - exchange_s(outcome)
+    phases = outcome.late_phases_s
+    return max(besides, phases["compute"] + phases["update"]) + outcome.dense_probe.seconds
 
 
 def judge(outcome: Outcome) -> str:
-    """Say in one sentence whether compression paid."""
+    """Say in one sentence whether compression paid: where plans changed, in the second half of the run."""
     if outcome.ranks == 1:
         return "one rank: nothing was exchanged, so there was nothing to gain; start it with mpiexec -n 4"
     times = outcome.dense_wire_bytes / outcome.wire_bytes if outcome.wire_bytes else float("inf")
-    dense = dense_step_s(outcome)
-    ratio = dense / outcome.median_step_s
+    dense, own = dense_step_s(outcome), outcome.late_step_s
+    ratio = dense / own
     fewer = f"{times:.1f} times fewer bytes left each rank than with a dense ring"
     if outcome.compressor.id == "dense" and outcome.compressor.get_config()["wire"] is None:
-        return f"dense exchange: nothing was compressed; a step took {outcome.median_step_s:.3f} s"
+        if not outcome.adapts:
+            return f"dense exchange: nothing was compressed; a step took {own:.3f} s"
+        share = sum(plan.share for plan in outcome.late_plans if plan.compressor.id == "dense")
+        mostly = "" if share > _ALWAYS else f" for {100 * share:.0f} % of the later steps"
+        return (
+            f"mpicomp chose dense exchange{mostly}: nothing that sends enough of the gradient beats it here; "
+            f"a step took {own:.3f} s"
+        )
     if ratio > 1 + _NOISE:
         return (
-            f"compression paid: a step took {outcome.median_step_s:.3f} s, {_faster(ratio)} than "
+            f"compression paid: a step took {own:.3f} s, {_faster(ratio)} than "
             f"the {dense:.3f} s with a dense exchange here, and {fewer}"
         )
     if ratio < 1 - _NOISE:
         return (
-            f"compression did not pay: a step took {outcome.median_step_s:.3f} s, with a dense exchange it would take "
+            f"compression did not pay: a step took {own:.3f} s, with a dense exchange it would take "
             f"{dense:.3f} s here, although {fewer}; use --compressor dense on this network"
         )
-    return f"compression made no difference to the time of a step ({outcome.median_step_s:.3f} s), and {fewer}"
+    return f"compression made no difference to the time of a step ({own:.3f} s), and {fewer}"
 
 
 def _faster(ratio: float) -> str:
@@ -66,4 +76,5 @@ def table(outcome: Outcome, quality_name: str, steps: int) -> str:
     ]
     if outcome.gain is not None:
         lines.append(f"gain (share of the accumulated gradient's energy that was sent): {outcome.gain:.3f}")
+    lines.append(chosen_table(outcome.plans, outcome.layers))
     return "\n".join(lines)

@@ -8,7 +8,7 @@ import zipfile
 
 import numpy as np
 import torch
-from mpicomp.bench.tasks.sampling import Sampler
+from mpicomp.bench.tasks.sampling import Sampler, evenly
 from mpicomp.bench.tasks.seeding import seeded
 from torch import nn
 from torch.nn import functional
@@ -49,6 +49,7 @@ class Digits:
     better = "higher"
     steps = 200
     clip = None
+    glance = 1.0
     batch_size = 32
 
     def __init__(self, seed: int = 0, data: str | os.PathLike[str] | None = None) -> None:
@@ -121,19 +122,20 @@ class Digits:
         return functional.cross_entropy(model(images.to(device)), labels.to(device))
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> float:
-        """Return the accuracy on all held-out images."""
+    def evaluate(self, model: nn.Module, share: float = 1.0) -> float:
+        """Return the accuracy on all held-out images, or on a share of them."""
         device = next(model.parameters()).device
         training = model.training
         model.eval()
         images, labels = self._test
+        indices = torch.from_numpy(evenly(len(labels), share))
         right = 0
         # In pieces, since a user's data may be large.
-        for start in range(0, len(labels), 1024):
-            piece = slice(start, start + 1024)
+        for start in range(0, len(indices), 1024):
+            piece = indices[start : start + 1024]
             right += int((model(images[piece].to(device)).argmax(1).cpu() == labels[piece]).sum())
         model.train(training)
-        return right / len(labels)
+        return right / len(indices)
 
 
 def _bundled(task: str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Which samples a rank sees in a step."""
+"""Which samples a rank sees in a step, and which are held out to be seen now and then."""
 
 from __future__ import annotations
 
@@ -55,3 +55,15 @@ class Sampler:
             self._epoch = epoch
         start = (within * ranks + rank) * self.batch
         return self._order[start : start + self.batch]
+
+
+def evenly(samples: int, share: float) -> np.ndarray:
+    """Return the numbers of a share of some samples, at least one, taken evenly from the first to the last.
+
+    Examples
+    --------
+    >>> evenly(9, 1 / 3).tolist()
+    [0, 4, 8]
+    """
+    count = max(1, round(share * samples))
+    return np.linspace(0, samples - 1, count).astype(np.int64)

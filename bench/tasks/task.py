@@ -28,6 +28,8 @@ class Task(Protocol):
     """Samples a rank sees in a step."""
     clip: float | None
     """Largest L2 norm of the averaged gradient, applied between exchange and update; None for no clipping."""
+    glance: float
+    """Share of the held-out samples that is enough to see in the course of training how it goes."""
 
     def model(self) -> torch.nn.Module:
         """Return a new model, initialised from the seed: the same bits on every rank."""
@@ -52,6 +54,14 @@ class Task(Protocol):
         """Return the mean loss of the model on a batch, ready for backward."""
         ...
 
-    def evaluate(self, model: torch.nn.Module) -> float:
-        """Return the quality on held-out data: always the same data, in the same order."""
+    def evaluate(self, model: torch.nn.Module, share: float = 1.0) -> float:
+        """Return the quality on held-out data: for one share always the same data, in the same order.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            Its mode, and all else, is left as it was.
+        share : float
+            In (0, 1]: of the held-out samples, taken evenly from end to end; at least one.
+        """
         ...

@@ -8,7 +8,7 @@ import os
 import numpy as np
 import torch
 from mpicomp.bench.tasks import corpus
-from mpicomp.bench.tasks.sampling import Sampler
+from mpicomp.bench.tasks.sampling import Sampler, evenly
 from mpicomp.bench.tasks.seeding import seeded
 from mpicomp.bench.tasks.tokens import Vocabulary
 from torch import nn
@@ -62,6 +62,7 @@ class TextLSTM:
     better = "lower"
     steps = 300
     clip = None
+    glance = 0.25
     batch_size = 8
     length = 20
 
@@ -79,7 +80,7 @@ class TextLSTM:
             )
         # Evenly over the held-out text, so that every file has its share.
         if len(self._test) > _EVALUATED:
-            self._test = self._test[np.linspace(0, len(self._test) - 1, _EVALUATED).astype(np.int64)]
+            self._test = self._test[evenly(len(self._test), _EVALUATED / len(self._test))]
         self._sampler = Sampler(self.name, len(self._train), self.batch_size, seed)
 
     def model(self) -> LanguageModel:
@@ -106,16 +107,17 @@ class TextLSTM:
         return functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> float:
-        """Return the mean loss on a fixed part of the held-out text."""
+    def evaluate(self, model: nn.Module, share: float = 1.0) -> float:
+        """Return the mean loss on a fixed part of the held-out text, or on a share of that."""
         training = model.training
         model.eval()
         total = 0.0
-        for start in range(0, len(self._test), 64):
-            batch = self._gather(self._test, np.arange(start, min(start + 64, len(self._test))))
+        indices = evenly(len(self._test), share)
+        for start in range(0, len(indices), 64):
+            batch = self._gather(self._test, indices[start : start + 64])
             total += float(self.loss(model, batch)) * len(batch)
         model.train(training)
-        return total / len(self._test)
+        return total / len(indices)
 
     def _samples(self, tokens: np.ndarray) -> np.ndarray:
         """View the text as samples that share no target: each is `length` tokens and the one after them."""

@@ -20,7 +20,7 @@ def main(steps=20):
     loss_of = torch.nn.MSELoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     mpicomp.torch.broadcast_parameters(model)  # 2
-    optimizer = mpicomp.torch.DistributedOptimizer(optimizer, model.named_parameters(), "topk")  # 3
+    optimizer = mpicomp.torch.DistributedOptimizer(optimizer, model.named_parameters())  # 3
 
     for _ in range(steps):
         optimizer.zero_grad()

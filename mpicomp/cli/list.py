@@ -16,7 +16,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the lists."""
     from mpicomp.collectives import collective_class, fitting, list_collectives
     from mpicomp.compressors import compressor_class, list_compressors
-    from mpicomp.policies import list_policies
+    from mpicomp.policies import list_policies, policy_class
 
     compressors: list[dict[str, Any]] = []
     for name in list_compressors():
@@ -44,7 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
         }
         for name in list_collectives()
     ]
-    policies: list[dict[str, Any]] = [{"name": name} for name in list_policies()]
+    policies: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "parameters": {key: value for key, value in policy_class(name)().get_config().items() if key != "id"},
+            "paper": policy_class(name).paper,
+        }
+        for name in list_policies()
+    ]
     if arguments.json:
         print(json.dumps({"compressors": compressors, "collectives": collectives, "policies": policies}, indent=1))
         return 0
@@ -64,9 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
         if entry["inner"]:
             print(f"    built upon another, which may follow a colon: {', '.join(entry['inner'])}")
         print(f"    paper: {entry['paper']}")
-    print("policies")
+    print("policies (defaults in brackets)")
     for entry in policies:
-        print(f"  {entry['name']}")
+        parameters = ", ".join(f"{key}={value}" for key, value in entry["parameters"].items())
+        print(f"  {entry['name']} ({parameters})" if parameters else f"  {entry['name']}")
+        print(f"    paper: {entry['paper']}")
     return 0
 
 

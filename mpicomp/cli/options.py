@@ -1,4 +1,4 @@
-"""What several commands do with their words: compressors, lists of ratios, files that will be written."""
+"""What several commands do with their words: compressors, policies, lists of ratios, files that will be written."""
 
 import json
 import os
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpicomp.compressors import Compressor
+    from mpicomp.policies import Policy
 
 
 def check_writable(command: str, path: str) -> None:
@@ -63,19 +64,17 @@ def read_list(text: str) -> list[str]:
 
 def read_configuration(command: str, text: str, ratio: float) -> dict[str, Any]:
     """Read a name or a JSON configuration; the ratio goes where the compressor has one that is not given."""
-    from mpicomp.errors import ConfigurationError
-
-    config: dict[str, Any] = {"id": text}
-    if text.lstrip().startswith("{"):
-        try:
-            config = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigurationError(
-                f"{command}: --compressor must be a name or JSON, got {text!r}: {error}"
-            ) from error
+    config = _named(command, "--compressor", text)
     if "id" in config and has_ratio(config["id"]):
         config.setdefault("ratio", ratio)
     return config
+
+
+def read_policy(command: str, text: str) -> "Policy":
+    """Give the policy of a name or a JSON configuration."""
+    from mpicomp.policies import get_policy
+
+    return get_policy(_named(command, "--policy", text))
 
 
 def read_numels(command: str, text: str) -> list[int]:
@@ -115,3 +114,16 @@ def has_ratio(name: str) -> bool:
     from mpicomp.compressors import compressor_class
 
     return any(entry.name == "ratio" for entry in fields(compressor_class(name)))
+
+
+def _named(command: str, option: str, text: str) -> dict[str, Any]:
+    """Read a name or a JSON object as a configuration."""
+    from mpicomp.errors import ConfigurationError
+
+    if not text.lstrip().startswith("{"):
+        return {"id": text}
+    try:
+        config: dict[str, Any] = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(f"{command}: {option} must be a name or JSON, got {text!r}: {error}") from error
+    return config

@@ -2,6 +2,14 @@
 
 import argparse
 import json
+import statistics
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpicomp.bench.tasks import Task
+    from mpicomp.bench.train import Outcome, Settings
+    from mpicomp.compressors import Compressor
+    from mpicomp.policies import Policy
 
 HELP = "train a real model on real data with compressed exchange, and say whether it paid"
 
@@ -12,10 +20,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compressor", help="a name from `mpicomp list`, or its configuration as JSON")
     parser.add_argument("--ratio", type=float, help="kept fraction in (0, 1], where the compressor has one (0.01)")
     parser.add_argument("--collective", default="auto", help="a name from `mpicomp list`, or auto (default)")
-    parser.add_argument("--policy", help="static where a compressor is named, auto where none is")
+    parser.add_argument(
+        "--policy",
+        help="a name from `mpicomp list`, or its configuration as JSON (default: static where a compressor is named, "
+        "auto where none is); with --compressor it chooses among that one's settings and dense",
+    )
     parser.add_argument("--steps", type=int, help="number of steps (default: what the task is tuned for)")
     parser.add_argument("--seed", type=int, default=0, help="of the model, the batches and the schemes (0)")
     parser.add_argument("--data", metavar="PATH", help="your own text (text-lstm) or npz (digits, vgg)")
+    parser.add_argument(
+        "--evaluate-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="look at held-out data every N steps, too (0)",
+    )
+    parser.add_argument("--replay", metavar="F", help="run the plans that another run has written with --metrics F")
     parser.add_argument("--json", metavar="F", help="write the outcome to F as one JSON object")
     parser.add_argument("--metrics", metavar="F", help="write a JSON line a step to F")
 
@@ -23,22 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print a verdict on rank 0."""
     from mpicomp import launcher
-    from mpicomp.cli.options import check_writable, read_configuration
-    from mpicomp.compressors import get_compressor
-    from mpicomp.compressors.base import check_ratio
+    from mpicomp.cli.options import check_least, check_writable
     from mpicomp.errors import ConfigurationError
 
-    ratio = 0.01 if arguments.ratio is None else check_ratio("train", arguments.ratio)
-    if arguments.steps is not None and arguments.steps < 1:
-        raise ConfigurationError(f"train: --steps must be at least 1, got {arguments.steps}")
-    compressor = None
-    if arguments.compressor is not None:
-        compressor = get_compressor(read_configuration("train", arguments.compressor, ratio))
+    if arguments.steps is not None:
+        check_least("train", "--steps", arguments.steps)
+    check_least("train", "--evaluate-every", arguments.evaluate_every, 0)
+    compressor = _compressor(arguments)
+    policy = _policy(arguments, compressor) if arguments.replay is None else _replay(arguments)
     launch = launcher.detect()
     if launch is None or launch.rank == 0:
         for path in filter(None, (arguments.json, arguments.metrics)):
             check_writable("train", path)
-    policy = arguments.policy or ("static" if compressor is not None else "auto")
     # MPI starts before torch is loaded: Slurm's pmi2 cuts the longer messages that MPICH sends it afterwards.
     from mpicomp.transport.mpi import MPITransport
 
@@ -46,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from mpicomp.bench.tasks import get_task
         from mpicomp.bench.train import Settings, train
-        from mpicomp.bench.verdict import dense_step_s, exchange_s, judge, table
+        from mpicomp.bench.verdict import judge, table
 
         task = get_task(arguments.task, arguments.seed, arguments.data)
     except ImportError as error:
@@ -60,48 +76,102 @@ def run(arguments: argparse.Namespace) -> int:
 
     group = transport.group
     first = group.rank == 0
-    settings = Settings(compressor, arguments.collective, policy, arguments.steps or task.steps, arguments.seed)
+    steps = arguments.steps or getattr(policy, "steps", None) or task.steps
+    settings = Settings(
+        compressor,
+        arguments.collective,
+        policy,
+        steps,
+        arguments.seed,
+        arguments.evaluate_every,
+        getattr(policy, "bucket_bytes", None),
+    )
     if first:
         what = "chosen by mpicomp" if compressor is None else repr(compressor)
-        print(f"{task.name}: {settings.steps} steps on {group.size} ranks, compressor {what}", flush=True)
+        print(f"{task.name}: {steps} steps on {group.size} ranks, policy {policy.id}, compressor {what}", flush=True)
     with MetricsWriter(arguments.metrics if first else None) as metrics:
         outcome = train(task, settings, transport, Progress(first), metrics)
     transport.close()
     if not first:
         return 0
-    verdict = judge(outcome)
-    print(table(outcome, task.quality_name, settings.steps))
-    print(f"verdict: {verdict}", flush=True)
+    print(table(outcome, task.quality_name, steps))
+    print(f"verdict: {judge(outcome)}", flush=True)
     if arguments.json is not None:
-        result = {
-            "schema": 1,
-            "task": task.name,
-            "compressor": outcome.compressor.id,
-            "compressor_config": outcome.compressor.get_config(),
-            "ratio": getattr(outcome.compressor, "ratio", 1.0),
-            "collective": outcome.collectives[0] if len(outcome.collectives) == 1 else arguments.collective,
-            "policy": policy,
-            "ranks": outcome.ranks,
-            "hosts": outcome.hosts,
-            "steps": settings.steps,
-            "seed": settings.seed,
-            "parameters": outcome.parameters,
-            "quality": {"name": task.quality_name, "value": outcome.quality, "better": task.better},
-            "median_step_s": outcome.median_step_s,
-            "phases_s": outcome.phases_s,
-            "exchange_s": exchange_s(outcome),
-            "dense_exchange_s": outcome.dense_probe.seconds,
-            "dense_collective": outcome.dense_probe.collective,
-            "dense_step_s": dense_step_s(outcome),
-            "gain": outcome.gain,
-            "sent_bytes": outcome.sent_bytes,
-            "wire_bytes": outcome.wire_bytes,
-            "dense_wire_bytes": outcome.dense_wire_bytes,
-            "dense_bytes": 4 * outcome.parameters * settings.steps,
-            "once_bytes": outcome.once_bytes,
-            "verdict": verdict,
-        }
         with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
+            json.dump(_result(task, settings, outcome), file, indent=1)
             file.write("\n")
     return 0
+
+
+def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
+    """Give the compressor that was named."""
+    from mpicomp.cli.options import read_configuration
+    from mpicomp.compressors import get_compressor
+    from mpicomp.compressors.base import check_ratio
+
+    ratio = 0.01 if arguments.ratio is None else check_ratio("train", arguments.ratio)
+    if arguments.compressor is None:
+        return None
+    return get_compressor(read_configuration("train", arguments.compressor, ratio))
+
+
+def _policy(arguments: argparse.Namespace, compressor: "Compressor | None") -> "Policy":
+    """Give the policy that was named, or the one that is meant; what it cannot work with is refused."""
+    from mpicomp.cli.options import read_policy
+    from mpicomp.policies import Named
+
+    words = arguments.policy or ("auto" if compressor is None else "static")
+    read_policy("train", words).adopt(Named(compressor, arguments.collective))  # one object serves one reducer
+    return read_policy("train", words)
+
+
+def _replay(arguments: argparse.Namespace) -> "Policy":
+    """Give the policy that runs recorded plans."""
+    from mpicomp.bench.replay import Replay
+    from mpicomp.errors import ConfigurationError
+
+    for option, value in (("compressor", None), ("ratio", None), ("policy", None), ("collective", "auto")):
+        if getattr(arguments, option) != value:
+            raise ConfigurationError(
+                f"train: --replay runs the plans in '{arguments.replay}', so --{option} says nothing; leave one out"
+            )
+    return Replay(arguments.replay, arguments.steps)
+
+
+def _result(task: "Task", settings: "Settings", outcome: "Outcome") -> dict[str, Any]:
+    """Give what --json writes."""
+    from mpicomp.bench.verdict import dense_step_s, exchange_s, judge
+
+    ratios = sorted(outcome.ratios)
+    return {
+        "schema": 1,
+        "task": task.name,
+        "compressor": outcome.compressor.id,
+        "compressor_config": outcome.compressor.get_config(),
+        "ratio": getattr(outcome.compressor, "ratio", 1.0),
+        "collective": outcome.collective,
+        "policy": settings.policy.id,
+        "policy_config": settings.policy.get_config(),
+        "ranks": outcome.ranks,
+        "hosts": outcome.hosts,
+        "steps": settings.steps,
+        "seed": settings.seed,
+        "parameters": outcome.parameters,
+        "quality": {"name": task.quality_name, "value": outcome.quality, "better": task.better},
+        "median_step_s": outcome.median_step_s,
+        "phases_s": outcome.phases_s,
+        "exchange_s": exchange_s(outcome),
+        "dense_exchange_s": outcome.dense_probe.seconds,
+        "dense_collective": outcome.dense_probe.collective,
+        "dense_step_s": dense_step_s(outcome),
+        "gain": outcome.gain,
+        "ratios": {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]},
+        "plans": [plan.to_json() for plan in outcome.plans],
+        "layers": [layer.to_json() for layer in outcome.layers],
+        "sent_bytes": outcome.sent_bytes,
+        "wire_bytes": outcome.wire_bytes,
+        "dense_wire_bytes": outcome.dense_wire_bytes,
+        "dense_bytes": 4 * outcome.parameters * settings.steps,
+        "once_bytes": outcome.once_bytes,
+        "verdict": judge(outcome),
+    }

@@ -1,6 +1,7 @@
 """Policies choose plans: which scheme each bucket uses in a step. One file each, one registry."""
 
 from mpicomp.policies.accordion import Accordion
+from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.gravac import GraVAC
 from mpicomp.policies.joint import Joint
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told
@@ -10,6 +11,7 @@ from mpicomp.policies.static import Static
 
 __all__ = [
     "Accordion",
+    "Adaptive",
     "Delivered",
     "GraVAC",
     "Joint",

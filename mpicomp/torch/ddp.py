@@ -9,6 +9,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError
+from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.stream import Stream
 from mpicomp.torch.gradients import overlap_thread
@@ -51,7 +52,7 @@ class DDPState:
         model: torch.nn.parallel.DistributedDataParallel,
         compressor: Compressor | str | Mapping[str, Any] | None = None,
         collective: str = "auto",
-        policy: str | None = None,
+        policy: Policy | str | Mapping[str, Any] | None = None,
         *,
         comm: Any = None,
         overlap: bool | None = None,

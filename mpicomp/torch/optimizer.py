@@ -8,6 +8,7 @@ import torch
 
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
+from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
 from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.gradients import Gradients
@@ -20,7 +21,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     named_parameters: Iterable[tuple[str, torch.Tensor]],
     compressor: Compressor | str | Mapping[str, Any] | None = None,
     collective: str = "auto",
-    policy: str | None = None,
+    policy: Policy | str | Mapping[str, Any] | None = None,
     *,
     feedback: bool | None = None,
     nonfinite: str = "raise",
@@ -58,8 +59,9 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         What the loss is scaled with. ``scaler.unscale_(optimizer)`` and ``scaler.step(optimizer)`` then average
         gradients first, and a step in which some rank's overflowed is left out on all of them, residuals as they were.
     bucket_bytes : int, optional
-        See `mpicomp.Reducer`. None takes 32 MiB where the compressor selects elements, whose exchange is mostly cost
-        that does not grow with a bucket, and 8 MiB elsewhere, so that the exchange begins early in backward.
+        See `mpicomp.Reducer`. None takes 32 MiB where elements are selected, or mpicomp chooses: such an exchange is
+        mostly cost that does not grow with a bucket. It takes 8 MiB elsewhere, so that the exchange begins early in
+        backward.
     **settings
         Further settings of `mpicomp.Reducer`.
 
@@ -119,7 +121,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     if scaler is not None:
         nonfinite = "skip"
     if bucket_bytes is None:
-        selects = compressor is not None and compressor.message in ("sparse", "shared")
+        selects = compressor is None or compressor.message in ("sparse", "shared")
         bucket_bytes = _LARGE_BUCKET if selects else _SMALL_BUCKET
     named = list(named_parameters)
     parameters = _parameters(optimizer, named)

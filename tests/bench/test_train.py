@@ -70,12 +70,15 @@ def test_digits_learns_and_the_outcome_is_told(mpiexec, tmp_path, ranks, argumen
     )
     if collective == "auto":
         ran = {bucket["collective"] for line in lines for bucket in line["buckets"]}
-        assert result["collective"] == ("auto" if len(ran) > 1 else next(iter(ran)))
+        if arguments:
+            assert result["collective"] == ("auto" if len(ran) > 1 else next(iter(ran)))
+        else:
+            assert result["collective"] in ran
         assert all(bucket["reason"].startswith("auto: ") for line in lines for bucket in line["buckets"])
         assert all(bucket["predicted_s"] > 0 for line in lines for bucket in line["buckets"])
     else:
         assert result["collective"] == collective
-    assert result["policy"] == ("static" if arguments else "auto")
+    assert result["policy"] == result["policy_config"]["id"] == ("static" if arguments else "auto")
     assert result["quality"]["name"] == "held-out accuracy"
     assert result["quality"]["better"] == "higher"
     assert result["quality"]["value"] > 0.7  # ten classes
@@ -93,7 +96,104 @@ def test_digits_learns_and_the_outcome_is_told(mpiexec, tmp_path, ranks, argumen
     if collective != "auto":  # lines are rank 0's, and in some collectives it sends more than others
         wire = sum(line["wire_bytes"] for line in lines)
         assert wire == pytest.approx(result["wire_bytes"], rel=0.02)
+    assert all(line["quality"] is None for line in lines)
+    check_choices(result, lines)
     assert set(lines[0]["phases_s"]) == {"compute", "compress", "exchange", "decode", "update", "other"}
+
+
+def check_choices(result, lines):
+    """Compare what is said of plans and layers with the lines."""
+    kept = [sum(own["ratio_reached"] * own["numel"] for own in line["buckets"]) for line in lines]
+    ratios = sorted(np.array(kept) / result["parameters"])
+    assert result["ratios"]["least"] == pytest.approx(ratios[0])
+    assert result["ratios"]["most"] == pytest.approx(ratios[-1])
+    assert result["ratios"]["median"] == pytest.approx(np.median(ratios))
+    for plan in result["plans"]:
+        same = [
+            own["numel"]
+            for line in lines
+            for own in line["buckets"]
+            if (own["compressor"], own["collective"]) == (plan["compressor_config"], plan["collective"])
+        ]
+        assert plan["share"] == pytest.approx(sum(same) / result["parameters"] / len(lines))
+        assert plan["compressor"] == plan["compressor_config"]["id"]
+        assert plan["ratio"] == plan["compressor_config"].get("ratio", 1.0)
+    assert sum(plan["share"] for plan in result["plans"]) == pytest.approx(1)
+    layers = {layer["name"]: layer for layer in result["layers"]}
+    assert sum(layer["numel"] for layer in layers.values()) == result["parameters"]
+    ran = {plan["collective"].partition(":")[0] for plan in result["plans"] if plan["compressor"] != "dense"}
+    if not ran & {"star-topk", "var-topk", "gtopk", "oktopk"}:  # in which more is kept than comes to be sent, or less
+        mean = sum(layer["ratio"] * layer["numel"] for layer in layers.values()) / result["parameters"]
+        assert mean == pytest.approx(np.mean(ratios), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "adapts"), [('{"id": "auto", "fidelity": 0.5}', True), ("auto", True), ("static", False)]
+)
+def test_a_policy_chooses_among_settings_of_the_compressor_and_dense(mpiexec, tmp_path, policy, adapts):
+    arguments = ["--task", "digits", "--steps", "40", "--compressor", "topk", "--policy", policy]
+    done, result, lines = train(mpiexec, tmp_path, 2, *arguments)
+    assert done.returncode == 0, done.stderr
+    ran = {bucket["compressor"]["id"] for line in lines for bucket in line["buckets"]}
+    assert ran <= {"topk", "dense"}
+    assert {bucket["compressor"].get("wire") for line in lines for bucket in line["buckets"]} == {None}
+    if adapts:
+        assert lines[0]["buckets"][0]["compressor"]["id"] == "dense"  # careful at first
+        half = [own for line in lines[20:] for own in line["buckets"]]
+        kinds = [own["compressor"]["id"] for own in half]
+        assert result["compressor"] == max(set(kinds), key=kinds.count)
+        assert result["collective"] in {own["collective"] for own in half}
+        assert any(layer["gain"] is not None for layer in result["layers"])
+    else:
+        assert result["compressor"] == "topk"
+        assert all(layer["gain"] is None for layer in result["layers"])
+    if "fidelity" in policy:
+        assert result["policy_config"] == {"id": "auto", "fidelity": 0.5}
+    check_choices(result, lines)
+
+
+def test_what_is_run_is_shown_in_every_line_and_in_the_end(mpiexec, tmp_path):
+    arguments = ["--task", "digits", "--steps", "20", "--compressor", "topk", "--ratio", "0.05"]
+    done, result, lines = train(mpiexec, tmp_path, 2, *arguments, "--collective", "allgather")
+    shown = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(shown) >= 10
+    for text in shown:
+        step = int(text.split()[1].split("/")[0]) - 1
+        assert text.endswith(f"ratio 0.05  allgather  gain {lines[step]['buckets'][0]['gain']:.2f}")
+    table = done.stdout[done.stdout.index("what was run") :].splitlines()
+    assert table[1].split("  ")[1].strip() == "TopK(ratio=0.05)"
+    assert table[1].endswith("100.0 %")
+    names = [line.split()[0] for line in table[3:]]
+    assert names[: len(result["layers"])] == [layer["name"] for layer in result["layers"]]
+
+
+def test_held_out_data_are_looked_at_beside_the_timed_steps(mpiexec, tmp_path):
+    arguments = ["--task", "digits", "--steps", "20", "--compressor", "topk", "--collective", "allgather"]
+    done, result, lines = train(mpiexec, tmp_path, 2, *arguments, "--evaluate-every", "5")
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in lines if line["quality"] is not None] == [4, 9, 14, 19]
+    assert lines[19]["quality"] == result["quality"]["value"]  # of digits all are looked at every time
+    assert f"held-out {lines[19]['quality']:.3f}" in done.stdout
+    _, _, without = train(mpiexec, tmp_path, 2, *arguments)
+    assert [line["loss"] for line in without] == [line["loss"] for line in lines]
+
+
+def test_recorded_plans_are_run_again(mpiexec, tmp_path):
+    arguments = ["--task", "digits", "--steps", "30"]
+    first = tmp_path / "first"
+    first.mkdir()
+    done, _, recorded = train(mpiexec, first, 2, *arguments)
+    assert done.returncode == 0, done.stderr
+    steps = 12
+    arguments = ["--task", "digits", "--replay", first / "metrics.jsonl", "--steps", steps]
+    done, result, lines = train(mpiexec, tmp_path, 2, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert len(lines) == result["steps"] == steps
+    assert result["policy"] == "replay"
+    for step, line in enumerate(lines):
+        expected = recorded[step * 30 // steps]["buckets"]
+        for own, other in zip(line["buckets"], expected, strict=True):
+            assert (own["compressor"], own["collective"]) == (other["compressor"], other["collective"])
 
 
 def test_a_second_run_is_the_same_run(mpiexec, tmp_path):
@@ -118,6 +218,14 @@ def test_a_second_run_is_the_same_run(mpiexec, tmp_path):
         (["--task", "digits", "--compressor", "topk", "--collective", "allreduce"], "use allgather, star-topk"),
         (["--task", "digits", "--collective", "alreduce"], "unknown name 'alreduce'; did you mean 'allreduce'"),
         (["--task", "digits", "--policy", "statc"], "unknown name 'statc'; did you mean 'static'"),
+        (["--task", "digits", "--policy", '{"id": '], "--policy must be a name or JSON"),
+        (["--task", "digits", "--policy", '{"fidelity": 0.9}'], "names its policy under 'id'"),
+        (["--task", "digits", "--policy", '{"id": "auto", "fidelity": 2}'], "auto: fidelity must be in (0, 1], got 2"),
+        (["--task", "digits", "--policy", '{"id": "auto", "fidel": 1}'], "name 'fidel'; did you mean 'fidelity'"),
+        (["--task", "digits", "--policy", "auto", "--compressor", "onebit"], "which onebit cannot give"),
+        (["--task", "digits", "--evaluate-every", "-1"], "--evaluate-every must be at least 0, got -1"),
+        (["--task", "digits", "--replay", "nowhere"], "replay: 'nowhere' cannot be read"),
+        (["--task", "digits", "--replay", "m.jsonl", "--policy", "auto"], "so --policy says nothing; leave one out"),
         (["--task", "digits", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["--task", "digits", "--seed", "-1"], "seed"),
         (["--task", "digits", "--data", "/nonexistent.npz"], "/nonexistent.npz"),

@@ -20,11 +20,13 @@ def test_a_step_record():
     reducer = mpicomp.Reducer("topk", comm=LocalWorld(1).transports[0])
     reducer.reduce({"w": np.ones(10, np.float32)}, lr=0.1)
     line = json.loads(json.dumps(reducer.last_step.to_json()))
-    compare(line, "A line of --metrics", left_out=["loss"])
+    compare(line, "A line of --metrics", left_out=["loss", "quality"])
     compare(line["phases_s"], "phases_s of a line", left_out=["compute", "update"])
     for bucket in line["buckets"]:
         compare(bucket, "An entry of buckets")
         assert list(bucket["phases_s"]) == ["compress", "exchange", "decode"]
+        for layer in bucket["layers"]:
+            compare(layer, "An entry of layers")
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,8 @@ def test_the_lines_of_a_run(run):
         compare(line["phases_s"], "phases_s of a line")
         for bucket in line["buckets"]:
             compare(bucket, "An entry of buckets")
+            for layer in bucket["layers"]:
+                compare(layer, "An entry of layers")
 
 
 def test_the_object_of_a_run(run):
@@ -56,5 +60,10 @@ def test_the_object_of_a_run(run):
     compare(outcome, "The object of --json")
     compare(outcome["phases_s"], "phases_s of a line")
     compare(outcome["quality"], "quality")
+    compare(outcome["ratios"], "ratios")
+    for plan in outcome["plans"]:
+        compare(plan, "An entry of plans")
+    for layer in outcome["layers"]:
+        compare(layer, "An entry of layers")
     assert outcome["dense_bytes"] == 4 * outcome["parameters"] * outcome["steps"]
     assert outcome["wire_bytes"] == pytest.approx(sum(line["wire_bytes"] for line in lines), abs=8 * len(lines))

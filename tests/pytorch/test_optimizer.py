@@ -32,7 +32,7 @@ def backward(model, seed):
     ],
     ids=["sgd", "adam", "adamw"],
 )
-@pytest.mark.parametrize("compressor", [None, mpicomp.TopK(ratio=1.0)], ids=str)
+@pytest.mark.parametrize("compressor", [mpicomp.Dense(), mpicomp.TopK(ratio=1.0)], ids=str)
 def test_one_rank_that_sends_everything_is_the_plain_optimizer(make, compressor):
     plain, wrapped = network(), network()
     one = make(plain.parameters())
@@ -164,7 +164,7 @@ def test_ranks_together_are_one_large_batch(comm):
     model, reference = network(seed=comm.rank), network(seed=0)
     mpicomp.torch.broadcast_parameters(model, comm=comm)
     optimizer = mpicomp.torch.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters(), comm=comm
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compressor="dense", comm=comm
     )
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(10):

@@ -59,6 +59,15 @@ def test_learns(task):
     assert model.training
 
 
+def test_a_share_is_the_accuracy_on_images_taken_evenly(task):
+    model = train(task, 20)
+    images, labels = (held_out[::64] for held_out in task._test)
+    assert len(labels) == 8  # of 449, 64 apart
+    right = [int(model(image[None]).argmax()) == int(label) for image, label in zip(images, labels, strict=True)]
+    assert task.evaluate(model, 8 / 449) == np.mean(right)
+    assert task.evaluate(model, 1e-9) in (0, 1)  # one image
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (1, 8, 8), (3, 13, 10), (5, 2), (30,)])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float64])
 def test_users_arrays(tmp_path, shape, dtype):

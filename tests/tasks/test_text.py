@@ -72,6 +72,15 @@ def test_evaluate_is_repeatable_and_leaves_no_trace(task):
     assert not model.training
 
 
+def test_a_share_is_the_mean_loss_of_samples_taken_evenly(task):
+    model = task.model()
+    with torch.no_grad():
+        losses = [float(task.loss(model, torch.from_numpy(row[None].astype(np.int64)))) for row in task._test[::93]]
+    assert len(losses) == 12  # 1023 is 11 times 93
+    assert task.evaluate(model, 12 / 1024) == pytest.approx(np.mean(losses), rel=1e-5)
+    assert task.evaluate(model, task.glance) == pytest.approx(task.evaluate(model), rel=0.02)
+
+
 def test_every_held_out_file_is_evaluated(task):
     # The part that is evaluated spans the held-out text from end to end.
     assert len(task._test) == 1024

@@ -1,0 +1,160 @@
+"""The plans of another run, run again: what they take on this network, without what chose them."""
+
+import hashlib
+import json
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mpicomp.collectives import Scheme, bind
+from mpicomp.compressors import Compressor, get_compressor
+from mpicomp.cost import CostModel
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies import Delivered, Named, Plan, Policy, Shape
+from mpicomp.policies.policy import feedback_of
+from mpicomp.transport.base import Asked, Transport
+
+
+@dataclass(eq=False)
+class Replay(Policy):
+    """Runs what ``mpicomp train --metrics`` has recorded: compressor and collective of every bucket.
+
+    Step s of S runs recorded step ``floor(s * recorded / S)``, so that a long run is played in fewer steps
+    and each part of it has its share. A step that was undone is run again. Nothing is surveyed or predicted:
+    what it took to choose is not in the seconds.
+
+    Parameters
+    ----------
+    path : str
+        The recorded lines; the same ones on all ranks.
+    steps : int or None
+        In how many steps they are played: S. What comes after runs the last ones. None stands for as many as there are.
+    """
+
+    id: ClassVar[str] = "replay"
+    paper: ClassVar[str] = "none; for measurements"
+
+    path: str
+    steps: int | None = None
+
+    def check(self) -> None:
+        """Read the lines.
+
+        Raises
+        ------
+        ConfigurationError
+            Where there are none, or they hold no plans.
+        """
+        if self.steps is not None and self.steps < 1:
+            raise ConfigurationError(f"replay: steps must be at least 1, got {self.steps}")
+        self._recorded = _read(self.path)
+        self.steps = self.steps or len(self._recorded)
+        self._step = 0
+        self._shapes: list[Shape] = []
+        self._bound: dict[tuple[int, str, str], Scheme[Any]] = {}
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Length at which 32-bit arrays are cut into the buckets that were recorded.
+
+        A bucket was closed where the next array would have passed the limit of that run. It would pass that of the
+        largest bucket of several arrays as well, which is not larger.
+        """
+        first = self._recorded[0]
+        return max((4 * bucket["numel"] for bucket in first if len(bucket["layers"]) > 1), default=1)
+
+    def adopt(self, named: Named) -> None:
+        """See `Policy.adopt`; there are residuals where one of the recorded compressors has them.
+
+        Raises
+        ------
+        ConfigurationError
+            Where something was named: all of it was recorded.
+        """
+        if named.compressor is not None or named.collective != "auto":
+            raise ConfigurationError("replay: what was recorded is run; name no compressor and no collective with it")
+        found = [get_compressor(json.loads(config)) for config in self._configs()]
+        self.compressor: Compressor = next((own for own in found if own.id != "dense"), found[0])
+        self.feedback = any(feedback_of(own, named.feedback) for own in found)
+
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+        """See `Policy.start`.
+
+        Raises
+        ------
+        ConfigurationError
+            Where buckets are not those that were recorded.
+        """
+        here = [(shape.names, shape.sizes) for shape in shapes]
+        for line, buckets in enumerate(self._recorded, 1):
+            there = [
+                (tuple(own["name"] for own in bucket["layers"]), tuple(own["numel"] for own in bucket["layers"]))
+                for bucket in buckets
+            ]
+            if there != here:
+                raise ConfigurationError(
+                    f"replay: '{self.path}' line {line} has buckets of {_sizes(there)} elements, here they are of "
+                    f"{_sizes(here)} or of other parameters; train the same model, with the same bucket_bytes"
+                )
+        self._shapes = list(shapes)
+        self._bound.clear()
+        return
+        yield
+
+    def plan(self, bucket: int) -> Plan:
+        """See `Policy.plan`."""
+        assert self.steps is not None
+        place = min(self._step * len(self._recorded) // self.steps, len(self._recorded) - 1)
+        recorded = self._recorded[place][bucket]
+        key = bucket, json.dumps(recorded["compressor"]), recorded["collective"]
+        if key not in self._bound:
+            shape = self._shapes[bucket]
+            own = get_compressor(recorded["compressor"]).within(shape.names, shape.sizes, shape.shapes)
+            self._bound[key] = bind(own, recorded["collective"])
+        return Plan(self._bound[key], f"replay: step {place}")
+
+    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
+        """See `Policy.deliver`."""
+        self._step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Policy.state_dict`."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
+        """See `Policy.load_state_dict`."""
+        self._step = int(state.get("step", 0))
+
+    def get_config(self) -> dict[str, Any]:
+        """See `Policy.get_config`, with a digest of the plans: ranks that have read different ones are told so."""
+        plans = [[(own["compressor"], own["collective"]) for own in buckets] for buckets in self._recorded]
+        digest = hashlib.blake2b(json.dumps(plans).encode(), digest_size=8).hexdigest()
+        return super().get_config() | {"plans": digest}
+
+    def _configs(self) -> list[str]:
+        """Give the recorded compressors' configurations, each once."""
+        return list(dict.fromkeys(json.dumps(own["compressor"]) for buckets in self._recorded for own in buckets))
+
+
+def _read(path: str) -> list[list[dict[str, Any]]]:
+    """Give the recorded buckets of every step."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            steps = [json.loads(line)["buckets"] for line in file if line.strip()]
+        for buckets in steps:
+            for bucket in buckets:
+                bind(get_compressor(bucket["compressor"]), bucket["collective"])
+                [(layer["name"], layer["numel"]) for layer in bucket["layers"]]
+    except OSError as error:
+        raise ConfigurationError(f"replay: '{path}' cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"replay: '{path}' must hold lines that mpicomp train --metrics wrote, got {type(error).__name__}: {error}"
+        ) from error
+    if not steps or not all(steps):
+        raise ConfigurationError(f"replay: '{path}' must hold steps with buckets; it has {len(steps)} lines")
+    return steps
+
+
+def _sizes(buckets: Sequence[tuple[Sequence[str], Sequence[int]]]) -> str:
+    return ", ".join(f"{sum(sizes):,}" for _, sizes in buckets)

@@ -1,0 +1,134 @@
+"""Recorded plans are run again."""
+
+import json
+
+import numpy as np
+import pytest
+from mpicomp.bench.replay import Replay
+from worlds import Ranks
+
+import mpicomp
+from mpicomp.errors import ConfigurationError, DisagreementError
+
+SIZES = {"a": 700, "b": 300, "c": 2000, "d": 40}
+CUT = 4 * 1000  # bytes: a and b share a bucket, c passes the limit and has its own, and so has d
+PLANS = [
+    (mpicomp.Dense(), "ring"),
+    (mpicomp.TopK(ratio=0.1), "allgather"),
+    (mpicomp.TopK(ratio=0.01, wire="bf16"), "star-topk:scatter-reduce"),
+    (mpicomp.Dense(wire="bf16"), "scatter-reduce"),
+    (mpicomp.TopK(ratio=0.02, layers={"b": 0.5}), "gtopk"),
+]
+
+
+def gradients(ranks, step):
+    random = [np.random.default_rng((step, rank)) for rank in range(ranks)]
+    return [{name: own.laplace(size=size).astype(np.float32) for name, size in SIZES.items()} for own in random]
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Write what a run with another plan in every step and bucket would have, as --metrics does."""
+    path = tmp_path / "metrics.jsonl"
+    lines = []
+    for step in range(len(PLANS)):
+        buckets = []
+        for place in range(3):
+            compressor, collective = PLANS[(step + place) % len(PLANS)]
+            world = Ranks(2, compressor, collective, bucket_bytes=CUT)
+            world.reduce(gradients(2, step))
+            buckets.append(world.reducers[0].last_step.to_json()["buckets"][place])
+        lines.append(json.dumps({"step": step, "buckets": buckets}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def make(ranks, path, steps=None):
+    """Make reducers, each with a policy of its own."""
+    policies = [Replay(str(path), steps) for _ in range(ranks)]
+    world = Ranks(1)
+    world.world = type(world.world)(ranks, True)
+    cut = policies[0].bucket_bytes
+    world.reducers = [
+        mpicomp.Reducer(policy=policy, comm=end, bucket_bytes=cut)
+        for policy, end in zip(policies, world.world.transports, strict=True)
+    ]
+    return world
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("steps", [None, 3, 5, 12])
+def test_every_part_of_the_recorded_run_has_its_share(recorded, ranks, steps):
+    world = make(ranks, recorded, steps)
+    total = steps or len(PLANS)
+    for step in range(total + 2):
+        given = gradients(ranks, step)
+        before = {name: world.residual_sum(name) if step else 0.0 for name in SIZES}
+        means = world.reduce(given)
+        place = min(step * len(PLANS) // total, len(PLANS) - 1)
+        expected = [PLANS[(place + bucket) % len(PLANS)] for bucket in range(3)]
+        for reducer in world.reducers:
+            ran = [(own.compressor, own.collective, own.reason) for own in reducer.last_step.buckets]
+            assert ran == [(own.get_config(), name, f"replay: step {place}") for own, name in expected]
+        for name in SIZES:
+            assert all(np.array_equal(mean[name], means[0][name]) for mean in means)
+            entered = sum(own[name].astype(float) for own in given) + before[name]
+            left = ranks * means[0][name].astype(float) + world.residual_sum(name)
+            np.testing.assert_allclose(left, entered, atol=1e-4)
+
+
+def test_arrays_are_cut_as_they_were(recorded):
+    assert Replay(str(recorded)).bucket_bytes == CUT
+    world = make(2, recorded)
+    world.reduce(gradients(2, 0))
+    assert [own.numel for own in world.reducers[0].last_step.buckets] == [1000, 2000, 40]
+
+
+def test_other_buckets_are_refused(recorded):
+    world = make(2, recorded)
+    with pytest.raises(
+        ConfigurationError, match="line 1 has buckets of 1,000, 2,000, 40 elements, here they are of 9 "
+    ):
+        world.reduce([{"a": np.ones(9, np.float32)}] * 2)
+    renamed = [{name.upper(): array for name, array in own.items()} for own in gradients(2, 0)]
+    with pytest.raises(ConfigurationError, match="or of other parameters; train the same model"):
+        make(2, recorded).reduce(renamed)
+
+
+def test_ranks_that_have_read_different_plans_do_not_start(recorded, tmp_path):
+    world = make(2, recorded)
+    other = tmp_path / "other.jsonl"
+    first, *_, last = recorded.read_text().splitlines()
+    other.write_text("\n".join([first] * 4 + [last]))
+    end = world.world.transports[1]
+    world.reducers[1] = mpicomp.Reducer(policy=Replay(str(other)), comm=end, bucket_bytes=CUT)
+    with pytest.raises(DisagreementError, match="policy"):
+        world.reduce(gradients(2, 0))
+
+
+def test_a_restart_goes_on_where_it_was(recorded):
+    world, again = make(2, recorded), make(2, recorded)
+    for step in range(2):
+        world.reduce(gradients(2, step))
+    for reducer, own in zip(again.reducers, world.reducers, strict=True):
+        reducer.load_state_dict(own.state_dict())
+    means = [each.reduce(gradients(2, 2))[0] for each in (world, again)]
+    assert all(np.array_equal(means[0][name], means[1][name]) for name in SIZES)
+    assert again.reducers[0].last_step.buckets[0].reason == "replay: step 2"
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"step": 0}', '{"buckets": []}', "[1]", '{"buckets": [{}]}', "text"])
+def test_a_file_that_holds_no_plans(tmp_path, content):
+    path = tmp_path / "m.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigurationError, match=r"^replay: '.*m\.jsonl' must hold "):
+        Replay(str(path))
+
+
+def test_what_cannot_be(recorded, tmp_path):
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        Replay(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigurationError, match="steps must be at least 1, got 0"):
+        Replay(str(recorded), 0)
+    with pytest.raises(ConfigurationError, match="name no compressor and no collective"):
+        mpicomp.Reducer("topk", policy=Replay(str(recorded)), comm=Ranks(1).world.transports[0])

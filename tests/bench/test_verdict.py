@@ -1,0 +1,86 @@
+"""What a run is said to have come to, from numbers made up."""
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("torch")
+
+from mpicomp.bench.choices import Ran
+from mpicomp.bench.probe import Probe
+from mpicomp.bench.train import PHASES, Outcome
+from mpicomp.bench.verdict import dense_step_s, exchange_s, judge, table
+
+import mpicomp
+
+TOPK, DENSE, HALF = mpicomp.TopK(ratio=0.01), mpicomp.Dense(), mpicomp.Dense(wire="bf16")
+
+
+def phases(**seconds):
+    return dict.fromkeys(PHASES, 0.0) | seconds
+
+
+def outcome(**changed):
+    """Give a run whose steps computed for 0.1 s, and whose exchange took 0.02 s where a dense one takes 0.2 s."""
+    parts = phases(compute=0.1, compress=0.005, exchange=0.011, decode=0.004)
+    plan = Ran(TOPK, 0.01, "allgather", 1.0, 0.01)
+    settings = {
+        "quality": 0.9, "parameters": 1000, "ranks": 4, "hosts": 4, "adapts": False, "compressor": TOPK,
+        "collective": "allgather", "median_step_s": 0.12, "phases_s": parts, "late_step_s": 0.12,
+        "late_phases_s": parts,
+        "sent_bytes": 100, "wire_bytes": 100, "dense_wire_bytes": 1000, "once_bytes": 0, "gain": 0.5,
+        "own_probe": Probe("allgather", 0.02, 0.011, 5), "dense_probe": Probe("ring", 0.2, 0.2, 5), "steps_timed": 95,
+        "ratios": [0.01] * 100, "plans": [plan], "late_plans": [plan], "layers": [],
+    }  # fmt: skip
+    return Outcome(**(settings | changed))
+
+
+def test_a_step_with_dense_exchange_is_what_is_besides_and_the_dense_exchange():
+    run = outcome()
+    assert exchange_s(run) == pytest.approx(0.02)
+    assert dense_step_s(run) == pytest.approx(0.1 + 0.2)
+    assert judge(run).startswith(
+        "compression paid: a step took 0.120 s, 2.5 times faster than the 0.300 s with a dense"
+    )
+
+
+def test_where_plans_changed_the_later_steps_count_which_ran_what_was_probed():
+    # Dense at first: the median of all steps is that of dense ones, and says nothing of what was found in the end.
+    slow = phases(compute=0.1, exchange=0.2)
+    run = outcome(adapts=True, median_step_s=0.3, phases_s=slow)
+    assert dense_step_s(run) == pytest.approx(0.3)
+    assert "2.5 times faster" in judge(run)
+    assert "seconds a step: 0.3000" in table(run, "held-out accuracy", 100)
+
+
+def test_compression_that_did_not_pay():
+    run = outcome(dense_probe=Probe("ring", 0.001, 0.001, 5))
+    assert judge(run).startswith("compression did not pay: a step took 0.120 s")
+    assert judge(run).endswith("use --compressor dense on this network")
+
+
+def test_dense_that_was_named_and_dense_that_was_chosen():
+    plans = [Ran(DENSE, 1.0, "ring", 0.97, 1.0), Ran(TOPK, 0.01, "allgather", 0.03, 0.01)]
+    run = outcome(compressor=DENSE, collective="ring", plans=plans, late_plans=plans)
+    assert judge(run) == "dense exchange: nothing was compressed; a step took 0.120 s"
+    run = dataclasses.replace(run, adapts=True)
+    assert judge(run) == (
+        "mpicomp chose dense exchange: nothing that sends enough of the gradient beats it here; a step took 0.120 s"
+    )
+    plans = [
+        Ran(DENSE, 1.0, "ring", 0.5, 1.0),
+        Ran(DENSE, 1.0, "allreduce", 0.2, 1.0),
+        Ran(TOPK, 0.01, "gtopk", 0.3, 0),
+    ]
+    assert "chose dense exchange for 70 % of the later steps:" in judge(dataclasses.replace(run, late_plans=plans))
+
+
+def test_sixteen_bits_on_the_wire_are_compared_as_every_other_choice():
+    plan = Ran(HALF, 1.0, "scatter-reduce", 1.0, 1.0)
+    run = outcome(adapts=True, compressor=HALF, collective="scatter-reduce", plans=[plan], late_plans=[plan])
+    assert judge(run).startswith("compression paid")
+
+
+def test_one_rank_and_nothing_to_gain():
+    assert judge(outcome(ranks=1)).startswith("one rank: nothing was exchanged")
+    assert judge(outcome(dense_probe=Probe("ring", 0.02, 0.02, 5))).startswith("compression made no difference")

@@ -1,0 +1,81 @@
+"""docs/policies.md: its code runs, its tables have every setting, and its example keeps the laws."""
+
+import json
+import re
+import runpy
+
+import numpy as np
+import pytest
+from tables import DOCS
+from worlds import Ranks
+
+import mpicomp
+from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.policies import list_policies, policy_class
+
+PAGE = (DOCS / "policies.md").read_text()
+OURS = [name for name in list_policies() if policy_class(name).__module__.startswith("mpicomp.policies")]
+
+
+@pytest.fixture(autouse=True)
+def _among_the_examples(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS / "examples")
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_policy_has_a_section_with_its_settings_and_defaults(name):
+    sections = re.split(r"^## (.+)$", PAGE, flags=re.MULTILINE)
+    text = sections[sections.index(name) + 1]
+    written = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", text, flags=re.MULTILINE))
+    config = policy_class(name)().get_config()
+    assert written == {key: repr(value) for key, value in config.items() if key != "id"}
+    assert f"\n| `{name}` | " in PAGE  # which one to take
+
+
+def test_the_blocks_run(mpiexec, tmp_path):
+    script = tmp_path / "script.py"
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    check = "\nimport json\nif reducer.transport.group.rank == 0:\n"
+    check += "    print(json.dumps([bucket.collective, reducer.policy.get_config()]))\n"
+    script.write_text("\n".join(blocks) + check)
+    done = mpiexec(2, script, timeout=100)
+    assert done.returncode == 0, done.stderr
+    collective, config = json.loads(done.stdout)
+    assert collective in mpicomp.list_collectives() or ":" in collective
+    assert config["id"] == "schedule"
+
+
+def test_a_policy_in_one_file(capsys):
+    runpy.run_path(str(DOCS / "examples" / "use_flush.py"))
+    reasons = capsys.readouterr().out.splitlines()
+    assert [reason.split(",")[0] for reason in reasons] == [
+        "flush: 0 steps after a flush",
+        "flush: 1 steps after a flush",
+        "flush: flush",
+    ]
+    with pytest.raises(ConfigurationError, match="flush: every must be at least 1, got 0"):
+        mpicomp.Reducer("topk", policy={"id": "flush", "every": 0}, comm=Ranks(1).world.transports[0])
+    with pytest.raises(UnknownNameError, match="did you mean 'every'"):
+        mpicomp.Reducer("topk", policy={"id": "flush", "evry": 3}, comm=Ranks(1).world.transports[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_it_flushes_on_all_ranks_and_loses_nothing(ranks):
+    import flush
+
+    world = Ranks(ranks, mpicomp.TopK(ratio=0.05), policy={"id": flush.Flush.id, "every": 4})
+    again = Ranks(ranks, mpicomp.TopK(ratio=0.05), policy={"id": "flush", "every": 4})
+    entered = left = 0.0
+    for step in range(10):
+        given = [{"w": np.random.default_rng((step, rank)).laplace(size=500)} for rank in range(ranks)]
+        means = world.reduce(given)
+        assert all(np.array_equal(mean["w"], means[0]["w"]) for mean in means)
+        entered = entered + sum(own["w"] for own in given)
+        left = left + ranks * means[0]["w"]
+        np.testing.assert_allclose(left + world.residual_sum("w"), entered, atol=1e-9)
+        assert world.residual_sum("w").any() == (step % 4 != 3)
+        if step == 5:
+            for reducer, other in zip(again.reducers, world.reducers, strict=True):
+                reducer.load_state_dict(other.state_dict())
+        elif step > 5:
+            assert np.array_equal(again.reduce(given)[0]["w"], means[0]["w"])
