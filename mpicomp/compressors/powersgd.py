@@ -1,7 +1,8 @@
 """Low rank: a matrix travels as the product of two thin ones."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, ClassVar
 
@@ -46,6 +47,9 @@ class PowerSGD(Compressor):
         Steps before this one are dense.
     warm_start : bool
         Whether a step begins with the factor of the one before, and not with a random one.
+    layers : mapping of str to int, optional
+        Ranks of their own for parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first
+        pattern that matches counts.
     wire : {None, "fp16", "bf16"}
         How factors travel; the 16-bit forms are summed in at least float32.
 
@@ -77,13 +81,18 @@ class PowerSGD(Compressor):
     min_compression_rate: float = 2.0
     start_step: int = 0
     warm_start: bool = True
+    layers: Mapping[str, int] | None = None
     wire: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 1), ("start_step", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigurationError(f"powersgd: {name} must be an integer of at least {least}, got {value!r}")
+            _check_least(name, getattr(self, name), least)
+        if self.layers is not None:
+            if not isinstance(self.layers, Mapping):
+                raise ConfigurationError(f"powersgd: layers must map names to ranks, got {self.layers!r}")
+            for pattern, own in self.layers.items():
+                _check_least(f"layers['{pattern}']", own, 1)
+            object.__setattr__(self, "layers", {str(pattern): own for pattern, own in self.layers.items()})
         check_range("powersgd", "min_compression_rate", self.min_compression_rate, 0, float("inf"))
         check_choice("powersgd", "warm_start", self.warm_start, (True, False))
         check_choice("powersgd", "wire", self.wire, (None, "fp16", "bf16"))
@@ -107,14 +116,18 @@ class PowerSGD(Compressor):
     def within(self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> "PowerSGD":
         """Give the compressor for a bucket of these parameters; see `Compressor.within`."""
         found, start = [], 0
-        for size, shape in zip(sizes, shapes or [(size,) for size in sizes], strict=True):
+        for name, size, shape in zip(names, sizes, shapes or [(size,) for size in sizes], strict=True):
             if len(shape) > 1 and size:
                 rows, columns = shape[0], prod(shape[1:])
-                rank = min(self.rank, rows, columns)
+                rank = min(self.rank_of(name), rows, columns)
                 if (rows + columns) * rank * self.min_compression_rate < rows * columns:
                     found.append(Matrix(start, rows, columns, rank))
             start += size
         return _Shaped(**_parameters(self), found=tuple(found))
+
+    def rank_of(self, name: str) -> int:
+        """Give the rank that a parameter of this name is asked for, however small it is."""
+        return next((own for pattern, own in (self.layers or {}).items() if fnmatchcase(name, pattern)), self.rank)
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,8 +144,13 @@ class _Shaped(PowerSGD):
         return {"id": self.id} | _parameters(self)
 
 
+def _check_least(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"powersgd: {name} must be an integer of at least {least}, got {value!r}")
+
+
 def _parameters(compressor: PowerSGD) -> dict[str, Any]:
-    names = ("rank", "min_compression_rate", "start_step", "warm_start", "wire")
+    names = ("rank", "min_compression_rate", "start_step", "warm_start", "layers", "wire")
     return {name: getattr(compressor, name) for name in names}
 
 

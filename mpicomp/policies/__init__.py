@@ -2,8 +2,10 @@
 
 from mpicomp.policies.accordion import Accordion
 from mpicomp.policies.adaptive import Adaptive
+from mpicomp.policies.flexible import Flexible
 from mpicomp.policies.gravac import GraVAC
 from mpicomp.policies.joint import Joint
+from mpicomp.policies.lgreco import LGreCo
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told
 from mpicomp.policies.registry import get_policy, list_policies, policy_class, register_policy
 from mpicomp.policies.schedule import Schedule
@@ -13,8 +15,10 @@ __all__ = [
     "Accordion",
     "Adaptive",
     "Delivered",
+    "Flexible",
     "GraVAC",
     "Joint",
+    "LGreCo",
     "Named",
     "Plan",
     "Policy",

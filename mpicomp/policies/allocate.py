@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Choice = NDArray[np.int64]
+Places = NDArray[np.int32]
 
 
 def least_total(
@@ -47,12 +48,12 @@ def least_total(
     """
     best = np.full(bins + len(errors) + 1, np.inf)
     best[0] = 0.0
-    choices = []
+    choices: list[Places] = []
     for own_errors, own_sizes in zip(errors, sizes, strict=True):
         best, chosen = _extend(best, _units(own_errors, limit, bins), own_sizes)
         choices.append(chosen)
     if not np.isfinite(best).any():
-        return np.array([own.argmin() for own in errors]) if default is None else default
+        return _least_errors(errors) if default is None else default
     found = _walk_back(choices, errors, limit, bins, int(best.argmin()))
     if default is not None and total(errors, default) <= limit and total(sizes, default) <= total(sizes, found):
         return default
@@ -99,7 +100,7 @@ def least_makespan(
     (6.0, [0, 1])
     """
     best = np.full(bins + len(errors) + 1, -np.inf)  # before the first bucket there is no end to wait for
-    choices = []
+    choices: list[Places] = []
     for own_errors, own_seconds, moment in zip(errors, seconds, ready, strict=True):
         best, chosen = _extend(np.maximum(best, moment), _units(own_errors, limit, bins), own_seconds)
         choices.append(chosen)
@@ -112,7 +113,7 @@ class Solutions:
     def __init__(
         self,
         best: NDArray[np.float64],
-        choices: list[Choice],
+        choices: list[Places],
         errors: Sequence[NDArray[np.float64]],
         limit: float,
         bins: int,
@@ -124,8 +125,10 @@ class Solutions:
         self._bins = bins
 
     def at(self, place: int) -> Choice:
-        """Give the setting of every bucket, shape (buckets,)."""
+        """Give the setting of every bucket, shape (buckets,); where no choice is within, those of least error."""
         start = int(self._best[: place + 1].argmin())
+        if not np.isfinite(self._best[start]):
+            return _least_errors(self._errors)
         return _walk_back(self._choices, self._errors, self._limit, self._bins, start)
 
 
@@ -134,31 +137,38 @@ def total(table: Sequence[NDArray[np.float64]], choice: Choice) -> float:
     return float(sum(own[place] for own, place in zip(table, choice, strict=True)))
 
 
+def _least_errors(errors: Sequence[NDArray[np.float64]]) -> Choice:
+    return np.array([own.argmin() for own in errors])
+
+
 def _units(errors: NDArray[np.float64], limit: float, bins: int) -> NDArray[np.int64]:
-    """Give errors in bins, rounded up; more than any capacity where they are beyond the limit."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        units = np.ceil(np.where(errors > 0, errors / limit * bins, 0.0) - 1e-9)
+    """Give errors in bins, rounded up; more than any capacity where they are beyond the limit or not a number.
+
+    A billionth of a bin is passed over, so that what is a whole number of bins stays that after a division.
+    """
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        units = np.ceil(np.where(errors == 0, 0.0, errors / limit * bins) - 1e-9)
     return np.where(units <= bins, units, 1 << 40).astype(np.int64)
 
 
 def _extend(
     best: NDArray[np.float64], units: NDArray[np.int64], values: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], Choice]:
+) -> tuple[NDArray[np.float64], Places]:
     """Add a part: give the best value for every error so far, and what was chosen for it."""
     out = np.full(best.size, np.inf)
-    chosen = np.zeros(best.size, np.int64)
+    chosen = np.zeros(best.size, np.int32)
     for setting, (own, value) in enumerate(zip(units.tolist(), values.tolist(), strict=True)):
         if own >= best.size:
             continue
         now = best[: best.size - own] + value
         better = now < out[own:]
-        out[own:][better] = now[better]
-        chosen[own:][better] = setting
+        np.copyto(out[own:], now, where=better)
+        np.copyto(chosen[own:], setting, where=better)
     return out, chosen
 
 
 def _walk_back(
-    choices: list[Choice], errors: Sequence[NDArray[np.float64]], limit: float, bins: int, place: int
+    choices: list[Places], errors: Sequence[NDArray[np.float64]], limit: float, bins: int, place: int
 ) -> Choice:
     found = np.zeros(len(choices), np.int64)
     for part in range(len(choices) - 1, -1, -1):

@@ -1,11 +1,13 @@
 """What ranks measure of an accumulated gradient and tell each other now and then: the same table on all of them."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.compressors.powersgd import Matrix, orthonormal
 from mpicomp.kernels import cpu
 
 BINS = 64
@@ -15,6 +17,8 @@ _PER_BIN = 2  # of the kernel's bins, eight for every power of two
 _ALL = cpu.BINS // _PER_BIN
 _FINITE = 2040 // _PER_BIN  # bins from here on hold infinity and NaN
 _WHOLE = 1 << 16  # elements; a shorter layer is looked at as a whole
+_SPARE = 4  # directions beside those that are asked for, which make these more exact
+_ROUNDS = 3  # of a subspace iteration
 
 
 class Survey(Protocol):
@@ -89,6 +93,63 @@ class SpectrumSurvey:
         return total
 
 
+class RankSurvey:
+    """Energies that approximations of matrices leave out at several ranks, and energies of all layers.
+
+    The leading directions come from a subspace iteration that starts at random, the same on all ranks. What it finds to
+    be left out is at least what the best approximation leaves out, and at high ranks of slowly falling singular values
+    some percent more.
+
+    Parameters
+    ----------
+    matrices : sequence of Matrix
+        Of the bucket.
+    ranks : sequence of (int, int)
+        For each the lowest and the highest rank, up to its smaller side; all from one to the other are measured.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], ranks: Sequence[tuple[int, int]]) -> None:
+        self._matrices = tuple(matrices)
+        self._ranks = tuple(ranks)
+
+    def width(self, sizes: Sequence[int]) -> int:
+        """See `Survey.width`: energies of the layers, then each matrix's by rank."""
+        return len(sizes) + sum(most - least + 1 for least, most in self._ranks)
+
+    def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
+        """See `Survey.measure`; NaN for matrices that hold it or infinity."""
+        bounds = np.cumsum([0, *sizes])
+        parts = [np.array([cpu.energy(accumulated[start:stop]) for start, stop in itertools.pairwise(bounds)])]
+        for matrix, (least, most) in zip(self._matrices, self._ranks, strict=True):
+            own = accumulated[matrix.start : matrix.stop].reshape(matrix.rows, matrix.columns)
+            parts.append(_beside(own, most)[least - 1 :])
+        with np.errstate(over="ignore"):
+            return np.concatenate(parts).astype(np.float32)
+
+    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
+        """See `Survey.energies`."""
+        return measured[: len(sizes)].astype(np.float64)
+
+    def lost(self, told: NDArray[np.float32], sizes: Sequence[int]) -> list[NDArray[np.float64]]:
+        """Give what each matrix loses at its ranks, summed over what ranks have measured, shape (ranks, width)."""
+        cuts = np.cumsum([len(sizes), *(most - least + 1 for least, most in self._ranks)])
+        return np.split(told.astype(np.float64).sum(axis=0), cuts)[1:-1]
+
+
+def _beside(matrix: NDArray[np.floating], most: int) -> NDArray[np.float64]:
+    """Give the energy beside the leading directions of a matrix, from 1 to ``most`` of them."""
+    energy = cpu.energy(matrix.reshape(-1))
+    if not np.isfinite(energy):
+        return np.full(most, np.nan)
+    directions = min(*matrix.shape, most + _SPARE)
+    right = np.random.default_rng(0).standard_normal((matrix.shape[1], directions)).astype(matrix.dtype)
+    for _ in range(_ROUNDS):
+        right = matrix.T @ orthonormal(matrix @ orthonormal(right))
+    squares = np.linalg.svd(right.astype(np.float64), compute_uv=False) ** 2
+    left: NDArray[np.float64] = np.maximum(energy - np.cumsum(squares[:most]), 0.0)
+    return left
+
+
 class Spectra:
     """Spectra of a bucket's layers, summed over ranks.
 
@@ -123,12 +184,18 @@ class Spectra:
         return total
 
     def lost(self, ratios: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Give the energy that selections of each layer's largest elements leave out, shape (layers, ratios)."""
-        return np.array([_lost(*layer, size * ratios) for layer, size in zip(self._layers(), self.sizes, strict=True)])
+        """Give the energy that selections of each layer's largest elements leave out, shape (layers, ratios).
+
+        Ratios are the same for all layers, shape (ratios,), or each layer's own, shape (layers, ratios).
+        """
+        own = np.broadcast_to(ratios, (len(self.sizes), ratios.shape[-1]))
+        parts = zip(self._layers(), self.sizes, own, strict=True)
+        return np.array([_lost(layer[0], layer[1], size * asked) for layer, size, asked in parts])
 
     def lost_together(self, ratios: NDArray[np.float64]) -> NDArray[np.float64]:
         """Give the energy that selections of the whole bucket's largest elements leave out, shape (ratios,)."""
-        return _lost(*self._bins.sum(axis=1), sum(self.sizes) * ratios)
+        counts, energies = self._bins.sum(axis=1)
+        return _lost(counts, energies, sum(self.sizes) * ratios)
 
     def _layers(self) -> NDArray[np.float64]:
         return self._bins.transpose(1, 0, 2)
@@ -138,4 +205,5 @@ def _lost(counts: NDArray[np.float64], energies: NDArray[np.float64], kept: NDAr
     """Give the energy beside the ``kept`` largest elements; inside a bin all are taken to be alike."""
     above = np.concatenate(([0.0], np.cumsum(counts[::-1])))
     of_them = np.concatenate(([0.0], np.cumsum(energies[::-1])))
-    return np.maximum(of_them[-1] - np.interp(kept, above, of_them), 0.0)
+    lost: NDArray[np.float64] = np.maximum(of_them[-1] - np.interp(kept, above, of_them), 0.0)
+    return lost

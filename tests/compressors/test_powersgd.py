@@ -98,6 +98,32 @@ def test_what_is_compressed_is_what_pytorch_compresses():
     assert mpicomp.PowerSGD().within(names, sizes).matrices == ()
 
 
+def test_a_rank_for_every_layer():
+    names, shapes = list(SHAPES), list(SHAPES.values())
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    compressor = mpicomp.PowerSGD(rank=1, layers={"con*": 3, "c*": 2, "b": 5, "small": 9})
+    found = compressor.within(names, sizes, shapes)
+    # The first pattern that matches counts; what is not worth it and what is no matrix stay dense.
+    assert found.matrices == (Matrix(0, 6, 40, 1), Matrix(247, 12, 27, 3))
+    assert mpicomp.get_compressor(compressor.get_config()) == compressor
+    assert found.get_config() == compressor.get_config()
+    plain = mpicomp.PowerSGD(rank=3).within(names, sizes, shapes)
+    assert mpicomp.PowerSGD(rank=7, layers={"*": 3}).within(names, sizes, shapes).matrices == plain.matrices
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_nothing_is_lost_with_a_rank_for_every_layer(size):
+    means, reducers = run(mpicomp.PowerSGD(rank=1, layers={"conv": 3}), size, 4)
+    record = reducers[0].last_step.buckets[0]
+    # One rank alone sends nothing.
+    assert record.sent_bytes == (size > 1) * 4 * (6 * 1 + 12 * 3 + 7 + 6 + 1 + 40 * 1 + 27 * 3 + 8)
+    for name in SHAPES:
+        put_in = np.sum([gradients(step, rank)[name] for step in range(4) for rank in range(size)], axis=0)
+        delivered = size * np.sum([mean[name] for mean in means], axis=0)
+        kept = np.sum([reducer.residual(name) for reducer in reducers], axis=0)
+        np.testing.assert_allclose(delivered + kept, put_in, rtol=1e-4, atol=2e-4)
+
+
 def test_the_first_steps_may_be_dense():
     means, reducers = run(mpicomp.PowerSGD(rank=1, start_step=2), 2, 3)
     for step in range(2):
@@ -164,6 +190,8 @@ def test_the_basis_is_orthonormal_whatever_it_is_made_of():
     [
         ({"rank": 0}, "rank must be an integer of at least 1, got 0"),
         ({"start_step": -1}, "start_step must be an integer of at least 0"),
+        ({"layers": ["a"]}, r"layers must map names to ranks, got \['a'\]"),
+        ({"layers": {"a": 1.5}}, r"layers\['a'\] must be an integer of at least 1, got 1.5"),
         ({"wire": "fp8"}, "wire must be None, 'fp16' or 'bf16'"),
     ],
 )

@@ -1,0 +1,300 @@
+"""L-GreCo: a ratio or a rank for every layer, so that the model's error is what it was and the bytes are fewest."""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives import fitting
+from mpicomp.compressors import Compressor, PowerSGD, TopK
+from mpicomp.compressors.base import check_range
+from mpicomp.cost import CostModel
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies.adaptive import Adaptive
+from mpicomp.policies.allocate import least_total, total
+from mpicomp.policies.levels import at_ratio, check_least, ladder
+from mpicomp.policies.policy import Delivered, Named, Shape, Told
+from mpicomp.policies.registry import get_policy, register_policy
+from mpicomp.policies.surveys import Survey
+from mpicomp.policies.tables import Table, table_for
+from mpicomp.transport.base import Asked, Transport
+
+_SURVEYS = 10  # steps that are looked at before an adjustment
+_RATIOS, _RANKS = 8.0, 2.0  # how far candidates are from the uniform setting
+
+
+@register_policy
+@dataclass(eq=False)
+class LGreCo(Adaptive):
+    """Gives each layer its own ratio (top-k) or rank (PowerSGD), anew every few steps.
+
+    Among the candidates of all layers of the model those are taken whose bytes are fewest, with a sum of errors of at
+    most ``alpha`` times that of the uniform setting, which is what the compressor was given. The dynamic programme cuts
+    that limit into 10000 parts; the sum may be above it by one of them for every layer. With ``alpha=1`` what is
+    chosen is never larger than what is uniform.
+
+    The error of a layer is the L2 norm, not squared, of what its setting leaves out of the accumulated gradient. It
+    comes from the last ten steps before an adjustment: for top-k from spectra, of one element in eight where layers are
+    large, for PowerSGD from the leading singular values of every matrix. Every rank solves the same problem.
+
+    Uniform means the same setting for each layer, as in the paper: under this policy top-k selects in every layer
+    by itself, from the first step on. PowerSGD's vectors and matrices that are not worth compressing travel as they
+    do without this policy.
+
+    With ``on`` another policy runs beside this one, and the error of what it chooses stands in place of the uniform
+    one's. It sees the gains of what is sent instead, which has about the same error. Buckets that it sends dense stay
+    so. Where it changes its choice, that is taken as it is for one step, and layers are adjusted at the next.
+
+    Parameters
+    ----------
+    alpha : float
+        Share of the uniform error that is allowed, above 0.
+    every : int
+        Steps between adjustments, at least 2.
+    first : int
+        Steps before the first one, which are uniform; at least 2.
+    span : float or None
+        Candidates are up to this many times lower and higher than the uniform setting, at least 1. None is 8 for ratios
+        and 2 for ranks, with ``on`` 4 for ranks.
+    on : str, mapping or None
+        A policy's name or configuration: one that chooses a setting of the compressor for each bucket, such as
+        ``"gravac"``.
+    """
+
+    id: ClassVar[str] = "lgreco"
+    paper: ClassVar[str] = (
+        "L-GreCo, Alimohammadi et al. 2022, arXiv 2210.17357; errors of all ranks from spectra (top-k) or a subspace "
+        "iteration (PowerSGD), the programme's capacity is one part a layer larger, never larger than uniform"
+    )
+
+    alpha: float = 1.0
+    every: int = 50
+    first: int = 20
+    span: float | None = None
+    on: str | Mapping[str, Any] | None = None
+
+    def check(self) -> None:
+        """See `Policy.check`."""
+        check_range(self.id, "alpha", self.alpha, 0, float("inf"))
+        if self.alpha == 0:
+            raise ConfigurationError(f"{self.id}: alpha must be above 0, got {self.alpha!r}")
+        check_least(self.id, "every", self.every, 2)
+        check_least(self.id, "first", self.first, 2)
+        if self.span is not None:
+            check_range(self.id, "span", self.span, 1, float("inf"))
+        self._inner: Adaptive | None = None
+        if self.on is not None:
+            if not isinstance(self.on, str | Mapping):
+                raise ConfigurationError(f"{self.id}: on must be a policy's name or configuration, got {self.on!r}")
+            inner = get_policy(self.on)
+            if not isinstance(inner, Adaptive) or isinstance(inner, LGreCo):
+                raise ConfigurationError(
+                    f"{self.id}: on must be a policy that chooses a setting of the compressor for each bucket, such as "
+                    f"gravac, got {inner.id}"
+                )
+            self._inner, self.on = inner, inner.get_config()
+
+    def adopt(self, named: Named) -> None:
+        """See `Policy.adopt`. Where no compressor was named it is top-k."""
+        super().adopt(named)
+        if self._inner is not None:
+            # It chooses settings alone: with a collective that is named it measures nothing.
+            collective = self._pinned or fitting(self.compressor)[0]
+            self._inner.adopt(Named(self.compressor, collective, self.feedback))
+        spans = _RATIOS if isinstance(self.compressor, TopK) else _RANKS * (1 if self._inner is None else 2)
+        self._span = spans if self.span is None else self.span
+        self._count = 0  # steps since the last adjustment
+        self._adjusted = False
+        self._tables: list[Table] = []
+        self._bases: list[Compressor | None] = []  # what the error is to be that of, in the last step
+        self._solved: list[Compressor | None] = []  # what it was when the layers were adjusted
+        self._chosen: dict[str, Any] = {}  # settings by layer, and what each had where they were chosen
+        self._instead: dict[str, Any] = {}
+        self._plans: list[tuple[Compressor, Compressor, str] | None] = []  # of each bucket: what for, what, and why
+        self._reason = ""
+        self._looked: list[tuple[Survey | None, Survey | None]] = []  # the other policy's and this one's, in this step
+        self._surveyed: dict[
+            int, list[tuple[Survey | None, Survey | None]]
+        ] = {}  # of steps that are yet to be heard of
+
+    def check_compressor(self) -> None:
+        """See `Adaptive.check_compressor`."""
+        if not isinstance(self.compressor, TopK | PowerSGD):
+            raise ConfigurationError(
+                f"{self.id}: needs a compressor with a ratio or a rank for each layer, which {self.compressor.id} has "
+                "not; use topk or powersgd, or policy='static'"
+            )
+        if self.compressor.layers:
+            raise ConfigurationError(
+                f"{self.id}: chooses settings of layers by itself, so {self.compressor.id} cannot have them; "
+                "leave layers out, or use policy='static'"
+            )
+
+    @property
+    def listens(self) -> bool:
+        """See `Policy.listens`: what was surveyed in a step comes at the end of the next one."""
+        other = self._inner is not None and self._inner.listens
+        return super().listens or other or bool(self._surveyed)
+
+    def survey(self, bucket: int) -> Survey | None:
+        """See `Policy.survey`: in the steps before an adjustment."""
+        other = None if self._inner is None else self._inner.survey(bucket)
+        # What the last step before an adjustment would tell comes too late.
+        looks = self._count >= self._period - 1 - _SURVEYS and self._count != self._period - 1
+        own = self._tables[bucket].survey if looks else None
+        self._looked[bucket] = other, own
+        return _Both(other, own) if other is not None and own is not None else other or own
+
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+        """See `Policy.start`."""
+        self._tables = [table_for(self.compressor, shape, self._span) for shape in shapes]
+        self._bases, self._solved = [None] * len(shapes), [None] * len(shapes)
+        self._plans = [None] * len(shapes)
+        self._looked = [(None, None)] * len(shapes)
+        self._surveyed = {}
+        names = {name for table in self._tables for name in table.own(self.compressor)}
+        if not names <= self._chosen.keys():
+            self._count, self._adjusted = 0, False
+        if self._inner is not None:
+            yield from self._inner.start(shapes, transport)
+        yield from super().start(shapes, transport)
+
+    def levels(self) -> list[Compressor]:
+        """See `Adaptive.levels`; PowerSGD is predicted to take what it does at the uniform rank."""
+        if not isinstance(self.compressor, TopK):
+            return [self.compressor]
+        ratio = self.compressor.ratio
+        ratios = ladder(ratio / self._span, min(1.0, ratio * self._span))
+        return [at_ratio(self.compressor, own) for own in ratios]
+
+    def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
+        """See `Policy.refresh`: adjusts what is due."""
+        if self._inner is not None:
+            yield from self._inner.refresh(transport)
+        yield from super().refresh(transport)
+        due = self._count >= self._period
+        if due:
+            for table in self._tables:
+                table.renew()
+        known = all(table.known for table in self._tables)
+        if due and known:
+            self._count, self._adjusted = 0, True
+            self._solve()
+        elif self._adjusted and known and self._bases != self._solved:
+            self._solve()
+
+    def choose(self, bucket: int) -> tuple[Compressor | None, str]:
+        """See `Adaptive.choose`."""
+        base, why = (self.compressor, "") if self._inner is None else self._inner.choose(bucket)
+        self._bases[bucket] = base
+        if base is None:
+            return None, why
+        plan = self._plans[bucket]
+        if plan is None or plan[0] != base:
+            table = self._tables[bucket]
+            own = table.own(base)
+            adjusted = all(self._instead.get(name) == setting for name, setting in own.items()) and bool(own)
+            chosen = {name: self._chosen[name] for name in own} if adjusted else own
+            reason = self._reason if adjusted else "every layer alike"
+            plan = self._plans[bucket] = base, table.within(base, chosen), reason
+        return plan[1], "; ".join(filter(None, (why, plan[2])))
+
+    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
+        """See `Policy.deliver`."""
+        self._count += 1
+        if any(survey is not None for pair in self._looked for survey in pair):
+            self._surveyed[step] = list(self._looked)
+        if self._inner is not None:
+            self._inner.deliver(step, delivered)
+
+    def learn(self, told: Told) -> None:
+        """See `Policy.learn`."""
+        super().learn(told)
+        pairs = self._surveyed.get(told.step, [])
+        self._surveyed = {step: own for step, own in self._surveyed.items() if step > told.step}
+        others: dict[int, NDArray[np.float32]] = {}
+        for bucket, rows in told.surveys.items() if pairs else ():
+            other, own = pairs[bucket]
+            width = 0 if other is None else other.width(self._shapes[bucket].sizes)
+            if other is not None:
+                others[bucket] = rows[:, :width]
+            if own is not None:
+                self._tables[bucket].take(rows[:, width:])
+        if self._inner is not None:
+            self._inner.learn(replace(told, surveys=others))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Policy.state_dict`."""
+        return {
+            "count": self._count,
+            "adjusted": self._adjusted,
+            "chosen": dict(self._chosen),
+            "instead": dict(self._instead),
+            "on": None if self._inner is None else self._inner.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
+        """See `Policy.load_state_dict`."""
+        super().load_state_dict(state, cost)
+        self._count, self._adjusted = int(state.get("count", 0)), bool(state.get("adjusted", False))
+        self._chosen, self._instead = dict(state.get("chosen", {})), dict(state.get("instead", {}))
+        self._plans = [None] * len(self._plans)
+        self._reason = "as before the restart"
+        if self._inner is not None:
+            self._inner.load_state_dict(state.get("on") or {}, None)
+
+    @property
+    def _period(self) -> int:
+        return self.every if self._adjusted else self.first
+
+    def _solve(self) -> None:
+        """Choose settings of all layers that are compressed."""
+        self._solved = list(self._bases)
+        self._plans = [None] * len(self._tables)
+        pairs = [(table, base) for table, base in zip(self._tables, self._bases, strict=True) if base is not None]
+        settings = [table.settings(base) for table, base in pairs]
+        errors = [own for (table, _), columns in zip(pairs, settings, strict=True) for own in table.errors(columns)]
+        sizes = [
+            own for (table, base), columns in zip(pairs, settings, strict=True) for own in table.sizes(columns, base)
+        ]
+        columns = [own for part in settings for own in part]
+        before = [table.own(base) for table, base in pairs]
+        values = [value for own in before for value in own.values()]
+        default = np.array([np.searchsorted(own, value) for own, value in zip(columns, values, strict=True)], np.int64)
+        limit = self.alpha * total(errors, default)
+        choice = least_total(errors, sizes, limit, default)
+        found = [own[place].item() for own, place in zip(columns, choice, strict=True)]
+        nbytes, uniform = self._nbytes(pairs, found), self._nbytes(pairs, values)
+        if nbytes > uniform and total(errors, default) <= limit:
+            found, nbytes = values, uniform  # sizes of layers do not quite add up to a message
+        names = [name for own in before for name in own]
+        self._chosen, self._instead = dict(zip(names, found, strict=True)), dict(zip(names, values, strict=True))
+        share = nbytes / uniform if uniform else 1.0
+        self._reason = f"layers at {share:.2f} of the bytes of all alike"
+
+    def _nbytes(self, pairs: Sequence[tuple[Table, Compressor]], values: Sequence[Any]) -> float:
+        """Give the bytes of all buckets' messages."""
+        nbytes, place = 0.0, 0
+        for table, base in pairs:
+            layers = len(table.own(base))
+            nbytes += table.nbytes(values[place : place + layers], base)
+            place += layers
+        return nbytes
+
+
+class _Both:
+    """Two surveys in one."""
+
+    def __init__(self, first: Survey, second: Survey) -> None:
+        self._first, self._second = first, second
+
+    def width(self, sizes: Sequence[int]) -> int:
+        return self._first.width(sizes) + self._second.width(sizes)
+
+    def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
+        return np.concatenate([own.measure(accumulated, sizes, step) for own in (self._first, self._second)])
+
+    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
+        return self._second.energies(measured[self._first.width(sizes) :], sizes)

@@ -1,0 +1,110 @@
+"""Several objectives at once: what nothing else beats in all of them, and one choice among that."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.errors import ConfigurationError
+
+Objectives = NDArray[np.float64]
+"""A row each, shape (rows, objectives); less is better in every column."""
+
+_POPULATION, _OFFSPRING, _GENERATIONS, _SEED = 40, 10, 40, 1  # of NSGA-II, as in Flexible Communication's code
+
+
+def front(objectives: Objectives) -> NDArray[np.int64]:
+    """Give the rows that no other one dominates, ascending by the first objective.
+
+    A row dominates another one that it is nowhere worse and somewhere better than. Of equal rows the first is given.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> front(np.array([[3.0, 1.0], [1.0, 2.0], [2.0, 2.0], [1.0, 2.0]])).tolist()
+    [1, 0]
+    """
+    no_worse = (objectives[:, None] <= objectives[None]).all(axis=2)
+    better = (objectives[:, None] < objectives[None]).any(axis=2)
+    equal_before = np.tril(no_worse & no_worse.T, -1).any(axis=1)
+    rows = np.flatnonzero(~((no_worse & better).any(axis=0) | equal_before))
+    return rows[np.lexsort(objectives[rows].T[::-1])]
+
+
+def normalised(objectives: Objectives) -> Objectives:
+    """Give objectives from 0, the ideal, to 1, the nadir: the least and the most of each among these rows."""
+    ideal, nadir = objectives.min(axis=0), objectives.max(axis=0)
+    scaled: Objectives = (objectives - ideal) / np.where(nadir > ideal, nadir - ideal, 1.0)
+    return scaled
+
+
+def weighted(objectives: Objectives, weights: Sequence[float]) -> int:
+    """Give the row of a front whose worst weighted objective is least (achievement scalarising), after normalising.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> weighted(np.array([[0.0, 1.0], [0.3, 0.3], [1.0, 0.0]]), (0.5, 0.5))
+    1
+    """
+    worst = (normalised(objectives) * np.asarray(weights)).max(axis=1)
+    return int(worst.argmin())
+
+
+def knee(objectives: Objectives) -> int:
+    """Give the row of a front that is farthest below the plane through its ends, after normalising; else the first.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> knee(np.array([[0.0, 1.0], [0.1, 0.4], [0.5, 0.3], [1.0, 0.0]]))
+    1
+    """
+    return int(normalised(objectives).sum(axis=1).argmin())
+
+
+def evolve(
+    evaluate: Callable[[NDArray[np.float64]], Objectives], least: Sequence[float], most: Sequence[float]
+) -> NDArray[np.float64]:
+    """Seek a front of real variables by NSGA-II, with the settings of Flexible Communication's code.
+
+    Parameters
+    ----------
+    evaluate : callable
+        Gives the objectives of variables, shape (rows, variables).
+    least, most : sequence of float
+        Bounds of each variable.
+
+    Returns
+    -------
+    array, shape (rows, variables)
+        The same for the same objectives.
+
+    Raises
+    ------
+    ConfigurationError
+        Where pymoo is not installed.
+    """
+    try:
+        from pymoo.algorithms.moo.nsga2 import NSGA2
+        from pymoo.core.problem import Problem
+        from pymoo.operators.crossover.sbx import SBX
+        from pymoo.operators.mutation.pm import PM
+        from pymoo.optimize import minimize
+    except ImportError:
+        raise ConfigurationError(
+            "pareto: NSGA-II needs pymoo, which is not installed; pip install 'mpicomp[nsga]', or use solver='exact'"
+        ) from None
+
+    class _Problem(Problem):  # type: ignore[misc]  # pymoo has no types
+        def _evaluate(self, x: NDArray[np.float64], out: dict[str, Any], *_: Any, **__: Any) -> None:
+            out["F"] = evaluate(x)
+
+    lower, upper = np.asarray(least, float), np.asarray(most, float)
+    problem = _Problem(n_var=lower.size, n_obj=evaluate(lower[None]).shape[1], xl=lower, xu=upper)
+    algorithm = NSGA2(
+        pop_size=_POPULATION, n_offsprings=_OFFSPRING, crossover=SBX(prob=0.9, eta=15), mutation=PM(eta=20)
+    )
+    found: NDArray[np.float64] = minimize(problem, algorithm, ("n_gen", _GENERATIONS), seed=_SEED).X
+    return np.atleast_2d(found)

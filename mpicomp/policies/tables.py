@@ -1,0 +1,230 @@
+"""Errors and sizes of a bucket's layers at every setting of a compressor: what L-GreCo chooses among."""
+
+import glob
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors import Compressor, PowerSGD, TopK, get_compressor
+from mpicomp.compressors.base import kept
+from mpicomp.compressors.message import message_bytes
+from mpicomp.policies.levels import ladder
+from mpicomp.policies.policy import Shape
+from mpicomp.policies.surveys import RankSurvey, Spectra, SpectrumSurvey, Survey
+
+Column = NDArray[Any]
+"""Settings of one layer, ascending: ratios or ranks."""
+
+_STRIDE = 8  # of a survey of selections: one group of elements in so many
+
+
+class Table(ABC):
+    """One bucket's layers that can have settings of their own.
+
+    Errors are L2 norms, not squared, of what all ranks leave out of their accumulated gradients; energies are averaged
+    over surveys.
+    """
+
+    survey: Survey | None
+    """What ranks are to look at; None where no layer can have a setting of its own."""
+
+    @property
+    @abstractmethod
+    def known(self) -> bool:
+        """Whether there are surveys to tell errors from."""
+
+    @abstractmethod
+    def take(self, told: NDArray[np.float32]) -> None:
+        """Take up what every rank has measured; it counts after `renew`."""
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Tell errors from what was taken up since the last time, where there was anything."""
+
+    @abstractmethod
+    def own(self, base: Compressor) -> dict[str, Any]:
+        """Give the settings that a compressor has for the layers, by name."""
+
+    @abstractmethod
+    def settings(self, base: Compressor) -> list[Column]:
+        """Give what each layer may be set to: the candidates and what it has in a compressor."""
+
+    @abstractmethod
+    def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
+        """Give the error of each layer at these settings."""
+
+    @abstractmethod
+    def sizes(self, settings: Sequence[Column], base: Compressor) -> list[NDArray[np.float64]]:
+        """Give the bytes of each layer at these settings, when it is sent as a compressor sends it."""
+
+    @abstractmethod
+    def nbytes(self, chosen: Sequence[Any], base: Compressor) -> float:
+        """Give the bytes of a whole message with one setting for each layer."""
+
+    @abstractmethod
+    def within(self, base: Compressor, chosen: Mapping[str, Any]) -> Compressor:
+        """Give a compressor for this bucket with these settings, and its own for the rest."""
+
+
+def table_for(compressor: Compressor, shape: Shape, span: float) -> Table:
+    """Give the table of a bucket.
+
+    Parameters
+    ----------
+    compressor : TopK or PowerSGD
+        With the uniform setting, around which the candidates are.
+    shape : Shape
+        The bucket.
+    span : float
+        How many times lower and higher they go.
+    """
+    if isinstance(compressor, PowerSGD):
+        return _Matrices(compressor, shape, span)
+    assert isinstance(compressor, TopK)
+    return _Selections(compressor, shape, span)
+
+
+class _Selections(Table):
+    """Ratios: every layer is a selection of its own."""
+
+    def __init__(self, compressor: TopK, shape: Shape, span: float) -> None:
+        self._shape = shape
+        self._ratios = np.array(ladder(compressor.ratio / span, min(1.0, compressor.ratio * span)))
+        self._sizes = np.array(shape.sizes)
+        self.survey = SpectrumSurvey(_STRIDE)
+        self._mean: Spectra | None = None
+        self._count = 0
+        self._known: Spectra | None = None
+
+    @property
+    def known(self) -> bool:
+        return self._known is not None
+
+    def take(self, told: NDArray[np.float32]) -> None:
+        spectra = Spectra(self._shape.sizes, told)
+        self._count += 1
+        self._mean = spectra if self._mean is None else self._mean.mixed(spectra, 1 / self._count)
+
+    def renew(self) -> None:
+        if self._mean is not None:
+            self._known, self._mean, self._count = self._mean, None, 0
+
+    def own(self, base: Compressor) -> dict[str, Any]:
+        assert isinstance(base, TopK)
+        patterns = base.layers or {}
+        return {
+            name: next((own for pattern, own in patterns.items() if fnmatchcase(name, pattern)), base.ratio)
+            for name in self._shape.names
+        }
+
+    def settings(self, base: Compressor) -> list[Column]:
+        return [np.sort(np.append(self._ratios, ratio)) for ratio in self.own(base).values()]
+
+    def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
+        assert self._known is not None
+        return list(np.sqrt(self._known.lost(self._counts(settings) / self._sizes[:, None])))
+
+    def sizes(self, settings: Sequence[Column], base: Compressor) -> list[NDArray[np.float64]]:
+        """See `Table.sizes`: what an element takes does not change much with their number, so it is that of now."""
+        counts = self._counts(settings)
+        places = [np.searchsorted(own, ratio) for own, ratio in zip(settings, self.own(base).values(), strict=True)]
+        count = int(counts[np.arange(len(places)), places].sum())
+        return list(counts * (self._message(count, base) / count))
+
+    def nbytes(self, chosen: Sequence[Any], base: Compressor) -> float:
+        count = sum(kept(ratio, size) for ratio, size in zip(chosen, self._shape.sizes, strict=True))
+        return self._message(count, base)
+
+    def within(self, base: Compressor, chosen: Mapping[str, Any]) -> Compressor:
+        return _within(base, chosen, self._shape)
+
+    def _counts(self, settings: Sequence[Column]) -> NDArray[np.int64]:
+        """Give the elements that layers keep, shape (layers, settings)."""
+        return np.array(
+            [[kept(ratio, size) for ratio in own] for own, size in zip(settings, self._shape.sizes, strict=True)]
+        )
+
+    def _message(self, count: int, base: Compressor) -> float:
+        assert isinstance(base, TopK)
+        numel = self._shape.numel
+        return message_bytes(count, numel, self._shape.dtype, base.wire_for(count, numel))
+
+
+class _Matrices(Table):
+    """Ranks of PowerSGD: matrices that are compressed at the uniform rank; the rest is not looked at."""
+
+    def __init__(self, compressor: PowerSGD, shape: Shape, span: float) -> None:
+        self._shape = shape
+        found = {matrix.start: matrix for matrix in compressor.within(shape.names, shape.sizes, shape.shapes).matrices}
+        starts = np.cumsum([0, *shape.sizes])[:-1].tolist()
+        self._matrices = {name: found[start] for name, start in zip(shape.names, starts, strict=True) if start in found}
+        self._ranks: list[tuple[int, int]] = []
+        for matrix in self._matrices.values():
+            # Above this rank it would travel dense, or be no smaller for being of lower rank than its sides.
+            worth = matrix.rows * matrix.columns / ((matrix.rows + matrix.columns) * compressor.min_compression_rate)
+            most = min(math.ceil(compressor.rank * span), matrix.rows, matrix.columns, math.ceil(worth) - 1)
+            least = min(max(1, math.floor(compressor.rank / span)), most)
+            self._ranks.append((least, max(least, most)))
+        self._survey = RankSurvey(list(self._matrices.values()), self._ranks)
+        self.survey = self._survey if self._matrices else None
+        self._taken: list[list[NDArray[np.float64]]] = []
+        self._lost: list[NDArray[np.float64]] | None = None if self._matrices else []
+
+    @property
+    def known(self) -> bool:
+        return self._lost is not None
+
+    def take(self, told: NDArray[np.float32]) -> None:
+        lost = self._survey.lost(told, self._shape.sizes)
+        if all(np.isfinite(own).all() for own in lost):
+            self._taken.append(lost)
+
+    def renew(self) -> None:
+        if self._taken:
+            self._lost = [np.mean(own, axis=0) for own in zip(*self._taken, strict=True)]
+            self._taken = []
+
+    def own(self, base: Compressor) -> dict[str, Any]:
+        assert isinstance(base, PowerSGD)
+        return {name: min(base.rank_of(name), matrix.rows, matrix.columns) for name, matrix in self._matrices.items()}
+
+    def settings(self, base: Compressor) -> list[Column]:
+        """See `Table.settings`: what has a rank that was not measured keeps it."""
+        return [
+            np.arange(least, most + 1) if least <= rank <= most else np.array([rank])
+            for rank, (least, most) in zip(self.own(base).values(), self._ranks, strict=True)
+        ]
+
+    def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
+        assert self._lost is not None
+        return [
+            np.sqrt(lost) if own.size == lost.size and own[0] == least else np.zeros(own.size)
+            for own, lost, (least, _) in zip(settings, self._lost, self._ranks, strict=True)
+        ]
+
+    def sizes(self, settings: Sequence[Column], base: Compressor) -> list[NDArray[np.float64]]:
+        assert isinstance(base, PowerSGD)
+        itemsize = self._shape.dtype.itemsize if base.wire is None else 2
+        return [
+            (matrix.rows + matrix.columns) * itemsize * own.astype(float)
+            for own, matrix in zip(settings, self._matrices.values(), strict=True)
+        ]
+
+    def nbytes(self, chosen: Sequence[Any], base: Compressor) -> float:
+        return float(sum(own[0] for own in self.sizes([np.array([rank]) for rank in chosen], base)))
+
+    def within(self, base: Compressor, chosen: Mapping[str, Any]) -> Compressor:
+        return _within(base, chosen, self._shape)
+
+
+def _within(base: Compressor, chosen: Mapping[str, Any], shape: Shape) -> Compressor:
+    """Give a compressor with settings for layers of these names alone, and for the rest what it has."""
+    config = base.get_config()
+    layers = {glob.escape(name): own for name, own in chosen.items()} | (config["layers"] or {})
+    made = get_compressor(config | {"layers": layers or None})
+    return made.within(shape.names, shape.sizes, shape.shapes)

@@ -1,0 +1,153 @@
+"""The dynamic programmes against every choice there is."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from mpicomp.policies.allocate import least_makespan, least_total, total
+
+
+def choices(errors):
+    return [np.array(choice) for choice in itertools.product(*(range(own.size) for own in errors))]
+
+
+def added(table, choice):
+    return sum(own[place] for own, place in zip(table, choice, strict=True))
+
+
+def end_of(seconds, ready, choice):
+    """When the last bucket ends, from the words: each begins when it is ready and the one before it has ended."""
+    end = 0.0
+    for own, place, moment in zip(seconds, choice, ready, strict=True):
+        end = max(end, moment) + own[place]
+    return end
+
+
+def problem(seed):
+    """Make a random problem of up to 7 parts: errors that fall as sizes grow or have nothing to do with them."""
+    random = np.random.default_rng(seed)
+    parts = int(random.integers(1, 8))
+    errors, sizes = [], []
+    for _ in range(parts):
+        settings = int(random.integers(1, 5))
+        own_errors, own_sizes = random.exponential(size=settings) * random.choice([1.0, 30.0]), random.random(settings)
+        if random.random() < 0.7:
+            own_errors, own_sizes = np.sort(own_errors)[::-1], np.sort(own_sizes)
+        if random.random() < 0.3:
+            own_errors[random.integers(settings)] = 0.0
+        if random.random() < 0.3:  # several choices then use up the limit exactly
+            own_errors, own_sizes = np.ceil(own_errors), np.ceil(8 * own_sizes)
+        errors.append(own_errors.copy())
+        sizes.append(own_sizes.copy())
+    default = np.array([random.integers(own.size) for own in errors])
+    return errors, sizes, default, random
+
+
+@pytest.mark.parametrize("bins", [20, 10_000])
+def test_least_total_against_every_choice(bins):
+    infeasible = tight = 0
+    for seed in range(500):
+        errors, sizes, default, random = problem(seed)
+        limit = added(errors, default) * random.choice([1.0, 1.0, 0.6, 1.7])
+        within = [choice for choice in choices(errors) if added(errors, choice) <= limit]
+        found = least_total(errors, sizes, limit, bins=bins)
+        if not within:
+            infeasible += 1
+            least = min(added(errors, choice) for choice in choices(errors))
+            bound = limit * (1 + len(errors) / bins) * (1 + 1e-9)  # up to which rounding lets through
+            assert added(errors, found) <= max(least * (1 + 1e-12), bound)
+            continue
+        best = min(added(sizes, choice) for choice in within)
+        assert added(sizes, found) <= best * (1 + 1e-12)
+        assert added(errors, found) <= limit * (1 + len(errors) / bins) * (1 + 1e-9)
+        tight += added(errors, found) > limit
+        against = least_total(errors, sizes, limit, default, bins)
+        assert added(sizes, against) <= best * (1 + 1e-12)
+        if added(errors, default) <= limit:
+            assert added(sizes, against) <= added(sizes, default)
+    assert infeasible > 0
+    assert tight > 0  # the stated bound is needed
+
+
+def test_nothing_is_within_the_limit():
+    errors, sizes = [np.array([4.0, 3.0, 9.0]), np.array([1.0, 2.0])], [np.array([1.0, 2.0, 3.0]), np.array([1.0, 1.0])]
+    assert least_total(errors, sizes, 2.0).tolist() == [1, 0]
+    assert least_total(errors, sizes, 2.0, np.array([2, 1])).tolist() == [2, 1]
+    assert least_total(errors, sizes, 0.0).tolist() == [1, 0]
+    ends, solutions = least_makespan(errors, sizes, [0.0, 0.0], 2.0, bins=10)
+    assert np.isinf(ends).all()
+    assert solutions.at(10).tolist() == [1, 0]
+
+
+def test_a_limit_of_nothing_takes_what_has_no_error():
+    errors = [np.array([0.0, 1.0, 0.0]), np.array([1e-300, 0.0])]
+    sizes = [np.array([5.0, 1.0, 4.0]), np.array([1.0, 9.0])]
+    assert least_total(errors, sizes, 0.0).tolist() == [2, 1]
+    ends, solutions = least_makespan(errors, sizes, [0.0, 0.0], 0.0, bins=10)
+    assert ends[0] == 13.0
+    assert solutions.at(0).tolist() == [2, 1]
+
+
+def test_without_errors_the_smallest_is_taken():
+    errors, sizes = [np.zeros(3), np.zeros(2)], [np.array([3.0, 1.0, 2.0]), np.array([1.0, 4.0])]
+    for limit in (0.0, 1.0):
+        assert least_total(errors, sizes, limit).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("limit", [0.5, 1.0, 2.0])
+def test_one_part_and_one_setting(limit):
+    [found] = least_total([np.array([2.0, 1.0, 0.5])], [np.array([1.0, 2.0, 3.0])], limit)
+    assert found == {0.5: 2, 1.0: 1, 2.0: 0}[limit]
+    assert least_total([np.array([1.0])] * 3, [np.array([7.0])] * 3, limit).tolist() == [0, 0, 0]
+
+
+def test_the_default_stays_where_nothing_is_smaller():
+    errors, sizes = [np.array([1.0, 1.0])] * 2, [np.array([2.0, 2.0])] * 2
+    for default in itertools.product(range(2), repeat=2):
+        assert least_total(errors, sizes, 2.0, np.array(default)).tolist() == list(default)
+
+
+def test_an_error_that_is_no_number_is_beyond_any_limit():
+    errors, sizes = [np.array([np.nan, 1.0]), np.array([np.inf, 2.0])], [np.array([0.0, 1.0])] * 2
+    assert least_total(errors, sizes, 3.0).tolist() == [1, 1]
+
+
+def test_a_total_is_what_a_choice_adds_up_to():
+    assert total([np.array([1.0, 2.0]), np.array([4.0, 8.0])], np.array([1, 0])) == 6.0
+
+
+@pytest.mark.parametrize("bins", [10, 60])
+def test_least_makespan_against_every_choice_for_every_limit(bins):
+    for seed in range(120):
+        errors, seconds, default, random = problem(seed)
+        errors, seconds = errors[:5], seconds[:5]
+        ready = np.sort(random.random(len(errors)) * 2)
+        limit = added(errors, default[:5]) or 1.0
+        ends, solutions = least_makespan(errors, seconds, ready, limit, bins)
+        assert ends.size == bins + len(errors) + 1
+        assert (np.diff(ends[np.isfinite(ends)]) <= 0).all()
+        every = [
+            (added(errors, choice), end_of(seconds, ready, choice))
+            for choice in choices(errors)
+            if all(own[place] <= limit for own, place in zip(errors, choice, strict=True))
+        ]
+        for place in range(bins + 1):
+            budget = place * limit / bins
+            exact = min((end for error, end in every if error <= budget), default=np.inf)
+            # Errors are rounded up by less than a bin a bucket, and never down.
+            assert ends[place + len(errors)] <= exact * (1 + 1e-12)
+            looser = min((end for error, end in every if error <= budget * (1 + 1e-9) + 1e-300), default=np.inf)
+            assert ends[place] >= looser * (1 - 1e-12)
+            if np.isfinite(ends[place]):
+                choice = solutions.at(place)
+                assert end_of(seconds, ready, choice) == pytest.approx(ends[place], rel=1e-12)
+                assert added(errors, choice) <= budget * (1 + 1e-9) + 1e-300
+
+
+def test_time_before_a_bucket_is_ready_costs_nothing():
+    errors = [np.array([0.0, 5.0]), np.array([0.0, 5.0])]
+    seconds = [np.array([3.0, 1.0]), np.array([3.0, 1.0])]
+    ends, solutions = least_makespan(errors, seconds, [0.0, 3.0], 5.0, bins=10)
+    assert ends[10] == 4.0
+    assert solutions.at(10).tolist() == [0, 1]  # the first may take as long as it takes
