@@ -3,14 +3,26 @@
 import numpy as np
 
 import mpicomp
+from mpicomp.cost.formulas import terms
 from mpicomp.transport import LocalWorld
 
 
-class Ranks:
-    """N reducers that step together."""
+class Link:
+    """What a round takes: the formulas, times a factor for each operation that a cost model does not know."""
 
-    def __init__(self, size, *args, identical_sums=True, **settings):
-        self.world = LocalWorld(size, identical_sums)
+    def __init__(self, latency, bits, factors=None):
+        self.latency, self.bits, self.factors = latency, bits, factors or {}
+
+    def __call__(self, task, group):
+        seconds = terms(task, group).seconds(self.latency, 8 / self.bits)
+        return seconds * self.factors.get(task.operation, 1.0)
+
+
+class Ranks:
+    """N reducers that step together; with a network, every rank is a host of its own."""
+
+    def __init__(self, size, *args, identical_sums=True, network=None, **settings):
+        self.world = LocalWorld(size, identical_sums, hosts=1 if network is None else size, network=network)
         self.reducers = [mpicomp.Reducer(*args, comm=end, **settings) for end in self.world.transports]
 
     def reduce(self, gradients, lr=None):

@@ -1,6 +1,8 @@
-"""The joint choice: ratio and collective of every bucket, from what they cost in time and in delay."""
+"""The joint choice: ratio, collective and wire of every bucket, by what they take and how late they make gradients."""
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -8,12 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Group, bind, collective_class
+from mpicomp.collectives import Group, Scheme, bind, collective_class
 from mpicomp.compressors import Compressor, Dense, TopK
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
-from mpicomp.policies.allocate import least_makespan
+from mpicomp.policies.balance import Balance, delay_for
 from mpicomp.policies.carriers import Carriers, names_for
+from mpicomp.policies.delays import Delays, first_ratio
 from mpicomp.policies.levels import at_ratio, check_adaptable, ladder, lost_share
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told, feedback_of
 from mpicomp.policies.registry import register_policy
@@ -21,38 +24,39 @@ from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.transport.base import Asked, Transport
 
 _LEAST, _MOST = 0.001, 0.25  # ratios
-_EAGER, _EVERY = 10, 5  # steps that are all surveyed after a start; then one in so many
-_STRIDE = 8  # of a survey: one group of elements in so many
-_MIX = 0.5  # share of a new survey in what is known of a bucket
-_LEARN = 0.2  # share of a step in what is known of a collective's loss
+_LOOKS = 25  # steps between two surveys
+_THINKS = 5  # steps between two searches for better plans
+_STRIDE = 2  # levels that the ratio may go down at once: further off delays are not known well
+_UNSEEN = 2.5  # times the delay that a collective is taken to have which leaves something out, before it was run
+_LEARN = 0.2  # share of a step in what is known of a collective's delay
+_TAUGHT = 10  # steps of such a collective in a row that tell of it, and not of the bucket
 _DROP = 0.5  # of the learning rate, from which on training is taken to begin anew
-_BINS = 400
-_SMOOTH = 0.1  # share of a step in what is known of the time beside exchanges
+_SMOOTH = 0.1  # share of a step in what is known of when buckets are ready
+_BESIDES = 15  # steps that tell of the time beside exchanges: their median, since something else may come in between
+_WORTH = 0.03  # by which other plans have to be better than those that run
 
 
 @register_policy
 @dataclass(eq=False)
 class Joint(Policy):
-    """What makes the model learn fastest here and now: ratio, collective and wire of every bucket together.
+    """What makes a model learn fastest here and now: ratio, collective and wire of every bucket together.
 
-    What is not sent arrives later. With lost energy E and sent energy S of a step, over all ranks, that is by about
-    ``delay = E / S`` steps in a steady state: the residual's energy over what a step adds to it. A model that has
-    trained for ``age`` steps is then where it would have been ``delay`` steps before. So the plans are taken that
-    minimise ``(age + delay) x seconds of a step``, among those whose delay is at most ``(1 - fidelity) x age``.
+    What a step keeps back arrives later, and a model whose gradients are late is behind one whose are not. So plans are
+    sought that minimise ``(age + behind) x seconds of a step``, where ``age`` is the number of steps since training
+    began or the learning rate dropped, and ``behind`` the number of steps by which late gradients set training back
+    (`mpicomp.policies.balance`). No more than ``(1 - fidelity) x age`` of these are allowed: this is the same as a gain
+    of at least ``1 / (1 + delay)``, a target that is near 1 at first and falls as training goes on.
 
-    Seconds come from the cost model, with the order in which buckets become ready and one after the other. Lost
-    energies come from spectra of the accumulated gradient that ranks share every few steps, times what each collective
-    was seen to lose besides. A dynamic programme over the lost energy (L-GreCo's, with the end of the last bucket in
-    place of bytes) finds the best plans for every delay.
-
-    It is careful at first, when age is small, and after the learning rate has dropped to half or less; it loosens as
-    training goes on, and tightens when gains fall, for then delays grow.
+    Seconds come from the cost model, in the order in which buckets become ready. How late gradients are under each
+    ratio is learnt from the gains of the steps before (`mpicomp.policies.delays`), and how much later each collective
+    makes them. A dynamic programme over the delay (L-GreCo's, with the end of the last bucket in place of bytes) finds
+    the best plans. Ratios go down by little at a time, up by as much as is needed: when gains fall, delays grow.
 
     Parameters
     ----------
     fidelity : float
-        In (0, 1]. A step may deliver gradients that are late by ``1 - fidelity`` of the training so far; 1 is dense.
-        See docs/policies.md for what it costs.
+        In (0, 1]. Training may fall behind by ``1 - fidelity`` of the steps that it has done; 1 is dense.
+        docs/policies.md says what it costs.
     """
 
     id: ClassVar[str] = "auto"
@@ -61,7 +65,7 @@ class Joint(Policy):
         "collectives"
     )
 
-    fidelity: float = 0.985
+    fidelity: float = 0.95
 
     def check(self) -> None:
         """See `Policy.check`."""
@@ -73,25 +77,28 @@ class Joint(Policy):
         """See `Policy.adopt`. A compressor that was named gives all but the ratio, and dense stays a candidate."""
         self.compressor = TopK(wire="bf16") if named.compressor is None else named.compressor
         self._pinned = None if named.collective == "auto" else named.collective
-        self._dense_only = self.compressor.id == "dense" or not self._carries(named)
-        if not self._dense_only:
+        dense_only = self.compressor.id == "dense" or not self._carries(named) or self.fidelity == 1
+        if not dense_only:
             check_adaptable("auto", self.compressor)
         self.feedback = feedback_of(self.compressor, named.feedback)
-        wires = [None] if named.compressor is not None and getattr(self.compressor, "wire", None) is None else ["bf16"]
-        self._dense = [Dense(wire=wire) for wire in wires if wire] + [Dense()]
+        self._compresses = not dense_only
+        self._ratios = np.array([])
+        self._dense = [Dense()]
         self._carriers = Carriers("auto", self.feedback, named.cost)
-        self._ratios = [] if self._dense_only else ladder(_LEAST, _MOST)
-        self._survey = SpectrumSurvey(_STRIDE)
-        self._age = 0
-        self._since = 0  # steps since the start or a change of buckets
-        self._highest: float | None = None  # learning rate since training began anew
-        self._kept: dict[str, float] = {}  # logarithm of what a collective sends of what the spectrum says
+        self._survey = SpectrumSurvey()
         self._shapes: list[Shape] = []
-        self._spectra: list[Spectra | None] = []
+        self._delays: list[Delays] = []
+        self._restored: dict[str, Delays] = {}
         self._allowed: list[NDArray[np.int64]] = []
+        self._lossy: list[dict[str, NDArray[np.int64]]] = []  # rows of collectives that leave something out
         self._reason = "careful until gradients have been looked at"
-        self._beside: float | None = None  # seconds of a step beside what its exchanges add
-        self._ready: NDArray[np.float64] | None = None  # of buckets, before the last one's
+        self._age = self._step = 0
+        self._due = False  # whether better plans have to be sought at the next step
+        self._highest: float | None = None  # learning rate since training began anew
+        self._factors: dict[str, float] = {}  # times the delay that a collective makes of that of its ratio
+        self._in_a_row = 0  # steps of collectives that leave something out
+        self._beside: deque[float] = deque(maxlen=_BESIDES)  # seconds of steps beside what exchanges add to them
+        self._ready: NDArray[np.float64] | None = None  # of buckets, against the last one's
         self._before: tuple[int, float] | None = None
 
     @property
@@ -105,46 +112,56 @@ class Joint(Policy):
         return self._carriers.listens
 
     def survey(self, bucket: int) -> Survey | None:
-        """See `Policy.survey`: spectra, often at first."""
-        looks = self._since < _EAGER or self._since % _EVERY == 0
-        return self._survey if looks and not self._dense_only and self.fidelity < 1 else None
+        """See `Policy.survey`: spectra now and then, of which the first ones are a bucket's first guess."""
+        return self._survey if self._ratios.size and self._step % _LOOKS == 0 else None
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`."""
-        group = transport.group
+        self._restored |= {shape.names[0]: own for shape, own in zip(self._shapes, self._delays, strict=True)}
         self._shapes = list(shapes)
-        self._spectra = [None] * len(shapes)
-        self._since = 0
-        self._ready = self._before = self._beside = None
-        ladders = [self._ladder(group) for _ in shapes]
-        yield from self._carriers.start(ladders, shapes, transport)
+        self._delays = [self._restored.pop(shape.names[0], Delays()) for shape in shapes]
+        self._step = 0
+        self._ready = self._before = None
+        self._beside.clear()
+        if self._compresses and transport.group.size > 1:
+            self._ratios = np.array(ladder(_LEAST, _MOST))
+            narrow = getattr(self.compressor, "wire", None) == "bf16"
+            self._dense = [Dense(wire="bf16"), Dense()] if narrow else [Dense()]
+        yield from self._carriers.start([self._ladder(transport.group) for _ in shapes], shapes, transport)
+        self._lossy = [_rows_of_kinds(rows.schemes) for rows in self._carriers.rows]
         self._allowed = [self._dense_rows(bucket) for bucket in range(len(shapes))]
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
-        """See `Policy.refresh`. Where the network has changed, plans are sought anew."""
-        if (yield from self._carriers.refresh(transport)):
-            self._solve()
+        """See `Policy.refresh`. Better plans are sought now and then, and at once where the network has changed."""
+        changed = yield from self._carriers.refresh(transport)
+        if changed or self._due or self._step % _THINKS == 0:
+            self._due = False
+            self._think()
 
     def plan(self, bucket: int) -> Plan:
         """See `Policy.plan`."""
         return self._carriers.plan(bucket, self._allowed[bucket], self._reason)
 
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
-        """See `Policy.deliver`: what collectives lose besides."""
+        """See `Policy.deliver`."""
         self._age += 1
-        self._since += 1
+        self._step += 1
+        lossy = False
         for bucket, own in enumerate(delivered):
-            spectra, row = self._spectra[bucket], self._carriers.row(bucket)
-            rows = self._carriers.rows[bucket]
+            rows, row = self._carriers.rows[bucket], self._carriers.row(bucket)
             level = int(rows.levels[row])
-            if spectra is None or level >= len(self._ratios) or not 0 < own.gain <= 1:
+            if not 0 < own.gain <= 1:
                 continue
-            expected = 1 - float(lost_share(self.compressor, spectra, [self._ratios[level]])[0])
-            if expected > 0:
-                name = rows.schemes[row].id.partition(":")[0]
-                seen = math.log(own.gain / expected)
-                before = self._kept.get(name, seen)
-                self._kept[name] = before + _LEARN * (seen - before)
+            if level >= self._ratios.size:
+                self._delays[bucket].observe(None, 1.0, own.energy, own.gain)
+                continue
+            scheme = rows.schemes[row]
+            factor = self._factors.get(_kind(scheme), _UNSEEN) if scheme.leaves_out else 1.0
+            seen = self._delays[bucket].observe(float(self._ratios[level]), factor, own.energy, own.gain)
+            lossy |= scheme.leaves_out
+            if scheme.leaves_out and seen is not None and self._in_a_row <= _TAUGHT:
+                self._factors[_kind(scheme)] = max(1.0, factor * (seen / factor) ** _LEARN)
+        self._in_a_row = self._in_a_row + 1 if lossy else 0
 
     def learn(self, told: Told) -> None:
         """See `Policy.learn`."""
@@ -152,24 +169,25 @@ class Joint(Policy):
         self._time(told)
         if told.lr is not None:
             if self._highest is not None and told.lr <= _DROP * self._highest:
-                self._age, self._highest = 0, told.lr
+                self._age, self._highest, self._due = 0, told.lr, True
             self._highest = max(told.lr, self._highest or told.lr)
         for bucket, rows in told.surveys.items():
-            spectra, before = Spectra(self._shapes[bucket].sizes, rows), self._spectra[bucket]
-            self._spectra[bucket] = spectra if before is None else before.mixed(spectra, _MIX)
-        if told.surveys and not any(spectra is None for spectra in self._spectra):
-            self._solve()
+            spectra = Spectra(self._shapes[bucket].sizes, rows)
+            self._delays[bucket].guess(float(lost_share(self.compressor, spectra, [first_ratio()])[0]))
 
     def state_dict(self) -> dict[str, Any]:
         """See `Policy.state_dict`."""
-        return {"age": self._age, "highest_lr": self._highest, "kept": dict(self._kept)}
+        delays = {shape.names[0]: own.state() for shape, own in zip(self._shapes, self._delays, strict=True)}
+        return {"age": self._age, "highest_lr": self._highest, "factors": dict(self._factors), "delays": delays}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         """See `Policy.load_state_dict`."""
         self._age = int(state.get("age", 0))
         self._highest = state.get("highest_lr")
-        self._kept = {str(name): float(own) for name, own in state.get("kept", {}).items()}
-        self._since = 0
+        self._factors = {str(name): float(own) for name, own in state.get("factors", {}).items()}
+        self._due = True
+        self._restored = {str(name): Delays.from_state(own) for name, own in state.get("delays", {}).items()}
+        self._delays = [self._restored.pop(shape.names[0], Delays()) for shape in self._shapes]
         self._carriers.give(cost)
 
     def _carries(self, named: Named) -> bool:
@@ -187,7 +205,7 @@ class Joint(Policy):
 
     def _ladder(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
         levels: list[tuple[Compressor, Sequence[str]]] = []
-        for ratio in self._ratios:
+        for ratio in self._ratios.tolist():
             own = at_ratio(self.compressor, ratio)
             levels.append((own, [self._pinned] if self._pinned else names_for(own, group)))
         pinned = self._pinned is not None and collective_class(self._pinned.partition(":")[0]).carries(Dense())
@@ -196,7 +214,7 @@ class Joint(Policy):
         return levels
 
     def _dense_rows(self, bucket: int) -> NDArray[np.int64]:
-        return np.flatnonzero(self._carriers.rows[bucket].levels >= len(self._ratios))
+        return np.flatnonzero(self._carriers.rows[bucket].levels >= self._ratios.size)
 
     def _time(self, told: Told) -> None:
         """Learn when buckets are ready, and what a step takes beside them."""
@@ -204,61 +222,59 @@ class Joint(Policy):
         last = float(ready[-1])
         apart = ready - last
         self._ready = apart if self._ready is None else self._ready + _SMOOTH * (apart - self._ready)
-        exposed = float(ends[-1]) - last
         if self._before is not None and told.step > self._before[0]:
-            beside = (last - self._before[1]) / (told.step - self._before[0]) - exposed
-            beside = max(beside, 0.0)
-            self._beside = beside if self._beside is None else self._beside + _SMOOTH * (beside - self._beside)
+            between = (last - self._before[1]) / (told.step - self._before[0])
+            self._beside.append(between - (float(ends[-1]) - last))
         self._before = told.step, last
 
-    def _solve(self) -> None:
-        """Seek the best plans with what is known now."""
-        spectra = [own for own in self._spectra if own is not None]
-        if len(spectra) < len(self._shapes) or self._dense_only or self.fidelity == 1:
+    def _think(self) -> None:
+        """Seek better plans with what is known now."""
+        buckets = range(len(self._shapes))
+        longest = delay_for((1 - self.fidelity) * self._age)
+        inflow = sum(own.inflow for own in self._delays)
+        if not self._ratios.size or longest <= 0 or inflow <= 0 or any(own.ratio is None for own in self._delays):
+            self._allowed = [self._dense_rows(bucket) for bucket in buckets]
             return
-        energies = [float(own.energies.sum()) for own in spectra]
-        energy = sum(energies)
-        longest = (1 - self.fidelity) * self._age
-        limit = energy * longest / (1 + longest)
-        if energy <= 0 or limit <= 0:
-            self._allowed = [self._dense_rows(bucket) for bucket in range(len(spectra))]
-            return
-        lost = [
-            self._lost(bucket, own) * share for bucket, (own, share) in enumerate(zip(spectra, energies, strict=True))
+        balance = Balance(
+            delays=[self._late(bucket) for bucket in buckets],
+            seconds=[self._carriers.seconds(bucket) for bucket in buckets],
+            weights=[own.inflow / inflow for own in self._delays],
+            ready=[0.0] * len(buckets) if self._ready is None else self._ready.tolist(),
+            beside=max(0.0, statistics.median(self._beside or [0.0])),
+            age=self._age,
+            longest=longest,
+        )
+        choice, now = balance.best(), [self._carriers.row(bucket) for bucket in buckets]
+        if balance.allows(now) and balance.worth(now) <= (1 + _WORTH) * balance.worth(choice):
+            choice = now
+        self._allowed = [
+            np.flatnonzero(own <= own[row] * (1 + 1e-9)) for own, row in zip(balance.delays, choice, strict=True)
         ]
-        seconds = [self._carriers.seconds(bucket) for bucket in range(len(spectra))]
-        best = [_undominated(errors, own) for errors, own in zip(lost, seconds, strict=True)]
-        ready = [0.0] * len(spectra) if self._ready is None else self._ready.tolist()
-        ends, solutions = least_makespan(
-            [errors[places] for errors, places in zip(lost, best, strict=True)],
-            [own[places] for own, places in zip(seconds, best, strict=True)],
-            ready, limit, _BINS,
-        )  # fmt: skip
-        share = np.minimum(np.arange(ends.size) / _BINS, 1.0) * limit / energy
-        delays = share / (1 - share)
-        whole = (self._age + delays) * (ends + (self._beside or 0.0))
-        place = int(whole.argmin())
-        choice = solutions.at(place)
-        for bucket, (places, own) in enumerate(zip(best, choice, strict=True)):
-            budget = lost[bucket][places[own]]
-            self._allowed[bucket] = np.flatnonzero(lost[bucket] <= budget * (1 + 1e-9))
-        self._reason = f"delay {delays[place]:.2g} of at most {longest:.2g} steps"
+        self._reason = f"delay {balance.delay(choice):.2g} of at most {longest:.2g} steps"
 
-    def _lost(self, bucket: int, spectra: Spectra) -> NDArray[np.float64]:
-        """Give the share of a bucket's energy that each of its rows is expected to lose."""
-        rows = self._carriers.rows[bucket]
-        kept = np.ones(rows.kept.size)
-        kept[: len(self._ratios)] = 1 - lost_share(self.compressor, spectra, self._ratios)
-        names = [scheme.id.partition(":")[0] for scheme in rows.schemes]
-        factor = np.array([math.exp(min(self._kept.get(name, 0.0), 0.0)) for name in names])
-        factor[rows.levels >= len(self._ratios)] = 1.0
-        lost: NDArray[np.float64] = 1 - kept[rows.levels] * factor
-        return lost
+    def _late(self, bucket: int) -> NDArray[np.float64]:
+        """Give the delay of each of a bucket's rows; infinite where it is too far below the ratio that is known."""
+        rows, known = self._carriers.rows[bucket], self._delays[bucket]
+        delays = np.zeros(rows.kept.size)
+        delays[: self._ratios.size] = known.at(self._ratios)
+        down = _STRIDE if known.steady else 0
+        lowest = int(np.searchsorted(self._ratios, (known.ratio or 0) * (1 - 1e-6))) - down
+        delays[: max(0, lowest)] = math.inf
+        late: NDArray[np.float64] = delays[rows.levels]
+        for kind, own in self._lossy[bucket].items():
+            late[own] *= self._factors.get(kind, _UNSEEN)
+        return late
 
 
-def _undominated(errors: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Give the rows for which no other one is as fast and loses as little, from the fastest to the slowest."""
-    order = np.lexsort((errors, seconds))
-    lowest = np.minimum.accumulate(errors[order])
-    better = np.concatenate(([True], errors[order][1:] < lowest[:-1]))
-    return order[better]
+def _rows_of_kinds(schemes: Sequence[Scheme[Any]]) -> dict[str, NDArray[np.int64]]:
+    """Give the rows of each collective that leaves something out."""
+    kinds: dict[str, list[int]] = {}
+    for row, scheme in enumerate(schemes):
+        if scheme.leaves_out:
+            kinds.setdefault(_kind(scheme), []).append(row)
+    return {kind: np.array(own) for kind, own in kinds.items()}
+
+
+def _kind(scheme: Scheme[Any]) -> str:
+    """Name a collective, whatever it is built upon."""
+    return str(scheme.id).partition(":")[0]

@@ -140,7 +140,7 @@ def exchange(
     if asked_for is not None and not result.stale:
         survey = asked_for.measure(accumulated.array(), bucket.sizes, conditions.step)
         energies = asked_for.energies(survey, bucket.sizes)
-    layers = layers_of(bucket.names, bucket.sizes, accumulated.array(), result.sent, energies)
+    layers = layers_of(bucket.names, bucket.sizes, accumulated.array(), result.sent, energies, result.gain)
     choosing_s += time.perf_counter() - begin
     compressor, prediction = plan.scheme.compressor, plan.prediction
     record = BucketRecord(

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from mpicomp.compressors.base import Selection
 
+_WHOLE = 0.999  # gain from which on nothing is worth a look
+
 
 @dataclass(frozen=True, eq=False)
 class Layers:
@@ -48,6 +50,7 @@ def layers_of(
     accumulated: NDArray[np.floating],
     sent: NDArray[np.floating] | Selection,
     energies: NDArray[np.float64] | None,
+    gain: float,
 ) -> Layers:
     """Tell what was sent of each parameter.
 
@@ -59,15 +62,20 @@ def layers_of(
         Of the bucket; see `mpicomp.collectives.Result`.
     energies : array of float64, shape (parameters,), or None
         Squared L2 norms of the parameters' accumulated gradients, where they are known.
+    gain : float
+        Of the bucket; where almost nothing was lost it stands for that of every parameter.
     """
     bounds = np.concatenate(([0], np.cumsum(sizes)))
-    places = np.searchsorted(sent.indices, bounds) if isinstance(sent, Selection) else bounds
+    # Bounds take the indices' dtype: searching for others would first convert all indices.
+    places = np.searchsorted(sent.indices, bounds.astype(np.uint32)) if isinstance(sent, Selection) else bounds
     gains = None
-    if energies is not None:
+    if energies is not None and gain > _WHOLE:
+        gains = np.full(len(names), gain)
+    elif energies is not None:
         ends = zip(energies, bounds[:-1], bounds[1:], places[:-1], places[1:], strict=True)
-        lost = [_lost(accumulated, sent, *own) for own in ends]
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            gains = np.clip(1 - np.where(energies > 0, np.array(lost) / energies, 0.0), 0.0, 1.0)
+            lost = np.array([_lost(accumulated, sent, *own) for own in ends])
+            gains = np.clip(1 - np.where(energies > 0, lost / energies, 0.0), 0.0, 1.0)
     return Layers(names, np.array(sizes), np.diff(places), gains)
 
 

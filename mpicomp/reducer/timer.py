@@ -32,21 +32,16 @@ class Timer:
         self._told: Told | None = None
         self._under_way: Pending | None = None
 
-    def turn(
-        self, policy: Policy, told: Told, surveys: Mapping[int, NDArray[np.float32]]
-    ) -> Generator[Asked, Any, int]:
-        """Let the policy learn from the step before, and send what there is to tell of this one; give its bytes.
+    def turn(self, told: Told, surveys: Mapping[int, NDArray[np.float32]]) -> Generator[Asked, Any, int]:
+        """Send what there is to tell of this step, and give its bytes; `catch_up` comes first.
 
         Parameters
         ----------
-        policy : Policy
-            Learns.
         told : Told
             Of this step, with this rank's times and learning rate.
         surveys : mapping of int to array of float32
             What this rank has measured, by bucket; the same lengths on all ranks.
         """
-        yield from self.catch_up(policy)
         lr = math.nan if told.lr is None else told.lr
         parts = [np.array([lr]).view(np.uint8), told.times.reshape(-1).view(np.uint8)]
         parts += [own.view(np.uint8) for own in surveys.values()]

@@ -2,23 +2,12 @@
 
 import numpy as np
 import pytest
+from worlds import Link
 
 import mpicomp
 from mpicomp.collectives import bind, variants
 from mpicomp.cost import CostModel, Network
-from mpicomp.cost.formulas import terms
 from mpicomp.transport import LocalWorld
-
-
-class Link:
-    """What a round takes: the formulas, times a factor for each operation that the cost model does not know."""
-
-    def __init__(self, latency, bits, factors=None):
-        self.latency, self.bits, self.factors = latency, bits, factors or {}
-
-    def __call__(self, task, group):
-        seconds = terms(task, group).seconds(self.latency, 8 / self.bits)
-        return seconds * self.factors.get(task.operation, 1.0)
 
 
 class Ranks:

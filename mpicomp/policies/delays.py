@@ -1,0 +1,110 @@
+"""By how many steps a bucket's gradients are late under a ratio, learnt from what its exchanges delivered."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SLOPE = 1.4  # delay ~ ratio ** -slope; 0.9 to 1.9 were measured, the steeper the shorter the delay
+_FIRST, _GROWS = 0.05, 4.0  # ratio of the first guess, and times its delay without a residual that it grows to
+_LEARN = 0.15  # share of a step in what is known
+_LONGEST_WAIT = 30  # steps
+_AFTER_DENSE = 2  # times as long until a residual has filled that was sent whole
+
+
+@dataclass
+class Delays:
+    """What is known of one bucket.
+
+    In a steady state the residual's energy E does not grow: what a step sends, S, is what it adds, and gradients are
+    late by ``E / S`` steps. Exchanges tell both, by their gain ``S / (E + S)``. Of other ratios it is taken to be a
+    power of the ratio; what was measured last and nearest counts.
+
+    Attributes
+    ----------
+    ratio : float or None
+        For which `delay` is known; None before anything is.
+    delay : float
+        Steps, in a steady state, where all is delivered that is selected.
+    inflow : float
+        Energy that a step adds, summed over ranks.
+    wait : int
+        Steps until the residual is taken to be steady under what runs.
+    """
+
+    ratio: float | None = None
+    delay: float = 0.0
+    inflow: float = 0.0
+    wait: int = 0
+    _running: tuple[float, float] | None = None  # ratio and factor; None where all was sent
+
+    @property
+    def steady(self) -> bool:
+        """Whether what runs has run for long enough to tell how it is."""
+        return self.wait <= 0
+
+    def guess(self, lost: float) -> None:
+        """Begin with the share of energy that a selection at a ratio of `first_ratio` leaves out of a gradient."""
+        if self.ratio is None:
+            self.ratio, self.delay = _FIRST, max(_GROWS * lost / max(1 - lost, 1e-3), 1e-3)
+
+    def at(self, ratios: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Give the delay at some ratios, infinite where nothing is known."""
+        if self.ratio is None:
+            return np.full(np.shape(ratios), np.inf)
+        delays: NDArray[np.float64] = self.delay * (self.ratio / ratios) ** _SLOPE
+        return delays
+
+    def observe(self, ratio: float | None, factor: float, energy: float, gain: float) -> float | None:
+        """Learn from an exchange.
+
+        Parameters
+        ----------
+        ratio : float or None
+            That ran; None where all was sent.
+        factor : float
+            By how much longer delays are known to be with the collective that ran.
+        energy, gain : float
+            See `mpicomp.collectives.Result`.
+
+        Returns
+        -------
+        float or None
+            By how much longer the delay was than is known of the ratio; None while the residual is not steady.
+        """
+        sent = energy * gain
+        self.inflow = sent if self.inflow == 0 else self.inflow + _LEARN * (sent - self.inflow)
+        running = None if ratio is None else (ratio, factor)
+        if running is None or self.ratio is None:
+            self._running = None
+            return None
+        if self._running is None or self._running[0] != ratio:
+            expected = factor * float(self.at(np.array(ratio)))
+            patience = _AFTER_DENSE if self._running is None else 1
+            self.wait = min(_LONGEST_WAIT, math.ceil(1 + patience * expected))
+        self._running = running
+        self.wait -= 1
+        if self.wait > 0:
+            return None
+        seen = max((1 - gain) / gain, 1e-4)
+        known = float(self.at(np.array(ratio)))
+        self.ratio, self.delay = ratio, known * (seen / (factor * known)) ** _LEARN
+        return seen / known
+
+    def state(self) -> dict[str, Any]:
+        """Give what has to survive a restart, JSON-able."""
+        return {"ratio": self.ratio, "delay": self.delay}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Delays":
+        """Take up what `state` gave."""
+        ratio = state["ratio"]
+        return cls(None if ratio is None else float(ratio), float(state["delay"]))
+
+
+def first_ratio() -> float:
+    """Give the ratio that `Delays.guess` begins with."""
+    return _FIRST

@@ -1,0 +1,205 @@
+"""The joint choice: what it runs under simulated networks, and that nothing is lost on the way."""
+
+import numpy as np
+import pytest
+from worlds import Link, Ranks
+
+import mpicomp
+from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.policies import get_policy
+from mpicomp.policies.balance import behind
+
+SHAPES = {"embedding": (300, 40), "weight": (64, 50), "bias": (64,)}
+SLOW, FAST, NO_TIME = Link(1e-5, 2e6), Link(1e-5, 10e9), Link(1e-9, 1e15)
+
+
+class Training:
+    """Ranks that reduce gradients with long tails; there is a step's worth of computing between two of them."""
+
+    def __init__(self, size, network, *args, computing=0.02, **settings):
+        self.ranks = Ranks(size, *args, network=network, **settings)
+        self.random = np.random.default_rng(1)
+        self.computing = computing
+        self.scale = {name: self.random.pareto(3, shape) for name, shape in SHAPES.items()}
+
+    def gradients(self):
+        return [
+            {n: (s * self.random.standard_normal(s.shape)).astype(np.float32) for n, s in self.scale.items()}
+            for _ in self.ranks.reducers
+        ]
+
+    def step(self, lr=0.1):
+        for end in self.ranks.world.transports:
+            end.seconds += self.computing
+        gradients = self.gradients()
+        known = self.ranks.reducers[0].last_step is not None
+        before = {name: self.ranks.residual_sum(name) for name in SHAPES if known}
+        means = self.ranks.reduce(gradients, lr)
+        records = [[b.to_json() for b in reducer.last_step.buckets] for reducer in self.ranks.reducers]
+        plans = [[(b["collective"], b["compressor"], b["reason"], b["gain"]) for b in own] for own in records]
+        assert all(own == plans[0] for own in plans)
+        for name in SHAPES:
+            assert all((own[name] == means[0][name]).all() for own in means)
+            given = np.sum([own[name].astype(np.float64) for own in gradients], axis=0) + before.get(name, 0)
+            taken = len(means) * means[0][name].astype(np.float64) + self.ranks.residual_sum(name)
+            np.testing.assert_allclose(taken, given, rtol=1e-4, atol=1e-3)
+        return self.ranks.reducers[0].last_step.buckets
+
+    def run(self, steps, lr=0.1):
+        return [self.step(lr) for _ in range(steps)]
+
+
+def ratios(steps):
+    """Give the kept share of each step."""
+    return np.array([sum(b.ratio_reached * b.numel for b in own) / sum(b.numel for b in own) for own in steps])
+
+
+def late(buckets):
+    """Give the delay of a step by its gains: lost energy over sent."""
+    return sum(1 / own.gain - 1 for own in buckets) / len(buckets)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 30_000])
+def test_ranks_agree_and_nothing_is_lost(size, bucket_bytes):
+    steps = Training(size, SLOW, bucket_bytes=bucket_bytes).run(60)
+    assert len(steps[0]) == (1 if bucket_bytes > 100_000 else 2)
+    ran = {own.compressor["id"] for buckets in steps for own in buckets}
+    assert ran == ({"dense"} if size == 1 else {"dense", "topk"})
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_it_works_without_a_measured_network(size):
+    assert {own.compressor["id"] for buckets in Training(size, None).run(60) for own in buckets} == {"dense", "topk"}
+
+
+def test_it_is_careful_at_first_and_loosens():
+    reached = ratios(Training(4, SLOW).run(200))
+    assert (reached[:3] == 1).all()
+    assert reached[20] > 1.5 * reached[-10:].mean()
+    assert reached[-10:].mean() < 0.2
+
+
+@pytest.mark.parametrize("fidelity", [0.8, 0.95, 0.99])
+def test_training_falls_behind_by_no_more_than_was_said(fidelity):
+    training = Training(4, SLOW, policy={"id": "auto", "fidelity": fidelity})
+    steps = training.run(240)
+    for age in (120, 180, 239):
+        delay = np.mean([late(buckets) for buckets in steps[age - 10 : age]])
+        assert behind(delay) <= 1.5 * (1 - fidelity) * age  # of single steps gains scatter
+
+
+def test_less_fidelity_sends_less():
+    reached = [
+        ratios(Training(4, SLOW, policy={"id": "auto", "fidelity": f}).run(150))[-20:].mean() for f in (0.5, 0.99)
+    ]
+    assert reached[0] < reached[1]
+
+
+def test_slow_networks_get_less_than_fast_ones():
+    slow, fast = (ratios(Training(4, link).run(200))[-20:].mean() for link in (SLOW, FAST))
+    assert slow < fast
+
+
+def test_where_exchanges_take_no_time_they_are_nearly_whole():
+    steps = Training(4, NO_TIME).run(150)
+    assert np.mean([late(buckets) for buckets in steps[-20:]]) < 0.2
+
+
+def test_a_drop_of_the_learning_rate_makes_it_careful_again():
+    training = Training(4, SLOW)
+    before = ratios(training.run(150))[-5:].mean()
+    dropped = ratios(training.run(8, lr=0.01))
+    assert dropped[2:].min() > 1.5 * before
+    assert ratios(training.run(150, lr=0.01))[-5:].mean() < 2 * before
+    small = ratios(training.run(5, lr=0.009))
+    assert small.max() < 2 * before  # a small step of the rate is none
+
+
+def test_a_change_of_the_network_is_followed_within_ten_steps():
+    link = Link(1e-5, 10e9)
+    training = Training(4, link)
+    before = ratios(training.run(150))[-5:].mean()
+    link.bits = 2e6
+    after = ratios(training.run(15))
+    assert after[10:].mean() < 0.8 * before
+
+
+def test_fidelity_of_one_is_dense():
+    steps = Training(3, SLOW, policy={"id": "auto", "fidelity": 1}).run(40)
+    assert {own.compressor["id"] for buckets in steps for own in buckets} == {"dense"}
+
+
+@pytest.mark.parametrize("collective", ["allgather", "star-topk:ring", "oktopk"])
+def test_a_named_collective_is_kept(collective):
+    steps = Training(4, SLOW, "topk", collective, "auto").run(100)
+    sparse = {own.collective for buckets in steps for own in buckets if own.compressor["id"] == "topk"}
+    assert sparse == {collective}
+
+
+def test_a_named_collective_for_dense_arrays_makes_it_dense():
+    steps = Training(4, SLOW, None, "ring").run(30)
+    assert {(own.compressor["id"], own.collective) for buckets in steps for own in buckets} == {("dense", "ring")}
+
+
+@pytest.mark.parametrize("compressor", ["sidco", "gaussiank", {"id": "topk", "wire": "fp16"}])
+def test_a_named_compressor_gives_all_but_the_ratio(compressor):
+    steps = Training(4, SLOW, compressor, policy="auto").run(80)
+    name = compressor if isinstance(compressor, str) else compressor["id"]
+    ran = [own.compressor for buckets in steps for own in buckets]
+    assert {own["id"] for own in ran} == {"dense", name}
+    assert len({own["ratio"] for own in ran if own["id"] == name}) > 1
+    if name == "topk":
+        assert {own["wire"] for own in ran if own["id"] == name} == {"fp16"}
+
+
+def test_it_goes_on_where_it_was():
+    training = Training(4, SLOW)
+    reached = ratios(training.run(150))[-5:].mean()
+    states = [reducer.state_dict() for reducer in training.ranks.reducers]
+    again = Training(4, SLOW)
+    again.step()
+    for reducer, state in zip(again.ranks.reducers, states, strict=True):
+        reducer.load_state_dict(state)
+    assert ratios(again.run(12))[-3:].mean() < 2 * reached
+
+
+@pytest.mark.parametrize("fidelity", [0, -0.1, 1.1, "0.9", None, True])
+def test_fidelity_has_to_be_a_share(fidelity):
+    with pytest.raises(ConfigurationError, match=r"^auto: fidelity must be in \(0, 1\], got "):
+        get_policy({"id": "auto", "fidelity": fidelity})
+
+
+@pytest.mark.parametrize("compressor", ["onebit", "powersgd"])
+def test_a_compressor_whose_gain_cannot_be_told(compressor):
+    with pytest.raises(ConfigurationError, match=f"auto: needs the gain at other ratios, which {compressor} cannot"):
+        Ranks(2, compressor, policy="auto")
+
+
+def test_a_collective_that_carries_neither():
+    with pytest.raises(IncompatiblePairError):
+        Ranks(2, None, "two-phase")
+    with pytest.raises(IncompatiblePairError):
+        Ranks(2, "topk", "ring", "auto")
+
+
+def test_no_round_is_added_but_one_that_nobody_waits_for():
+    training = Training(4, SLOW)
+    training.run(160)
+    for _ in range(20):
+        [own] = training.step()
+        log = training.ranks.world.transports[0].log
+        assert len(log) - len(own.rounds) <= 0
+
+
+@pytest.mark.mpi
+def test_over_mpi(comm):
+    reducer = mpicomp.Reducer(comm=comm)
+    random = np.random.default_rng(comm.rank)
+    common = np.random.default_rng(9).pareto(1.5, 60_000)
+    for _ in range(40):
+        mean = reducer.reduce({"w": (common * random.standard_normal(60_000)).astype(np.float32)}, lr=0.1)["w"]
+        record = reducer.last_step.buckets[0]
+        seen = comm.allgather((mean.tobytes(), record.collective, record.ratio, record.reason))
+        assert all(own == seen[0] for own in seen)
+    reducer.close()
