@@ -32,7 +32,7 @@ from mpicomp.workspace import Workspace
 
 RANKS = 4
 """Messages that are decoded into a mean."""
-STRIDE = 16
+STRIDE = 8
 """Of the sampled spectrum."""
 SUITED = {"threshold": {"limit": 14.0}}
 """Parameters without which a compressor has no sensible ratio on these gradients: here about 1 %."""

@@ -43,11 +43,11 @@ _PINNED = ("--compressor", "topk", "--ratio", "0.01", "--collective", "allgather
 ARMS = {
     DENSE: Arm(("--compressor", "dense"), looks=False),
     "static": Arm(_PINNED, looks=False),
-    "schedule": Arm(("--policy", "schedule", *_PINNED), looks=False),
+    "schedule": Arm(("--policy", '{"id": "schedule", "begin": 0.25, "end": 0.01, "steps": 60}', *_PINNED), looks=False),
     "gravac": Arm(("--policy", "gravac"), looks=True),
     "accordion": Arm(("--policy", "accordion", *_PINNED), looks=False),
     "lgreco": Arm(("--policy", "lgreco", *_PINNED), looks=False),
-    "flexible": Arm(("--policy", "flexible"), looks=True),
+    "flexible": Arm(("--policy", '{"id": "flexible", "every": 50}'), looks=True),
     "auto": Arm((), looks=True),
 }
 

@@ -77,6 +77,8 @@ class Outcome:
         that ran where it was one alone.
     median_step_s, phases_s : float, dict of str to float
         Medians over all steps that are timed.
+    choosing_s : float
+        Mean over them: for choosing plans, and learning what they took. Mostly a part of ``other``.
     late_step_s, late_phases_s : float, dict of str to float
         Over those of the second half where compressors might change: they are compared with ``own_probe``, which is of
         that half.
@@ -97,6 +99,7 @@ class Outcome:
     collective: str
     median_step_s: float
     phases_s: dict[str, float]
+    choosing_s: float
     late_step_s: float
     late_phases_s: dict[str, float]
     sent_bytes: int
@@ -115,12 +118,12 @@ class Outcome:
 
 @dataclass
 class _Timings:
-    """Seconds of one rank, a row a step."""
+    """Seconds of one rank, a row a step: the whole, its phases, and what it took to choose plans."""
 
     rows: list[list[float]] = field(default_factory=list)
 
-    def add(self, seconds: float, phases: Mapping[str, float]) -> None:
-        self.rows.append([seconds, *(phases[name] for name in PHASES)])
+    def add(self, seconds: float, phases: Mapping[str, float], choosing_s: float) -> None:
+        self.rows.append([seconds, *(phases[name] for name in PHASES), choosing_s])
 
     def of_slowest(self, transport: Transport) -> NDArray[np.float64]:
         """Give every step's row of the rank that was slowest in it. Collective."""
@@ -167,7 +170,7 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
         for step in range(settings.steps):
             loss, seconds, phases = _step(task, model, optimizer, parameters, step, group.rank, group.size)
             record = optimizer.reducer.last_step
-            timings.add(seconds, phases)
+            timings.add(seconds, phases, record.choosing_s)
             sent += record.sent_bytes
             wire += record.wire_bytes
             dense_wire += record.dense_wire_bytes
@@ -211,6 +214,7 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
         collective=collective,
         median_step_s=float(np.median(of_slowest[skipped:, 0])),
         phases_s=_medians(of_slowest[skipped:]),
+        choosing_s=float(of_slowest[skipped:, -1].mean()),
         late_step_s=float(np.median(of_slowest[late:, 0])),
         late_phases_s=_medians(of_slowest[late:]),
         sent_bytes=round(totals[0]),

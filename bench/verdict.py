@@ -66,6 +66,7 @@ def table(outcome: Outcome, quality_name: str, steps: int) -> str:
     lines += [
         f"  {name:<9}{outcome.phases_s[name]:.4f}  {100 * outcome.phases_s[name] / median:5.1f} %" for name in PHASES
     ]
+    lines.append(f"choosing plans: {outcome.choosing_s:.4f} s a step, {100 * outcome.choosing_s / median:.1f} % (mean)")
     lines += [
         f"bytes that left a rank: {outcome.wire_bytes / steps:,.0f} a step, "
         f"dense ring {outcome.dense_wire_bytes / steps:,.0f}",

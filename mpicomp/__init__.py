@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         register_compressor,
     )
     from mpicomp.errors import MpicompError
-    from mpicomp.policies import list_policies
+    from mpicomp.policies import get_policy, list_policies, register_policy
     from mpicomp.reducer import BucketRecord, Reducer, StepRecord, allreduce
 
 _HOMES = {
@@ -68,7 +68,9 @@ _HOMES = {
     "get_compressor": "mpicomp.compressors",
     "list_collectives": "mpicomp.collectives",
     "list_compressors": "mpicomp.compressors",
+    "get_policy": "mpicomp.policies",
     "list_policies": "mpicomp.policies",
+    "register_policy": "mpicomp.policies",
     "load_checkpoint": "mpicomp.checkpoint",
     "register_compressor": "mpicomp.compressors",
     "save_checkpoint": "mpicomp.checkpoint",
@@ -100,11 +102,13 @@ __all__ = [
     "__version__",
     "allreduce",
     "get_compressor",
+    "get_policy",
     "list_collectives",
     "list_compressors",
     "list_policies",
     "load_checkpoint",
     "register_compressor",
+    "register_policy",
     "save_checkpoint",
     "torch",
 ]

@@ -21,12 +21,13 @@ from mpicomp.kernels.cpu.moments import Moments, logarithms
 from mpicomp.kernels.cpu.scatter import clear_at, gather, scatter_add, subtract_at
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest
 from mpicomp.kernels.cpu.signs import pack_signs, unpack_signs, unpack_signs_add
-from mpicomp.kernels.cpu.spectrum import BINS, edges, spectrum
+from mpicomp.kernels.cpu.spectrum import BINS, GROUP, edges, spectrum
 from mpicomp.kernels.cpu.sweep import energy, momentum, scale, share_rounding
 from mpicomp.kernels.cpu.tail import Tail, select_above, select_listed, tail
 
 __all__ = [
     "BINS",
+    "GROUP",
     "Moments",
     "Tail",
     "accumulate",

@@ -79,11 +79,11 @@ def logarithms(array: NDArray[np.floating], stride: int = 1, threads: int = 1) -
     return sum(int(part[0]) for part in parts), sum(part[1] for part in parts), sum(part[2] for part in parts)
 
 
-def strided(size: int, stride: int, threads: int) -> list[slice]:
-    """Cut an array for threads where a group of 1024 elements begins that is looked at."""
-    length = _BLOCK * stride
+def strided(size: int, stride: int, threads: int, group: int = _BLOCK) -> list[slice]:
+    """Cut an array for threads where a group of elements begins that is looked at."""
+    length = group * stride
     groups = -(-size // length)
-    starts = [part.start // _BLOCK for part in cut(groups * _BLOCK, threads)]
+    starts = [part.start // group for part in cut(groups * group, threads)]
     return [slice(a * length, b * length) for a, b in zip(starts, [*starts[1:], groups], strict=True)]
 
 

@@ -12,7 +12,9 @@ BINS = 2048
 
 _FINE = 15  # bits of a float32 left out of a fine bin: 256 of them for every power of two
 _COARSE = 20
-_BLOCK = 1024
+GROUP = 256
+"""Elements in a row that a strided sweep looks at: as few as are still swept fast, since rows of a matrix differ."""
+
 _SMALL = 1 << 18  # elements; fewer are binned one by one, in less time than fine bins are gathered
 
 
@@ -47,7 +49,7 @@ def spectrum(
         Overwritten. The energy of a bin of many elements is good to 0.4 % at worst, where they are all equal, and
         to about 1e-6 for a smooth distribution: it comes from the centres of finer bins.
     stride : int
-        1 looks at all elements, s at every s-th group of 1024 of them. Nothing is scaled up.
+        1 looks at all elements, s at every s-th group of `GROUP` of them. Nothing is scaled up.
     threads : int
         How many threads share the sweep.
 
@@ -70,7 +72,7 @@ def spectrum(
         _spectrum_fine(array[part], stride, fine)
         return fine
 
-    for fine in spread(sweep, strided(array.size, stride, threads)):
+    for fine in spread(sweep, strided(array.size, stride, threads, GROUP)):
         _gather_fine(fine, counts, energies)
 
 
@@ -81,8 +83,8 @@ def _magnitude(value):  # type: ignore[no-untyped-def]
 
 @kernel
 def _spectrum_small(array, stride, counts, energies):  # type: ignore[no-untyped-def]
-    for start in range(0, array.size, _BLOCK * stride):
-        block = array[start : start + _BLOCK]
+    for start in range(0, array.size, GROUP * stride):
+        block = array[start : start + GROUP]
         for i in range(block.size):
             place = _magnitude(block[i]) >> np.uint32(_COARSE)
             value = np.float64(block[i])
@@ -92,8 +94,8 @@ def _spectrum_small(array, stride, counts, energies):  # type: ignore[no-untyped
 
 @kernel
 def _spectrum_fine(array, stride, fine):  # type: ignore[no-untyped-def]
-    for start in range(0, array.size, _BLOCK * stride):
-        block = array[start : start + _BLOCK]
+    for start in range(0, array.size, GROUP * stride):
+        block = array[start : start + GROUP]
         for i in range(block.size):
             fine[_magnitude(block[i]) >> np.uint32(_FINE)] += np.uint32(1)
 

@@ -6,6 +6,7 @@
 
 constexpr int BINS = 2048;
 constexpr int GROUPS = 64;  // of a block
+constexpr int SEEN = 256;   // elements in a row that a strided sweep looks at
 constexpr int SHIFT = 20;
 constexpr u32 HIDDEN = 1u << 23;
 
@@ -16,11 +17,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int b = threadIdx.x; b < BINS; b += THREADS) counts[b] = sums[b] = 0;
   __syncthreads();
   for (int g = 0; g < GROUPS; ++g) {
-    const i64 start = ((i64)blockIdx.x * GROUPS + g) * stride * GROUP;
-    if (start >= size) break;
+    const i64 start = ((i64)blockIdx.x * GROUPS + g) * GROUP;  // among those that are looked at
+    if (start * stride >= size) break;
 #pragma unroll
     for (int r = 0; r < GROUP / THREADS; ++r) {
-      const i64 i = start + r * THREADS + threadIdx.x;
+      const i64 place = start + r * THREADS + threadIdx.x;
+      const i64 i = place / SEEN * SEEN * stride + place % SEEN;
       if (i >= size) continue;
       const u32 magnitude = __float_as_uint((float)array[i]) & 0x7fffffffu;
       const u32 bin = magnitude >> SHIFT;

@@ -3,11 +3,10 @@
 from typing import Any
 
 import numpy as np
-from mpicomp.kernels.cpu import BINS
+from mpicomp.kernels.cpu import BINS, GROUP
 from mpicomp.kernels.gpu.compile import THREADS, launch, library
 
-_GROUP = 1024
-_GROUPS = 64  # of a block
+_PER_BLOCK = 64 * 1024  # elements that are looked at
 
 
 def spectrum(array: Any, counts: Any, energies: Any, stride: int = 1, threads: int = 1) -> None:
@@ -20,12 +19,13 @@ def spectrum(array: Any, counts: Any, energies: Any, stride: int = 1, threads: i
     counts, energies : device arrays of int64 and float64, shape (BINS,)
         Overwritten. Energies are good to 3e-5 and have the same bits at every call.
     stride : int
-        1 looks at all elements, s at every s-th group of 1024 of them. Nothing is scaled up.
+        1 looks at all elements, s at every s-th group of `GROUP` of them. Nothing is scaled up.
     threads : int
         Of no meaning here.
     """
     memory = library().zeros(2 * BINS, np.uint64)
     sums = memory[:BINS], memory[BINS:]
-    blocks = -(-array.size // (_GROUP * _GROUPS * stride))
+    seen = -(-array.size // (GROUP * stride)) * GROUP
+    blocks = -(-seen // _PER_BLOCK)
     launch("spectrum", "spectrum", array.dtype, blocks, array, array.size, stride, *sums)
     launch("spectrum", "finish_spectrum", array.dtype, BINS // THREADS, *sums, counts, energies)

@@ -53,7 +53,7 @@ class SpectrumSurvey:
     Parameters
     ----------
     stride : int
-        1 looks at all elements of a layer; n at every n-th group of 1024 of them, other ones at every step.
+        1 looks at all elements of a layer; n at every n-th group of 256 of them, other ones at every step.
     """
 
     def __init__(self, stride: int = 1) -> None:
@@ -73,7 +73,7 @@ class SpectrumSurvey:
             layer = accumulated[start : start + size]
             start += size
             stride = self._stride if size >= _WHOLE * self._stride else 1
-            cpu.spectrum(layer[1024 * (step % stride) :], self._counts, self._energies, stride)
+            cpu.spectrum(layer[cpu.GROUP * (step % stride) :], self._counts, self._energies, stride)
             counts = self._counts.reshape(_ALL, _PER_BIN).sum(axis=1)[:_FINITE]
             energies = self._energies.reshape(_ALL, _PER_BIN).sum(axis=1)[:_FINITE]
             filled = np.flatnonzero(energies)

@@ -34,14 +34,15 @@ class Reducer:
     Parameters
     ----------
     compressor : Compressor, str, mapping or None
-        An object, a name or a configuration (see `mpicomp.get_compressor`). None lets mpicomp choose, which is
-        dense until there is a policy that chooses.
+        An object, a name or a configuration (see `mpicomp.get_compressor`). None lets the policy choose.
     collective : str
         A name from `mpicomp.list_collectives`; one that is built upon another may name it behind a colon, as in
-        ``"star-topk:ring"``. ``"auto"`` takes at every step and for every bucket the one of least predicted
-        time, exchanges without compression among them; see ``cost``.
-    policy : str or None
-        ``"static"``, ``"auto"`` or None: static where a compressor is named, auto where none is.
+        ``"star-topk:ring"``. ``"auto"`` lets the policy choose; ``"static"`` takes at every step and for every bucket
+        the one of least predicted time, exchanges without compression among them; see ``cost``.
+    policy : Policy, str, mapping or None
+        An object, which serves this reducer alone, a name or a configuration (see `mpicomp.get_policy`): what chooses
+        ratios, collectives and dense exchange. None is ``"static"`` where a compressor is named, and ``"auto"`` where
+        none is: see docs/policies.md.
     feedback : bool or None
         Whether what a step does not send is kept for the next one. None does what the compressor declares.
     nonfinite : {"raise", "skip", "pass"}
