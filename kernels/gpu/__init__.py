@@ -8,7 +8,7 @@ Importing this compiles nothing and needs no CuPy; a source is compiled when one
 device. Scratch of single functions comes from CuPy's memory pool, that of `topk` and `sidco` from a `Workspace`.
 """
 
-from mpicomp.kernels.cpu import BINS, edges, mask_of
+from mpicomp.kernels.cpu import BINS, GROUP, edges, mask_of
 from mpicomp.kernels.gpu.accumulate import accumulate, accumulate_candidates, is_finite
 from mpicomp.kernels.gpu.bits import magnitude_bits, magnitude_of
 from mpicomp.kernels.gpu.cast import narrow, widen, widen_add
@@ -25,6 +25,7 @@ from mpicomp.kernels.gpu.workspace import Workspace
 
 __all__ = [
     "BINS",
+    "GROUP",
     "Estimate",
     "Moments",
     "Stats",

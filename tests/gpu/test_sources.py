@@ -72,7 +72,9 @@ def test_what_kernels_name_is_what_the_host_names():
         body = re.search(rf"enum {enum.__name__} \{{ (.*?) \}}", select).group(1)
         assert body.split(", ") == [f"{member.name} = {member.value}" for member in enum]
     assert f"constexpr int THREADS = {THREADS};" in common
-    assert cpu.BINS == gpu.BINS
+    spectrum = (FOLDER / "spectrum.cu").read_text()
+    assert f"constexpr int BINS = {cpu.BINS};" in spectrum
+    assert f"constexpr int SEEN = {cpu.GROUP};" in spectrum
 
 
 def test_numbers_of_the_estimate_are_those_of_the_compressor():
