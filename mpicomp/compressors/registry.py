@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from mpicomp.compressors.base import Compressor
-from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.registry import Registry
 
-_classes: dict[str, type[Compressor]] = {}
+_registry: Registry[Compressor] = Registry("compressor")
 
 Class = TypeVar("Class", bound=type[Compressor])
 
@@ -19,11 +19,7 @@ def register_compressor(cls: Class) -> Class:
     ConfigurationError
         Where another class has that id.
     """
-    other = _classes.setdefault(cls.id, cls)
-    if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise ConfigurationError(f"compressor: '{cls.id}' is already {other.__module__}.{other.__qualname__}")
-    _classes[cls.id] = cls
-    return cls
+    return _registry.register(cls)
 
 
 def get_compressor(config: str | Mapping[str, Any] | Compressor) -> Compressor:
@@ -52,18 +48,7 @@ def get_compressor(config: str | Mapping[str, Any] | Compressor) -> Compressor:
     >>> get_compressor("dense").get_config()
     {'id': 'dense', 'wire': None}
     """
-    if isinstance(config, Compressor):
-        return config
-    parameters: dict[str, Any] = {"id": config} if isinstance(config, str) else dict(config)
-    try:
-        name = parameters.pop("id")
-    except KeyError:
-        raise ConfigurationError(
-            f"compressor: a configuration names its compressor under 'id', got {parameters!r}"
-        ) from None
-    if name not in _classes:
-        raise UnknownNameError("compressor", name, _classes)
-    return _classes[name].from_config(parameters)
+    return config if isinstance(config, Compressor) else _registry.build(config)
 
 
 def list_compressors() -> list[str]:
@@ -74,11 +59,9 @@ def list_compressors() -> list[str]:
     >>> {"dense", "topk"} <= set(list_compressors())
     True
     """
-    return sorted(_classes)
+    return _registry.names()
 
 
 def compressor_class(name: str) -> type[Compressor]:
     """Give the class behind a name."""
-    if name not in _classes:
-        raise UnknownNameError("compressor", name, _classes)
-    return _classes[name]
+    return _registry.cls(name)

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.policies.policy import Policy
+from mpicomp.registry import Registry
 
-_classes: dict[str, type[Policy]] = {}
+_registry: Registry[Policy] = Registry("policy")
 
 Class = TypeVar("Class", bound=type[Policy])
 
@@ -19,11 +19,7 @@ def register_policy(cls: Class) -> Class:
     ConfigurationError
         Where another class has that id.
     """
-    other = _classes.setdefault(cls.id, cls)
-    if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise ConfigurationError(f"policy: '{cls.id}' is already {other.__module__}.{other.__qualname__}")
-    _classes[cls.id] = cls
-    return cls
+    return _registry.register(cls)
 
 
 def get_policy(config: str | Mapping[str, Any] | Policy) -> Policy:
@@ -46,14 +42,7 @@ def get_policy(config: str | Mapping[str, Any] | Policy) -> Policy:
     >>> get_policy({"id": "gravac", "window": 50}).window
     50
     """
-    if isinstance(config, Policy):
-        return config
-    settings: dict[str, Any] = {"id": config} if isinstance(config, str) else dict(config)
-    try:
-        name = settings.pop("id")
-    except KeyError:
-        raise ConfigurationError(f"policy: a configuration names its policy under 'id', got {settings!r}") from None
-    return policy_class(name).from_config(settings)
+    return config if isinstance(config, Policy) else _registry.build(config)
 
 
 def list_policies() -> list[str]:
@@ -64,11 +53,9 @@ def list_policies() -> list[str]:
     >>> {"auto", "static"} <= set(list_policies())
     True
     """
-    return sorted(_classes)
+    return _registry.names()
 
 
 def policy_class(name: str) -> type[Policy]:
     """Give the class behind a name."""
-    if name not in _classes:
-        raise UnknownNameError("policy", name, _classes)
-    return _classes[name]
+    return _registry.cls(name)

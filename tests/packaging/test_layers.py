@@ -19,7 +19,7 @@ LAYERS = [
     ["mpicomp.transport"],
     ["mpicomp.collectives"],
     ["mpicomp.compressors", "mpicomp.arrays"],
-    ["mpicomp.workspace", "mpicomp.kernels"],
+    ["mpicomp.workspace", "mpicomp.registry", "mpicomp.kernels"],
     ["mpicomp.errors", "mpicomp.launcher", "mpicomp.abort", "mpicomp._version"],
 ]
 # Who may import what from outside, at whatever place in the file.

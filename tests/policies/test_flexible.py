@@ -4,25 +4,15 @@ import itertools
 
 import numpy as np
 import pytest
+from worlds import Link
 
 import mpicomp
-from mpicomp.cost.formulas import terms
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.policies import Flexible
 from mpicomp.policies.flexible import Option, candidates
 from mpicomp.transport import LocalWorld
 
 SHAPES = {"conv": (40, 50, 5), "bias": (17,), "fc": (300, 100)}
-
-
-class Link:
-    """What a round takes, by the formulas."""
-
-    def __init__(self, latency, bits):
-        self.latency, self.bits = latency, bits
-
-    def __call__(self, task, group):
-        return terms(task, group).seconds(self.latency, 8 / self.bits)
 
 
 def gradients(step, rank, alike=0.0):

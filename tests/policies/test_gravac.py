@@ -4,26 +4,15 @@ import json
 
 import numpy as np
 import pytest
-from worlds import Ranks
+from worlds import Link, Ranks
 
 import mpicomp
 from mpicomp.collectives import fitting
-from mpicomp.cost.formulas import terms
 from mpicomp.errors import ConfigurationError
 from mpicomp.transport import LocalWorld
 
 LAG = 2  # a step is decided with what is known of the second step before it
 SIZES = {"a": 6000, "b": 3000}  # a bucket each
-
-
-class Link:
-    """What a round takes: the formulas."""
-
-    def __init__(self, latency, bits):
-        self.latency, self.bits = latency, bits
-
-    def __call__(self, task, group):
-        return terms(task, group).seconds(self.latency, 8 / self.bits)
 
 
 class Timed:
