@@ -39,6 +39,7 @@ def get_policy(config: str | Mapping[str, Any] | Policy) -> Policy:
 
     Examples
     --------
+    >>> from mpicomp.policies import get_policy
     >>> get_policy({"id": "gravac", "window": 50}).window
     50
     """
@@ -50,6 +51,7 @@ def list_policies() -> list[str]:
 
     Examples
     --------
+    >>> from mpicomp.policies import list_policies
     >>> {"auto", "static"} <= set(list_policies())
     True
     """
