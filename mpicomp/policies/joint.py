@@ -30,6 +30,7 @@ _STRIDE = 2  # levels that the ratio may go down at once: further off delays are
 _UNSEEN = 2.5  # times the delay that a collective is taken to have which leaves something out, before it was run
 _LEARN = 0.2  # share of a step in what is known of a collective's delay
 _TAUGHT = 10  # steps of such a collective in a row that tell of it, and not of the bucket
+_GRACE = 20  # steps that training is taken to have done when it begins: to be one behind then does no harm
 _DROP = 0.5  # of the learning rate, from which on training is taken to begin anew
 _SMOOTH = 0.1  # share of a step in what is known of when buckets are ready
 _BESIDES = 15  # steps that tell of the time beside exchanges: their median, since something else may come in between
@@ -44,8 +45,8 @@ class Joint(Policy):
     What a step keeps back arrives later, and a model whose gradients are late is behind one whose are not. So plans are
     sought that minimise ``(age + behind) x seconds of a step``, where ``age`` is the number of steps since training
     began or the learning rate dropped, and ``behind`` the number of steps by which late gradients set training back
-    (`mpicomp.policies.balance`). No more than ``(1 - fidelity) x age`` of these are allowed: this is the same as a gain
-    of at least ``1 / (1 + delay)``, a target that is near 1 at first and falls as training goes on.
+    (`mpicomp.policies.balance`). No more than ``(1 - fidelity) x (age + 20)`` of these are allowed: this is the same
+    as a gain of at least ``1 / (1 + delay)``, a target that is high at first and falls as training goes on.
 
     Seconds come from the cost model, in the order in which buckets become ready. How late gradients are under each
     ratio is learnt from the gains of the steps before (`mpicomp.policies.delays`), and how much later each collective
@@ -173,6 +174,7 @@ class Joint(Policy):
             self._highest = max(told.lr, self._highest or told.lr)
         for bucket, rows in told.surveys.items():
             spectra = Spectra(self._shapes[bucket].sizes, rows)
+            self._due |= self._delays[bucket].ratio is None
             self._delays[bucket].guess(float(lost_share(self.compressor, spectra, [first_ratio()])[0]))
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,7 +232,7 @@ class Joint(Policy):
     def _think(self) -> None:
         """Seek better plans with what is known now."""
         buckets = range(len(self._shapes))
-        longest = delay_for((1 - self.fidelity) * self._age)
+        longest = delay_for((1 - self.fidelity) * (self._age + _GRACE))
         inflow = sum(own.inflow for own in self._delays)
         if not self._ratios.size or longest <= 0 or inflow <= 0 or any(own.ratio is None for own in self._delays):
             self._allowed = [self._dense_rows(bucket) for bucket in buckets]

@@ -207,7 +207,7 @@ def test_every_training_is_there_once_and_what_is_compared_is_neighbours():
             "lgreco",
             ["--policy", "lgreco", "--compressor", "topk", "--ratio", "0.01", "--collective", "allgather"],
         ),
-        ("gravac", ["--policy", "gravac"]),
+        ("flexible", ["--policy", '{"id": "flexible", "every": 50}']),
         ("auto", []),
     ],
 )

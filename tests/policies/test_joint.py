@@ -86,7 +86,7 @@ def test_training_falls_behind_by_no_more_than_was_said(fidelity):
     steps = training.run(240)
     for age in (120, 180, 239):
         delay = np.mean([late(buckets) for buckets in steps[age - 10 : age]])
-        assert behind(delay) <= 1.5 * (1 - fidelity) * age  # of single steps gains scatter
+        assert behind(delay) <= 1.5 * (1 - fidelity) * (age + 20)  # of single steps gains scatter
 
 
 def test_less_fidelity_sends_less():
