@@ -79,6 +79,13 @@ class Joint(Policy):
         self.compressor = TopK(wire="bf16") if named.compressor is None else named.compressor
         self._pinned = None if named.collective == "auto" else named.collective
         dense_only = self.compressor.id == "dense" or not self._carries(named) or self.fidelity == 1
+        if named.feedback is False and not dense_only:
+            if named.compressor is not None:
+                raise ConfigurationError(
+                    "auto: lets gradients be late, which needs error feedback to keep them; leave feedback out, or use "
+                    "policy='static'"
+                )
+            dense_only = True
         if not dense_only:
             check_adaptable("auto", self.compressor)
         self.feedback = feedback_of(self.compressor, named.feedback)

@@ -176,6 +176,13 @@ def test_a_compressor_whose_gain_cannot_be_told(compressor):
         Ranks(2, compressor, policy="auto")
 
 
+def test_without_feedback_nothing_may_be_late():
+    steps = Training(3, SLOW, feedback=False).run(30)
+    assert {own.compressor["id"] for buckets in steps for own in buckets} == {"dense"}
+    with pytest.raises(ConfigurationError, match="auto: lets gradients be late, which needs error feedback"):
+        Ranks(2, "topk", policy="auto", feedback=False)
+
+
 def test_a_collective_that_carries_neither():
     with pytest.raises(IncompatiblePairError):
         Ranks(2, None, "two-phase")
