@@ -40,10 +40,14 @@ def test_settings_that_cannot_be(settings, text):
         Ranks(1, **settings)
 
 
-def test_nothing_named_is_dense():
-    reducer = Ranks(1).reducers[0]
-    assert reducer.compressor == mpicomp.Dense()
-    assert not reducer.feedback
+def test_nothing_named_is_the_joint_choice_which_leaves_one_rank_alone():
+    ranks = Ranks(1)
+    [reducer] = ranks.reducers
+    assert reducer.policy.id == "auto"
+    gradient = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    for _ in range(30):
+        assert (ranks.reduce([{"w": gradient}])[0]["w"] == gradient).all()
+    assert reducer.last_step.buckets[0].compressor == mpicomp.Dense().get_config()
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one rank", "all ranks"])
