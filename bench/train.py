@@ -49,6 +49,8 @@ class Settings:
         Steps from one look at the held-out data to the next; 0 looks at the end alone.
     bucket_bytes : int or None
         See `mpicomp.torch.DistributedOptimizer`.
+    probes : bool
+        Whether exchanges, dense ones among them, are measured by themselves after the training.
     """
 
     compressor: Compressor | None
@@ -58,6 +60,7 @@ class Settings:
     seed: int
     evaluate_every: int = 0
     bucket_bytes: int | None = None
+    probes: bool = True
 
     @property
     def adapts(self) -> bool:
@@ -82,6 +85,8 @@ class Outcome:
     late_step_s, late_phases_s : float, dict of str to float
         Over those of the second half where compressors might change: they are compared with ``own_probe``, which is of
         that half.
+    own_probe, dense_probe : Probe or None
+        The run's exchange and the fastest dense one by themselves; None where they were not asked for.
     ratios : list of float
         Kept fraction of the whole in every step.
     plans, late_plans : list of Ran
@@ -107,8 +112,8 @@ class Outcome:
     dense_wire_bytes: int
     once_bytes: int
     gain: float | None
-    own_probe: Probe
-    dense_probe: Probe
+    own_probe: Probe | None
+    dense_probe: Probe | None
     steps_timed: int
     ratios: list[float]
     plans: list[Ran]
@@ -194,12 +199,13 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
     if settings.adapts:
         plan = leading(late_plans)
         compressor, collective = plan.compressor, plan.collective
-        own_probe = probe(_for_any_names(plan), collective, numel, transport)
+        probed, named, cost = _for_any_names(plan), collective, None
     else:
         compressor, ran = reducer.compressor, list(collectives)
         collective = ran[0] if len(ran) == 1 else settings.collective
-        own_probe = probe(compressor, settings.collective, numel, transport, cost=reducer.cost)
-    dense_probe = probe_dense(numel, transport)
+        probed, named, cost = compressor, settings.collective, reducer.cost
+    own_probe = probe(probed, named, numel, transport, cost=cost) if settings.probes else None
+    dense_probe = probe_dense(numel, transport) if settings.probes else None
     totals = _gather(transport, np.array([sent, wire, dense_wire], np.float64)).mean(axis=0)
     layers = choices.layers(_gather(transport, choices.sums()))
     progress.evaluating()

@@ -7,17 +7,25 @@ _NOISE = 0.03  # differences below this share of a step say nothing
 _ALWAYS = 0.95  # of what is exchanged; the rest was explored
 
 
-def exchange_s(outcome: Outcome) -> float:
-    """Seconds of our exchange: its kernels as they ran in the steps, its rounds as they ran by themselves."""
+def exchange_s(outcome: Outcome) -> float | None:
+    """Seconds of our exchange: its kernels as they ran in the steps, its rounds as they ran by themselves.
+
+    None where that was not measured, here and in `dense_step_s`.
+    """
+    if outcome.own_probe is None:
+        return None
     return outcome.late_phases_s["compress"] + outcome.own_probe.rounds_s + outcome.late_phases_s["decode"]
 
 
-def dense_step_s(outcome: Outcome) -> float:
+def dense_step_s(outcome: Outcome) -> float | None:
     """Seconds that a step would have taken with the best dense exchange.
 
     What a step spends besides its exchange, waiting for the slowest rank among it, is taken to be the same.
     """
-    besides = outcome.late_step_s - exchange_s(outcome)
+    own = exchange_s(outcome)
+    if own is None or outcome.dense_probe is None:
+        return None
+    besides = outcome.late_step_s - own
     phases = outcome.late_phases_s
     return max(besides, phases["compute"] + phases["update"]) + outcome.dense_probe.seconds
 
@@ -28,7 +36,6 @@ def judge(outcome: Outcome) -> str:
         return "one rank: nothing was exchanged, so there was nothing to gain; start it with mpiexec -n 4"
     times = outcome.dense_wire_bytes / outcome.wire_bytes if outcome.wire_bytes else float("inf")
     dense, own = dense_step_s(outcome), outcome.late_step_s
-    ratio = dense / own
     fewer = f"{times:.1f} times fewer bytes left each rank than with a dense ring"
     if outcome.compressor.id == "dense" and outcome.compressor.get_config()["wire"] is None:
         if not outcome.adapts:
@@ -39,6 +46,9 @@ def judge(outcome: Outcome) -> str:
             f"mpicomp chose dense exchange{mostly}: nothing that sends enough of the gradient beats it here; "
             f"a step took {own:.3f} s"
         )
+    if dense is None:
+        return f"none, since no dense exchange was measured: a step took {own:.3f} s, and {fewer}"
+    ratio = dense / own
     if ratio > 1 + _NOISE:
         return (
             f"compression paid: a step took {own:.3f} s, {_faster(ratio)} than "
@@ -71,10 +81,13 @@ def table(outcome: Outcome, quality_name: str, steps: int) -> str:
         f"bytes that left a rank: {outcome.wire_bytes / steps:,.0f} a step, "
         f"dense ring {outcome.dense_wire_bytes / steps:,.0f}",
         f"bytes at the start, once: {outcome.once_bytes:,}",
-        f"an exchange without waiting: {exchange_s(outcome):.4f} s; dense {outcome.dense_probe.seconds:.4f} s "
-        f"by {outcome.dense_probe.collective}, the fastest (medians of {outcome.own_probe.repeats} and "
-        f"{outcome.dense_probe.repeats})",
     ]
+    if outcome.own_probe is not None and outcome.dense_probe is not None:
+        lines.append(
+            f"an exchange without waiting: {exchange_s(outcome):.4f} s; dense {outcome.dense_probe.seconds:.4f} s "
+            f"by {outcome.dense_probe.collective}, the fastest (medians of {outcome.own_probe.repeats} and "
+            f"{outcome.dense_probe.repeats})"
+        )
     if outcome.gain is not None:
         lines.append(f"gain (share of the accumulated gradient's energy that was sent): {outcome.gain:.3f}")
     lines.append(chosen_table(outcome.plans, outcome.layers))

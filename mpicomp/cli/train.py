@@ -36,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="look at held-out data every N steps, too (0)",
     )
     parser.add_argument("--replay", metavar="F", help="run the plans that another run has written with --metrics F")
+    parser.add_argument(
+        "--no-verdict",
+        action="store_true",
+        help="leave out the exchanges that are measured after the training, dense ones among them",
+    )
     parser.add_argument("--json", metavar="F", help="write the outcome to F as one JSON object")
     parser.add_argument("--metrics", metavar="F", help="write a JSON line a step to F")
 
@@ -76,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     group = transport.group
     first = group.rank == 0
-    steps = arguments.steps or getattr(policy, "steps", None) or task.steps
+    recorded = None if arguments.replay is None else getattr(policy, "steps", None)
+    steps = arguments.steps or recorded or task.steps
     settings = Settings(
         compressor,
         arguments.collective,
@@ -85,6 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.seed,
         arguments.evaluate_every,
         getattr(policy, "bucket_bytes", None),
+        not arguments.no_verdict,
     )
     if first:
         what = "chosen by mpicomp" if compressor is None else repr(compressor)
@@ -162,8 +169,8 @@ def _result(task: "Task", settings: "Settings", outcome: "Outcome") -> dict[str,
         "phases_s": outcome.phases_s,
         "choosing_s": outcome.choosing_s,
         "exchange_s": exchange_s(outcome),
-        "dense_exchange_s": outcome.dense_probe.seconds,
-        "dense_collective": outcome.dense_probe.collective,
+        "dense_exchange_s": None if outcome.dense_probe is None else outcome.dense_probe.seconds,
+        "dense_collective": None if outcome.dense_probe is None else outcome.dense_probe.collective,
         "dense_step_s": dense_step_s(outcome),
         "gain": outcome.gain,
         "ratios": {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]},

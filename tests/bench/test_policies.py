@@ -205,7 +205,7 @@ def test_every_training_is_there_once_and_what_is_compared_is_neighbours():
         ("static", ["--compressor", "topk", "--ratio", "0.01", "--collective", "allgather"]),
         (
             "lgreco",
-            ["--policy", "lgreco", "--compressor", "topk", "--ratio", "0.01", "--collective", "allgather"],
+            ["--policy", "lgreco", "--compressor", "topk", "--ratio", "0.02", "--collective", "allgather"],
         ),
         ("flexible", ["--policy", '{"id": "flexible", "every": 50}']),
         ("auto", []),
@@ -214,9 +214,21 @@ def test_every_training_is_there_once_and_what_is_compared_is_neighbours():
 def test_words_for_trainings(policy, words):
     where = FAST if ARMS[policy].looks else None
     found = words_of(Run("text-lstm", policy, 2, where), None, None, "")
-    assert found == ["train", "--task", "text-lstm", "--seed", "2", *words, "--evaluate-every", "10"]
+    assert found == ["train", "--task", "text-lstm", "--seed", "2", "--no-verdict", *words, "--evaluate-every", "10"]
     short = words_of(Run("digits", policy, 2, where), 40, None, "")
-    assert short == ["train", "--task", "digits", "--seed", "2", "--steps", "40", *words, "--evaluate-every", "2"]
+    assert short == [
+        "train",
+        "--task",
+        "digits",
+        "--seed",
+        "2",
+        "--no-verdict",
+        "--steps",
+        "40",
+        *words,
+        "--evaluate-every",
+        "2",
+    ]
 
 
 def test_words_for_replays():

@@ -26,7 +26,8 @@ def outcome(**changed):
     plan = Ran(TOPK, 0.01, "allgather", 1.0, 0.01)
     settings = {
         "quality": 0.9, "parameters": 1000, "ranks": 4, "hosts": 4, "adapts": False, "compressor": TOPK,
-        "collective": "allgather", "median_step_s": 0.12, "phases_s": parts, "late_step_s": 0.12,
+        "collective": "allgather", "median_step_s": 0.12, "phases_s": parts, "choosing_s": 0.001,
+        "late_step_s": 0.12,
         "late_phases_s": parts,
         "sent_bytes": 100, "wire_bytes": 100, "dense_wire_bytes": 1000, "once_bytes": 0, "gain": 0.5,
         "own_probe": Probe("allgather", 0.02, 0.011, 5), "dense_probe": Probe("ring", 0.2, 0.2, 5), "steps_timed": 95,
@@ -84,3 +85,12 @@ def test_sixteen_bits_on_the_wire_are_compared_as_every_other_choice():
 def test_one_rank_and_nothing_to_gain():
     assert judge(outcome(ranks=1)).startswith("one rank: nothing was exchanged")
     assert judge(outcome(dense_probe=Probe("ring", 0.02, 0.02, 5))).startswith("compression made no difference")
+
+
+def test_without_a_dense_exchange_there_is_no_verdict():
+    run = outcome(own_probe=None, dense_probe=None)
+    assert exchange_s(run) is dense_step_s(run) is None
+    assert judge(run).startswith(
+        "none, since no dense exchange was measured: a step took 0.120 s, and 10.0 times fewer"
+    )
+    assert "without waiting" not in table(run, "accuracy", 100)
