@@ -21,7 +21,7 @@ _CURIOUS = (
     1 / 64,
 )  # plans that may be explored after a start or a change of the network, and for each step learnt from
 _SETTLED = 2  # steps of a plan that teach nothing: buffers are made, and compressors find their bounds
-_LEARNING_S, _WORTH, _SELDOM = 500e-6, 0.01, 6  # what learning from a step takes, of a step at most; one in six is
+_LEARNING_S, _WORTH, _SELDOM = 1e-3, 0.01, 6  # what learning from a step takes, of a step at most; one in six is
 _ANOTHER = 0.35  # by which the logarithm of a link's latency or bandwidth differs when it has changed
 _TOO_SLOW = 3.0  # times the least predicted seconds: such plans are not run to see whether the prediction is right
 
