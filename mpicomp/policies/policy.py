@@ -133,6 +133,8 @@ class Policy(ABC):
         """What it works with; known once a reducer has adopted it."""
         self.feedback = True
         """Whether there are residuals."""
+        self.serves = False
+        """Whether it is some reducer's."""
         self.check()
 
     def check(self) -> None:  # noqa: B027, most settings cannot be wrong

@@ -88,10 +88,12 @@ def _lost(
     low: int,
     high: int,
 ) -> float:
-    """Give the energy of what was not sent from ``start`` to ``stop``, which are ``low`` to ``high`` of what was."""
-    if not isinstance(sent, Selection):
-        left = accumulated[start:stop] - sent[start:stop]
-        return float(np.dot(left, left))
-    exact = accumulated[sent.indices[low:high]]
-    left = exact - sent.values[low:high]
-    return energy - float(np.dot(exact, exact)) + float(np.dot(left, left))
+    """Give the energy of what was not sent from ``start`` to ``stop``, which are ``low`` to ``high`` of what was.
+
+    Of a selection that travels in 16 bits what rounding took is passed over: less than a hundred-thousandth.
+    """
+    if isinstance(sent, Selection):
+        values = sent.values[low:high]
+        return energy - float(np.dot(values, values))
+    left = accumulated[start:stop] - sent[start:stop]
+    return float(np.dot(left, left))

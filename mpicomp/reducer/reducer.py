@@ -107,7 +107,13 @@ class Reducer:
             raise ConfigurationError(f"reducer: threads must be at least 1, got {threads!r}")
         named = Named(None if compressor is None else get_compressor(compressor), collective, feedback, cost)
         chosen = get_policy(policy or ("auto" if compressor is None else "static"))
+        if chosen.serves:
+            raise ConfigurationError(
+                f"reducer: this policy ({chosen.id}) serves another reducer; make a second object, or pass its name or "
+                "configuration"
+            )
         chosen.adopt(named)
+        chosen.serves = True
         settings = {
             "compressor": chosen.compressor.get_config(),
             "collective": collective,

@@ -1,0 +1,119 @@
+"""What a record says of each parameter, against sums over its elements one by one."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import mpicomp
+from mpicomp.collectives import bind
+from mpicomp.compressors.base import Selection
+from mpicomp.policies import Named, Plan, Policy
+from mpicomp.policies.surveys import SpectrumSurvey
+from mpicomp.reducer.layers import layers_of
+from mpicomp.transport import LocalWorld
+
+NAMES, SIZES = ("a", "b", "c", "d"), (300, 1, 40, 120)
+BOUNDS = np.concatenate(([0], np.cumsum(SIZES)))
+ENDS = list(itertools.pairwise(BOUNDS.tolist()))
+
+
+def array(seed=0):
+    return np.random.default_rng(seed).standard_t(3, BOUNDS[-1]).astype(np.float32)
+
+
+def parts(flat):
+    return [flat[start:stop].astype(np.float64) for start, stop in ENDS]
+
+
+def energies(flat):
+    return np.array([sum(float(x) ** 2 for x in part) for part in parts(flat)])
+
+
+@pytest.mark.parametrize("kept", [1, 7, 60, 461])
+def test_a_selection(kept):
+    own = array()
+    indices = np.sort(np.argsort(-np.abs(own))[:kept]).astype(np.uint32)
+    layers = layers_of(NAMES, SIZES, own, Selection(indices, own[indices]), energies(own), 0.5)
+    for place, (start, stop) in enumerate(ENDS):
+        inside = [index for index in indices if start <= index < stop]
+        assert layers.kept[place] == len(inside)
+        assert layers.ratios[place] == len(inside) / (stop - start)
+        sent = sum(float(own[index]) ** 2 for index in inside)
+        assert layers.gains[place] == pytest.approx(sent / energies(own)[place], abs=1e-5)
+
+
+def test_an_array_that_is_sent_in_part():
+    own = array()
+    sent = np.where(np.arange(own.size) % 3 == 0, own, own / 2).astype(np.float32)
+    layers = layers_of(NAMES, SIZES, own, sent, energies(own), 0.8)
+    assert (layers.kept == SIZES).all()
+    lost = [sum(float(x) ** 2 for x in part) for part in parts(own - sent)]
+    np.testing.assert_allclose(layers.gains, 1 - np.array(lost) / energies(own), atol=1e-5)
+
+
+def test_where_nothing_was_looked_at_no_gain_is_told():
+    own = array()
+    layers = layers_of(NAMES, SIZES, own, own, None, 1.0)
+    assert layers.gains is None
+    assert [entry["gain"] for entry in layers.to_json()] == [None] * 4
+
+
+def test_what_is_sent_whole_has_the_gain_of_the_bucket():
+    own = array()
+    assert (layers_of(NAMES, SIZES, own, own, energies(own), 1.0).gains == 1).all()
+
+
+def test_a_parameter_without_energy_has_lost_nothing():
+    own = array()
+    own[300:341] = 0
+    layers = layers_of(NAMES, SIZES, own, Selection(np.array([5], np.uint32), own[5:6]), energies(own), 0.1)
+    assert layers.gains[1] == layers.gains[2] == 1
+    assert layers.gains[3] == 0
+
+
+class Looks(Policy):
+    """Top-k whose gradients are looked at in every second step."""
+
+    id = "looks"
+
+    def adopt(self, named: Named) -> None:
+        self.compressor, self.steps = mpicomp.TopK(ratio=0.1), 0
+
+    def survey(self, bucket):
+        return SpectrumSurvey() if self.steps % 2 == 0 else None
+
+    def plan(self, bucket):
+        return Plan(bind(self.compressor, "allgather"), "always")
+
+    def deliver(self, step, delivered):
+        self.steps += 1
+
+
+def test_records_hold_them_in_steps_that_are_looked_at():
+    world = LocalWorld(2)
+    reducers = [mpicomp.Reducer(policy=Looks(), comm=end) for end in world.transports]
+    for step in range(4):
+        flat = [array(10 * step + rank) for rank in range(2)]
+        gradients = [{n: p.astype(np.float32) for n, p in zip(NAMES, parts(own), strict=True)} for own in flat]
+        before = [np.concatenate([reducers[rank].residual(n) for n in NAMES]) if step else 0 for rank in range(2)]
+        world.run([r.rounds(g) for r, g in zip(reducers, gradients, strict=True)])
+        for rank, reducer in enumerate(reducers):
+            layers = reducer.last_step.buckets[0].layers
+            assert layers.names == NAMES
+            assert layers.kept.sum() == 46
+            accumulated = flat[rank] + before[rank]
+            lost = energies(np.concatenate([reducer.residual(n) for n in NAMES]))
+            if step % 2:
+                assert layers.gains is None
+            else:
+                np.testing.assert_allclose(layers.gains, 1 - lost / energies(accumulated), atol=1e-2)
+
+
+def test_a_policy_serves_one_reducer():
+    policy = Looks()
+    mpicomp.Reducer(policy=policy, comm=LocalWorld(1).transports[0])
+    with pytest.raises(
+        mpicomp.errors.ConfigurationError, match=r"reducer: this policy \(looks\) serves another reducer"
+    ):
+        mpicomp.Reducer(policy=policy, comm=LocalWorld(1).transports[0])
