@@ -1,10 +1,12 @@
 """What schemes do themselves, between rounds: measured alone, on short arrays, and taken to grow with their length."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpicomp.collectives import Context, Group, Scheme
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
@@ -72,11 +74,16 @@ def kept_of(compressor: Compressor, numel: int) -> int:
     return compressor.count(numel) if isinstance(compressor, SharedSparsifier) else numel
 
 
+@functools.lru_cache(maxsize=len(_NUMELS))
+def _arrays(numel: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Give a gradient and a residual, not to be written to: drawing them takes as long as what is measured."""
+    random = np.random.default_rng(0)
+    return random.laplace(size=numel).astype(np.float32), random.laplace(size=numel).astype(np.float32)
+
+
 def _median(scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[], float]) -> float:
     transport = LocalWorld(1).transports[0]
-    random = np.random.default_rng(0)
-    gradient = random.laplace(size=numel).astype(np.float32)
-    residual = random.laplace(size=numel).astype(np.float32) if feedback else None
+    gradient, residual = _arrays(numel)
     buffer = np.empty(numel + TAIL, np.float32)
     memory: dict[str, Any] = {}
     workspace = Workspace()
@@ -84,6 +91,8 @@ def _median(scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[],
     for step in range(_WARM + _TIMED):
         context = Context(group=Group(0, 1), step=step, memory=memory, workspace=workspace)
         start = clock()
-        transport.run(scheme.exchange(Accumulated(buffer, residual, [Piece(0, gradient)]), context))
+        transport.run(
+            scheme.exchange(Accumulated(buffer, residual if feedback else None, [Piece(0, gradient)]), context)
+        )
         seconds.append(clock() - start)
     return float(np.median(seconds[_WARM:]))

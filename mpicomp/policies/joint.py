@@ -1,5 +1,6 @@
 """The joint choice: ratio, collective and wire of every bucket, by what they take and how late they make gradients."""
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -76,7 +77,8 @@ class Joint(Policy):
 
     def adopt(self, named: Named) -> None:
         """See `Policy.adopt`. A compressor that was named gives all but the ratio, and dense stays a candidate."""
-        self.compressor = TopK(wire="bf16") if named.compressor is None else named.compressor
+        self.compressor = TopK() if named.compressor is None else named.compressor
+        self._wires = [self.compressor] if named.compressor is not None else [TopK(wire="bf16"), TopK()]
         self._pinned = None if named.collective == "auto" else named.collective
         dense_only = self.compressor.id == "dense" or not self._carries(named) or self.fidelity == 1
         if named.feedback is False and not dense_only:
@@ -90,7 +92,7 @@ class Joint(Policy):
             check_adaptable("auto", self.compressor)
         self.feedback = feedback_of(self.compressor, named.feedback)
         self._compresses = not dense_only
-        self._ratios = np.array([])
+        self._ladder = self._ratios = np.array([])  # of a wire; of all levels that compress
         self._dense = [Dense()]
         self._carriers = Carriers("auto", self.feedback, named.cost)
         self._survey = SpectrumSurvey()
@@ -132,10 +134,11 @@ class Joint(Policy):
         self._ready = self._before = None
         self._beside.clear()
         if self._compresses and transport.group.size > 1:
-            self._ratios = np.array(ladder(_LEAST, _MOST))
-            narrow = getattr(self.compressor, "wire", None) == "bf16"
+            self._ladder = np.array(ladder(_LEAST, _MOST))
+            self._ratios = np.tile(self._ladder, len(self._wires))
+            narrow = any(getattr(own, "wire", None) == "bf16" for own in self._wires)
             self._dense = [Dense(wire="bf16"), Dense()] if narrow else [Dense()]
-        yield from self._carriers.start([self._ladder(transport.group) for _ in shapes], shapes, transport)
+        yield from self._carriers.start([self._levels(transport.group) for _ in shapes], shapes, transport)
         self._lossy = [_rows_of_kinds(rows.schemes) for rows in self._carriers.rows]
         self._allowed = [self._dense_rows(bucket) for bucket in range(len(shapes))]
 
@@ -212,11 +215,13 @@ class Joint(Policy):
             return False
         return True
 
-    def _ladder(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
+    def _levels(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
         levels: list[tuple[Compressor, Sequence[str]]] = []
-        for ratio in self._ratios.tolist():
-            own = at_ratio(self.compressor, ratio)
-            levels.append((own, [self._pinned] if self._pinned else names_for(own, group)))
+        for wire, ratio in itertools.product(self._wires, self._ladder.tolist()):
+            own = at_ratio(wire, ratio)
+            # A second wire is for fast networks, where what matters is the time that own work takes.
+            whole = wire is not self._wires[0]
+            levels.append((own, [self._pinned] if self._pinned else names_for(own, group, whole)))
         pinned = self._pinned is not None and collective_class(self._pinned.partition(":")[0]).carries(Dense())
         for dense in self._dense:
             levels.append((dense, [str(self._pinned)] if pinned else names_for(dense, group)))
@@ -264,11 +269,11 @@ class Joint(Policy):
     def _late(self, bucket: int) -> NDArray[np.float64]:
         """Give the delay of each of a bucket's rows; infinite where it is too far below the ratio that is known."""
         rows, known = self._carriers.rows[bucket], self._delays[bucket]
+        down = _STRIDE if known.steady else 0
+        lowest = int(np.searchsorted(self._ladder, (known.ratio or 0) * (1 - 1e-6))) - down
         delays = np.zeros(rows.kept.size)
         delays[: self._ratios.size] = known.at(self._ratios)
-        down = _STRIDE if known.steady else 0
-        lowest = int(np.searchsorted(self._ratios, (known.ratio or 0) * (1 - 1e-6))) - down
-        delays[: max(0, lowest)] = math.inf
+        delays[: self._ratios.size][self._ratios < self._ladder[max(0, lowest)]] = math.inf
         late: NDArray[np.float64] = delays[rows.levels]
         for kind, own in self._lossy[bucket].items():
             late[own] *= self._factors.get(kind, _UNSEEN)
