@@ -29,6 +29,8 @@ class Replay(Policy):
         The recorded lines; the same ones on all ranks.
     steps : int or None
         In how many steps they are played: S. What comes after runs the last ones. None stands for as many as there are.
+    first : int
+        Steps that come before, and run the first recorded one.
     """
 
     id: ClassVar[str] = "replay"
@@ -36,6 +38,7 @@ class Replay(Policy):
 
     path: str
     steps: int | None = None
+    first: int = 0
 
     def check(self) -> None:
         """Read the lines.
@@ -104,7 +107,8 @@ class Replay(Policy):
     def plan(self, bucket: int) -> Plan:
         """See `Policy.plan`."""
         assert self.steps is not None
-        place = min(self._step * len(self._recorded) // self.steps, len(self._recorded) - 1)
+        step = max(0, self._step - self.first)
+        place = min(step * len(self._recorded) // self.steps, len(self._recorded) - 1)
         recorded = self._recorded[place][bucket]
         key = bucket, json.dumps(recorded["compressor"]), recorded["collective"]
         if key not in self._bound:

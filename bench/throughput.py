@@ -20,6 +20,8 @@ OTHERS = (NONE, DDP, DDP_FP16, DDP_POWERSGD)
 """Exchanges that are not mpicomp's."""
 INLINE = "-inline"
 """What the name of an exchange ends in that waits for backward to end."""
+REPLAY = "replay:"
+"""What the name of an exchange begins with that runs recorded plans; their file's path follows."""
 
 SECONDS, FORWARD, BACKWARD, WIRE = range(4)
 """What a rank tells of a step: its seconds in all, those of two parts of it, and the bytes that left the rank."""
@@ -38,11 +40,14 @@ class Exchange:
         Of mpicomp's; None lets it choose.
     collective : str
         Of mpicomp's.
+    trace : str or None
+        Path of recorded plans, which are run as they were: in line.
     """
 
     name: str
     compressor: Compressor | None = None
     collective: str = AUTO
+    trace: str | None = None
 
     @property
     def ours(self) -> bool:
@@ -52,7 +57,7 @@ class Exchange:
     @property
     def in_line(self) -> bool:
         """Whether it is asked to wait for backward to end."""
-        return self.name.endswith(INLINE)
+        return self.name.endswith(INLINE) or self.trace is not None
 
 
 @dataclass(frozen=True)
@@ -237,7 +242,7 @@ def _row(own: Trained, batch: int) -> dict[str, Any]:
         "exchange": exchange.name,
         "compressor": None if exchange.compressor is None else exchange.compressor.id,
         "ratio": getattr(exchange.compressor, "ratio", None),
-        "collective": exchange.collective if exchange.ours else None,
+        "collective": exchange.collective if exchange.ours and exchange.trace is None else None,
         "overlap": own.overlaps,
         "ran": own.ran,
         "blocks": seconds.shape[0],

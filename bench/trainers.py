@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from mpicomp.bench.exchanges import name_of
 from mpicomp.bench.gloo import process_group
+from mpicomp.bench.replay import Replay
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.throughput import (
     BACKWARD,
@@ -120,17 +121,22 @@ class Alone:
 class Ours(Alone):
     """Trains with mpicomp's exchange."""
 
-    def __init__(self, exchange: Exchange, task: Task, transport: Transport, seed: int) -> None:
+    def __init__(
+        self, exchange: Exchange, task: Task, transport: Transport, seed: int, settings: Settings | None = None
+    ) -> None:
         super().__init__(exchange, task, transport)
         broadcast_parameters(self._model, comm=transport)
+        replay = _replay(exchange, settings)
         self._optimizer = DistributedOptimizer(
             self._optimizer,
             self._model.named_parameters(),
             exchange.compressor,
             exchange.collective,
+            replay,
             comm=transport,
             seed=seed,
             overlap=False if exchange.in_line else None,
+            bucket_bytes=None if replay is None else replay.bucket_bytes,
         )
         self._plans: Counter[str] = Counter()
 
@@ -154,6 +160,15 @@ class Ours(Alone):
         record = self._optimizer.reducer.last_step
         self._plans.update(name_of(bucket.compressor["id"], bucket.collective) for bucket in record.buckets)
         return float(record.wire_bytes)
+
+
+def _replay(exchange: Exchange, settings: Settings | None) -> Replay | None:
+    """Give the policy that runs an exchange's recorded plans in the steps that count; None where it has none."""
+    if exchange.trace is None:
+        return None
+    if settings is None:
+        return Replay(exchange.trace)
+    return Replay(exchange.trace, settings.steps * settings.blocks, settings.warm_up)
 
 
 class PyTorchs(Alone):
@@ -213,7 +228,7 @@ def train_all(
             if exchange.name == NONE:
                 trainers.append(Alone(exchange, task, transport))
             elif exchange.ours:
-                trainers.append(Ours(exchange, task, transport, seed))
+                trainers.append(Ours(exchange, task, transport, seed, settings))
             else:
                 trainers.append(PyTorchs(exchange, task, transport))
         trained = train_in_turn(trainers, settings, transport, say)

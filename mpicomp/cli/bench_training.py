@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_EXCHANGES,
         metavar="X[,..]",
         help="none; a compressor, or auto for what mpicomp chooses without one named, each with a collective behind a "
-        "colon where it is not auto, and with -inline where it is to wait for backward; ddp, ddp-fp16 and ddp-powersgd "
-        "for PyTorch's over gloo (%(default)s)",
+        "colon where it is not auto, and with -inline where it is to wait for backward; replay:F for the plans that "
+        "mpicomp train wrote with --metrics F; ddp, ddp-fp16 and ddp-powersgd for PyTorch's over gloo (%(default)s)",
     )
     parser.add_argument("--ratio", type=float, default=0.01, metavar="R", help="kept fraction (%(default)s)")
     parser.add_argument(
@@ -150,14 +150,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _exchange(word: str, ratio: float) -> "Exchange":
     """Read the name of an exchange."""
-    from mpicomp.bench.throughput import AUTO, INLINE, OTHERS, Exchange
+    from mpicomp.bench.replay import Replay
+    from mpicomp.bench.throughput import AUTO, INLINE, OTHERS, REPLAY, Exchange
     from mpicomp.cli.options import read_configuration
-    from mpicomp.collectives import bind
-    from mpicomp.compressors import Dense, get_compressor, list_compressors
+    from mpicomp.compressors import get_compressor, list_compressors
     from mpicomp.errors import ConfigurationError, UnknownNameError
+    from mpicomp.policies import Named, get_policy
 
     if word in OTHERS:
         return Exchange(word)
+    if word.startswith(REPLAY):
+        path = word.removeprefix(REPLAY)
+        Replay(path)  # what holds no plans is refused here
+        return Exchange(word, trace=path)
     name, colon, collective = word.removesuffix(INLINE).partition(":")
     if name in OTHERS:
         raise ConfigurationError(f"{_COMMAND}: '{name}' has no other collective and no form in line, got '{word}'")
@@ -167,7 +172,8 @@ def _exchange(word: str, ratio: float) -> "Exchange":
     if not colon:
         return Exchange(word, compressor)
     if collective != AUTO:
-        bind(compressor or Dense(), collective)
+        policy = get_policy("auto" if compressor is None else "static")
+        policy.adopt(Named(compressor, collective))  # what does not fit is refused here
     return Exchange(word, compressor, collective)
 
 

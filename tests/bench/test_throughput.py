@@ -1,5 +1,7 @@
 """What rows of ``mpicomp bench training`` come to, from times that a test says; and the same of real training."""
 
+import json
+
 import numpy as np
 import pytest
 from mpicomp.bench.throughput import (
@@ -201,6 +203,46 @@ def test_ranks_train_with_each_exchange(comm):
     gathered = comm.allgather([own.steps.tolist() for own in trained.values()])
     assert all(other == gathered[0] for other in gathered)
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(120)
+def test_recorded_plans_are_run_in_the_steps_that_count(comm, tmp_path):
+    from mpicomp.bench.metrics import MetricsWriter
+    from mpicomp.bench.progress import Progress
+    from mpicomp.bench.tasks import get_task
+    from mpicomp.bench.train import Settings as Training
+    from mpicomp.bench.train import train
+    from mpicomp.bench.trainers import train_all
+
+    from mpicomp.policies import get_policy
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport(comm)
+    task = get_task("digits", 1)
+    path = comm.bcast(str(tmp_path / "trace.jsonl"))
+    policy = get_policy({"id": "schedule", "begin": 0.25, "end": 0.01, "steps": 6})
+    with MetricsWriter(path if comm.rank == 0 else None) as metrics:
+        train(task, Training(TopK(), "allgather", policy, 6, 1, probes=False), transport, Progress(False), metrics)
+    comm.barrier()
+    with open(path) as file:
+        recorded = [sum(bucket["wire_bytes"] for bucket in json.loads(line)["buckets"]) for line in file]
+    exchange = Exchange(f"replay:{path}", trace=path)
+    [own], _, _ = train_all(
+        [
+            exchange,
+        ],
+        task,
+        Settings(2, 3, 2),
+        1,
+        transport,
+        silent,
+    )
+    transport.close()
+    assert not own.overlaps
+    assert own.equal
+    assert own.steps[:, :, WIRE].reshape(-1).tolist() == recorded
+    assert len(set(recorded)) == (1 if comm.size == 1 else 6)
 
 
 @pytest.mark.mpi
