@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Group, Scheme, bind, collective_class
+from mpicomp.collectives import Group, Scheme, bind
 from mpicomp.compressors import Compressor, Dense, TopK
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
@@ -80,7 +80,9 @@ class Joint(Policy):
         self.compressor = TopK() if named.compressor is None else named.compressor
         self._wires = [self.compressor] if named.compressor is not None else [TopK(wire="bf16"), TopK()]
         self._pinned = None if named.collective == "auto" else named.collective
-        dense_only = self.compressor.id == "dense" or not self._carries(named) or self.fidelity == 1
+        dense_only = not self._carries(named) or self.compressor.id == "dense" or self.fidelity == 1
+        if self._pinned is not None and not dense_only:
+            self._wires = [own for own in self._wires if _fits(own, self._pinned)]
         if named.feedback is False and not dense_only:
             if named.compressor is not None:
                 raise ConfigurationError(
@@ -204,16 +206,10 @@ class Joint(Policy):
 
     def _carries(self, named: Named) -> bool:
         """Tell whether the collective that was named carries the compressor; where it was not, it may carry dense."""
-        if self._pinned is None:
+        if self._pinned is None or _fits(self.compressor, self._pinned):
             return True
-        try:
-            bind(self.compressor, self._pinned)
-        except IncompatiblePairError:
-            if named.compressor is not None:
-                raise
-            bind(Dense(), self._pinned)
-            return False
-        return True
+        bind(Dense() if named.compressor is None else self.compressor, self._pinned)  # says what does not fit
+        return False
 
     def _levels(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
         levels: list[tuple[Compressor, Sequence[str]]] = []
@@ -222,8 +218,8 @@ class Joint(Policy):
             # A second wire is for fast networks, where what matters is the time that own work takes.
             whole = wire is not self._wires[0]
             levels.append((own, [self._pinned] if self._pinned else names_for(own, group, whole)))
-        pinned = self._pinned is not None and collective_class(self._pinned.partition(":")[0]).carries(Dense())
         for dense in self._dense:
+            pinned = self._pinned is not None and _fits(dense, self._pinned)
             levels.append((dense, [str(self._pinned)] if pinned else names_for(dense, group)))
         return levels
 
@@ -287,6 +283,15 @@ def _rows_of_kinds(schemes: Sequence[Scheme[Any]]) -> dict[str, NDArray[np.int64
         if scheme.leaves_out:
             kinds.setdefault(_kind(scheme), []).append(row)
     return {kind: np.array(own) for kind, own in kinds.items()}
+
+
+def _fits(compressor: Compressor, collective: str) -> bool:
+    """Tell whether a collective carries a compressor."""
+    try:
+        bind(compressor, collective)
+    except IncompatiblePairError:
+        return False
+    return True
 
 
 def _kind(scheme: Scheme[Any]) -> str:

@@ -137,6 +137,13 @@ def test_a_named_collective_is_kept(collective):
     assert sparse == {collective}
 
 
+@pytest.mark.parametrize("collective", ["star-topk:ring", "hierarchical:allgather", "parameter-server", "allgather"])
+def test_a_named_collective_carries_what_it_can(collective):
+    steps = Training(4, SLOW, None, collective).run(40)
+    sparse = {own.collective for buckets in steps for own in buckets if own.compressor["id"] == "topk"}
+    assert sparse == {collective}
+
+
 def test_a_named_collective_for_dense_arrays_makes_it_dense():
     steps = Training(4, SLOW, None, "ring").run(30)
     assert {(own.compressor["id"], own.collective) for buckets in steps for own in buckets} == {("dense", "ring")}
@@ -188,6 +195,8 @@ def test_a_collective_that_carries_neither():
         Ranks(2, None, "two-phase")
     with pytest.raises(IncompatiblePairError):
         Ranks(2, "topk", "ring", "auto")
+    with pytest.raises(IncompatiblePairError):
+        Ranks(2, "dense", "star-topk", "auto")
 
 
 def test_no_round_is_added_but_one_that_nobody_waits_for():
