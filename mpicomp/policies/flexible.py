@@ -154,7 +154,8 @@ class Flexible(Policy):
         self._renew()
         yield from self._carriers.start([self._ladder(group) for _ in shapes], shapes, transport)
         self._rows = [self._by_option(rows) for rows in self._carriers.rows]
-        self._options = [option for option in self._rows[0] if self._pinned is None or option.kind != "dense"]
+        found = self._rows[0] if self._rows else {}  # without buckets nothing is exchanged
+        self._options = [option for option in found if self._pinned is None or option.kind != "dense"]
         if self._current not in self._options:
             self._current = None
 

@@ -178,7 +178,7 @@ class Step:
         if finite and not record.skipped:
             core.policy.deliver(record.step, delivered)
         yield from core.timer.catch_up(core.policy)
-        if core.policy.listens or surveys:
+        if self._done and (core.policy.listens or surveys):
             times = np.array([(done.start, done.end, done.own_s, done.ready) for done in self._done])
             told = Told(record.step, record.lr, [done.plan for done in self._done], delivered, times, {})
             sent_bytes = yield from core.timer.turn(told, surveys)

@@ -4,7 +4,7 @@ import types
 
 import numpy as np
 import pytest
-from worlds import Ranks
+from worlds import Link, Ranks
 
 import mpicomp
 from mpicomp.collectives import Group, fitting
@@ -48,6 +48,14 @@ def test_nothing_named_is_the_joint_choice_which_leaves_one_rank_alone():
     for _ in range(30):
         assert (ranks.reduce([{"w": gradient}])[0]["w"] == gradient).all()
     assert reducer.last_step.buckets[0].compressor == mpicomp.Dense().get_config()
+
+
+@pytest.mark.parametrize("policy", mpicomp.list_policies())
+def test_a_policy_with_nothing_to_exchange(policy):
+    ranks = Ranks(2, None, "auto", policy, network=Link(1e-4, 1e9))
+    for _ in range(4):
+        means = ranks.reduce([{"w": np.empty((0, 3), np.float32)} for _ in range(2)])
+    assert [mean["w"].shape for mean in means] == [(0, 3)] * 2
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one rank", "all ranks"])
