@@ -9,7 +9,7 @@ import pytest
 import mpicomp
 from mpicomp.compressors.powersgd import Matrix
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies import LGreCo, register_policy
+from mpicomp.policies import LGreCo, register_policy, registry
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.surveys import RankSurvey, SpectrumSurvey
 from mpicomp.transport import LocalWorld
@@ -17,6 +17,14 @@ from mpicomp.transport import LocalWorld
 # Layers whose magnitudes are spread differently, some of them in a bucket of their own.
 SHAPES = {"conv.weight[0]": (24, 9, 5), "flat": (3000,), "heavy": (60, 40), "bias": (12,), "even": (50, 30)}
 PERIODS = {"first": 12, "every": 15}
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """The policy of this file is known to its tests alone."""
+    known = registry._registry
+    monkeypatch.setattr(known, "_classes", dict(known._classes))
+    register_policy(InTurn)
 
 
 def gradients(step, rank, scale=1.0):
@@ -208,7 +216,6 @@ def test_more_error_means_fewer_bytes():
     assert sent[0] > sent[1] > sent[2]
 
 
-@register_policy
 @dataclass(eq=False)
 class InTurn(Adaptive):
     """What a user might write: two ratios, and dense, in turn."""
