@@ -1,13 +1,12 @@
 """Policies compared by the seconds that a training takes to a quality: which trainings that needs, in which order.
 
-A policy that does not look at the network takes the same plans on every network. It is trained once a seed, on one
-host, and its trace of plans is played again for some steps on each network, which tells what a step takes there.
+A policy that does not look at the network takes the same plans on every network: it is trained once a seed, on one
+host. What a step takes is timed for all policies in one job on each network, which runs their recorded plans in turn.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mpicomp.bench.lab.units import parse_bandwidth
 from mpicomp.bench.networks import Network
@@ -15,10 +14,12 @@ from mpicomp.bench.networks import Network
 DENSE = "dense"
 NETWORKS = ("50mbit/1ms", "200mbit/1ms", "1gbit/0us", "2.5gbit/0us")
 QUICK_NETWORKS = ("200mbit/1ms", "2.5gbit/0us")
-REPLAYED, REPLAYED_LEAST = 40, 12
-"""Steps of a replay, and how many there are at least where they are slow."""
+BLOCKS = 5
+"""In which the steps of each policy are timed, in turn."""
+LONGEST_BLOCK, SHORTEST_BLOCK = 8, 3
+"""Steps of a block, and of warming up, where they are quick and where they are slow."""
 
-_REPLAY_S = 150.0  # that the steps of a replay may take, as long as there are enough
+_TIMING_S = 150.0  # that timing may take, as long as blocks are not too short
 _COMPUTING_S = 0.2  # of a step, to tell how many fit
 _EVALUATIONS = 20  # at least, where the number of steps was given
 
@@ -101,43 +102,83 @@ GOALS = {
 
 
 @dataclass(frozen=True)
-class Run:
+class Training:
     """A call of `mpicomp train`.
 
     Attributes
     ----------
     network : Network or None
         None is one host.
-    replay : bool
-        Whether it plays the trace of plans of the run on one host, for the seconds of a step.
     """
 
     task: str
     policy: str
     seed: int
     network: Network | None
-    replay: bool = False
 
     @property
     def name(self) -> str:
         """How its files begin."""
-        where = "host" if self.network is None else f"{self.network.bandwidth}-{self.network.latency}"
-        what = "-replay" if self.replay else ""
-        return f"{self.task}-{where}-{self.policy}-{self.seed}{what}"
+        return f"{self.task}-{_where(self.network)}-{self.policy}-{self.seed}"
 
     @property
-    def source(self) -> "Run":
-        """The run whose trace of plans a replay plays."""
-        return Run(self.task, self.policy, self.seed, None)
+    def kind(self) -> str:
+        """What it is."""
+        return f"seed {self.seed}"
 
     def __str__(self) -> str:
         """Say for people what it is."""
-        what = "replay" if self.replay else f"seed {self.seed}"
-        return f"{self.task}, {self.network or 'one host'}, {self.policy}, {what}"
+        return f"{self.task}, {self.network or 'one host'}, {self.policy}, {self.kind}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A call of `mpicomp bench training`: the recorded plans of all policies in turn, for the seconds of a step.
+
+    Attributes
+    ----------
+    policies : tuple of str
+        Of `ARMS`.
+    seed : int
+        Of the trainings whose plans are run.
+    """
+
+    task: str
+    policies: tuple[str, ...]
+    seed: int
+    network: Network
+
+    @property
+    def name(self) -> str:
+        """How its files begin."""
+        return f"{self.task}-{_where(self.network)}-timing"
+
+    @property
+    def kind(self) -> str:
+        """What it is."""
+        return "timing"
+
+    @property
+    def sources(self) -> list[Training]:
+        """The trainings whose plans it runs."""
+        return [
+            Training(self.task, name, self.seed, self.network if ARMS[name].looks else None) for name in self.policies
+        ]
+
+    def __str__(self) -> str:
+        """Say for people what it is."""
+        return f"{self.task}, {self.network}, {self.kind}"
+
+
+Run = Training | Timing
+
+
+def _where(network: Network | None) -> str:
+    return "host" if network is None else f"{network.bandwidth}-{network.latency}"
 
 
 def runs_of(policies: Sequence[str], networks: Sequence[Network], seeds: Mapping[str, Sequence[int]]) -> list[Run]:
-    """Give all trainings in their order: a seed after the other, and of each what is compared next to each other.
+    """Give all runs in their order: a seed after the other, and steps are timed as soon as there are plans.
 
     Parameters
     ----------
@@ -146,51 +187,65 @@ def runs_of(policies: Sequence[str], networks: Sequence[Network], seeds: Mapping
     networks : sequence of Network
         Of the labs.
     seeds : mapping of str to sequence of int
-        By task. The first one's traces are replayed.
+        By task. Steps are timed with the plans of the first one.
     """
-    runs = []
+    runs: list[Run] = []
     for seed in sorted({seed for own in seeds.values() for seed in own}):
         for task, own in seeds.items():
             if seed not in own:
                 continue
-            runs += [Run(task, name, seed, None) for name in policies if not ARMS[name].looks]
+            runs += [Training(task, name, seed, None) for name in policies if not ARMS[name].looks]
             for network in networks:
-                for name in policies:
-                    if ARMS[name].looks:
-                        runs.append(Run(task, name, seed, network))
-                    elif seed == min(own):
-                        runs.append(Run(task, name, seed, network, replay=True))
+                runs += [Training(task, name, seed, network) for name in policies if ARMS[name].looks]
+                if seed == min(own):
+                    runs.append(Timing(task, tuple(policies), seed, network))
     return runs
 
 
-def words_of(run: Run, steps: int | None, traced: Mapping[str, Any] | None, trace: str) -> list[str]:
-    """Give the words after ``mpicomp`` for a run, but for the files that it writes.
+def words_of_training(run: Training, steps: int | None) -> list[str]:
+    """Give the words after ``mpicomp`` for a training, but for the files that it writes.
 
     Parameters
     ----------
-    run : Run
+    run : Training
         Which.
     steps : int or None
-        Of a training; None is what the task is tuned for.
-    traced : mapping or None
-        Of a replay: what ``train --json`` wrote for its source.
-    trace : str
-        Of a replay: the path of its source's metrics.
+        None is what the task is tuned for.
     """
+    every = GOALS[run.task].every if steps is None else min(GOALS[run.task].every, max(1, steps // _EVALUATIONS))
     words = ["train", "--task", run.task, "--seed", str(run.seed), "--no-verdict"]
-    if not run.replay:
-        every = GOALS[run.task].every if steps is None else min(GOALS[run.task].every, max(1, steps // _EVALUATIONS))
-        words += [] if steps is None else ["--steps", str(steps)]
-        return [*words, *ARMS[run.policy].arguments, "--evaluate-every", str(every)]
-    assert traced is not None
-    assert run.network is not None
-    words += ["--steps", str(_replayed(traced, run.network))]
-    # Collectives of dense differ in nothing but time, and which is fastest depends on the network.
-    return words + (list(ARMS[DENSE].arguments) if run.policy == DENSE else ["--replay", trace])
+    words += [] if steps is None else ["--steps", str(steps)]
+    return [*words, *ARMS[run.policy].arguments, "--evaluate-every", str(every)]
 
 
-def _replayed(traced: Mapping[str, Any], network: Network) -> int:
-    """Give how many steps of a trace are run on a network: fewer where they take long."""
-    bits = 8 * float(traced["wire_bytes"]) / int(traced["steps"])
-    fit = int(_REPLAY_S / (_COMPUTING_S + bits / parse_bandwidth(network.bandwidth)))
-    return min(REPLAYED, max(REPLAYED_LEAST, fit))
+def words_of_timing(run: Timing, traces: Mapping[str, str], step_bytes: Mapping[str, float]) -> list[str]:
+    """Give the words after ``mpicomp`` for timing steps, but for the file that it writes.
+
+    Parameters
+    ----------
+    run : Timing
+        Which.
+    traces : mapping of str to str
+        By policy, the path of its recorded plans: only those of them are timed.
+    step_bytes : mapping of str to float
+        By policy, how many leave a rank in a step.
+    """
+    block = str(_block(step_bytes, run.network))
+    exchanges = ",".join(exchange_of(name, trace) for name, trace in traces.items())
+    words = ["bench", "training", "--task", run.task, "--seed", str(run.seed), "--exchange", exchanges]
+    return [*words, "--steps", str(BLOCKS * int(block)), "--blocks", str(BLOCKS), "--warm-up", block]
+
+
+def exchange_of(policy: str, trace: str) -> str:
+    """Give what `mpicomp bench training` calls a policy's plans.
+
+    Collectives of dense differ in nothing but time, and which is fastest depends on the network: it chooses there.
+    """
+    return DENSE if policy == DENSE else f"replay:{trace}"
+
+
+def _block(step_bytes: Mapping[str, float], network: Network) -> int:
+    """Give how many steps make a block: fewer where they take long."""
+    bits = 8 * sum(step_bytes.values())
+    round_s = len(step_bytes) * _COMPUTING_S + bits / parse_bandwidth(network.bandwidth)
+    return min(LONGEST_BLOCK, max(SHORTEST_BLOCK, int(_TIMING_S / round_s / (BLOCKS + 1))))

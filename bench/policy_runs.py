@@ -1,4 +1,4 @@
-"""Trainings as processes of their own, each with its files in a folder: what is complete there is not run again."""
+"""Trainings and timings as processes of their own, each with its files in a folder: what is complete there is not run again."""
 
 import hashlib
 import json
@@ -7,12 +7,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mpicomp.bench.lab.launch import find_launcher, find_mpi
-from mpicomp.bench.policies import Run, words_of
+from mpicomp.bench.policies import (
+    DENSE,
+    Run,
+    Timing,
+    Training,
+    words_of_timing,
+    words_of_training,
+)
 
 DONE, FAILED, CUT = "done", "failed", "cut"
 
@@ -41,14 +48,14 @@ class Finished:
     words : list of str
         After ``mpicomp``, without its files.
     outcome : mapping
-        What ``train --json`` wrote.
-    step_s : list of float
-        Seconds of each step on rank 0.
+        Of a training: what ``train --json`` wrote.
     quality : float
-        After all steps, on all held-out data.
+        Of a training: after all steps, on all held-out data.
     curve : list of tuple
-        How many steps were done, and the quality after them on the share of the held-out data that the task has for
-        looks on the way.
+        Of a training: how many steps were done, and the quality after them on the share of the held-out data that the
+        task has for looks on the way.
+    timed : mapping
+        Of a timing: by policy, what ``bench training --json`` wrote.
     """
 
     run: Run
@@ -58,13 +65,13 @@ class Finished:
     kept: bool = False
     words: list[str] = field(default_factory=list)
     outcome: dict[str, Any] = field(default_factory=dict)
-    step_s: list[float] = field(default_factory=list)
     quality: float = float("nan")
     curve: list[tuple[int, float]] = field(default_factory=list)
+    timed: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-class Trainings:
-    """Runs trainings one after the other.
+class Runner:
+    """Runs trainings and timings one after the other.
 
     Parameters
     ----------
@@ -88,60 +95,88 @@ class Trainings:
 
     def run(self, run: Run, left_s: float) -> Finished:
         """Run one, unless its files are complete, in at most so many seconds."""
-        source = self.finished.get(run.source) if run.replay else None
-        if run.replay and (source is None or source.status != DONE):
-            # What its source lacks is said there.
-            status = CUT if source is None or source.status == CUT else FAILED
-            finished = Finished(run, status, f"there is no trace of plans: {run.source.name} {status}")
-        else:
-            finished = self._run(run, source, left_s)
+        finished = self._train(run, left_s) if isinstance(run, Training) else self._time(run, left_s)
         self.finished[run] = finished
         return finished
 
     def expected_s(self, run: Run) -> float:
         """Give the mean seconds of other seeds of a run, or else of its network, or else of its task; 0 at first."""
         done = [own for own in self.finished.values() if own.status == DONE]
-        done = [own for own in done if (own.run.task, own.run.replay) == (run.task, run.replay)]
+        done = [own for own in done if type(own.run) is type(run) and own.run.task == run.task]
         there = [own for own in done if own.run.network == run.network]
-        same = [own for own in there if own.run.policy == run.policy]
+        same = [own for own in there if isinstance(run, Training) and replace(own.run, seed=run.seed) == run]
         found = [own.seconds for own in same or there or done]
         return sum(found) / len(found) if found else 0.0
 
-    def _run(self, run: Run, source: Finished | None, left_s: float) -> Finished:
-        path = {kind: self._folder / f"{run.name}.{kind}" for kind in ("json", "jsonl", "log", "done")}
-        trace = self._folder / f"{run.source.name}.jsonl"
-        words = words_of(run, self._steps, source.outcome if source else None, str(trace))
-        told = ["TRACE" if word == str(trace) else word for word in words]  # folders may be moved
-        mark: dict[str, Any] = {"hosts": self._hosts, "words": told}
-        if source is not None:
-            mark["trace"] = hashlib.blake2b(trace.read_bytes(), digest_size=8).hexdigest()
-        before = _read(path["done"])
-        if {name: before.get(name) for name in mark} == mark:
-            finished = Finished(run, DONE, None, float(before["seconds"]), True, told)
-            if _fill(finished, path["json"], path["jsonl"]):
-                return finished
+    def _train(self, run: Training, left_s: float) -> Finished:
+        words = words_of_training(run, self._steps)
+        written = {"--json": self._path(run, "json"), "--metrics": self._path(run, "jsonl")}
+        return self._run(Finished(run, FAILED, words=words), words, written, {}, left_s)
+
+    def _time(self, run: Timing, left_s: float) -> Finished:
+        sources = [self.finished[own] for own in run.sources if own in self.finished]
+        done = {own.run.policy: own for own in sources if isinstance(own.run, Training) and own.status == DONE}
+        if not done:  # why is said there
+            return Finished(run, CUT, "there are no trainings whose plans could be run")
+        paths = {name: self._path(own.run, "jsonl") for name, own in done.items()}
+        step_bytes = {name: own.outcome["wire_bytes"] / own.outcome["steps"] for name, own in done.items()}
+        words = words_of_timing(run, {name: str(path) for name, path in paths.items()}, step_bytes)
+        told = words_of_timing(run, {name: path.name for name, path in paths.items()}, step_bytes)  # folders are moved
+        digest = hashlib.blake2b(digest_size=8)
+        for path in paths.values():
+            digest.update(path.read_bytes())
+        written = {"--json": self._path(run, "json")}
+        return self._run(Finished(run, FAILED, words=told), words, written, {"traces": digest.hexdigest()}, left_s)
+
+    def _run(
+        self,
+        finished: Finished,
+        words: Sequence[str],
+        written: Mapping[str, Path],
+        more: Mapping[str, Any],
+        left_s: float,
+    ) -> Finished:
+        """Run one with words after ``mpicomp`` and options for the files that it writes, and say what became of it."""
+        run = finished.run
+        mark: dict[str, Any] = {"hosts": self._hosts, "words": finished.words, **more}
+        done, log = self._path(run, "done"), self._path(run, "log")
+        before = _read(done)
+        if {name: before.get(name) for name in mark} == mark and self._fill(finished):
+            finished.status, finished.seconds, finished.kept = DONE, float(before["seconds"]), True
+            return finished
         if left_s <= max(0.0, self.expected_s(run)):
-            return Finished(run, CUT, "not run: the time was over", words=told)
-        for own in path.values():
+            finished.status, finished.error = CUT, "not run: the time was over"
+            return finished
+        for own in (done, log, *written.values()):
             own.unlink(missing_ok=True)
-        files = ["--json", str(path["json"]), "--metrics", str(path["jsonl"])]
-        command, more = self._command(run, [*words, *files])
+        files = [word for option, path in written.items() for word in (option, str(path))]
+        command, variables = self._command(run, [*words, *files])
         begin = time.monotonic()
-        status = self._start(command, {**os.environ, **more}, path["log"], min(left_s, _LONGEST_S))
-        finished = Finished(run, FAILED, None, time.monotonic() - begin, False, told)
+        status = self._start(command, {**os.environ, **variables}, log, min(left_s, _LONGEST_S))
+        finished.seconds = time.monotonic() - begin
         if status is None:
             late = f"no end after {_LONGEST_S:.0f} s"
             finished.status, finished.error = (CUT, _OVER) if left_s < _LONGEST_S else (FAILED, late)
         elif status != 0:
-            finished.error = last_words(path["log"]) or f"status {status}, and nothing was said"
-        elif not _fill(finished, path["json"], path["jsonl"]):
+            finished.error = last_words(log) or f"status {status}, and nothing was said"
+        elif not self._fill(finished):
             finished.error = "its files are not complete, though it ended well"
         else:
             finished.status = DONE
-            written = path["done"].with_suffix(".new")
-            written.write_text(json.dumps(mark | {"seconds": finished.seconds}) + "\n")
-            written.replace(path["done"])
+            new = done.with_suffix(".new")
+            new.write_text(json.dumps(mark | {"seconds": finished.seconds}) + "\n")
+            new.replace(done)
         return finished
+
+    def _path(self, run: Run, kind: str) -> Path:
+        return self._folder / f"{run.name}.{kind}"
+
+    def _fill(self, finished: Finished) -> bool:
+        """Read the files of a run, and tell whether they are complete."""
+        outcome = _read(self._path(finished.run, "json"))
+        if isinstance(finished.run, Training):
+            return _fill_training(finished, outcome, self._path(finished.run, "jsonl"))
+        return _fill_timing(finished, finished.run, outcome)
 
     def _command(self, run: Run, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Give the command of a run, and what the environment has besides."""
@@ -203,15 +238,23 @@ def _read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _fill(finished: Finished, outcome: Path, metrics: Path) -> bool:
-    """Read the files of a run, and tell whether they are complete."""
-    finished.outcome = _read(outcome)
+def _fill_training(finished: Finished, outcome: dict[str, Any], metrics: Path) -> bool:
     try:
         lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-        steps, finished.quality = int(finished.outcome["steps"]), float(finished.outcome["quality"]["value"])
-        finished.step_s = [float(line["seconds"]) for line in lines]
+        steps, finished.quality = int(outcome["steps"]), float(outcome["quality"]["value"])
         measured = [(int(line["step"]) + 1, line.get("quality")) for line in lines]
     except (OSError, ValueError, KeyError, TypeError):
         return False
+    finished.outcome = outcome
     finished.curve = [(step, float(quality)) for step, quality in measured if quality is not None]
-    return len(lines) == steps and (finished.run.replay or len(finished.curve) > 0)
+    return len(lines) == steps and len(finished.curve) > 0
+
+
+def _fill_timing(finished: Finished, run: Timing, outcome: Mapping[str, Any]) -> bool:
+    try:
+        rows = {Path(row["exchange"]).name: row for row in outcome["rows"]}  # of a path the file
+    except (KeyError, TypeError):
+        return False
+    names = {own.policy: DENSE if own.policy == DENSE else f"{own.name}.jsonl" for own in run.sources}
+    finished.timed = {policy: rows[name] for policy, name in names.items() if name in rows}
+    return len(finished.timed) > 0

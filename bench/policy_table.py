@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from mpicomp.bench.networks import Network
-from mpicomp.bench.policies import ARMS, DENSE, GOALS, Run
+from mpicomp.bench.policies import ARMS, DENSE, GOALS, Run, Timing, Training
 from mpicomp.bench.policy_runs import CUT, DONE, FAILED, Finished
 from numpy.typing import NDArray
 
@@ -15,6 +15,7 @@ _MEANS = (
     "summed_s",
     "steps_to_quality",
     "median_step_s",
+    "choosing_s",
     "wire_bytes",
     "quality",
     "mean_quality",
@@ -92,18 +93,9 @@ def mean_over_steps(curve: Sequence[tuple[int, float]]) -> float | None:
     return float(((values[1:] + values[:-1]) / 2 * np.diff(steps)).sum() / (steps[-1] - steps[0]))
 
 
-def mean_step_s(step_s: Sequence[float], share: float) -> float:
-    """Give the mean seconds of the steps in the first share of a run.
-
-    The first steps are left out, as many as `mpicomp train` leaves out of its median.
-    """
-    skipped = min(5, len(step_s) // 4)
-    return float(np.mean(step_s[skipped : max(skipped + 1, math.ceil(share * len(step_s)))]))
-
-
-def _learnt(own: Finished, finished: Mapping[Run, Finished]) -> dict[str, Any]:
+def _learnt(own: Finished, run: Training, finished: Mapping[Run, Finished]) -> dict[str, Any]:
     """Give what a training that is done has learnt, and where dense ended with the same seed, what it was to learn."""
-    goal = GOALS[own.run.task]
+    goal = GOALS[run.task]
     learnt: dict[str, Any] = {
         "quality": _finite(own.quality),
         "quality_limit": None,
@@ -111,7 +103,7 @@ def _learnt(own: Finished, finished: Mapping[Run, Finished]) -> dict[str, Any]:
         "steps_to_quality": None,
         "mean_quality": mean_over_steps(own.curve),
     }
-    dense = finished.get(Run(own.run.task, DENSE, own.run.seed, None))
+    dense = finished.get(Training(run.task, DENSE, run.seed, None))
     if dense is None or dense.status != DONE:
         return learnt
     # On the way fewer held-out data are looked at than in the end: each is compared with its like.
@@ -122,22 +114,21 @@ def _learnt(own: Finished, finished: Mapping[Run, Finished]) -> dict[str, Any]:
     return learnt
 
 
-def _result(own: Finished, network: Network, finished: Mapping[Run, Finished]) -> dict[str, Any]:
-    """Give what a training that is done came to on a network."""
-    run, steps = own.run, int(own.outcome["steps"])
-    timed: Finished | None = own
-    if run.network is None:
-        replays = [other for other in finished.values() if other.run.replay and other.status == DONE]
-        wanted = (run.task, run.policy, network)
-        timed = next((one for one in replays if (one.run.task, one.run.policy, one.run.network) == wanted), None)
-    result = {"seed": run.seed, "steps": steps, "wire_bytes": float(own.outcome["wire_bytes"])}
-    result |= _learnt(own, finished) | dict.fromkeys(("median_step_s", "time_to_quality_s", "summed_s"))
+def _result(
+    own: Finished, run: Training, timed: Mapping[str, Any] | None, finished: Mapping[Run, Finished]
+) -> dict[str, Any]:
+    """Give what a training that is done came to, with the row of its plans where they were timed on the network."""
+    result: dict[str, Any] = {"seed": run.seed}
+    result |= {"steps": int(own.outcome["steps"]), "wire_bytes": float(own.outcome["wire_bytes"])}
+    result |= _learnt(own, run, finished) | {"choosing_s": float(own.outcome["choosing_s"])}
+    result |= dict.fromkeys(("median_step_s", "time_to_quality_s", "summed_s"))
     if timed is not None:
-        median_s, reached = float(timed.outcome["median_step_s"]), result["steps_to_quality"]
-        result["median_step_s"] = median_s
+        # Plans that are run again are not chosen again.
+        result["median_step_s"] = median_s = float(timed["median_s"]) + result["choosing_s"]
+        reached = result["steps_to_quality"]
         if reached is not None:
             result["time_to_quality_s"] = reached * median_s
-            result["summed_s"] = reached * mean_step_s(timed.step_s, reached / steps)
+            result["summed_s"] = reached * (float(timed["mean_s"]) + result["choosing_s"])
     return result
 
 
@@ -158,15 +149,16 @@ def rows_of(finished: Mapping[Run, Finished], networks: Iterable[Network], hosts
     list of dict
         Of a task and network, those with the least time to quality first.
     """
-    trained = [own for own in finished.values() if not own.run.replay]
+    trained = [(run, own) for run, own in finished.items() if isinstance(run, Training)]
     rows = []
-    for task in dict.fromkeys(own.run.task for own in trained):
+    for task in dict.fromkeys(run.task for run, _ in trained):
         for network in networks:
-            there = [own for own in trained if own.run.task == task and own.run.network in (None, network)]
-            results: dict[str, list[dict[str, Any]]] = {own.run.policy: [] for own in there}
-            for own in there:
+            timed = _timed(task, network, finished)
+            there = [(run, own) for run, own in trained if run.task == task and run.network in (None, network)]
+            results: dict[str, list[dict[str, Any]]] = {run.policy: [] for run, _ in there}
+            for run, own in there:
                 if own.status == DONE:
-                    results[own.run.policy].append(_result(own, network, finished))
+                    results[run.policy].append(_result(own, run, timed.get(run.policy), finished))
             links = {"task": task, "bandwidth": network.bandwidth, "latency": network.latency, "hosts": hosts}
             found = [
                 links
@@ -176,6 +168,14 @@ def rows_of(finished: Mapping[Run, Finished], networks: Iterable[Network], hosts
             ]
             rows += sorted(found, key=_least_time)
     return rows
+
+
+def _timed(task: str, network: Network, finished: Mapping[Run, Finished]) -> dict[str, dict[str, Any]]:
+    """Give, by policy, the rows of steps that were timed on a network."""
+    for run, own in finished.items():
+        if isinstance(run, Timing) and (run.task, run.network, own.status) == (task, network, DONE):
+            return own.timed
+    return {}
 
 
 def _least_time(row: Mapping[str, Any]) -> float:
@@ -210,8 +210,6 @@ def _mean_and_deviation(name: str, values: Sequence[float | None]) -> dict[str, 
     known = [value for value in values if value is not None]
     enough = len(known) == len(values)
     deviation = float(np.std(known, ddof=1)) if enough and len(known) > 1 else None
-    if name == "median_step_s" and len(set(known)) == 1:
-        deviation = None  # measured once
     return {name: _mean(values), f"{name}_deviation": deviation}
 
 
@@ -222,11 +220,11 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _problem(policy: str, task: str, network: Network, finished: Mapping[Run, Finished]) -> str | None:
     """Give the last line of the first error among a policy's runs; where none failed, how many were cut."""
-    own = [one for one in finished.values() if (one.run.policy, one.run.task) == (policy, task)]
-    own = [one for one in own if one.run.network in (None, network)]
+    own = [one for run, one in finished.items() if run.task == task and run.network in (None, network)]
+    own = [one for one in own if isinstance(one.run, Timing) or one.run.policy == policy]
     failed = [one for one in own if one.status == FAILED]
     if failed:
-        return f"{'replay' if failed[0].run.replay else f'seed {failed[0].run.seed}'}: {failed[0].error}"
+        return f"{failed[0].run.kind}: {failed[0].error}"
     cut = sum(one.status == CUT for one in own)
     return f"{cut} of {len(own)} runs were cut: the time was over" if cut else None
 
@@ -237,30 +235,35 @@ def _finite(value: float) -> float | None:
 
 def told_of(own: Finished, finished: Mapping[Run, Finished]) -> dict[str, Any]:
     """Give what a run was and came to; docs/benchmarks.md says what is in it."""
-    run, done = own.run, own.status == DONE
-    learnt: dict[str, Any] = dict.fromkeys(("quality", "quality_limit", "target", "steps_to_quality", "mean_quality"))
-    if done and not run.replay:
-        learnt = _learnt(own, finished)
-    return {
+    run = own.run
+    told: dict[str, Any] = {
         "task": run.task,
         "bandwidth": None if run.network is None else run.network.bandwidth,
         "latency": None if run.network is None else run.network.latency,
-        "policy": run.policy,
+        "policy": None,
         "seed": run.seed,
-        "replay": run.replay,
         "words": own.words,
         "status": own.status,
         "error": own.error,
         "kept": own.kept,
         "seconds": own.seconds,
-        "steps": int(own.outcome["steps"]) if done else None,
-        "median_step_s": float(own.outcome["median_step_s"]) if done else None,
-        "wire_bytes": float(own.outcome["wire_bytes"]) if done else None,
-        **learnt,
-        "curve": [{"step": step, "quality": _finite(quality)} for step, quality in own.curve]
-        if done and not run.replay
-        else None,
+        "timed": None,
     }
+    told |= dict.fromkeys(("steps", "median_step_s", "choosing_s", "wire_bytes"))
+    told |= dict.fromkeys(("quality", "quality_limit", "target", "steps_to_quality", "mean_quality", "curve"))
+    if isinstance(run, Timing):
+        told["timed"] = [
+            {"policy": name}
+            | {field: row[field] for field in ("ran", "steps", "median_s", "low_s", "high_s", "mean_s")}
+            for name, row in own.timed.items()
+        ]
+        return told
+    told["policy"] = run.policy
+    if own.status == DONE:
+        told |= {name: own.outcome[name] for name in ("steps", "median_step_s", "choosing_s", "wire_bytes")}
+        told |= _learnt(own, run, finished)
+        told["curve"] = [{"step": step, "quality": _finite(quality)} for step, quality in own.curve]
+    return told
 
 
 COLUMNS = {
@@ -271,6 +274,7 @@ COLUMNS = {
     "steps": ">",
     "reached": ">",
     "step_s": ">",
+    "choosing_ms": ">",
     "wire_MB": ">",
     "quality": ">",
     "equal": ">",
@@ -297,6 +301,7 @@ def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
         "steps": with_deviation("steps_to_quality", ".0f"),
         "reached": f"{row['reached']}/{row['seeds']}",
         "step_s": with_deviation("median_step_s", ".4f"),
+        "choosing_ms": with_deviation("choosing_s", ".2f", 1e-3),
         "wire_MB": with_deviation("wire_bytes", ".4g", 1e6),
         "quality": with_deviation("quality", ".4f"),
         "equal": {None: "-", True: "yes", False: "no"}[row["is_equal"]],
@@ -308,7 +313,7 @@ def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
 def explained(rows: Sequence[Mapping[str, Any]], finished: Mapping[Run, Finished]) -> list[str]:
     """Say what the table means, what was shared between networks, and what was cut."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    policies = list(dict.fromkeys(own.run.policy for own in finished.values()))
+    policies = list(dict.fromkeys(run.policy for run in finished if isinstance(run, Training)))
     shared = [name for name in policies if not ARMS[name].looks]
     looking = [name for name in policies if ARMS[name].looks]
     targets = "; ".join(f"{task}: {GOALS[task].words} of the same seed" for task in tasks)
@@ -316,17 +321,17 @@ def explained(rows: Sequence[Mapping[str, Any]], finished: Mapping[Run, Finished
         "means over seeds, deviations in brackets; seeds are paired: the same model and batches for every policy",
         f"target: {targets}",
         "steps: the first at which the held-out curve (moving mean over 3 measurements, best so far, linear between) "
-        "reaches it; - where some seed does not. time_s: that times the median step; summed_s: times the mean step up "
-        "to there",
+        "reaches it; - where some seed does not",
+        "step_s: median of the first seed's plans run again, all policies in turn in one lab, and the mean that "
+        "choosing took in training. time_s: steps times that; summed_s: with the mean step in place of the median",
         "equal: whether the mean of final qualities is within the mean target; mean_curve: held-out quality averaged "
         "over steps",
-        f"shared: {', '.join(shared)} do not look at the network: trained on one host, once a seed, for all networks; "
-        "a step's seconds are those of a replay of the first seed's plans in each lab",
+        f"shared: {', '.join(shared)} do not look at the network: trained on one host, once a seed, for all networks",
     ]
-    replays = [own.outcome["steps"] for own in finished.values() if own.run.replay and own.status == DONE]
-    if replays:
-        fewer = f" ({min(replays)} where they are slowest)" if min(replays) < max(replays) else ""
-        lines[-1] += f", of {max(replays)} steps{fewer}"
+    counts = [row["steps"] for own in finished.values() for row in own.timed.values()]
+    if counts:
+        fewer = f" ({min(counts)} where they are slowest)" if min(counts) < max(counts) else ""
+        lines[3] += f"; {max(counts)} steps{fewer}"
     if looking:
         lines.append(f"not shared: {', '.join(looking)} are trained in each lab with every seed")
     cut = [str(own.run) for own in finished.values() if own.status == CUT]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpicomp.bench.networks import Network
     from mpicomp.bench.policies import Run
-    from mpicomp.bench.policy_runs import Finished, Trainings
+    from mpicomp.bench.policy_runs import Finished, Runner
 
 HELP = "compare policies by the time to equal quality, on emulated networks (needs root)"
 
@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train with every policy until the quality of dense exchange is reached, and show for every task and network "
         "the seconds that takes, with bytes and qualities: mean and deviation over seeds. Policies that do not look at "
-        "the network are trained on one host; their steps are timed in a lab for each network, as is everything of the "
-        "others. Without options it takes two hours, with --quick 45 minutes."
+        "the network are trained on one host, the others in a lab for each network; there the steps of all are timed "
+        "in turn. Without options it takes two hours, with --quick 45 minutes."
     )
     parser.add_argument("--quick", action="store_true", help="one seed, two networks, 45 minutes")
     parser.add_argument(
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the trainings one after the other, and print a table for each task and network; 1 where one failed."""
     from mpicomp.bench.networks import Network, check_lab
     from mpicomp.bench.policies import ARMS, DENSE, GOALS, NETWORKS, QUICK_NETWORKS, runs_of
-    from mpicomp.bench.policy_runs import Trainings
+    from mpicomp.bench.policy_runs import Runner
     from mpicomp.cli.options import check_least, check_writable, read_list
     from mpicomp.errors import ConfigurationError
 
@@ -82,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         check_writable(_COMMAND, arguments.json)
     if arguments.keep is not None:
+        if "," in str(Path(arguments.keep).resolve()):
+            raise ConfigurationError(f"{_COMMAND}: --keep must be a folder without commas, got '{arguments.keep}'")
         with contextlib.suppress(OSError):
             Path(arguments.keep).mkdir(parents=True, exist_ok=True)
         check_writable(_COMMAND, str(Path(arguments.keep) / "files"))
@@ -90,9 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     with contextlib.ExitStack() as stack:
         folder = arguments.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="mpicomp-bench-"))
-        trainings = Trainings(Path(folder), arguments.hosts, arguments.steps)
-        _run_all(trainings, runs_of(policies, networks, seeds), networks, 60 * limit, arguments)
-    return _show(trainings, networks, arguments.hosts)
+        runner = Runner(Path(folder), arguments.hosts, arguments.steps)
+        _run_all(runner, runs_of(policies, networks, seeds), networks, 60 * limit, arguments)
+    return _show(runner, networks, arguments.hosts)
 
 
 def _names(option: str, text: str, known: list[str]) -> list[str]:
@@ -136,19 +138,19 @@ def _check_tasks() -> None:
 
 
 def _run_all(
-    trainings: "Trainings", runs: "list[Run]", networks: "list[Network]", limit_s: float, arguments: argparse.Namespace
+    runner: "Runner", runs: "list[Run]", networks: "list[Network]", limit_s: float, arguments: argparse.Namespace
 ) -> None:
     """Run everything, with a line for each run."""
     begin = time.monotonic()
     print(f"{_COMMAND}: {len(runs)} runs, {arguments.hosts} hosts, at most {limit_s / 60:.0f} minutes", flush=True)
     for place, own in enumerate(runs, 1):
-        finished = trainings.run(own, limit_s - (time.monotonic() - begin))
+        finished = runner.run(own, limit_s - (time.monotonic() - begin))
         passed = time.monotonic() - begin
-        left = sum(trainings.expected_s(other) for other in runs[place:])
+        left = sum(runner.expected_s(other) for other in runs[place:])
         rest = f"{len(runs) - place} left, about {min(left, max(0.0, limit_s - passed)) / 60:.0f} minutes"
         print(f"{passed:6.0f} s  {place}/{len(runs)}  {own}: {_came_to(finished)}; {rest}", flush=True)
         if arguments.json is not None:
-            _write(arguments.json, trainings, networks, arguments.hosts)
+            _write(arguments.json, runner, networks, arguments.hosts)
 
 
 def _came_to(finished: "Finished") -> str:
@@ -156,16 +158,17 @@ def _came_to(finished: "Finished") -> str:
     if finished.error is not None:
         return f"{finished.status}: {finished.error}"
     how = "there already" if finished.kept else f"{finished.seconds:.0f} s"
-    step = f"{float(finished.outcome['median_step_s']):.4g} s a step"
-    return f"{how}, {step}" + ("" if finished.run.replay else f", quality {finished.quality:.4f}")
+    if finished.timed:
+        return f"{how}; s a step: " + ", ".join(f"{name} {row['median_s']:.4g}" for name, row in finished.timed.items())
+    return f"{how}, {float(finished.outcome['median_step_s']):.4g} s a step, quality {finished.quality:.4f}"
 
 
-def _write(path: str, trainings: "Trainings", networks: "list[Network]", hosts: int) -> None:
+def _write(path: str, runner: "Runner", networks: "list[Network]", hosts: int) -> None:
     """Write what there is so far."""
     from mpicomp.bench import rows
     from mpicomp.bench.policy_table import rows_of, told_of
 
-    finished = trainings.finished
+    finished = runner.finished
     written: dict[str, Any] = {
         "schema": rows.SCHEMA,
         "environment": rows.environment(1, "cpu"),
@@ -177,18 +180,18 @@ def _write(path: str, trainings: "Trainings", networks: "list[Network]", hosts: 
         file.write("\n")
 
 
-def _show(trainings: "Trainings", networks: "list[Network]", hosts: int) -> int:
+def _show(runner: "Runner", networks: "list[Network]", hosts: int) -> int:
     """Print the tables and what they mean; give the exit status."""
     from mpicomp.bench import rows
     from mpicomp.bench.policies import GOALS
     from mpicomp.bench.policy_runs import FAILED
     from mpicomp.bench.policy_table import COLUMNS, cells_of, explained, rows_of
 
-    found = rows_of(trainings.finished, networks, hosts)
+    found = rows_of(runner.finished, networks, hosts)
     for task, bandwidth, latency in dict.fromkeys((row["task"], row["bandwidth"], row["latency"]) for row in found):
         own = [row for row in found if (row["task"], row["bandwidth"], row["latency"]) == (task, bandwidth, latency)]
         better = "lower" if GOALS[task].lower else "higher"
         print(f"\n{task}, {hosts} hosts, {bandwidth}, {latency}; quality: {better} is better")
         rows.show([cells_of(row) for row in own], COLUMNS)
-    print("\n" + "\n".join(explained(found, trainings.finished)))
-    return int(any(own.status == FAILED for own in trainings.finished.values()))
+    print("\n" + "\n".join(explained(found, runner.finished)))
+    return int(any(own.status == FAILED for own in runner.finished.values()))
