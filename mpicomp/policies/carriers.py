@@ -1,6 +1,8 @@
 """Which collective carries what a bucket sends: the one of least predicted time, chosen anew at every step."""
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +18,10 @@ from mpicomp.transport.base import Asked, Transport
 
 _SETTLING = "as in the step before, until it is known what it takes"
 _UNMEASURED = "nothing can be measured, the first that fits"  # one rank, or ranks in lockstep
-_CURIOUS = (
-    12,
-    1 / 64,
-)  # plans that may be explored after a start or a change of the network, and for each step learnt from
+_CURIOUS = 12, 1 / 64  # plans that may be explored after a start or a change of the network, and for each step
 _SETTLED = 2  # steps of a plan that teach nothing: buffers are made, and compressors find their bounds
-_LEARNING_S, _WORTH, _SELDOM = 1e-3, 0.01, 6  # what learning from a step takes, of a step at most; one in six is
+_AWAKE_S, _WORTH, _SELDOM = 2e-3, 0.01, 6  # what looking at a step takes, of all steps at most; one in six is looked at
+_STEPS = 5  # intervals between steps whose median counts
 _ANOTHER = 0.35  # by which the logarithm of a link's latency or bandwidth differs when it has changed
 _TOO_SLOW = 3.0  # times the least predicted seconds: such plans are not run to see whether the prediction is right
 
@@ -33,6 +33,9 @@ class _Turn:
     row: int
     steps: int = -1
     known: bool = False
+    fresh: bool = True  # whether a choice is due since something became known
+    asked: tuple[Any, ...] = ()
+    plan: Plan | None = None
 
 
 @dataclass
@@ -94,7 +97,7 @@ class Carriers:
     fastest for all that is known: the less is known of it, the longer it was not run, and the less it can cost,
     the sooner. What is predicted to take three times the least is not tried. A row is run for some steps in turn,
     since the first ones tell nothing: buffers are made, and thresholds were those of another plan. Where steps are
-    so short that learning from them would be felt, one in some is learnt from, as long as nothing new is expected.
+    so short that choosing and learning would be felt, that is done in one of up to six, but for what is new.
 
     Parameters
     ----------
@@ -120,8 +123,17 @@ class Carriers:
         self._changed = False
         self._before = np.zeros(2)  # logarithms of the link's latency and seconds a byte, before a change was suspected
         self._curious: float = _CURIOUS[0]
-        self._count = 0
-        self._every = 1
+        self._wake()
+
+    def _wake(self) -> None:
+        self._count, self._every = 0, 1
+        self._began: tuple[int, float] | None = None
+        self._step_s: deque[float] = deque(maxlen=_STEPS)
+
+    @property
+    def awake(self) -> bool:
+        """Whether plans are to be looked at in this step: of short ones some are."""
+        return self._count % self._every == 0
 
     @property
     def measured(self) -> bool:
@@ -130,12 +142,12 @@ class Carriers:
 
     @property
     def listens(self) -> bool:
-        """Whether this step is to be learnt from: of short ones some are, unless there is news."""
+        """Whether this step is to be learnt from: of short ones some are, and those that bring news."""
         if not self.measured:
             return False
         assert self.cost is not None
-        news = self.cost.network.suspects or not all(turn.known for turn in self._turns)
-        return news or self._count % self._every == 0
+        news = self.cost.network.suspects or any(not turn.known and turn.steps >= _SETTLED for turn in self._turns)
+        return news or self.awake
 
     def start(
         self, ladders: Sequence[Sequence[tuple[Compressor, Sequence[str]]]], shapes: Sequence[Shape],
@@ -168,7 +180,8 @@ class Carriers:
         for rows, shape in zip(self.rows, shapes, strict=True):
             rows.candidates = self.cost.candidates(rows.schemes, shape.numel, shape.dtype, group, ladder)
         self._turns = [_Turn(-1) for _ in self.rows]
-        self._curious, self._count, self._every = _CURIOUS[0], 0, 1
+        self._curious = _CURIOUS[0]
+        self._wake()
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, bool]:
         """Measure the links anew where they have changed, and tell whether they have. Collective, as rounds."""
@@ -186,7 +199,7 @@ class Carriers:
             if rows.candidates is not None:
                 rows.candidates.unsettle()
         for turn in self._turns:
-            turn.known = True
+            turn.known = turn.fresh = True
         self._curious = _CURIOUS[0]
         return another
 
@@ -216,6 +229,10 @@ class Carriers:
             What to send in place of a level that keeps about as much.
         """
         rows, turn = self.rows[bucket], self._turns[bucket]
+        asked = among, reason, compressor
+        if turn.plan is not None and turn.known and not (turn.fresh or self.awake) and _same(asked, turn.asked):
+            turn.steps += 1
+            return turn.plan
         before, why = turn.row, "" if reason and among.size == 1 else _SETTLING
         if rows.candidates is None:
             turn.row, why = int(among[0]), why and _UNMEASURED
@@ -223,7 +240,7 @@ class Carriers:
             turn.row = rows.candidates.choose(_TOO_SLOW, among)[0]
             why = why and f"least predicted seconds of {among.size} plans"
         elif turn.known and among.size > 1:
-            turn.row, why, explores = _choose(rows.candidates, among, self._curious >= 1)
+            turn.row, why, explores = _choose(rows.candidates, among, before, self._curious >= 1)
             self._curious -= explores
         if rows.candidates is not None and before >= 0 and not rows.alike(before, turn.row):
             turn.steps, turn.known = 0, False
@@ -232,7 +249,9 @@ class Carriers:
         words = ", ".join(filter(None, (reason, why)))
         prediction = None if rows.candidates is None else rows.candidates.prediction(turn.row)
         settled = turn.steps >= _SETTLED
-        return Plan(rows.scheme(turn.row, compressor), f"{self._name}: {words}", prediction, settled, turn.row)
+        turn.plan = Plan(rows.scheme(turn.row, compressor), f"{self._name}: {words}", prediction, settled, turn.row)
+        turn.asked, turn.fresh = asked, False
+        return turn.plan
 
     def learn(self, told: Told) -> None:
         """Learn what a step took."""
@@ -242,24 +261,33 @@ class Carriers:
         self.cost.network.drift()
         if not self.cost.network.suspects:
             self._before = np.log([self.cost.network.latency, self.cost.network.seconds_per_byte])
-        expected_s = 0.0
         for bucket, plan in enumerate(told.plans):
             candidates, turn = self.rows[bucket].candidates, self._turns[bucket]
             assert candidates is not None
             if plan.settled:
                 start, end, own, _ = told.times[:, bucket].max(axis=0)
                 self._changed |= candidates.observe(plan.row, float(own), float(end - start))
-                turn.known |= turn.row == plan.row
-        for rows, turn in zip(self.rows, self._turns, strict=True):
+                if turn.row == plan.row and not turn.known:
+                    turn.known = turn.fresh = True
+        for rows in self.rows:
             assert rows.candidates is not None
             rows.candidates.step()
-            expected_s += rows.candidates.prediction(turn.row).seconds
-        self._every = min(_SELDOM, math.ceil(_LEARNING_S * len(told.plans) / (_WORTH * expected_s)))
         self._curious = min(self._curious + _CURIOUS[1], _CURIOUS[0])
+        began = float(told.times[:, 0, 0].max())
+        if self._began is not None and told.step > self._began[0]:
+            self._step_s.append((began - self._began[1]) / (told.step - self._began[0]))
+            step_s = max(statistics.median(self._step_s), 1e-9)
+            self._every = min(_SELDOM, math.ceil(_AWAKE_S / (_WORTH * step_s)))
+        self._began = told.step, began
 
     def give(self, cost: CostModel | None) -> None:
         """Take up a cost model, which counts where none is known yet: that of rank 0."""
         self._given = cost or self._given
+
+
+def _same(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
+    """Tell whether the same rows are asked for, with the same reason and compressor."""
+    return first[1:] == second[1:] and np.array_equal(first[0], second[0])
 
 
 def _rows(ladder: Sequence[tuple[Compressor, Sequence[str]]], numel: int) -> Rows:
@@ -299,7 +327,7 @@ def names_for(compressor: Compressor, group: Group, whole: bool = False) -> list
     return [name for name in names if not (whole and bind(compressor, name).leaves_out)]
 
 
-def _choose(candidates: Candidates, among: NDArray[np.int64], curious: bool) -> tuple[int, str, bool]:
+def _choose(candidates: Candidates, among: NDArray[np.int64], before: int, curious: bool) -> tuple[int, str, bool]:
     """Give the row to run, why, and whether that is for the sake of knowing.
 
     Parameters
@@ -308,11 +336,13 @@ def _choose(candidates: Candidates, among: NDArray[np.int64], curious: bool) -> 
         Their seconds.
     among : array of int64
         Among which to choose.
+    before : int
+        What runs: it has just been learnt from, and is not taken to know more of it.
     curious : bool
         Whether a row may be taken that would be the fastest if all were as fast as they well may be.
     """
     best, hopeful = candidates.choose(_TOO_SLOW, among)
-    if hopeful == best or not curious:
+    if hopeful in (best, before) or not curious:
         return best, f"least predicted seconds of {among.size} plans", False
     age = candidates.age(hopeful)
     known = "never run" if age is None else f"last run {age} steps ago"

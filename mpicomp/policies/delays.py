@@ -58,7 +58,7 @@ class Delays:
         delays: NDArray[np.float64] = self.delay * (self.ratio / ratios) ** _SLOPE
         return delays
 
-    def observe(self, ratio: float | None, factor: float, energy: float, gain: float) -> float | None:
+    def observe(self, ratio: float | None, factor: float, energy: float, gain: float, steps: int = 1) -> float | None:
         """Learn from an exchange.
 
         Parameters
@@ -69,6 +69,8 @@ class Delays:
             By how much longer delays are known to be with the collective that ran.
         energy, gain : float
             See `mpicomp.collectives.Result`.
+        steps : int
+            Of which this is the last one, and stands for all.
 
         Returns
         -------
@@ -76,7 +78,7 @@ class Delays:
             By how much longer the delay was than is known of the ratio; None while the residual is not steady.
         """
         sent = energy * gain
-        self.inflow = sent if self.inflow == 0 else self.inflow + _LEARN * (sent - self.inflow)
+        self.inflow = sent if self.inflow == 0 else self.inflow + over(_LEARN, steps) * (sent - self.inflow)
         running = None if ratio is None else (ratio, factor)
         if running is None or self.ratio is None:
             self._running = None
@@ -86,12 +88,12 @@ class Delays:
             patience = _AFTER_DENSE if self._running is None else 1
             self.wait = min(_LONGEST_WAIT, math.ceil(1 + patience * expected))
         self._running = running
-        self.wait -= 1
+        self.wait -= steps
         if self.wait > 0:
             return None
         seen = max((1 - gain) / gain, 1e-4)
         known = float(self.at(np.array(ratio)))
-        self.ratio, self.delay = ratio, known * (seen / (factor * known)) ** _LEARN
+        self.ratio, self.delay = ratio, known * (seen / (factor * known)) ** over(_LEARN, steps)
         return seen / known
 
     def state(self) -> dict[str, Any]:
@@ -103,6 +105,11 @@ class Delays:
         """Take up what `state` gave."""
         ratio = state["ratio"]
         return cls(None if ratio is None else float(ratio), float(state["delay"]))
+
+
+def over(share: float, steps: int) -> float:
+    """Give the share of the last one of some steps in an average that each of them has a share in."""
+    return 1 - (1 - share) ** steps
 
 
 def first_ratio() -> float:

@@ -14,6 +14,7 @@ from mpicomp.compressors.base import check_choice, check_range
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
+from mpicomp.policies.delays import over
 from mpicomp.policies.levels import at_ratio, check_adaptable, check_least, check_ratios, lost_share
 from mpicomp.policies.policy import Delivered, Named, Shape, Told
 from mpicomp.policies.registry import register_policy
@@ -21,7 +22,7 @@ from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.transport.base import Asked, Transport
 
 _SCALINGS = ("exponential", "geometric")
-_STRIDE = 8  # of a survey: one group of elements in so many
+_STRIDE = 16  # of a survey: one group of elements in so many
 _FEW = 3  # steps at a ratio, of which an interrupted one could pass for the median
 
 
@@ -43,10 +44,11 @@ class GraVAC(Adaptive):
     ``"geometric"`` 1/2, 1/4, 1/8, 1/16 ...
 
     Gains are those of the accumulated gradients of all ranks, averaged over steps. They come from spectra, of one
-    element in eight where layers are large, and are known at all candidates at once; nothing is compressed twice. Ranks
-    hear of them while the next step goes on: a step is decided with the gains up to the second step before it, and the
-    first two are dense. The seconds of a step are from when its last rank began to when the next one's did. A
-    throughput is the median of the last ``window`` steps at the ratio, so that a pause between steps does no harm.
+    element in sixteen where layers are large, in one step of ``every``, and are known at all candidates at once;
+    nothing is compressed twice. Ranks hear of them while the next step goes on: a step is decided with the gains up to
+    the second step before it, and the first two are dense. The seconds of a step are from when its last rank began to
+    when the next one's did. A throughput is the median of the last ``window`` steps at the ratio, so that a pause
+    between steps does no harm.
     Where seconds tell nothing (one rank, or ranks in lockstep without a simulated network), the search goes on down
     to ``least``.
 
@@ -66,11 +68,13 @@ class GraVAC(Adaptive):
         Least gain of what is sent, in (0, 1].
     smoothing : float or None
         Share of a step in the average of gains, in (0, 1]; None is a hundredth for every rank, and 1 at most.
+    every : int
+        Steps from one look at gradients to the next; 1 is the paper's. A look stands for the steps since the last one.
     """
 
     id: ClassVar[str] = "gravac"
     paper: ClassVar[str] = (
-        "GraVAC, Tyagi and Swany 2023, arXiv 2305.12201; gains of all candidates from spectra, which arrive late; "
+        "GraVAC, Tyagi and Swany 2023, arXiv 2305.12201; gains of all candidates from spectra, now and then and late; "
         "medians of throughputs in place of the last one; the floor is raised to the candidate that was tried"
     )
 
@@ -81,12 +85,14 @@ class GraVAC(Adaptive):
     omega: float = 0.01
     epsilon: float = 0.7
     smoothing: float | None = None
+    every: int = 4
 
     def check(self) -> None:
         """See `Policy.check`."""
         check_ratios(self.id, self.least, self.most)
         check_choice(self.id, "scaling", self.scaling, _SCALINGS)
         check_least(self.id, "window", self.window)
+        check_least(self.id, "every", self.every)
         check_range(self.id, "omega", self.omega, 0, 1)
         for name, value in (("epsilon", self.epsilon), ("smoothing", self.smoothing)):
             if name == "smoothing" and value is None:
@@ -110,6 +116,8 @@ class GraVAC(Adaptive):
         self._floor, self._candidate = 0, min(1, len(self._ratios) - 1)
         self._ended = False
         self._steps = 0  # that were learnt from
+        self._unseen = 0  # steps since gradients were last looked at
+        self._looked = -1  # the last such step of which ranks have heard
         self._gains: NDArray[np.float64] | None = None  # of all candidates
         self._throughputs: list[deque[float]] = [deque(maxlen=self.window) for _ in self._ratios]
         self._level: int | None = None  # of the next step; None is dense
@@ -119,12 +127,12 @@ class GraVAC(Adaptive):
 
     @property
     def listens(self) -> bool:
-        """See `Policy.listens`: until the search has ended seconds are needed, where they tell something."""
-        return self._carriers.listens or (self._timed and not self._ended)
+        """See `Policy.listens`: until the search has ended steps are counted and timed."""
+        return self._carriers.listens or not self._ended
 
     def survey(self, bucket: int) -> Survey | None:
-        """See `Policy.survey`: spectra, at every step."""
-        return self._survey
+        """See `Policy.survey`: spectra, at once until there are any, and now and then."""
+        return self._survey if self._gains is None or self._unseen + 1 >= self.every else None
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`. The search goes on, since it is about the whole model."""
@@ -145,6 +153,7 @@ class GraVAC(Adaptive):
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
         """See `Policy.deliver`: remembers what was decided for steps of which ranks have not heard yet."""
         self._run[step] = self._level
+        self._unseen = 0 if self.survey(0) is not None else self._unseen + 1
 
     def learn(self, told: Told) -> None:
         """See `Policy.learn`: gains and seconds; decides the next step."""
@@ -156,10 +165,11 @@ class GraVAC(Adaptive):
         delivered = told.step in self._run
         level = self._run.get(told.step)
         self._run = {step: own for step, own in self._run.items() if step > told.step}
-        gains = self._gains_of(told)
-        if not delivered or gains is None:
+        if not delivered:
             return
-        self._gains = gains if self._gains is None else self._gains + self._share * (gains - self._gains)
+        self._look(told)
+        if self._gains is None:
+            return
         if level is not None and self._timed:
             self._before = _Step(told.step, began, level, float(self._gains[level]))
         self._steps += 1
@@ -200,6 +210,15 @@ class GraVAC(Adaptive):
             ratios.append(max(self.most / 2**exponent, self.least))
             exponent = 2 * exponent if self.scaling == "exponential" else exponent + 1
         return ratios
+
+    def _look(self, told: Told) -> None:
+        """Take the gains of a step into account, if it was looked at."""
+        gains = self._gains_of(told)
+        if gains is None:
+            return
+        before = gains if self._gains is None else self._gains
+        self._gains = before + over(self._share, max(1, told.step - self._looked)) * (gains - before)
+        self._looked = told.step
 
     def _gains_of(self, told: Told) -> NDArray[np.float64] | None:
         """Give the gain of each candidate in a step, over all buckets; None where it is not known."""

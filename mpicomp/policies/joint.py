@@ -17,7 +17,7 @@ from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.policies.balance import Balance, delay_for
 from mpicomp.policies.carriers import Carriers, names_for
-from mpicomp.policies.delays import Delays, first_ratio
+from mpicomp.policies.delays import Delays, first_ratio, over
 from mpicomp.policies.levels import at_ratio, check_adaptable, ladder, lost_share
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told, feedback_of
 from mpicomp.policies.registry import register_policy
@@ -25,9 +25,9 @@ from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.transport.base import Asked, Transport
 
 _LEAST, _MOST = 0.001, 0.25  # ratios
-_LOOKS = 25  # steps between two surveys
+_LOOKS, _STRIDE = 100, 8  # steps between two surveys, and of those one group of elements in so many
 _THINKS = 5  # steps between two searches for better plans
-_STRIDE = 2  # levels that the ratio may go down at once: further off delays are not known well
+_DOWN = 2  # levels that the ratio may go down at once: further off delays are not known well
 _UNSEEN = 2.5  # times the delay that a collective is taken to have which leaves something out, before it was run
 _LEARN = 0.2  # share of a step in what is known of a collective's delay
 _TAUGHT = 10  # steps of such a collective in a row that tell of it, and not of the bucket
@@ -36,6 +36,7 @@ _DROP = 0.5  # of the learning rate, from which on training is taken to begin an
 _SMOOTH = 0.1  # share of a step in what is known of when buckets are ready
 _BESIDES = 15  # steps that tell of the time beside exchanges: their median, since something else may come in between
 _WORTH = 0.03  # by which other plans have to be better than those that run
+_PAYS = 0.1  # by which plans have to be better than dense ones: late gradients may cost more than they do elsewhere
 
 
 @register_policy
@@ -97,14 +98,14 @@ class Joint(Policy):
         self._ladder = self._ratios = np.array([])  # of a wire; of all levels that compress
         self._dense = [Dense()]
         self._carriers = Carriers("auto", self.feedback, named.cost)
-        self._survey = SpectrumSurvey()
+        self._survey = SpectrumSurvey(_STRIDE)
         self._shapes: list[Shape] = []
         self._delays: list[Delays] = []
         self._restored: dict[str, Delays] = {}
         self._allowed: list[NDArray[np.int64]] = []
         self._lossy: list[dict[str, NDArray[np.int64]]] = []  # rows of collectives that leave something out
         self._reason = "careful until gradients have been looked at"
-        self._age = self._step = 0
+        self._age = self._step = self._thought = self._unseen = 0
         self._due = False  # whether better plans have to be sought at the next step
         self._highest: float | None = None  # learning rate since training began anew
         self._factors: dict[str, float] = {}  # times the delay that a collective makes of that of its ratio
@@ -132,7 +133,7 @@ class Joint(Policy):
         self._restored |= {shape.names[0]: own for shape, own in zip(self._shapes, self._delays, strict=True)}
         self._shapes = list(shapes)
         self._delays = [self._restored.pop(shape.names[0], Delays()) for shape in shapes]
-        self._step = 0
+        self._step = self._thought = self._unseen = 0
         self._ready = self._before = None
         self._beside.clear()
         if self._compresses and transport.group.size > 1:
@@ -147,8 +148,8 @@ class Joint(Policy):
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.refresh`. Better plans are sought now and then, and at once where the network has changed."""
         changed = yield from self._carriers.refresh(transport)
-        if changed or self._due or self._step % _THINKS == 0:
-            self._due = False
+        if changed or self._due or (self._carriers.awake and self._step >= self._thought + _THINKS):
+            self._due, self._thought = False, self._step
             self._think()
 
     def plan(self, bucket: int) -> Plan:
@@ -159,6 +160,10 @@ class Joint(Policy):
         """See `Policy.deliver`."""
         self._age += 1
         self._step += 1
+        self._unseen += 1
+        if not self._carriers.awake:
+            return
+        steps, self._unseen = self._unseen, 0
         lossy = False
         for bucket, own in enumerate(delivered):
             rows, row = self._carriers.rows[bucket], self._carriers.row(bucket)
@@ -166,15 +171,15 @@ class Joint(Policy):
             if not 0 < own.gain <= 1:
                 continue
             if level >= self._ratios.size:
-                self._delays[bucket].observe(None, 1.0, own.energy, own.gain)
+                self._delays[bucket].observe(None, 1.0, own.energy, own.gain, steps)
                 continue
             scheme = rows.schemes[row]
             factor = self._factors.get(_kind(scheme), _UNSEEN) if scheme.leaves_out else 1.0
-            seen = self._delays[bucket].observe(float(self._ratios[level]), factor, own.energy, own.gain)
+            seen = self._delays[bucket].observe(float(self._ratios[level]), factor, own.energy, own.gain, steps)
             lossy |= scheme.leaves_out
             if scheme.leaves_out and seen is not None and self._in_a_row <= _TAUGHT:
-                self._factors[_kind(scheme)] = max(1.0, factor * (seen / factor) ** _LEARN)
-        self._in_a_row = self._in_a_row + 1 if lossy else 0
+                self._factors[_kind(scheme)] = max(1.0, factor * (seen / factor) ** over(_LEARN, steps))
+        self._in_a_row = self._in_a_row + steps if lossy else 0
 
     def learn(self, told: Told) -> None:
         """See `Policy.learn`."""
@@ -226,6 +231,10 @@ class Joint(Policy):
     def _dense_rows(self, bucket: int) -> NDArray[np.int64]:
         return np.flatnonzero(self._carriers.rows[bucket].levels >= self._ratios.size)
 
+    def _fastest_dense(self, bucket: int) -> int:
+        rows = self._dense_rows(bucket)
+        return int(rows[self._carriers.seconds(bucket)[rows].argmin()])
+
     def _time(self, told: Told) -> None:
         """Learn when buckets are ready, and what a step takes beside them."""
         ready, ends = told.times[:, :, 3].max(axis=0), told.times[:, :, 1].max(axis=0)
@@ -240,6 +249,7 @@ class Joint(Policy):
     def _think(self) -> None:
         """Seek better plans with what is known now."""
         buckets = range(len(self._shapes))
+        dense = [self._fastest_dense(bucket) for bucket in buckets]
         longest = delay_for((1 - self.fidelity) * (self._age + _GRACE))
         inflow = sum(own.inflow for own in self._delays)
         if not self._ratios.size or longest <= 0 or inflow <= 0 or any(own.ratio is None for own in self._delays):
@@ -255,7 +265,10 @@ class Joint(Policy):
             longest=longest,
         )
         choice, now = balance.best(), [self._carriers.row(bucket) for bucket in buckets]
-        if balance.allows(now) and balance.worth(now) <= (1 + _WORTH) * balance.worth(choice):
+        pays = (1 - _PAYS) * balance.worth(dense)
+        if balance.worth(choice) > pays:
+            choice = dense
+        if balance.allows(now) and balance.worth(now) <= min(pays, (1 + _WORTH) * balance.worth(choice)):
             choice = now
         self._allowed = [
             np.flatnonzero(own <= own[row] * (1 + 1e-9)) for own, row in zip(balance.delays, choice, strict=True)
@@ -265,7 +278,7 @@ class Joint(Policy):
     def _late(self, bucket: int) -> NDArray[np.float64]:
         """Give the delay of each of a bucket's rows; infinite where it is too far below the ratio that is known."""
         rows, known = self._carriers.rows[bucket], self._delays[bucket]
-        down = _STRIDE if known.steady else 0
+        down = _DOWN if known.steady else 0
         lowest = int(np.searchsorted(self._ladder, (known.ratio or 0) * (1 - 1e-6))) - down
         delays = np.zeros(rows.kept.size)
         delays[: self._ratios.size] = known.at(self._ratios)

@@ -140,8 +140,8 @@ def exchange(
     if asked_for is not None and not result.stale:
         survey = asked_for.measure(accumulated.array(), bucket.sizes, conditions.step)
         energies = asked_for.energies(survey, bucket.sizes)
-    layers = layers_of(bucket.names, bucket.sizes, accumulated.array(), result.sent, energies, result.gain)
     choosing_s += time.perf_counter() - begin
+    layers = layers_of(bucket.names, bucket.sizes, accumulated.array(), result.sent, energies, result.gain)
     compressor, prediction = plan.scheme.compressor, plan.prediction
     record = BucketRecord(
         bucket=bucket.index,
