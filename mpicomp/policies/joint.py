@@ -24,10 +24,10 @@ from mpicomp.policies.registry import register_policy
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.transport.base import Asked, Transport
 
-_LEAST, _MOST = 0.001, 0.25  # ratios
+_LEAST, _MOST, _STEP = 0.001, 0.25, 2 ** (1 / 3)  # ratios, and from one to the next
 _LOOKS, _STRIDE = 100, 8  # steps between two surveys, and of those one group of elements in so many
 _THINKS = 5  # steps between two searches for better plans
-_DOWN = 2  # levels that the ratio may go down at once: further off delays are not known well
+_DOWN = 3  # levels that the ratio may go down at once: further off delays are not known well
 _UNSEEN = 2.5  # times the delay that a collective is taken to have which leaves something out, before it was run
 _LEARN = 0.2  # share of a step in what is known of a collective's delay
 _TAUGHT = 10  # steps of such a collective in a row that tell of it, and not of the bucket
@@ -137,7 +137,7 @@ class Joint(Policy):
         self._ready = self._before = None
         self._beside.clear()
         if self._compresses and transport.group.size > 1:
-            self._ladder = np.array(ladder(_LEAST, _MOST))
+            self._ladder = np.array(ladder(_LEAST, _MOST, _STEP))
             self._ratios = np.tile(self._ladder, len(self._wires))
             narrow = any(getattr(own, "wire", None) == "bf16" for own in self._wires)
             self._dense = [Dense(wire="bf16"), Dense()] if narrow else [Dense()]
