@@ -28,7 +28,7 @@ _LEAST, _MOST, _STEP = 0.001, 0.25, 2 ** (1 / 3)  # ratios, and from one to the 
 _LOOKS, _STRIDE = 100, 8  # steps between two surveys, and of those one group of elements in so many
 _THINKS = 5  # steps between two searches for better plans
 _DOWN = 3  # levels that the ratio may go down at once: further off delays are not known well
-_UNSEEN = 2.5  # times the delay that a collective is taken to have which leaves something out, before it was run
+_UNSEEN = 4.0  # times the delay that a collective is taken to have which leaves something out, before it was run
 _LEARN = 0.2  # share of a step in what is known of a collective's delay
 _TAUGHT = 10  # steps of such a collective in a row that tell of it, and not of the bucket
 _GRACE = 20  # steps that training is taken to have done when it begins: to be one behind then does no harm
@@ -36,7 +36,7 @@ _DROP = 0.5  # of the learning rate, from which on training is taken to begin an
 _SMOOTH = 0.1  # share of a step in what is known of when buckets are ready
 _BESIDES = 15  # steps that tell of the time beside exchanges: their median, since something else may come in between
 _WORTH = 0.03  # by which other plans have to be better than those that run
-_PAYS = 0.1  # by which plans have to be better than dense ones: late gradients may cost more than they do elsewhere
+_PAYS = 0.2  # by which plans have to be better than dense ones: late gradients may cost more than they do elsewhere
 
 
 @register_policy
