@@ -35,7 +35,8 @@ class SketchSurvey:
         with np.errstate(over="ignore", invalid="ignore"):
             sketch = np.einsum("ij,ij->j", groups, signs[_WIDTH:].reshape(-1, _WIDTH)).astype(np.float32)
             sketch[: rest.size] += signs[: rest.size] * rest
-            return sketch * np.float32(np.sqrt(stride))
+            scaled: NDArray[np.float32] = sketch * np.float32(np.sqrt(stride))
+        return scaled
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
         """See `Survey.energies`: of layers it tells nothing."""
@@ -63,6 +64,7 @@ class Signal:
 
     def __init__(self) -> None:
         self.share: float | None = None
+        self._mean = 0.0  # which may be below 0, as noise is
         self._looks = 0
 
     def observe(self, sketches: Mapping[int, NDArray[np.float32]], delay: float) -> None:
@@ -76,8 +78,7 @@ class Signal:
         shown = (ranks * mean / each - 1 / ranks) / (1 - 1 / ranks)
         share = shown / (1 + delay - delay * min(shown, 1.0))
         self._looks += 1
-        before = share if self.share is None else self._mean
-        self._mean = before + max(_LEARN, 1 / self._looks) * (share - before)
+        self._mean += max(_LEARN, 1 / self._looks) * (share - self._mean)
         self.share = min(max(self._mean, _LEAST), _MOST)
 
     def state(self) -> float | None:
