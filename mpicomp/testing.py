@@ -220,8 +220,8 @@ def check_packing(compressor: Quantiser) -> None:
         assert size % 8 == 0, f"packed_bytes gives {size}, no multiple of 8, {where}"
         first, second = np.zeros(size, np.uint8), np.full(size, 255, np.uint8)
         before, sent, received = array.copy(), np.empty_like(array), np.empty_like(array)
-        lost = compressor.pack(array, first, sent)
-        compressor.pack(array, second, sent)
+        lost = compressor.pack(array, first, sent, 5)
+        compressor.pack(array, second, sent, 5)
         assert array.tobytes() == before.tobytes(), f"pack wrote to the array {where}"
         assert np.array_equal(first, second), f"pack leaves some of the message as it was {where}"
         compressor.unpack(first, received)

@@ -8,6 +8,7 @@ the largest magnitude and tells whether everything was finite.
 from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates, is_finite
 from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of, mask_of
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
+from mpicomp.kernels.cpu.fields import fields_of
 from mpicomp.kernels.cpu.indices import ascending_below, decode_indices, encode_indices, index_bytes
 from mpicomp.kernels.cpu.merge import (
     count_reaching,
@@ -39,6 +40,7 @@ __all__ = [
     "edges",
     "encode_indices",
     "energy",
+    "fields_of",
     "gather",
     "index_bytes",
     "intersect",

@@ -8,6 +8,7 @@ from mpicomp.collectives.gtopk import Gtopk
 from mpicomp.collectives.hierarchical import Hierarchical
 from mpicomp.collectives.low_rank import LowRank
 from mpicomp.collectives.oktopk import Oktopk
+from mpicomp.collectives.packed_allgather import PackedAllgather
 from mpicomp.collectives.parameter_server import ParameterServer
 from mpicomp.collectives.recursive_doubling import RecursiveDoubling
 from mpicomp.collectives.ring import Ring
@@ -52,6 +53,7 @@ _classes: dict[str, type[Scheme[Any]]] = {
         Ring,
         RecursiveDoubling,
         TwoPhase,
+        PackedAllgather,
         LowRank,
         ParameterServer,
         Hierarchical,
@@ -102,7 +104,7 @@ def bind(compressor: Compressor, collective: str) -> Scheme[Any]:
         What turns arrays into messages.
     collective : str
         Its name. One that is built upon another may name it behind a colon, as in ``"star-topk:ring"``; if not, it is
-        the first one that fits.
+        the first one that fits. Of packed messages ``"scatter-reduce"`` is another name of ``"two-phase"``.
 
     Raises
     ------
@@ -124,6 +126,8 @@ use allgather, star-topk, ...
     name, _, inner = collective.partition(":")
     if name in inner.split(":"):
         raise ConfigurationError(f"{name}: is not built upon itself, got '{collective}'")
+    if name == ScatterReduce.id and compressor.message == "packed":
+        name = TwoPhase.id
     cls = collective_class(name)
     if isinstance(compressor, SharedSparsifier) and cls.carries(_values_of(compressor)):
         return SharedPositions(compressor, bind(_values_of(compressor), collective))

@@ -56,7 +56,7 @@ class TwoPhase(Scheme[Quantiser]):
             message = outgoing[places[rank] : places[rank + 1]]
             lost = 0.0
             if rank != group.rank:  # behind the header to itself stands nothing that is read
-                lost = compressor.pack(array[part], message[HEADER.itemsize :], sent[part])
+                lost = compressor.pack(array[part], message[HEADER.itemsize :], sent[part], context.key(False, rank))
             write_header(message, flags_of(accumulated), accumulated.energy, lost + left_out)
             left_out = 0.0  # said once
         size = scatter.counts[group.rank]
@@ -74,7 +74,7 @@ class TwoPhase(Scheme[Quantiser]):
 
         reply = workspace.array("reply", size, _BYTE)
         delivered = workspace.array("delivered", total.size, dtype)
-        compressor.pack(total, reply[HEADER.itemsize :], delivered)
+        compressor.pack(total, reply[HEADER.itemsize :], delivered, context.key(False, group.rank))
         # This packing was of the mean: it took its error from every rank's share of it.
         sent[mine] = array[mine]
         lost = cpu.share_rounding(total, delivered, group.size, array[mine], sent[mine])

@@ -1,7 +1,16 @@
 """Compressors: one file each, one registry. They turn arrays into messages and know no MPI."""
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Entry, Quantiser, Scope, Selection, SharedSparsifier, Sparsifier
+from mpicomp.compressors.base import (
+    Compressor,
+    Entry,
+    Quantiser,
+    Scope,
+    Selection,
+    SharedQuantiser,
+    SharedSparsifier,
+    Sparsifier,
+)
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.dgc import DGC
@@ -39,6 +48,7 @@ __all__ = [
     "SIDCo",
     "Scope",
     "Selection",
+    "SharedQuantiser",
     "SharedSparsifier",
     "Sparsifier",
     "Threshold",

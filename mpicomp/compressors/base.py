@@ -43,6 +43,20 @@ class Scope:
         own = () if shared else (self.rank,)
         return np.random.default_rng([self.seed, self.step, self.bucket, *own])
 
+    def key(self, shared: bool, part: int = 0) -> int:
+        """Give 64 bits for a kernel that draws random numbers by itself.
+
+        Parameters
+        ----------
+        shared : bool
+            Whether all ranks get the same.
+        part : int
+            Tells draws of one step apart.
+        """
+        own = () if shared else (self.rank,)
+        entropy = [self.seed, self.step, self.bucket, part, *own]
+        return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -80,7 +94,8 @@ class Compressor(ABC):
     """``"dense"``, ``"sparsifier"``, ``"quantiser"`` ..."""
     message: ClassVar[str]
     """What travels: ``"dense"`` (an array that ranks can sum), ``"shared"`` (a short one), ``"sparse"`` (indices and
-    values) or ``"packed"`` (all elements, in few bits).
+    values), ``"packed"`` (all elements, in few bits), ``"integers"`` (the same, on a grid that ranks share, so that
+    they can be summed), ``"votes"`` (signs, of which the majority counts), ``"factors"`` or ``"sketch"``.
     """
     paper: ClassVar[str]
     """Where it comes from, and what is done differently."""
@@ -100,6 +115,11 @@ class Compressor(ABC):
     def contractive(self) -> bool:
         """Whether what it keeps back shrinks from step to step under error feedback; if not, feedback is refused."""
         return True
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether what is sent is right on the average of its random choices."""
+        return False
 
     @property
     def entry(self) -> Entry:
@@ -287,7 +307,9 @@ class Quantiser(Compressor):
         """Give the number of bytes that ``numel`` elements are packed into: a multiple of 8; 0 for none."""
 
     @abstractmethod
-    def pack(self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating]) -> float:
+    def pack(
+        self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
+    ) -> float:
         """Pack an array.
 
         Parameters
@@ -299,6 +321,8 @@ class Quantiser(Compressor):
         sent : array, shape (n,)
             Receives what `unpack` makes of the message, bit for bit. Where an element of ``array`` is NaN or infinite,
             some of it is.
+        key : int
+            64 bits, others for each call: all random choices come from them.
 
         Returns
         -------
@@ -313,6 +337,58 @@ class Quantiser(Compressor):
     @abstractmethod
     def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
         """Add ``factor`` times what was packed to an array of the same length and dtype."""
+
+
+@dataclass(frozen=True, repr=False)
+class SharedQuantiser(Compressor):
+    """A compressor that rounds every element to a grid that all ranks share, so that integers are summed.
+
+    The finest grid has ``2 * scales[-1] + 1`` points from ``-norm`` to ``norm``, where ``norm`` is the largest that
+    any rank has measured. To add one: derive from it and give `scales`, `norm` and `rounding`.
+    """
+
+    family: ClassVar[str] = "quantiser"
+    message: ClassVar[str] = "integers"
+
+    @property
+    @abstractmethod
+    def scales(self) -> tuple[int, ...]:
+        """Integers that ``norm`` stands for on each grid, ascending.
+
+        An element travels on the finest grid on which no rank's integer is beyond ``scales[0]``.
+        """
+
+    @property
+    @abstractmethod
+    def stochastic(self) -> bool:
+        """Whether elements are rounded at random, so that they are right on the average; if not, to the nearest."""
+
+    @abstractmethod
+    def norm(self, array: NDArray[np.floating]) -> float:
+        """Give what this rank wants the ends of the grid to be; NaN or infinite where an element is.
+
+        Elements beyond the ends are taken to them.
+        """
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether elements are rounded at random."""
+        return self.stochastic
+
+    @property
+    def feedback(self) -> bool:
+        """Off where elements are rounded at random: what is kept back would not shrink."""
+        return not self.stochastic
+
+    @property
+    def contractive(self) -> bool:
+        """Whether elements go to the nearest point: an error is then no larger than the element."""
+        return not self.stochastic
+
+    def wire_bytes_per_element(self, itemsize: int) -> float:
+        """Give the bytes of an element among four ranks; see `mpicomp.kernels.cpu.fields_of`."""
+        ranks, (coarse, *finer) = 4, self.scales
+        return 8 / cpu.fields_of(2 * coarse * ranks) + len(finer) * 8 / cpu.fields_of(ranks)
 
 
 def check_ratio(subsystem: str, ratio: object) -> float:

@@ -38,7 +38,7 @@ class OneBit(Quantiser):
     >>> import numpy as np
     >>> compressor, array = OneBit(), np.array([1, -3, 2], np.float32)
     >>> message, sent = np.empty(compressor.packed_bytes(3), np.uint8), np.empty(3, np.float32)
-    >>> compressor.pack(array, message, sent), sent.tolist()
+    >>> compressor.pack(array, message, sent, key=0), sent.tolist()
     (2.0, [2.0, -2.0, 2.0])
     """
 
@@ -60,7 +60,9 @@ class OneBit(Quantiser):
         """Give the bytes of the signs, in words of 64, and of the magnitudes, padded; see `Quantiser.packed_bytes`."""
         return 8 * (-(-numel // _WORD) + -(-self._blocks(numel) // 2))
 
-    def pack(self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating]) -> float:
+    def pack(
+        self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
+    ) -> float:
         """Pack signs and magnitudes; see `Quantiser.pack`."""
         message[-8:] = 0  # padding
         words, scales = self._parts(message, array.size)

@@ -36,6 +36,11 @@ class _Random(SharedSparsifier):
         """Whether values are sent as they are."""
         return not self.scaled
 
+    @property
+    def unbiased(self) -> bool:
+        """Whether values are scaled."""
+        return self.scaled
+
     def count(self, numel: int) -> int:
         """Give k."""
         return kept(self.ratio, numel)

@@ -39,20 +39,20 @@ def test_a_bit_an_element_and_a_little():
 def test_what_is_sent_is_what_the_oracle_says():
     array = np.random.default_rng(0).standard_t(3, 3000)
     compressor, sent = OneBit(block=128), np.empty(3000)
-    compressor.pack(array, np.empty(compressor.packed_bytes(3000), np.uint8), sent)
+    compressor.pack(array, np.empty(compressor.packed_bytes(3000), np.uint8), sent, 0)
     np.testing.assert_allclose(sent, scaled_signs(array, 128), rtol=1.2e-7)
 
 
 def test_layers_of_different_size_have_magnitudes_of_their_own():
     array = np.concatenate([np.full(1024, 1e-6), np.full(1024, -5.0), np.full(10, 3.0)])
     compressor, sent = OneBit(), np.empty(array.size)
-    assert compressor.pack(array, np.empty(compressor.packed_bytes(array.size), np.uint8), sent) < 1e-12
+    assert compressor.pack(array, np.empty(compressor.packed_bytes(array.size), np.uint8), sent, 0) < 1e-12
     np.testing.assert_allclose(sent, array, rtol=1e-7)
 
 
 def test_it_is_carried_in_two_phases_and_by_nothing_that_sums():
     assert fitting(OneBit)[0] == "two-phase"
-    with pytest.raises(IncompatiblePairError, match=r"onebit: does not fit collective 'allreduce'.*use two-phase or "):
+    with pytest.raises(IncompatiblePairError, match=r"onebit: does not fit collective 'allreduce'.*use two-phase, packed-allgather or "):
         mpicomp.Reducer(OneBit(), "allreduce", comm=Ranks(1).world.transports[0])
 
 
