@@ -8,7 +8,15 @@ the largest magnitude and tells whether everything was finite.
 from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates, is_finite
 from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of, mask_of
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
-from mpicomp.kernels.cpu.fields import fields_of
+from mpicomp.kernels.cpu.countsketch import sketch_add, sketch_clear, sketch_estimate
+from mpicomp.kernels.cpu.fields import (
+    fields_of,
+    pack_fields,
+    pack_objections,
+    settle_levels,
+    unpack_fields,
+    words_of,
+)
 from mpicomp.kernels.cpu.indices import ascending_below, decode_indices, encode_indices, index_bytes
 from mpicomp.kernels.cpu.merge import (
     count_reaching,
@@ -25,6 +33,7 @@ from mpicomp.kernels.cpu.signs import pack_signs, unpack_signs, unpack_signs_add
 from mpicomp.kernels.cpu.spectrum import BINS, GROUP, edges, spectrum
 from mpicomp.kernels.cpu.sweep import energy, momentum, scale, share_rounding
 from mpicomp.kernels.cpu.tail import Tail, select_above, select_listed, tail
+from mpicomp.kernels.cpu.votes import majority, pack_votes, unpack_votes
 
 __all__ = [
     "BINS",
@@ -49,26 +58,37 @@ __all__ = [
     "logarithms",
     "magnitude_bits",
     "magnitude_of",
+    "majority",
     "mask_of",
     "merge_add",
     "merge_subtract",
     "momentum",
     "narrow",
     "norm_change",
+    "pack_fields",
+    "pack_objections",
     "pack_signs",
+    "pack_votes",
     "scale",
     "scatter_add",
     "select_above",
     "select_candidates",
     "select_largest",
     "select_listed",
+    "settle_levels",
     "share_rounding",
+    "sketch_add",
+    "sketch_clear",
+    "sketch_estimate",
     "spectrum",
     "split_largest",
     "subtract_at",
     "tail",
+    "unpack_fields",
     "unpack_signs",
     "unpack_signs_add",
+    "unpack_votes",
     "widen",
     "widen_add",
+    "words_of",
 ]
