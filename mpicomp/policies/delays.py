@@ -107,6 +107,42 @@ class Delays:
         return cls(None if ratio is None else float(ratio), float(state["delay"]))
 
 
+@dataclass
+class Lateness:
+    """What is known of one bucket under something that has no ratio, as a quantiser has none.
+
+    Attributes
+    ----------
+    delay : float
+        Steps; infinite before anything is known.
+    ran : bool
+        Whether it was learnt from exchanges.
+    """
+
+    delay: float = math.inf
+    ran: bool = False
+
+    def guess(self, lost: float) -> None:
+        """Take up the share of energy that is left out of a gradient, until exchanges have told more."""
+        if not self.ran and math.isfinite(lost):
+            self.delay = max(lost / max(1 - lost, 1e-3), 1e-4)
+
+    def observe(self, gain: float, steps: int) -> None:
+        """Learn from an exchange; see `Delays.observe`."""
+        seen = max((1 - gain) / gain, 1e-4)
+        known = self.delay if math.isfinite(self.delay) else seen
+        self.delay, self.ran = known * (seen / known) ** over(_LEARN, steps), True
+
+    def state(self) -> dict[str, Any]:
+        """Give what has to survive a restart, JSON-able."""
+        return {"delay": self.delay if self.ran else None}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Lateness":
+        """Take up what `state` gave."""
+        return cls() if state["delay"] is None else cls(float(state["delay"]), True)
+
+
 def over(share: float, steps: int) -> float:
     """Give the share of the last one of some steps in an average that each of them has a share in."""
     return 1 - (1 - share) ** steps

@@ -12,19 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives import Group, Scheme, bind
-from mpicomp.compressors import Compressor, Dense, TopK
+from mpicomp.compressors import Compressor, Dense, OneBit, Quantiser, TopK
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.policies.balance import Balance, delay_for
 from mpicomp.policies.carriers import Carriers, names_for
-from mpicomp.policies.delays import Delays, first_ratio, over
+from mpicomp.policies.delays import Delays, Lateness, first_ratio, over
 from mpicomp.policies.levels import at_ratio, check_adaptable, ladder, lost_share
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told, feedback_of
 from mpicomp.policies.registry import register_policy
 from mpicomp.policies.signal import Signal, SketchSurvey
-from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
+from mpicomp.policies.surveys import Both, LossSurvey, Spectra, SpectrumSurvey, Survey
 from mpicomp.transport.base import Asked, Transport
 
+_QUANTISERS = (OneBit(),)
 _LEAST, _MOST, _STEP = 0.001, 0.25, 2 ** (1 / 3)  # ratios, and from one to the next
 _LOOKS, _STRIDE = 100, 8  # steps between two spectra, and of those one group of elements in so many
 _SKETCHES = 5  # steps between two sketches
@@ -99,15 +100,21 @@ class Joint(Policy):
             check_adaptable("auto", self.compressor)
         self.feedback = feedback_of(self.compressor, named.feedback)
         self._compresses = not dense_only
-        self._ladder = self._ratios = np.array([])  # of a wire; of all levels that compress
+        self._quantisers: list[Quantiser] = []
+        if named.compressor is None and not dense_only:
+            self._quantisers = [own for own in _QUANTISERS if self._pinned is None or _fits(own, self._pinned)]
+        self._ladder = self._ratios = np.array([])  # of a wire; of all levels that have one
         self._dense = [Dense()]
         self._carriers = Carriers("auto", self.feedback, named.cost)
         self._spectrum, self._sketch = SpectrumSurvey(_STRIDE), SketchSurvey()
+        self._losses = LossSurvey(self._quantisers, _STRIDE)
+        self._both = Both(self._spectrum, self._losses)
         self._signal = Signal()
         self._delay = 0.0  # of what runs, over all buckets
         self._shapes: list[Shape] = []
         self._delays: list[Delays] = []
-        self._restored: dict[str, Delays] = {}
+        self._lateness: list[dict[str, Lateness]] = []  # of each bucket under each quantiser
+        self._restored: dict[str, tuple[Delays, dict[str, Lateness]]] = {}
         self._allowed: list[NDArray[np.int64]] = []
         self._lossy: list[dict[str, NDArray[np.int64]]] = []  # rows of collectives that leave something out
         self._reason = "careful until gradients have been looked at"
@@ -140,15 +147,16 @@ class Joint(Policy):
         if not self._ratios.size:
             return None
         if self._step % _LOOKS == 0:
-            return self._spectrum
+            return self._both
         due = self._step >= self._sketched + _SKETCHES and self._carriers.awake
         return self._sketch if due or self._signal.share is None else None
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`."""
-        self._restored |= {shape.names[0]: own for shape, own in zip(self._shapes, self._delays, strict=True)}
+        known = zip(self._delays, self._lateness, strict=True)
+        self._restored |= {shape.names[0]: own for shape, own in zip(self._shapes, known, strict=True)}
         self._shapes = list(shapes)
-        self._delays = [self._restored.pop(shape.names[0], Delays()) for shape in shapes]
+        self._restore()
         self._forget()
         self._ready = self._before = None
         self._beside.clear()
@@ -190,6 +198,9 @@ class Joint(Policy):
                 continue
             if level >= self._ratios.size:
                 self._delays[bucket].observe(None, 1.0, own.energy, own.gain, steps)
+                quantiser = self._lateness[bucket].get(rows.schemes[row].compressor.id)
+                if quantiser is not None:
+                    quantiser.observe(own.gain, steps)
                 continue
             scheme = rows.schemes[row]
             factor = self._factors.get(_kind(scheme), _UNSEEN) if scheme.leaves_out else 1.0
@@ -214,14 +225,27 @@ class Joint(Policy):
             self._signal.observe(told.surveys, self._delay)
             return
         for bucket, rows in told.surveys.items():
-            spectra = Spectra(self._shapes[bucket].sizes, rows)
+            sizes = self._shapes[bucket].sizes
+            spectra = Spectra(sizes, rows[:, : self._spectrum.width(sizes)])
+            shares = self._losses.shares(rows[:, self._spectrum.width(sizes) :])
+            for lateness, share in zip(self._lateness[bucket].values(), shares, strict=True):
+                lateness.guess(share)
             self._due |= self._delays[bucket].ratio is None
             self._delays[bucket].guess(float(lost_share(self.compressor, spectra, [first_ratio()])[0]))
 
     def state_dict(self) -> dict[str, Any]:
         """See `Policy.state_dict`."""
         delays = {shape.names[0]: own.state() for shape, own in zip(self._shapes, self._delays, strict=True)}
-        known = {"factors": dict(self._factors), "delays": delays, "signal": self._signal.state()}
+        lateness = {
+            shape.names[0]: {name: known.state() for name, known in own.items()}
+            for shape, own in zip(self._shapes, self._lateness, strict=True)
+        }
+        known = {
+            "factors": dict(self._factors),
+            "delays": delays,
+            "quantisers": lateness,
+            "signal": self._signal.state(),
+        }
         return {"age": self._age, "highest_lr": self._highest, **known}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
@@ -230,10 +254,26 @@ class Joint(Policy):
         self._highest = state.get("highest_lr")
         self._factors = {str(name): float(own) for name, own in state.get("factors", {}).items()}
         self._due = True
-        self._restored = {str(name): Delays.from_state(own) for name, own in state.get("delays", {}).items()}
-        self._delays = [self._restored.pop(shape.names[0], Delays()) for shape in self._shapes]
+        lateness = state.get("quantisers", {})
+        self._restored = {
+            str(name): (
+                Delays.from_state(own),
+                {str(kind): Lateness.from_state(known) for kind, known in lateness.get(name, {}).items()},
+            )
+            for name, own in state.get("delays", {}).items()
+        }
+        self._restore()
         self._signal.give(state.get("signal"))
         self._carriers.give(cost)
+
+    def _restore(self) -> None:
+        """Begin with what is known of buckets that begin with the same parameter, or with nothing."""
+        known = [self._restored.pop(shape.names[0], (Delays(), {})) for shape in self._shapes]
+        self._delays = [delays for delays, _ in known]
+        self._lateness = [
+            {quantiser.id: lateness.get(quantiser.id, Lateness()) for quantiser in self._quantisers}
+            for _, lateness in known
+        ]
 
     def _carries(self, named: Named) -> bool:
         """Tell whether the collective that was named carries the compressor; where it was not, it may carry dense."""
@@ -249,13 +289,17 @@ class Joint(Policy):
             # A second wire is for fast networks, where what matters is the time that own work takes.
             whole = wire is not self._wires[0]
             levels.append((own, [self._pinned] if self._pinned else names_for(own, group, whole)))
+        if self._ratios.size:
+            for quantiser in self._quantisers:
+                levels.append((quantiser, [self._pinned] if self._pinned else names_for(quantiser, group)))
         for dense in self._dense:
             pinned = self._pinned is not None and _fits(dense, self._pinned)
             levels.append((dense, [str(self._pinned)] if pinned else names_for(dense, group)))
         return levels
 
     def _dense_rows(self, bucket: int) -> NDArray[np.int64]:
-        return np.flatnonzero(self._carriers.rows[bucket].levels >= self._ratios.size)
+        levels = self._carriers.rows[bucket].levels
+        return np.flatnonzero(levels > levels[-1] - len(self._dense))
 
     def _fastest_dense(self, bucket: int) -> int:
         rows = self._dense_rows(bucket)
@@ -318,6 +362,8 @@ class Joint(Policy):
         delays = np.zeros(rows.kept.size)
         delays[: self._ratios.size] = known.at(self._ratios)
         delays[: self._ratios.size][self._ratios < self._ladder[max(0, lowest)]] = math.inf
+        quantised = [own.delay for own in self._lateness[bucket].values()]
+        delays[self._ratios.size : self._ratios.size + len(quantised)] = quantised
         late: NDArray[np.float64] = delays[rows.levels]
         for kind, own in self._lossy[bucket].items():
             late[own] *= self._factors.get(kind, _UNSEEN)

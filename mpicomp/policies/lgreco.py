@@ -17,7 +17,7 @@ from mpicomp.policies.allocate import least_total, total
 from mpicomp.policies.levels import at_ratio, check_least, ladder
 from mpicomp.policies.policy import Delivered, Named, Shape, Told
 from mpicomp.policies.registry import get_policy, register_policy
-from mpicomp.policies.surveys import Survey
+from mpicomp.policies.surveys import Both, Survey
 from mpicomp.policies.tables import Table, table_for
 from mpicomp.transport.base import Asked, Transport
 
@@ -145,7 +145,7 @@ class LGreCo(Adaptive):
         looks = self._count >= self._period - 1 - _SURVEYS and self._count != self._period - 1
         own = self._tables[bucket].survey if looks else None
         self._looked[bucket] = other, own
-        return _Both(other, own) if other is not None and own is not None else other or own
+        return Both(other, own) if other is not None and own is not None else other or own
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`."""
@@ -282,19 +282,3 @@ class LGreCo(Adaptive):
             nbytes += table.nbytes(values[place : place + layers], base)
             place += layers
         return nbytes
-
-
-class _Both:
-    """Two surveys in one."""
-
-    def __init__(self, first: Survey, second: Survey) -> None:
-        self._first, self._second = first, second
-
-    def width(self, sizes: Sequence[int]) -> int:
-        return self._first.width(sizes) + self._second.width(sizes)
-
-    def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
-        return np.concatenate([own.measure(accumulated, sizes, step) for own in (self._first, self._second)])
-
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64] | None:
-        return self._second.energies(measured[self._first.width(sizes) :], sizes)

@@ -7,8 +7,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.compressors.base import Quantiser
 from mpicomp.compressors.powersgd import Matrix, orthonormal
 from mpicomp.kernels import cpu
+from mpicomp.workspace import Workspace
 
 BINS = 64
 """Bins that a layer's spectrum travels in: four for every power of two, from its largest magnitude down."""
@@ -17,6 +19,7 @@ _PER_BIN = 2  # of the kernel's bins, eight for every power of two
 _ALL = cpu.BINS // _PER_BIN
 _FINITE = 2040 // _PER_BIN  # bins from here on hold infinity and NaN
 _WHOLE = 1 << 16  # elements; a shorter layer is looked at as a whole
+_PART = 1024  # elements that a quantiser is tried on together: blocks with a scale of their own are no longer
 _SPARE = 4  # directions beside those that are asked for, which make these more exact
 _ROUNDS = 3  # of a subspace iteration
 
@@ -91,6 +94,76 @@ class SpectrumSurvey:
         """See `Survey.energies`; good to some percent where a stride has left elements out."""
         total: NDArray[np.float64] = measured.reshape(len(sizes), -1)[:, 1 + BINS :].sum(axis=1, dtype=np.float64)
         return total
+
+
+class LossSurvey:
+    """Energies that quantisers leave out of a bucket, each packing it alone.
+
+    Parameters
+    ----------
+    quantisers : sequence of Quantiser
+        Which.
+    stride : int
+        1 packs all elements; n every n-th part of 1024 of them, other ones at every step.
+    """
+
+    def __init__(self, quantisers: Sequence[Quantiser], stride: int = 1) -> None:
+        self._quantisers = tuple(quantisers)
+        self._stride = stride
+        self._workspace = Workspace()
+
+    def width(self, sizes: Sequence[int]) -> int:
+        """See `Survey.width`: the energy of what was packed, then what each quantiser left out of it."""
+        return 1 + len(self._quantisers)
+
+    def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
+        """See `Survey.measure`."""
+        array = self._some(accumulated, step)
+        sent = self._workspace.array("sent", array.size, array.dtype)
+        energies = [cpu.energy(array)]
+        for own in self._quantisers:
+            message = self._workspace.array("message", own.packed_bytes(array.size), np.uint8)
+            energies.append(own.pack(array, message, sent, step))
+        with np.errstate(over="ignore"):
+            return np.array(energies).astype(np.float32)
+
+    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
+        """See `Survey.energies`: nothing is known of layers."""
+
+    def shares(self, told: NDArray[np.float32]) -> list[float]:
+        """Give the share of all ranks' energy that each quantiser leaves out; NaN where it cannot be told."""
+        energy, *lost = told.astype(np.float64).sum(axis=0)
+        return [float(own / energy) if energy > 0 else 0.0 for own in lost]
+
+    def _some(self, accumulated: NDArray[np.floating], step: int) -> NDArray[np.floating]:
+        stride = self._stride if accumulated.size >= _WHOLE * self._stride else 1
+        if stride == 1:
+            return accumulated
+        whole = accumulated.size // (_PART * stride) * _PART * stride
+        array = self._workspace.array("some", whole // stride, accumulated.dtype)
+        array.reshape(-1, _PART)[:] = accumulated[:whole].reshape(-1, stride, _PART)[:, step % stride]
+        return array
+
+
+class Both:
+    """Two surveys in one."""
+
+    def __init__(self, first: Survey, second: Survey) -> None:
+        self._first, self._second = first, second
+
+    def width(self, sizes: Sequence[int]) -> int:
+        """See `Survey.width`: the first one's numbers, then the second one's."""
+        return self._first.width(sizes) + self._second.width(sizes)
+
+    def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
+        """See `Survey.measure`."""
+        return np.concatenate([own.measure(accumulated, sizes, step) for own in (self._first, self._second)])
+
+    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64] | None:
+        """See `Survey.energies`: what either tells."""
+        cut = self._first.width(sizes)
+        first = self._first.energies(measured[:cut], sizes)
+        return self._second.energies(measured[cut:], sizes) if first is None else first
 
 
 class RankSurvey:
