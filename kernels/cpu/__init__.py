@@ -9,6 +9,7 @@ from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates, is
 from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of, mask_of
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
 from mpicomp.kernels.cpu.countsketch import sketch_add, sketch_clear, sketch_estimate
+from mpicomp.kernels.cpu.countsketch import sketch_add, sketch_clear, sketch_estimate
 from mpicomp.kernels.cpu.fields import (
     fields_of,
     pack_fields,
@@ -77,6 +78,9 @@ __all__ = [
     "select_listed",
     "settle_levels",
     "share_rounding",
+    "sketch_add",
+    "sketch_clear",
+    "sketch_estimate",
     "sketch_add",
     "sketch_clear",
     "sketch_estimate",

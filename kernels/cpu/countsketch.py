@@ -1,0 +1,134 @@
+"""Count sketches: an array summed into a small table, from which its large elements can be told.
+
+Every row of a table puts each element into one of its columns, with a sign, both by a hash of the element's index.
+Tables with one key can be summed, as the arrays could have been.
+"""
+
+import numpy as np
+from mpicomp.kernels.cpu.compile import exact, kernel
+from mpicomp.kernels.cpu.random import draw, halves
+from numpy.typing import NDArray
+
+_BLOCK = 1024  # elements whose hashes are made at once: a loop that vectorises, and what it writes stays in the cache
+
+
+def sketch_add(array: NDArray[np.floating], key: int, table: NDArray[np.floating]) -> None:
+    """Add an array to a table.
+
+    Parameters
+    ----------
+    array : array, shape (n,)
+        float32 or float64, contiguous, of fewer than 2**32 elements.
+    key : int
+        64 bits, from which columns and signs come.
+    table : array, shape (rows, columns)
+        Of the dtype of ``array``, contiguous.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> table = np.zeros((3, 8), np.float32)
+    >>> sketch_add(np.array([0, 0, -5], np.float32), 7, table)
+    >>> np.abs(table).sum(axis=1).tolist()
+    [5.0, 5.0, 5.0]
+    """
+    _sketch_add(array, *halves(key), table)
+
+
+def sketch_estimate(table: NDArray[np.floating], key: int, out: NDArray[np.floating]) -> None:
+    """Write what a table says of each element: the median over its rows, the same bits on every processor.
+
+    Parameters
+    ----------
+    table : array, shape (rows, columns)
+        float32 or float64, contiguous, with an odd number of rows.
+    key : int
+        With which arrays were added.
+    out : array, shape (n,)
+        Of the dtype of ``table``; as long as the arrays that were added.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> table, out = np.zeros((3, 8), np.float32), np.empty(3, np.float32)
+    >>> sketch_add(np.array([0, 0, -5], np.float32), 7, table)
+    >>> sketch_estimate(table, 7, out)
+    >>> out.tolist()[2]
+    -5.0
+    """
+    _sketch_estimate(table, *halves(key), out)
+
+
+def sketch_clear(indices: NDArray[np.uint32], key: int, table: NDArray[np.floating]) -> None:
+    """Set a table's cells to zero that elements with these indices are in, and whatever else is in them."""
+    _sketch_clear(indices, *halves(key), table)
+
+
+@kernel
+def _row_key(row, low, high):  # type: ignore[no-untyped-def]
+    return draw(2 * row, low, high), draw(2 * row + 1, low, high)
+
+
+@kernel
+def _column(word, columns):  # type: ignore[no-untyped-def]
+    # The upper bits choose the column, and the lowest one is left for the sign.
+    return np.int64((np.uint64(word) * np.uint64(columns)) >> np.uint64(32))
+
+
+@kernel
+def _hash(start, low, high, words):  # type: ignore[no-untyped-def]
+    first = np.uint32(start)
+    for j in range(words.size):
+        words[j] = draw(np.uint32(first + np.uint32(j)), low, high)
+
+
+@kernel
+def _sketch_add(array, low, high, table):  # type: ignore[no-untyped-def]
+    # Row by row: of a large table one row may still be in the cache.
+    words = np.empty(_BLOCK, np.uint32)
+    for row in range(table.shape[0]):
+        own_low, own_high = _row_key(row, low, high)
+        cells = table[row]
+        for start in range(0, array.size, _BLOCK):
+            part = array[start : start + _BLOCK]
+            _hash(start, own_low, own_high, words[: part.size])
+            for j in range(part.size):
+                cells[_column(words[j], cells.size)] += -part[j] if words[j] & np.uint32(1) else part[j]
+
+
+@exact
+def _sketch_estimate(table, low, high, out):  # type: ignore[no-untyped-def]
+    rows = table.shape[0]
+    words = np.empty(_BLOCK, np.uint32)
+    told = np.empty((rows, _BLOCK), table.dtype)
+    for start in range(0, out.size, _BLOCK):
+        part = out[start : start + _BLOCK]
+        for row in range(rows):
+            own_low, own_high = _row_key(row, low, high)
+            _hash(start, own_low, own_high, words[: part.size])
+            cells, own = table[row], told[row]
+            for j in range(part.size):
+                cell = cells[_column(words[j], cells.size)]
+                own[j] = -cell if words[j] & np.uint32(1) else cell
+        # Bubbles: once the upper half is in its place the middle is, too.
+        for last in range(rows - 1, rows // 2 - 1, -1):
+            for row in range(last):
+                _order(told[row], told[row + 1], part.size)
+        part[:] = told[rows // 2, : part.size]
+
+
+@exact
+def _order(lower, upper, count):  # type: ignore[no-untyped-def]
+    for j in range(count):
+        one, other = lower[j], upper[j]
+        lower[j] = other if other < one else one
+        upper[j] = one if other < one else other
+
+
+@kernel
+def _sketch_clear(indices, low, high, table):  # type: ignore[no-untyped-def]
+    for row in range(table.shape[0]):
+        own_low, own_high = _row_key(row, low, high)
+        cells = table[row]
+        for j in range(indices.size):
+            cells[_column(draw(indices[j], own_low, own_high), cells.size)] = 0

@@ -1,0 +1,156 @@
+import itertools
+import statistics
+
+import numpy as np
+import pytest
+from mpicomp.kernels import cpu
+
+DTYPES = [np.float32, np.float64]
+SIZES = [0, 1, 5, 1023, 1024, 1025, 3000]
+KEY = 0x0123456789ABCDEF
+
+
+def word(index, low, high):
+    """The hash of an index, in Python's own integers."""
+    value = (index ^ low) % 2**32
+    value = (value ^ (value >> 16)) * 0x7FEB352D % 2**32
+    value = (value ^ (value >> 15)) + high
+    value = value * 0x846CA68B % 2**32
+    return value ^ (value >> 16)
+
+
+def cells_of(index, key, rows, columns):
+    """The cell of an element in every row, and its sign there."""
+    low, high = key % 2**32, key >> 32
+    for row in range(rows):
+        own = word(index, word(2 * row, low, high), word(2 * row + 1, low, high))
+        yield row, own * columns >> 32, -1 if own % 2 else 1
+
+
+def slowly(array, key, rows, columns):
+    """A table as a dictionary, and what it says of every element."""
+    cells = {}
+    for index, value in enumerate(array.tolist()):
+        for row, column, sign in cells_of(index, key, rows, columns):
+            cells[row, column] = cells.get((row, column), 0.0) + sign * value
+    told = [
+        statistics.median(sign * cells[row, column] for row, column, sign in cells_of(index, key, rows, columns))
+        for index in range(array.size)
+    ]
+    return cells, told
+
+
+def sketched(array, key, rows, columns):
+    table = np.zeros((rows, columns), array.dtype)
+    cpu.sketch_add(array, key, table)
+    return table
+
+
+def estimates(table, key, size):
+    out = np.full(size, np.nan, table.dtype)
+    cpu.sketch_estimate(table, key, out)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 5, 7])
+@pytest.mark.parametrize("columns", [1, 37, 64])
+@pytest.mark.parametrize("size", SIZES)
+def test_tables_and_estimates_are_what_a_dictionary_says(dtype, rows, columns, size):
+    # Sums of whole numbers are exact in whatever order they are made.
+    array = np.random.default_rng(size).integers(-50, 50, size).astype(dtype)
+    cells, told = slowly(array, KEY + rows, rows, columns)
+    table = sketched(array, KEY + rows, rows, columns)
+    expected = np.array([[cells.get((row, column), 0.0) for column in range(columns)] for row in range(rows)])
+    np.testing.assert_array_equal(table, expected)
+    np.testing.assert_array_equal(estimates(table, KEY + rows, size), told)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 7])
+def test_the_middle_of_any_order_is_found(rows):
+    """An order that finds the middle of all zeros and ones finds that of all numbers."""
+    cells = [list(cells_of(0, 3, rows, 4))]
+    for values in itertools.product([0.0, 1.0], repeat=rows):
+        table = np.full((rows, 4), np.nan, np.float32)
+        for row, column, sign in cells[0]:
+            table[row, column] = sign * values[row]
+        assert estimates(table, 3, 1)[0] == statistics.median(values)
+
+
+def test_a_table_of_a_sum_is_the_sum_of_tables():
+    rng = np.random.default_rng(1)
+    first, second = rng.normal(size=(2, 5000))
+    tables = [sketched(array, 5, 5, 100) for array in (first, second, 2 * first - second)]
+    np.testing.assert_allclose(2 * tables[0] - tables[1], tables[2], rtol=0, atol=1e-12)
+
+
+def test_adding_adds_to_what_is_there():
+    array = np.arange(100, dtype=np.float32)
+    table = sketched(array, 5, 3, 10)
+    cpu.sketch_add(array, 5, table)
+    np.testing.assert_array_equal(table, 2 * sketched(array, 5, 3, 10))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_elements_are_found_among_many_small_ones(dtype):
+    rng = np.random.default_rng(2)
+    array = rng.normal(size=100_000).astype(dtype)
+    heavy = rng.choice(array.size, 10, replace=False)
+    array[heavy] = np.where(rng.random(10) < 0.5, -1, 1) * rng.uniform(100, 200, 10)
+    told = estimates(sketched(array, KEY, 5, 5000), KEY, array.size)
+    assert set(np.argsort(-np.abs(told))[:10]) == set(heavy)
+    noise = np.linalg.norm(array) / np.sqrt(5000)
+    assert np.abs(told - array)[heavy].max() < 3 * noise
+
+
+def test_estimates_are_right_on_the_average_of_keys():
+    rng = np.random.default_rng(3)
+    array = rng.normal(size=200)
+    for rows in (1, 3):
+        drawn = np.array([estimates(sketched(array, key, rows, 40), key, 200) for key in range(2000)])
+        deviation = drawn.std(axis=0) / np.sqrt(2000)
+        assert (np.abs(drawn.mean(axis=0) - array) / deviation).max() < 4.5
+
+
+def test_columns_are_filled_evenly_and_signs_are_even():
+    ones = np.ones(1 << 20, np.float64)
+    columns = 1000
+    expected = ones.size / columns
+    for key in (0, 1, KEY):
+        table = sketched(ones, key, 3, columns)  # as many plus as minus, to chance
+        assert np.abs(table).max() < 5.5 * np.sqrt(expected)
+        assert abs(table.sum()) < 5 * np.sqrt(3 * ones.size)
+    counts = np.zeros(columns)
+    for index in range(20_000):
+        _, column, _ = next(cells_of(index, KEY, 1, columns))
+        counts[column] += 1
+    chi = np.square(counts - 20).sum() / 20
+    assert abs(chi - columns) < 5 * np.sqrt(2 * columns)
+
+
+def test_rows_and_keys_scatter_apart():
+    size, columns = 4000, 64
+    places = np.array([[column for _, column, _ in cells_of(index, KEY, 3, columns)] for index in range(size)])
+    other = np.array([[column for _, column, _ in cells_of(index, KEY + 1, 3, columns)] for index in range(size)])
+    for left, right in [(places[:, 0], places[:, 1]), (places[:, 1], places[:, 2]), (places[:, 0], other[:, 0])]:
+        together = (left == right).mean()
+        assert abs(together - 1 / columns) < 5 / np.sqrt(size * columns)
+
+
+def test_cells_are_cleared_where_elements_are():
+    array = np.arange(1, 201, dtype=np.float32)
+    table = sketched(array, 9, 3, 50)
+    expected = table.copy()
+    for index in (7, 150):
+        for row, column, _ in cells_of(index, 9, 3, 50):
+            expected[row, column] = 0
+    cpu.sketch_clear(np.array([7, 150], np.uint32), 9, table)
+    np.testing.assert_array_equal(table, expected)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_seen_in_every_row(bad):
+    array = np.ones(2000, np.float32)
+    array[1234] = bad
+    table = sketched(array, 4, 5, 20)
+    assert (~np.isfinite(table)).sum(axis=1).tolist() == [1] * 5
