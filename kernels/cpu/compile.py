@@ -22,5 +22,6 @@ def exact(function: Function) -> Function:
 
     A product and a sum that some processors can do in one go are done in two, and no sum changes its order.
     """
-    compiled: Function = numba.njit(cache=True, nogil=True)(function)
+    # Said, since what is left out would be taken over from the first kernel that calls the function.
+    compiled: Function = numba.njit(cache=True, nogil=True, fastmath=False)(function)
     return compiled
