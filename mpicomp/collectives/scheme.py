@@ -1,7 +1,7 @@
 """What a scheme is: a compressor bound to a collective, written as a generator of rounds."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -47,6 +47,9 @@ class Result:
         Kept elements of a rank, averaged over ranks. The same on every rank.
     nonfinite, stale : bool
         Whether some rank held NaN or infinity; whether some rank asked to agree anew. The same on every rank.
+    thinned : sequence of (int, int, int)
+        Parts of the array, from start to stop, for all of which fewer numbers have travelled, and how many. Whatever
+        else is in ``sent`` has travelled element by element.
     """
 
     mean: NDArray[np.floating]
@@ -56,6 +59,7 @@ class Result:
     kept: float
     nonfinite: bool
     stale: bool
+    thinned: Sequence[tuple[int, int, int]] = ()
 
 
 CompressorType = TypeVar("CompressorType", bound=Compressor)

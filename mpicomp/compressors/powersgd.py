@@ -42,7 +42,7 @@ class PowerSGD(Compressor):
         Columns of the factors, at most the matrix's smaller side.
     min_compression_rate : float
         Only matrices of which less than the inverse of this is sent are compressed:
-        ``(rows + columns) * rank * min_compression_rate < rows * columns``.
+        ``(rows + columns) * rank * iterations * min_compression_rate < rows * columns``.
     start_step : int
         Steps before this one are dense.
     warm_start : bool
@@ -50,18 +50,27 @@ class PowerSGD(Compressor):
     layers : mapping of str to int, optional
         Ranks of their own for parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first
         pattern that matches counts.
+    iterations : int
+        Power iterations in a step. Each sends both factors: it takes two sums, and as many bytes as the first one. With
+        a warm start one is enough where gradients change slowly; more of them come nearer to the best approximation
+        of this rank, never beyond it.
     wire : {None, "fp16", "bf16"}
         How factors travel; the 16-bit forms are summed in at least float32.
 
     Notes
     -----
-    Names and defaults are those of PyTorch's hook, but for ``start_step``, which is 1000 there. Different from the
-    paper and published code:
+    Names and defaults are those of PyTorch's hook, but for ``start_step``, which is 1000 there, and ``iterations``.
+    Different from the paper and published code:
 
     - What a rank has sent is the product of the common factor with its **own** other one, not with the mean: so
       nothing is lost over all ranks, and the residual is what the projection left out.
     - Factors are made orthonormal by a QR decomposition in float64, which a rank-deficient or zero matrix does not
       upset.
+    - Several iterations are those of the paper, the power method on the ranks' mean. The authors' later package does
+      half of one in a step, in which one factor travels, and then the next half on what is left.
+
+    Every rank multiplies by itself what all have summed, by the library that NumPy has: the mean is the same bits on
+    every rank where they all have the same library on the same kind of processor.
 
     Examples
     --------
@@ -82,10 +91,11 @@ class PowerSGD(Compressor):
     start_step: int = 0
     warm_start: bool = True
     layers: Mapping[str, int] | None = None
+    iterations: int = 1
     wire: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, least in (("rank", 1), ("start_step", 0)):
+        for name, least in (("rank", 1), ("start_step", 0), ("iterations", 1)):
             _check_least(name, getattr(self, name), least)
         if self.layers is not None:
             if not isinstance(self.layers, Mapping):
@@ -111,7 +121,7 @@ class PowerSGD(Compressor):
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
         """Give both factors' elements for a square matrix of 2**20."""
-        return 2 * self.rank / (1 << 10) * (itemsize if self.wire is None else 2)
+        return 2 * self.rank * self.iterations / (1 << 10) * (itemsize if self.wire is None else 2)
 
     def within(self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> "PowerSGD":
         """Give the compressor for a bucket of these parameters; see `Compressor.within`."""
@@ -120,7 +130,8 @@ class PowerSGD(Compressor):
             if len(shape) > 1 and size:
                 rows, columns = shape[0], prod(shape[1:])
                 rank = min(self.rank_of(name), rows, columns)
-                if (rows + columns) * rank * self.min_compression_rate < rows * columns:
+                sent = (rows + columns) * rank * self.iterations
+                if sent * self.min_compression_rate < rows * columns:
                     found.append(Matrix(start, rows, columns, rank))
             start += size
         return _Shaped(**_parameters(self), found=tuple(found))
@@ -150,14 +161,14 @@ def _check_least(name: str, value: object, least: int) -> None:
 
 
 def _parameters(compressor: PowerSGD) -> dict[str, Any]:
-    names = ("rank", "min_compression_rate", "start_step", "warm_start", "layers", "wire")
+    names = ("rank", "min_compression_rate", "start_step", "warm_start", "layers", "iterations", "wire")
     return {name: getattr(compressor, name) for name in names}
 
 
 def orthonormal(matrix: "np.ndarray[Any, np.dtype[Any]]") -> "np.ndarray[Any, np.dtype[Any]]":
     """Give an orthonormal basis of as many columns, which holds the span of the matrix's; of its dtype.
 
-    Shape (rows, rank) with at least as many rows. The same bits for the same matrix.
+    Shape (rows, rank) with at least as many rows, or a stack of such. The same bits for the same matrix.
     """
     basis, _ = np.linalg.qr(matrix.astype(np.float64))
     return basis.astype(matrix.dtype)

@@ -141,7 +141,9 @@ def exchange(
         survey = asked_for.measure(accumulated.array(), bucket.sizes, conditions.step)
         energies = asked_for.energies(survey, bucket.sizes)
     choosing_s += time.perf_counter() - begin
-    layers = layers_of(bucket.names, bucket.sizes, accumulated.array(), result.sent, energies, result.gain)
+    layers = layers_of(
+        bucket.names, bucket.sizes, accumulated.array(), result.sent, energies, result.gain, result.thinned
+    )
     compressor, prediction = plan.scheme.compressor, plan.prediction
     record = BucketRecord(
         bucket=bucket.index,

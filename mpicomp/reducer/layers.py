@@ -21,7 +21,7 @@ class Layers:
     names : tuple of str
         Of the parameters.
     sizes, kept : arrays of int64, shape (parameters,)
-        Elements, and those of them that were sent.
+        Elements, and those of them that were sent; of a matrix that travels as thin factors, their elements.
     gains : array of float64, shape (parameters,), or None
         Share of the accumulated gradient's energy that was sent, on this rank; None where the step did not look at it.
     """
@@ -51,6 +51,7 @@ def layers_of(
     sent: NDArray[np.floating] | Selection,
     energies: NDArray[np.float64] | None,
     gain: float,
+    thinned: Sequence[tuple[int, int, int]] = (),
 ) -> Layers:
     """Tell what was sent of each parameter.
 
@@ -64,6 +65,8 @@ def layers_of(
         Squared L2 norms of the parameters' accumulated gradients, where they are known.
     gain : float
         Of the bucket; where almost nothing was lost it stands for that of every parameter.
+    thinned : sequence of (int, int, int)
+        See `mpicomp.collectives.Result`; each part lies in one parameter.
     """
     bounds = np.concatenate(([0], np.cumsum(sizes)))
     # Bounds take the indices' dtype: searching for others would first convert all indices.
@@ -76,7 +79,10 @@ def layers_of(
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             lost = np.array([_lost(accumulated, sent, *own) for own in ends])
             gains = np.clip(1 - np.where(energies > 0, lost / energies, 0.0), 0.0, 1.0)
-    return Layers(names, np.array(sizes), np.diff(places), gains)
+    kept = np.diff(places)
+    for start, stop, count in thinned:
+        kept[np.searchsorted(bounds, start, side="right") - 1] -= stop - start - count
+    return Layers(names, np.array(sizes), kept, gains)
 
 
 def _lost(

@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 
 import mpicomp
+from mpicomp.collectives import Context, bind
+from mpicomp.collectives.stacks import stacked
+from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.compressors.powersgd import Matrix, orthonormal
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.testing import checks
 from mpicomp.transport import LocalWorld
 
 SHAPES = {"wide": (6, 40), "b": (7,), "conv": (12, 3, 3, 3), "small": (3, 2), "s": ()}
@@ -40,19 +44,20 @@ def gram_schmidt(matrix):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("rank", [1, 2, 3])
-def test_it_is_the_papers_algorithm(size, rank):
+@pytest.mark.parametrize(("rank", "iterations"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 3)])
+def test_it_is_the_papers_algorithm(size, rank, iterations):
     """From the second step on, with what the first has left: residuals, and the right factors."""
-    compressor = mpicomp.PowerSGD(rank=rank)
+    compressor = mpicomp.PowerSGD(rank=rank, min_compression_rate=0.1, iterations=iterations)
     _, reducers = run(compressor, size, 1)
-    name, rows, columns, place = ("conv", 12, 27, -1) if rank == 3 else ("wide", 6, 40, 0)
+    name, rows, columns, place = ("conv", 12, 27, 1) if rank == 3 else ("wide", 6, 40, 0)
     factor = reducers[0].state_dict()["memories"]["wide"]["factors"][place].astype(np.float64)
     residuals = [reducer.residual(name).astype(np.float64).reshape(rows, columns) for reducer in reducers]
     for step in range(1, 4):
         own = [gradients(step, r)[name].reshape(rows, columns) + residuals[r] for r in range(size)]
-        basis = gram_schmidt(np.mean([matrix @ factor for matrix in own], axis=0))
-        rights = [matrix.T @ basis for matrix in own]
-        factor = np.mean(rights, axis=0)
+        for _ in range(iterations):
+            basis = gram_schmidt(np.mean([matrix @ factor for matrix in own], axis=0))
+            rights = [matrix.T @ basis for matrix in own]
+            factor = np.mean(rights, axis=0)
         expected = basis @ factor.T
         residuals = [matrix - basis @ right.T for matrix, right in zip(own, rights, strict=True)]
     means, reducers = run(compressor, size, 4)
@@ -61,14 +66,57 @@ def test_it_is_the_papers_algorithm(size, rank):
         np.testing.assert_allclose(reducer.residual(name).reshape(rows, columns), residual, rtol=1e-3, atol=1e-4)
 
 
+def test_iterations_come_near_the_best_approximation_of_a_rank():
+    def make(step, rank):
+        random = np.random.default_rng((0, rank))
+        decay = np.diag(0.8 ** np.arange(30))
+        return {"w": (random.normal(size=(40, 30)) @ decay @ random.normal(size=(30, 30))).astype(np.float32)}
+
+    whole = np.mean([make(0, rank)["w"].astype(np.float64) for rank in range(3)], axis=0)
+    best = np.sqrt(np.sum(np.linalg.svd(whole, compute_uv=False)[2:] ** 2))
+    errors = []
+    for iterations in (1, 2, 4, 64):
+        settings = {"rank": 2, "min_compression_rate": 0.01, "iterations": iterations}
+        means, _ = run(mpicomp.PowerSGD(**settings), 3, 1, make=make)
+        errors.append(np.linalg.norm(whole - means[0]["w"]) / best)
+    assert errors[0] > 1.05
+    assert errors == sorted(errors, reverse=True)
+    assert 0.9999 < errors[-1] < 1.001
+
+
+TWINS = {"a.w": (8, 12), "a.b": (8,), "b.w": (8, 12), "b.b": (8,), "c.w": (8, 12), "d.w": (8, 12), "e.w": (12, 8)}
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_matrices_of_one_shape_go_together_and_are_what_each_is_alone(rank):
+    """A step of a bucket of several, some of which begin at equal distances, from factors that are known."""
+    compressor = mpicomp.PowerSGD(rank=rank, min_compression_rate=1, iterations=2)
+    means, _ = run(compressor, 2, 3, make=lambda step, r: gradients(step, r, TWINS))
+    _, before = run(compressor, 2, 2, make=lambda step, r: gradients(step, r, TWINS))
+    factors = before[0].state_dict()["memories"]["a.w"]["factors"]
+    for name, factor in zip([name for name in TWINS if name.endswith("w")], factors, strict=True):
+        own = [gradients(2, r, TWINS)[name] + before[r].residual(name) for r in range(2)]
+        for _ in range(2):
+            basis = gram_schmidt(np.mean([matrix @ factor for matrix in own], axis=0))
+            factor = np.mean([matrix.T @ basis for matrix in own], axis=0)
+        np.testing.assert_allclose(means[2][name], basis @ factor.T, rtol=1e-3, atol=1e-4)
+    assert [stack.count for stack in stacked(compressor.within(*described(TWINS)).matrices)] == [3, 1, 1]
+
+
+def described(shapes):
+    return list(shapes), [int(np.prod(shape)) for shape in shapes.values()], list(shapes.values())
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("iterations", [1, 2])
 @pytest.mark.parametrize(
     ("collective", "wire"),
     [("low-rank:allreduce", None), ("low-rank:ring", None), ("low-rank:scatter-reduce", "bf16")],
 )
-def test_nothing_is_lost(size, collective, wire):
+def test_nothing_is_lost(size, collective, wire, iterations):
     total = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    means, reducers = run(mpicomp.PowerSGD(rank=2, wire=wire), size, 5, collective)
+    compressor = mpicomp.PowerSGD(rank=2, min_compression_rate=1, iterations=iterations, wire=wire)
+    means, reducers = run(compressor, size, 5, collective)
     for step in range(5):
         for rank in range(size):
             for name, gradient in gradients(step, rank).items():
@@ -86,6 +134,80 @@ def test_bytes_are_those_of_the_factors():
     right = 2 * (40 + 27)
     assert record.rounds == ["allreduce", "allreduce"]
     assert record.sent_bytes == 4 * (left + right + 8)
+    # The record says what went whole: what has one dimension, and what is not worth it.
+    sent = dict(zip(SHAPES, (record.layers.ratios * record.layers.sizes).tolist(), strict=True))
+    assert sent == {"wide": 2 * 46, "b": 7, "conv": 2 * 39, "small": 6, "s": 1}
+    assert record.ratio_reached == (left + right) / record.numel
+
+
+def test_bytes_grow_with_the_iterations():
+    compressor = mpicomp.PowerSGD(rank=1, min_compression_rate=0.5, iterations=3)
+    _, (first, *_) = run(compressor, 3, 2)
+    record = first.last_step.buckets[0]
+    left, right, rest = 6 + 12, 40 + 27, 7 + 6 + 1
+    assert record.rounds == ["allreduce"] * 6
+    assert record.sent_bytes == 4 * (3 * (left + right) + rest + 6 * 4)
+    assert record.ratio_reached == (3 * (left + right) + rest) / record.numel
+    assert record.layers.ratios[0] == 3 * 46 / 240
+    assert mpicomp.PowerSGD(iterations=3).wire_bytes_per_element(4) == 3 * mpicomp.PowerSGD().wire_bytes_per_element(4)
+    # An iteration more, and half as much is not saved any more.
+    assert mpicomp.PowerSGD(iterations=2).within(*described(SHAPES)).matrices == (
+        Matrix(0, 6, 40, 1),
+        Matrix(247, 12, 27, 1),
+    )
+    assert mpicomp.PowerSGD(iterations=3).within(*described(SHAPES)).matrices == (Matrix(247, 12, 27, 1),)
+
+
+def test_a_bucket_without_a_matrix_goes_dense_and_the_record_says_so():
+    shapes = {"b": (70,), "s": ()}
+    means, (first, _) = run(mpicomp.PowerSGD(), 2, 2, make=lambda step, rank: gradients(step, rank, shapes))
+    for name in shapes:
+        both = [gradients(1, rank, shapes)[name].astype(np.float64) for rank in range(2)]
+        np.testing.assert_allclose(means[1][name], np.mean(both, axis=0), rtol=1e-6)
+    record = first.last_step.buckets[0]
+    assert (record.rounds, record.ratio_reached, record.layers.ratios.tolist()) == (["allreduce"], 1.0, [1.0, 1.0])
+    assert not first.residual("b").any()
+
+
+def test_shapes_that_change_between_steps():
+    """What is kept back is of a shape and does not fit another; without feedback any shape goes."""
+    shapes = [(20, 30), (20, 30), (30, 20), (25, 30), (500,), (20, 30)]
+
+    def make(step, rank):
+        return gradients(step, rank, {"w": shapes[step]})
+
+    with pytest.raises(ConfigurationError, match=r"the residual of 'w' has shape \(20, 30\) and cannot be kept"):
+        run(mpicomp.PowerSGD(rank=2), 2, 3, make=make)
+    world = LocalWorld(2)
+    reducers = [
+        mpicomp.Reducer(mpicomp.PowerSGD(rank=2), feedback=False, collective="low-rank", comm=end)
+        for end in world.transports
+    ]
+    for step, shape in enumerate(shapes):
+        left, right = world.run([r.rounds(make(step, rank)) for rank, r in enumerate(reducers)])
+        assert left["w"].tobytes() == right["w"].tobytes()
+        whole = np.mean([make(step, rank)["w"].astype(np.float64) for rank in range(2)], axis=0)
+        if len(shape) == 1:
+            np.testing.assert_allclose(left["w"], whole, atol=1e-6)
+        else:
+            assert np.linalg.matrix_rank(left["w"], tol=1e-4) == 2
+            assert np.linalg.norm(whole - left["w"]) < np.linalg.norm(whole)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
+def test_a_matrix_whose_rank_changes_goes_on_where_it_was(before, after):
+    """The columns that both ranks have are those of the step before, so that nothing begins anew."""
+    matrix = np.diag([8.0, 4, 2, 1, 0.5, 0.25]).astype(np.float32)
+    memory = {}
+    for step, rank in enumerate([before] * 30 + [after]):
+        compressor = mpicomp.PowerSGD(rank=rank, min_compression_rate=0.1).within(["w"], [36], [(6, 6)])
+        scheme = bind(compressor, "low-rank")
+        accumulated = Accumulated(np.empty(36 + TAIL, np.float32), None, [Piece(0, matrix)])
+        world = LocalWorld(1)
+        (result,) = world.run([scheme.exchange(accumulated, Context(step=step, memory=memory))])
+    found = result.mean.reshape(6, 6)
+    kept = min(before, after)
+    np.testing.assert_allclose(found[:kept, :kept], matrix[:kept, :kept], atol=1e-4)
 
 
 def test_what_is_compressed_is_what_pytorch_compresses():
@@ -144,12 +266,14 @@ def test_a_matrix_of_low_rank_arrives_whole():
             np.testing.assert_allclose(mean["w"], expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("iterations", [1, 3])
 @pytest.mark.parametrize("value", [0.0, 1.0, 1e-30, 1e30])
-def test_matrices_that_are_all_alike(value):
+def test_matrices_that_are_all_alike(value, iterations):
     def make(step, rank):
         return {"w": np.full((20, 30), value, np.float32)}
 
-    means, reducers = run(mpicomp.PowerSGD(rank=4), 2, 3, make=make)
+    compressor = mpicomp.PowerSGD(rank=4, min_compression_rate=0.5, iterations=iterations)
+    means, reducers = run(compressor, 2, 3, make=make)
     for mean in means:
         np.testing.assert_allclose(mean["w"], make(0, 0)["w"], rtol=1e-4)
     assert np.isfinite(reducers[0].residual("w")).all()
@@ -180,9 +304,13 @@ def test_infinity_leaves_factors_as_they_were():
 def test_the_basis_is_orthonormal_whatever_it_is_made_of():
     random = np.random.default_rng(0)
     flat = np.outer(random.normal(size=9), np.ones(3))
-    for matrix in (random.normal(size=(9, 3)), flat, np.zeros((9, 3)), 1e-30 * flat):
+    matrices = [random.normal(size=(9, 3)), flat, np.zeros((9, 3)), 1e-30 * flat]
+    for matrix in matrices:
         basis = orthonormal(matrix.astype(np.float32))
         np.testing.assert_allclose(basis.T @ basis, np.eye(3), atol=1e-6)
+    together = orthonormal(np.array(matrices, np.float32))
+    for basis, matrix in zip(together, matrices, strict=True):
+        assert np.array_equal(basis, orthonormal(matrix.astype(np.float32)))
 
 
 @pytest.mark.parametrize(
@@ -190,6 +318,9 @@ def test_the_basis_is_orthonormal_whatever_it_is_made_of():
     [
         ({"rank": 0}, "rank must be an integer of at least 1, got 0"),
         ({"start_step": -1}, "start_step must be an integer of at least 0"),
+        ({"iterations": 0}, "iterations must be an integer of at least 1, got 0"),
+        ({"rank": True}, "rank must be an integer of at least 1, got True"),
+        ({"rank": 2.0}, "rank must be an integer of at least 1, got 2.0"),
         ({"layers": ["a"]}, r"layers must map names to ranks, got \['a'\]"),
         ({"layers": {"a": 1.5}}, r"layers\['a'\] must be an integer of at least 1, got 1.5"),
         ({"wire": "fp8"}, "wire must be None, 'fp16' or 'bf16'"),
@@ -205,10 +336,33 @@ def test_it_does_not_fit_other_collectives():
         mpicomp.Reducer("powersgd", "allgather", comm=LocalWorld(1).transports[0])
 
 
+COMPRESSORS = [mpicomp.PowerSGD(rank=2), mpicomp.PowerSGD(rank=2, iterations=2, warm_start=False, wire="bf16")]
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_laws(compressor):
+    for check in checks(compressor):
+        check()
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
+def test_what_is_kept_back_stays_bounded(compressor):
+    world = LocalWorld(2)
+    reducers = [mpicomp.Reducer(compressor, "low-rank", comm=end) for end in world.transports]
+    norms = []
+    for step in range(1000):
+        world.run([r.rounds(gradients(step, rank, {"w": (24, 30)})) for rank, r in enumerate(reducers)])
+        norms.append(max(np.linalg.norm(reducer.residual("w")) for reducer in reducers))
+    assert reducers[0].last_step.buckets[0].layers.ratios[0] < 0.7
+    assert max(norms[500:]) < 1.2 * max(norms[100:500])
+
+
 @pytest.mark.mpi
-def test_over_mpi(comm):
-    reducer = mpicomp.Reducer(mpicomp.PowerSGD(rank=2), "low-rank", comm=comm)
-    expected, _ = run(mpicomp.PowerSGD(rank=2), comm.size, 3, "low-rank:scatter-reduce")
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_over_mpi(comm, iterations):
+    compressor = mpicomp.PowerSGD(rank=2, min_compression_rate=1, iterations=iterations)
+    reducer = mpicomp.Reducer(compressor, "low-rank", comm=comm)
+    expected, _ = run(compressor, comm.size, 3, "low-rank:scatter-reduce")
     for step in range(3):
         means = reducer.reduce(gradients(step, comm.rank))
         for name, mean in means.items():

@@ -1,0 +1,74 @@
+"""Matrices inside a flat array, those of one shape together, so that one product serves them all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from mpicomp.compressors.powersgd import Matrix
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices of one shape and rank that begin at equal distances: the first, how many, and how far apart they begin.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> Stack(Matrix(1, 1, 2, 1), count=3, distance=3).of(np.arange(9)).tolist()
+    [[[1, 2]], [[4, 5]], [[7, 8]]]
+    """
+
+    first: Matrix
+    count: int = 1
+    distance: int = 0
+
+    @property
+    def starts(self) -> range:
+        """Where the matrices begin."""
+        first = self.first.start
+        return (
+            range(first, first + self.count * self.distance, self.distance)
+            if self.distance
+            else range(first, first + 1)
+        )
+
+    def of(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Give the matrices' part of a flat array, shape (count, rows, columns), to be read and written."""
+        width = array.itemsize
+        shape = (self.count, self.first.rows, self.first.columns)
+        strides = (self.distance * width, self.first.columns * width, width)
+        return as_strided(array[self.first.start :], shape, strides)
+
+
+def stacked(matrices: Sequence[Matrix]) -> tuple[Stack, ...]:
+    """Put matrices, in the order in which they begin, into stacks.
+
+    Examples
+    --------
+    >>> [stack.count for stack in stacked([Matrix(start, 2, 3, 1) for start in (0, 10, 20, 26, 32)])]
+    [3, 2]
+    """
+    stacks: list[Stack] = []
+    last: dict[tuple[int, int, int], int] = {}
+    for matrix in matrices:
+        shape = (matrix.rows, matrix.columns, matrix.rank)
+        place = last.get(shape)
+        if place is not None:
+            stack = stacks[place]
+            distance = matrix.start - stack.starts[-1]
+            if stack.count == 1 or distance == stack.distance:
+                stacks[place] = replace(stack, count=stack.count + 1, distance=distance)
+                continue
+        last[shape] = len(stacks)
+        stacks.append(Stack(matrix))
+    return tuple(stacks)
+
+
+def multiply(left: NDArray[np.floating], right: NDArray[np.floating], out: NDArray[np.floating]) -> None:
+    """Write products of stacks of matrices; what is not finite is told by flags, not by warnings."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.matmul(left, right, out=out)
