@@ -9,7 +9,7 @@ from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates, is
 from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of, mask_of
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
 from mpicomp.kernels.cpu.countsketch import sketch_add, sketch_clear, sketch_estimate
-from mpicomp.kernels.cpu.countsketch import sketch_add, sketch_clear, sketch_estimate
+from mpicomp.kernels.cpu.exponents import pack_exponents, unpack_exponents, unpack_exponents_add
 from mpicomp.kernels.cpu.fields import (
     fields_of,
     pack_fields,
@@ -18,6 +18,7 @@ from mpicomp.kernels.cpu.fields import (
     unpack_fields,
     words_of,
 )
+from mpicomp.kernels.cpu.grid import pack_grid, pack_range, unpack_grid, unpack_grid_add
 from mpicomp.kernels.cpu.indices import ascending_below, decode_indices, encode_indices, index_bytes
 from mpicomp.kernels.cpu.merge import (
     count_reaching,
@@ -66,8 +67,11 @@ __all__ = [
     "momentum",
     "narrow",
     "norm_change",
+    "pack_exponents",
     "pack_fields",
+    "pack_grid",
     "pack_objections",
+    "pack_range",
     "pack_signs",
     "pack_votes",
     "scale",
@@ -81,14 +85,15 @@ __all__ = [
     "sketch_add",
     "sketch_clear",
     "sketch_estimate",
-    "sketch_add",
-    "sketch_clear",
-    "sketch_estimate",
     "spectrum",
     "split_largest",
     "subtract_at",
     "tail",
+    "unpack_exponents",
+    "unpack_exponents_add",
     "unpack_fields",
+    "unpack_grid",
+    "unpack_grid_add",
     "unpack_signs",
     "unpack_signs_add",
     "unpack_votes",

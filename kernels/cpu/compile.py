@@ -18,7 +18,7 @@ def kernel(function: Function) -> Function:
 
 
 def exact(function: Function) -> Function:
-    """Compile as `kernel` does, but so that every processor rounds alike: for what several ranks compute for themselves.
+    """Compile as `kernel` does, but so that every processor rounds alike: for what ranks work out for themselves.
 
     A product and a sum that some processors can do in one go are done in two, and no sum changes its order.
     """

@@ -1,0 +1,150 @@
+"""Nine bits an element: its sign, and the power of two to which its magnitude is rounded at random.
+
+Bit j of word w is set where element ``64 * w + j`` is negative, by its sign bit. Byte i is the exponent of element i as
+float32 has it: 0 stands for zero, e for ``2**(e - 127)``, 255 for what is infinite or NaN.
+"""
+
+import numpy as np
+from mpicomp.kernels.cpu.cast import _to_float32
+from mpicomp.kernels.cpu.compile import exact, kernel
+from mpicomp.kernels.cpu.lanes import LANES
+from mpicomp.kernels.cpu.planes import read_planes
+from mpicomp.kernels.cpu.random import draw, halves
+from mpicomp.kernels.cpu.signs import _signs
+from numpy.typing import NDArray
+
+_BLOCK = 1024  # elements that are gone through again while they are in the first-level cache
+_FRACTION = np.uint32(23)  # bits of a float32 behind its exponent
+_SIGN = np.uint32(31)
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_INFINITY = np.uint32(0x7F800000)
+_SPARE = np.uint32(9)  # bits of a random number that are too many
+_LARGEST, _NONE = np.uint32(254), np.uint32(255)
+
+
+def pack_exponents(
+    array: NDArray[np.floating],
+    words: NDArray[np.uint64],
+    exponents: NDArray[np.uint8],
+    sent: NDArray[np.floating],
+    key: int,
+) -> float:
+    """Round every magnitude to one of the two powers of two beside it, the nearer the likelier.
+
+    Parameters
+    ----------
+    array : array, shape (n,)
+        float32 or float64, contiguous. float64 is taken to the nearest float32 first, at most to the largest one.
+    words : array of uint64, shape (ceil(n / 64),)
+        Receives the signs; bits behind the last element are zero.
+    exponents : array of uint8, shape (n,)
+        Receives the exponents.
+    sent : array, shape (n,)
+        Receives what the receiver will see, in the dtype of ``array``.
+    key : int
+        64 bits that all random choices come from.
+
+    Returns
+    -------
+    float
+        Squared L2 norm of ``array - sent``; NaN or infinite where an element is.
+
+    Notes
+    -----
+    As many random bits as a float32 has behind its exponent are added to them and carry into it: that rounds up with
+    just the probability that makes the result right on the average. Below the least normal number it does so too, to
+    that number or to zero. What is larger than the largest power of two, 2**127, becomes it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> array = np.array([0.25, -4, 0], np.float32)
+    >>> words, exponents, sent = np.empty(1, np.uint64), np.empty(3, np.uint8), np.empty(3, np.float32)
+    >>> pack_exponents(array, words, exponents, sent, key=1), exponents.tolist(), sent.tolist()
+    (0.0, [125, 129, 0], [0.25, -4.0, 0.0])
+    """
+    return float(_pack_exponents(array, words, exponents, sent, halves(key)))
+
+
+def unpack_exponents(words: NDArray[np.uint64], exponents: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
+    """Write what `pack_exponents` has packed to a float32 or float64 array of the same length."""
+    _unpack_exponents(words, exponents, out)
+
+
+def unpack_exponents_add(
+    words: NDArray[np.uint64], exponents: NDArray[np.uint8], factor: float, out: NDArray[np.floating]
+) -> None:
+    """Add ``factor`` times what `pack_exponents` has packed to a float32 or float64 array of the same length."""
+    _unpack_exponents_add(words, exponents, factor, out)
+
+
+@kernel
+def _narrow(part, singles):  # type: ignore[no-untyped-def]
+    for i in range(part.size):
+        singles[i] = _to_float32(part[i])
+
+
+@kernel
+def _round(bits, start, key, exponents, rounded):  # type: ignore[no-untyped-def]
+    for i in range(bits.size):
+        magnitude = np.uint32(bits[i] & _MAGNITUDE)
+        added = np.uint32(draw(np.uint32(np.uint32(start) + np.uint32(i)), key[0], key[1]) >> _SPARE)
+        exponent = np.uint32(np.uint32(magnitude + added) >> _FRACTION)
+        exponent = _NONE if magnitude >= _INFINITY else min(exponent, _LARGEST)
+        exponents[i] = np.uint8(exponent)
+        rounded[i] = np.uint32(np.uint32(bits[i] & ~_MAGNITUDE) | np.uint32(np.uint32(exponent) << _FRACTION))
+
+
+@kernel
+def _leave(part, singles, sent):  # type: ignore[no-untyped-def]
+    lost = 0.0
+    for i in range(part.size):
+        sent[i] = singles[i]
+        error = np.float64(part[i]) - np.float64(singles[i])
+        lost += error * error
+    return lost
+
+
+@kernel
+def _pack_exponents(array, words, exponents, sent, key):  # type: ignore[no-untyped-def]
+    before, after = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)
+    lost = 0.0
+    for start in range(0, array.size, _BLOCK):
+        part = array[start : start + _BLOCK]
+        singles, rounded = before[: part.size], after[: part.size]
+        _narrow(part, singles)
+        bits = singles.view(np.uint32)
+        _signs(bits, words[start // LANES : (start + part.size + LANES - 1) // LANES])
+        _round(bits, start, key, exponents[start : start + _BLOCK], rounded.view(np.uint32))
+        lost += _leave(part, rounded, sent[start : start + _BLOCK])
+    return lost
+
+
+@kernel
+def _read(words, exponents, start, negative, rounded):  # type: ignore[no-untyped-def]
+    own = exponents[start : start + _BLOCK]
+    read_planes(words[start // LANES : (start + own.size + LANES - 1) // LANES], 1, negative)
+    for i in range(own.size):
+        sign = np.uint32(np.uint32(negative[i]) << _SIGN)
+        rounded[i] = np.uint32(sign | np.uint32(np.uint32(own[i]) << _FRACTION))
+
+
+@exact
+def _unpack_exponents(words, exponents, out):  # type: ignore[no-untyped-def]
+    negative, rounded = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.float32)
+    for start in range(0, out.size, _BLOCK):
+        part = out[start : start + _BLOCK]
+        _read(words, exponents, start, negative, rounded.view(np.uint32))
+        for i in range(part.size):
+            part[i] = rounded[i]
+
+
+@exact
+def _unpack_exponents_add(words, exponents, factor, out):  # type: ignore[no-untyped-def]
+    negative, rounded = np.empty(_BLOCK, np.uint8), np.empty(_BLOCK, np.float32)
+    share = out.dtype.type(factor)
+    for start in range(0, out.size, _BLOCK):
+        part = out[start : start + _BLOCK]
+        _read(words, exponents, start, negative, rounded.view(np.uint32))
+        for i in range(part.size):
+            part[i] += share * out.dtype.type(rounded[i])

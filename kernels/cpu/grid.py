@@ -1,0 +1,352 @@
+"""A few bits an element: its place on a grid of equal steps that each bucket of elements has for itself.
+
+An element travels as a code of b bits and comes out as ``base + (code - offset) * step``, where base and step are
+float32 numbers of its bucket. A symmetric grid has ``2 * offset + 1`` points around zero, with ``offset`` being
+``2**(b-1) - 1``, and no base; one between the extremes of a bucket has ``2**b``, and no offset. Codes travel in bit
+planes, see `mpicomp.kernels.cpu.planes`. Buckets are multiples of 64 elements long, but for the last one.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from mpicomp.kernels.cpu.cast import _to_float32
+from mpicomp.kernels.cpu.compile import exact, kernel
+from mpicomp.kernels.cpu.lanes import LANES
+from mpicomp.kernels.cpu.moments import _sums
+from mpicomp.kernels.cpu.planes import read_planes, write_planes
+from mpicomp.kernels.cpu.random import draw, halves
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+_BLOCK = 1024  # elements that are gone through again while they are in the first-level cache
+
+# Places on the grid are numbers with this many bits behind the point: with 8 before it they fill an int32. A float32
+# has no more of them between 1 and 2, so nothing is lost but what lies below the last one.
+_FRACTION = 23
+_ONE = 1 << _FRACTION
+_HALF = np.int32(_ONE // 2)
+_SPARE = np.uint32(32 - _FRACTION)
+
+# The ends of a grid are computed as multiples of its step, which was rounded: they must not leave float32.
+_MOST = float(np.finfo(np.float32).max) * (1 - 2.0**-22)
+
+
+def pack_grid(
+    array: NDArray[np.floating],
+    bucket: int,
+    bits: int,
+    norm: str,
+    steps: NDArray[np.float32],
+    words: NDArray[np.uint64],
+    sent: NDArray[np.floating],
+    key: int | None = None,
+) -> float:
+    """Round to a symmetric grid that reaches as far as the norm of each bucket.
+
+    Parameters
+    ----------
+    array : array, shape (n,)
+        float32 or float64, contiguous.
+    bucket : int
+        Elements of a bucket, a multiple of 64.
+    bits : int
+        Of a code, from 2 to 8.
+    norm : {"max", "l2"}
+        What the last point of the grid stands for: the bucket's largest magnitude, or its L2 norm.
+    steps : array of float32, shape (ceil(n / bucket),)
+        Receives the steps. Norms beyond float32 are taken to nearly the largest number. NaN stands where an element of
+        the bucket is NaN or infinite; 0 where the norm is 0, or so small that there is no inverse of the step.
+    words : array of uint64, shape (bits * ceil(n / 64),)
+        Receives the codes; bits behind the last element are zero.
+    sent : array, shape (n,)
+        Receives what the receiver will see, in the dtype of ``array``.
+    key : int, optional
+        64 bits from which elements are rounded at random, so that they are right on the average but for 2**-23 of a
+        step. If not given, they go to the nearest point.
+
+    Returns
+    -------
+    float
+        Squared L2 norm of ``array - sent``; NaN where an element is NaN or infinite.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> array = np.array([1, -3, 0.4], np.float32)
+    >>> steps, words, sent = np.empty(1, np.float32), np.empty(3, np.uint64), np.empty(3, np.float32)
+    >>> lost = pack_grid(array, 64, 3, "max", steps, words, sent)
+    >>> steps.tolist(), [int(word) for word in words], sent.tolist()
+    ([1.0], [4, 4, 1], [1.0, -3.0, 0.0])
+    """
+    own = None if key is None else halves(key)
+    keys = array.view(_SIGNED[array.dtype])
+    flip = np.iinfo(keys.dtype).max
+    return float(_pack_grid(array, keys, flip, bucket, bits, norm == "l2", steps, words, sent, own))
+
+
+def pack_range(
+    array: NDArray[np.floating],
+    bucket: int,
+    bits: int,
+    bases: NDArray[np.float32],
+    steps: NDArray[np.float32],
+    words: NDArray[np.uint64],
+    sent: NDArray[np.floating],
+    key: int | None = None,
+) -> float:
+    """Round to a grid that reaches from the least to the largest element of each bucket.
+
+    Parameters
+    ----------
+    bits : int
+        Of a code, from 1 to 8.
+    bases, steps : arrays of float32, shape (ceil(n / bucket),)
+        Receive the least elements and the steps. A range beyond float32 ends early. Where it is so small that there is
+        no inverse of the step, the step is 0 and the base is the number in it that is nearest to zero. NaN stands where
+        an element of the bucket is NaN or infinite.
+    array, bucket, words, sent, key
+        See `pack_grid`.
+
+    Returns
+    -------
+    float
+        Squared L2 norm of ``array - sent``; NaN where an element is NaN or infinite.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> array = np.array([1, -2, 0.1], np.float32)
+    >>> bases, steps, sent = np.empty(1, np.float32), np.empty(1, np.float32), np.empty(3, np.float32)
+    >>> words = np.empty(2, np.uint64)
+    >>> lost = pack_range(array, 64, 2, bases, steps, words, sent)
+    >>> bases.tolist(), steps.tolist(), [int(word) for word in words], sent.tolist()
+    ([-2.0], [1.0], [1, 5], [1.0, -2.0, 0.0])
+    """
+    own = None if key is None else halves(key)
+    keys = array.view(_SIGNED[array.dtype])
+    flip = np.iinfo(keys.dtype).max
+    return float(_pack_range(array, keys, flip, bucket, bits, bases, steps, words, sent, own))
+
+
+def unpack_grid(
+    bases: NDArray[np.float32] | None,
+    steps: NDArray[np.float32],
+    words: NDArray[np.uint64],
+    bucket: int,
+    bits: int,
+    out: NDArray[np.floating],
+) -> None:
+    """Write what `pack_grid` (without bases) or `pack_range` has packed to a float32 or float64 array of its length."""
+    _unpack_grid(bases, steps, words, bucket, bits, out)
+
+
+def unpack_grid_add(
+    bases: NDArray[np.float32] | None,
+    steps: NDArray[np.float32],
+    words: NDArray[np.uint64],
+    bucket: int,
+    bits: int,
+    factor: float,
+    out: NDArray[np.floating],
+) -> None:
+    """Add ``factor`` times what was packed to an array of the same length.
+
+    Parameters
+    ----------
+    bases, steps, words, bucket, bits
+        As `pack_grid` or `pack_range` has left them.
+    factor : float
+        Multiplies bases and steps in float64, before they are taken to the dtype of ``out``.
+    out : array, shape (n,)
+        float32 or float64.
+    """
+    _unpack_grid_add(bases, steps, words, bucket, bits, factor, out)
+
+
+_SIGNED = {np.dtype(np.float32): np.dtype(np.int32), np.dtype(np.float64): np.dtype(np.int64)}
+
+
+@intrinsic
+def _real(typingctx: Any, bits: Any) -> Any:
+    """Give the float32 or float64 that has these 32 or 64 bits."""
+    real = types.float32 if bits.bitwidth == 32 else types.float64
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(real))
+
+    return real(bits), generate
+
+
+@kernel
+def _symmetric(part, keys, flip, euclidean, points):  # type: ignore[no-untyped-def]
+    # What is not finite shows in the largest magnitude; in float64 a sum of squares may leave the range without it.
+    integer = keys.dtype.type
+    magnitudes, top = integer(flip), integer(0)
+    for i in range(keys.size):
+        top = max(top, integer(keys[i] & magnitudes))
+    largest = _real(top)
+    if not np.isfinite(largest):
+        return np.float32(np.nan)
+    norm = math.sqrt(_sums(part)[1]) if euclidean else np.float64(largest)
+    return np.float32(min(norm, _MOST) / points)
+
+
+@kernel
+def _extremes(keys, flip):  # type: ignore[no-untyped-def]
+    # Bits of floats order like the floats, with NaN at both ends, where all but the sign of a negative one's are turned
+    # round. Integers are compared since comparisons that mind NaN do not vectorise.
+    integer = keys.dtype.type
+    turn = integer(flip)
+    least, largest = turn, integer(~turn)
+    for i in range(keys.size):
+        key = integer(keys[i] ^ turn) if keys[i] < 0 else keys[i]
+        least, largest = min(least, key), max(largest, key)
+    least = integer(least ^ turn) if least < 0 else least
+    largest = integer(largest ^ turn) if largest < 0 else largest
+    return _real(least), _real(largest)
+
+
+@kernel
+def _inverse(part, step):  # type: ignore[no-untyped-def]
+    # In the array's own type. 0 stands for one that is too large: it takes every element to the offset.
+    number = part.dtype.type
+    inverse = number(1) / number(step) if step > 0 else number(0)
+    return inverse if np.isfinite(inverse) else number(0)
+
+
+@kernel
+def _between(part, least, largest, points):  # type: ignore[no-untyped-def]
+    if not (np.isfinite(least) and np.isfinite(largest)):
+        return np.float32(np.nan), np.float32(np.nan)
+    base = _to_float32(least)
+    step = np.float32(min(np.float64(largest) - np.float64(base), _MOST) / points)
+    if _inverse(part, step) == 0:
+        return _to_float32(min(max(least, 0), largest)), np.float32(0)
+    return base, step
+
+
+@kernel
+def _code(part, base, step, points, offset, start, key, codes):  # type: ignore[no-untyped-def]
+    number = part.dtype.type
+    inverse, lowest, highest = _inverse(part, step), number(-offset), number(points - offset)
+    for i in range(part.size):
+        place = min(max((part[i] - base) * inverse, lowest), highest)
+        fixed = np.int32(place * number(_ONE))
+        if key is None:
+            fixed = np.int32(fixed + _HALF)
+        else:
+            fixed = np.int32(
+                fixed + np.int32(np.uint32(draw(np.uint32(np.uint32(start) + np.uint32(i)), key[0], key[1]) >> _SPARE))
+            )
+        codes[i] = np.uint8(np.int32(np.int32(fixed >> _FRACTION) + offset))
+
+
+@kernel
+def _lost(part, sent):  # type: ignore[no-untyped-def]
+    lost = 0.0
+    for i in range(part.size):
+        error = np.float64(part[i]) - np.float64(sent[i])
+        lost += error * error
+    return lost
+
+
+# What several ranks work out for themselves: it has to have the same bits on each.
+
+
+@exact
+def _put(codes, base, step, offset, out):  # type: ignore[no-untyped-def]
+    number = out.dtype.type
+    for i in range(out.size):
+        out[i] = base + number(np.int32(np.int32(codes[i]) - offset)) * step
+
+
+@exact
+def _add(codes, base, step, offset, out):  # type: ignore[no-untyped-def]
+    number = out.dtype.type
+    for i in range(out.size):
+        out[i] += base + number(np.int32(np.int32(codes[i]) - offset)) * step
+
+
+@kernel
+def _pack(part, base, step, points, offset, start, bits, words, sent, key, codes):  # type: ignore[no-untyped-def]
+    # One bucket, block by block: codes, planes, what they stand for and what that leaves out lie close together.
+    lost = 0.0
+    for first in range(0, part.size, _BLOCK):
+        block = part[first : first + _BLOCK]
+        groups = -(-block.size // LANES)
+        if np.isfinite(step):
+            _code(block, base, step, points, offset, start + first, key, codes)
+        else:
+            codes[: block.size] = offset
+        codes[block.size : groups * LANES] = 0
+        place = first // LANES * bits
+        write_planes(codes, bits, words[place : place + groups * bits])
+        out = sent[first : first + _BLOCK]
+        _put(codes, base, step, offset, out)
+        lost += _lost(block, out)
+    return lost
+
+
+@kernel
+def _pack_grid(array, keys, flip, bucket, bits, euclidean, steps, words, sent, key):  # type: ignore[no-untyped-def]
+    number, codes = array.dtype.type, np.empty(_BLOCK, np.uint8)
+    offset = np.int32((1 << (bits - 1)) - 1)
+    lost = 0.0
+    for which in range(steps.size):
+        start = which * bucket
+        part = array[start : start + bucket]
+        steps[which] = _symmetric(part, keys[start : start + bucket], flip, euclidean, offset)
+        step, own = number(steps[which]), words[start // LANES * bits :]
+        seen = sent[start : start + bucket]
+        lost += _pack(part, number(0), step, 2 * offset, offset, start, bits, own, seen, key, codes)
+    return lost
+
+
+@kernel
+def _pack_range(array, keys, flip, bucket, bits, bases, steps, words, sent, key):  # type: ignore[no-untyped-def]
+    number, codes = array.dtype.type, np.empty(_BLOCK, np.uint8)
+    points, offset = np.int32((1 << bits) - 1), np.int32(0)
+    lost = 0.0
+    for which in range(steps.size):
+        start = which * bucket
+        part = array[start : start + bucket]
+        least, largest = _extremes(keys[start : start + bucket], flip)
+        bases[which], steps[which] = _between(part, least, largest, points)
+        base, step, own = number(bases[which]), number(steps[which]), words[start // LANES * bits :]
+        seen = sent[start : start + bucket]
+        lost += _pack(part, base, step, points, offset, start, bits, own, seen, key, codes)
+    return lost
+
+
+@exact
+def _unpack_grid(bases, steps, words, bucket, bits, out):  # type: ignore[no-untyped-def]
+    number, codes = out.dtype.type, np.empty(_BLOCK, np.uint8)
+    offset = np.int32(0 if bases is not None else (1 << (bits - 1)) - 1)
+    for which in range(steps.size):
+        base = number(0) if bases is None else number(bases[which])
+        step = number(steps[which])
+        for first in range(which * bucket, min((which + 1) * bucket, out.size), _BLOCK):
+            part = out[first : min(first + _BLOCK, (which + 1) * bucket)]
+            read_planes(_words_of(words, first, part.size, bits), bits, codes)
+            _put(codes, base, step, offset, part)
+
+
+@exact
+def _unpack_grid_add(bases, steps, words, bucket, bits, factor, out):  # type: ignore[no-untyped-def]
+    number, codes = out.dtype.type, np.empty(_BLOCK, np.uint8)
+    offset = np.int32(0 if bases is not None else (1 << (bits - 1)) - 1)
+    for which in range(steps.size):
+        base = number(0) if bases is None else number(factor * bases[which])
+        step = number(factor * steps[which])
+        for first in range(which * bucket, min((which + 1) * bucket, out.size), _BLOCK):
+            part = out[first : min(first + _BLOCK, (which + 1) * bucket)]
+            read_planes(_words_of(words, first, part.size, bits), bits, codes)
+            _add(codes, base, step, offset, part)
+
+
+@kernel
+def _words_of(words, first, size, bits):  # type: ignore[no-untyped-def]
+    place = first // LANES * bits
+    return words[place : place + -(-size // LANES) * bits]
