@@ -14,10 +14,13 @@ from mpicomp.compressors.base import (
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.dgc import DGC
+from mpicomp.compressors.efsign import EFSign
 from mpicomp.compressors.gaussiank import GaussianK
 from mpicomp.compressors.mstopk import MSTopK
+from mpicomp.compressors.natural import Natural
 from mpicomp.compressors.onebit import OneBit
 from mpicomp.compressors.powersgd import PowerSGD
+from mpicomp.compressors.qsgd import QSGD
 from mpicomp.compressors.randomk import BlockRandomK, RandomK
 from mpicomp.compressors.redsync import RedSync
 from mpicomp.compressors.registry import (
@@ -29,17 +32,21 @@ from mpicomp.compressors.registry import (
 from mpicomp.compressors.sidco import SIDCo
 from mpicomp.compressors.threshold import Threshold
 from mpicomp.compressors.topk import TopK
+from mpicomp.compressors.uniform import Uniform
 
 __all__ = [
     "DGC",
+    "QSGD",
     "Accumulated",
     "BlockRandomK",
     "Candidates",
     "Compressor",
     "Dense",
+    "EFSign",
     "Entry",
     "GaussianK",
     "MSTopK",
+    "Natural",
     "OneBit",
     "PowerSGD",
     "Quantiser",
@@ -53,6 +60,7 @@ __all__ = [
     "Sparsifier",
     "Threshold",
     "TopK",
+    "Uniform",
     "compressor_class",
     "get_compressor",
     "list_compressors",

@@ -117,6 +117,11 @@ class Compressor(ABC):
         return True
 
     @property
+    def contracting(self) -> "Compressor | None":
+        """Itself where it contracts; otherwise a form of it that does, None where there is none."""
+        return self if self.contractive else None
+
+    @property
     def unbiased(self) -> bool:
         """Whether what is sent is right on the average of its random choices."""
         return False

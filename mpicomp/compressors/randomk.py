@@ -37,6 +37,11 @@ class _Random(SharedSparsifier):
         return not self.scaled
 
     @property
+    def contracting(self) -> Self:
+        """Itself, or with values as they are."""
+        return replace(self, scaled=False)
+
+    @property
     def unbiased(self) -> bool:
         """Whether values are scaled."""
         return self.scaled

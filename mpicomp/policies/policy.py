@@ -211,9 +211,10 @@ def feedback_of(compressor: Compressor, feedback: bool | None) -> bool:
     """Tell whether there are residuals, and refuse what a compressor cannot do with or without them."""
     chosen = compressor.feedback if feedback is None else feedback
     if chosen and not compressor.contractive:
+        form = compressor.contracting
         raise ConfigurationError(
-            f"{compressor.id}: {compressor!r} is unbiased and not contractive, so what it keeps back would grow from "
-            "step to step; leave feedback out, or use its unscaled form"
+            f"{compressor.id}: {compressor!r} is not contractive, so what it keeps back would grow from step to step; "
+            "leave feedback out" + (f", or use {form!r}" if form is not None else "")
         )
     if not chosen and compressor.entry.momentum:
         raise ConfigurationError(

@@ -1,0 +1,111 @@
+"""What quantisers have in common that round to a grid of equal steps, one for each bucket of elements."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.base import Quantiser, check_choice
+from mpicomp.errors import ConfigurationError
+from mpicomp.kernels import cpu
+
+_WORD = 64  # elements
+_MOST_BITS = 8
+
+
+@dataclass(frozen=True, repr=False)
+class Grid(Quantiser):
+    """Codes of some bits in bit planes, and behind them a float32 or two for each bucket.
+
+    Parameters
+    ----------
+    bits : int
+        Of an element, at most 8.
+    bucket : int
+        Elements that share a grid, a multiple of 64.
+    rounding : {"stochastic", "nearest"}
+        Whether elements go to one of the two points beside them at random, so that they are right on the average, or to
+        the nearest point.
+    """
+
+    least_bits: ClassVar[int]
+    numbers: ClassVar[int]
+    """How many a bucket has: its step, and before it its base if grids are not symmetric."""
+
+    bits: int = 4
+    bucket: int = 128
+    rounding: str = "stochastic"
+
+    def __post_init__(self) -> None:
+        if not _is_whole(self.bits) or not self.least_bits <= self.bits <= _MOST_BITS:
+            raise ConfigurationError(
+                f"{self.id}: bits must be a whole number from {self.least_bits} to {_MOST_BITS}, got {self.bits!r}"
+            )
+        if not _is_whole(self.bucket) or self.bucket < 1 or self.bucket % _WORD:
+            raise ConfigurationError(f"{self.id}: bucket must be a multiple of {_WORD}, got {self.bucket!r}")
+        check_choice(self.id, "rounding", self.rounding, ("stochastic", "nearest"))
+        object.__setattr__(self, "bits", int(self.bits))
+        object.__setattr__(self, "bucket", int(self.bucket))
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether elements are rounded at random."""
+        return self.rounding == "stochastic"
+
+    @property
+    def feedback(self) -> bool:
+        """On where elements go to the nearest point and what is kept back shrinks; at random they are right without."""
+        return self.rounding == "nearest" and self.contractive
+
+    def packed_bytes(self, numel: int) -> int:
+        """Give the bytes of the codes, in words of 64 bits, and of the numbers, padded; see `Quantiser.packed_bytes`."""
+        return 8 * (self.bits * -(-numel // _WORD) + -(-self.numbers * self._buckets(numel) // 2))
+
+    def pack(
+        self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
+    ) -> float:
+        """Pack codes and numbers; see `Quantiser.pack`."""
+        message[-8:] = 0  # padding
+        words, bases, steps = self._parts(message, array.size)
+        return self._pack(array, bases, steps, words, sent, key if self.rounding == "stochastic" else None)
+
+    @abstractmethod
+    def _pack(
+        self,
+        array: NDArray[np.floating],
+        bases: NDArray[np.float32] | None,
+        steps: NDArray[np.float32],
+        words: NDArray[np.uint64],
+        sent: NDArray[np.floating],
+        key: int | None,
+    ) -> float:
+        """Choose the grids, and do what `Quantiser.pack` says."""
+
+    def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
+        """Write points of the grids; see `Quantiser.unpack`."""
+        words, bases, steps = self._parts(message, out.size)
+        cpu.unpack_grid(bases, steps, words, self.bucket, self.bits, out)
+
+    def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
+        """Add points of the grids; see `Quantiser.unpack_add`."""
+        words, bases, steps = self._parts(message, out.size)
+        cpu.unpack_grid_add(bases, steps, words, self.bucket, self.bits, factor, out)
+
+    def _buckets(self, numel: int) -> int:
+        return -(-numel // self.bucket)
+
+    def _parts(
+        self, message: NDArray[np.uint8], numel: int
+    ) -> tuple[NDArray[np.uint64], NDArray[np.float32] | None, NDArray[np.float32]]:
+        """Give a message's words, its bases if it has any, and its steps."""
+        end, buckets = 8 * self.bits * -(-numel // _WORD), self._buckets(numel)
+        words, numbers = message[:end].view(np.uint64), message[end:].view(np.float32)
+        if self.numbers == 1:
+            return words, None, numbers[:buckets]
+        return words, numbers[:buckets], numbers[buckets : 2 * buckets]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

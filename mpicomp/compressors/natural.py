@@ -1,0 +1,79 @@
+"""Natural compression: the sign and a power of two, without the bits behind the exponent."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.base import Quantiser
+from mpicomp.compressors.registry import register_compressor
+from mpicomp.kernels import cpu
+
+_WORD = 64  # signs
+
+
+@register_compressor
+@dataclass(frozen=True, repr=False)
+class Natural(Quantiser):
+    """Every magnitude to one of the two powers of two beside it, at random so that it is right on the average.
+
+    An element takes nine bits, its sign and its exponent, and no scale: elements of any size stand side by side. It is
+    off by an eighth of its energy in expectation at most, so that error feedback contracts; being unbiased it runs
+    without if nothing else is said.
+
+    Notes
+    -----
+    Random bits are added to those behind a float32's exponent, which carry into it: exactly unbiased, down to the least
+    subnormal number. Elements beyond 2**127, the largest power of two, become that. float64 elements are taken to the
+    nearest float32 first.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> compressor, array = Natural(), np.array([0.25, -4, 0], np.float32)
+    >>> message, sent = np.empty(compressor.packed_bytes(3), np.uint8), np.empty(3, np.float32)
+    >>> compressor.pack(array, message, sent, key=0), sent.tolist()
+    (0.0, [0.25, -4.0, 0.0])
+    """
+
+    id: ClassVar[str] = "natural"
+    paper: ClassVar[str] = "natural compression, Horvath et al. 2019, arXiv 1905.10988; beyond 2**127 it saturates"
+
+    @property
+    def feedback(self) -> bool:
+        """Off: elements are right on the average without it."""
+        return False
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether elements are right on the average: they are."""
+        return True
+
+    def packed_bytes(self, numel: int) -> int:
+        """Give the bytes of the signs, in words of 64, and of the exponents, padded; see `Quantiser.packed_bytes`."""
+        return 8 * (-(-numel // _WORD) + -(-numel // 8))
+
+    def pack(
+        self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
+    ) -> float:
+        """Pack signs and exponents; see `Quantiser.pack`."""
+        message[-8:] = 0  # padding
+        words, exponents = _parts(message, array.size)
+        return cpu.pack_exponents(array, words, exponents, sent, key)
+
+    def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
+        """Write powers of two with their signs; see `Quantiser.unpack`."""
+        words, exponents = _parts(message, out.size)
+        cpu.unpack_exponents(words, exponents, out)
+
+    def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
+        """Add powers of two with their signs; see `Quantiser.unpack_add`."""
+        words, exponents = _parts(message, out.size)
+        cpu.unpack_exponents_add(words, exponents, factor, out)
+
+
+def _parts(message: NDArray[np.uint8], numel: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+    """Give a message's words of signs, and the exponents behind them."""
+    end = 8 * -(-numel // _WORD)
+    return message[:end].view(np.uint64), message[end : end + numel]

@@ -1,0 +1,83 @@
+"""Uniform quantisation: a few bits an element, on a grid from the least to the largest element of each bucket."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.grid import Grid
+from mpicomp.compressors.registry import register_compressor
+from mpicomp.kernels import cpu
+
+
+@register_compressor
+@dataclass(frozen=True, repr=False)
+class Uniform(Grid):
+    """Every element to one of ``2**bits`` points between its bucket's least and largest element.
+
+    Parameters
+    ----------
+    bits : int
+        From 1 to 8.
+    bucket : int
+        Elements that share a grid, a multiple of 64. Least element and step add ``64 / bucket`` bits to an element.
+    rounding : {"nearest", "stochastic"}
+        To the nearest point, which runs with error feedback where it contracts, or at random, which is right on the
+        average and needs none.
+
+    Notes
+    -----
+    How much is lost. A bucket of n elements that reach over a range R, in ``L = 2**bits - 1`` steps, loses at most
+    ``n * (R / L)**2 / 4``: to the nearest point in any case, at random in expectation. Its energy is at least that of
+    its two ends, whose squares add up to ``R**2 / 2`` where they lie on both sides of zero and to more elsewhere. So
+    below ``n = 2 * L**2`` less is lost than there is, and error feedback contracts. That takes 3 bits for buckets of 64
+    and 4 for those of 256; with fewer bits feedback is refused.
+
+    Zero is no point of the grid as a rule, so zeros come out as something else: not for gradients that are mostly zero.
+
+    Least elements and steps travel as float32; a range that float32 cannot hold ends early, and error feedback sends
+    the rest.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> compressor, array = Uniform(bits=2), np.array([1, -2, 0.1], np.float32)
+    >>> message, sent = np.empty(compressor.packed_bytes(3), np.uint8), np.empty(3, np.float32)
+    >>> lost = compressor.pack(array, message, sent, key=0)
+    >>> sent.tolist()
+    [1.0, -2.0, 0.0]
+    """
+
+    id: ClassVar[str] = "uniform"
+    paper: ClassVar[str] = (
+        "min-max quantisation in buckets, as in CGX and L-GreCo, Markov et al. 2022, arXiv 2111.08617 and 2210.17357"
+    )
+    least_bits: ClassVar[int] = 1
+    numbers: ClassVar[int] = 2
+
+    bits: int = 8
+    bucket: int = 256
+    rounding: str = "nearest"
+
+    @property
+    def contractive(self) -> bool:
+        """Whether less is lost, on the average of random choices, than there is; see the class."""
+        return self.bucket < 2 * (2**self.bits - 1) ** 2
+
+    @property
+    def contracting(self) -> "Uniform":
+        """Itself, or with the shortest buckets and at least the 3 bits that they take."""
+        return self if self.contractive else replace(self, bits=max(3, self.bits), bucket=64)
+
+    def _pack(
+        self,
+        array: NDArray[np.floating],
+        bases: NDArray[np.float32] | None,
+        steps: NDArray[np.float32],
+        words: NDArray[np.uint64],
+        sent: NDArray[np.floating],
+        key: int | None,
+    ) -> float:
+        assert bases is not None
+        return cpu.pack_range(array, self.bucket, self.bits, bases, steps, words, sent, key)
