@@ -40,8 +40,8 @@ class EFSign(Quantiser):
 
     id: ClassVar[str] = "efsign"
     paper: ClassVar[str] = (
-        "EF-SignSGD, Karimireddy et al. 2019, arXiv 1901.09847; one magnitude for each rank's part of a bucket, and the "
-        "learning rate is not in the memory"
+        "EF-SignSGD, Karimireddy et al. 2019, arXiv 1901.09847; one magnitude for each rank's part of a bucket, and "
+        "the learning rate is not in the memory"
     )
 
     def packed_bytes(self, numel: int) -> int:

@@ -60,7 +60,7 @@ class Grid(Quantiser):
         return self.rounding == "nearest" and self.contractive
 
     def packed_bytes(self, numel: int) -> int:
-        """Give the bytes of the codes, in words of 64 bits, and of the numbers, padded; see `Quantiser.packed_bytes`."""
+        """Give the bytes of the codes, in words of 64, and of the numbers, padded; see `Quantiser.packed_bytes`."""
         return 8 * (self.bits * -(-numel // _WORD) + -(-self.numbers * self._buckets(numel) // 2))
 
     def pack(

@@ -61,7 +61,7 @@ class QSGD(Grid):
 
     id: ClassVar[str] = "qsgd"
     paper: ClassVar[str] = (
-        "Alistarh et al. 2017, arXiv 1610.02132; norms of buckets, the largest magnitude by default, and codes of fixed "
+        "Alistarh et al. 2017, arXiv 1610.02132; norms of buckets, by default the largest magnitude, and codes of one "
         "length"
     )
     least_bits: ClassVar[int] = 2
