@@ -7,6 +7,7 @@ hand; what is expected of a rank is told by what that rank is known to send.
 import numpy as np
 
 from mpicomp.collectives import Round
+from mpicomp.collectives.graph import make_graph
 
 LAYOUTS = {
     1: [[0]],
@@ -15,7 +16,7 @@ LAYOUTS = {
     4: [[0, 0, 0, 0], [0, 1, 2, 3], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 1]],
     6: [[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 2, 2]],
 }
-DTYPES = [np.uint8, np.uint32, np.int64, np.float32, np.float64]
+DTYPES = [np.uint8, np.uint32, np.int64, np.uint64, np.float32, np.float64]
 
 
 def members_of(layout, name, rank):
@@ -145,6 +146,31 @@ def sendrecv_down_a_chain(members, rank, name, dtype, **how):
             yield lambda recv=recv, source=source: np.testing.assert_array_equal(recv, of(members[source], 21, dtype))
 
 
+def neighbours_in(pairs, place):
+    return sorted({b for a, b in pairs if a == place} | {a for a, b in pairs if b == place})
+
+
+def neighbor_alltoall(members, rank, name, dtype, **how):
+    """On a ring, on a star, and on a chain that begins at the last; each twice."""
+    place, size = members.index(rank), len(members)
+    ring = [(a, (a + 1) % size) for a in range(size) if size > 1]
+    star = [(0, other) for other in range(1, size)]
+    chain = [(a + 1, a) for a in range(size - 1)]
+    for pairs in (ring, star, chain, ring, star, chain):
+        own = neighbours_in(pairs, place)
+        for length in (0, 1, 21):
+            send, recv = of(rank, length * len(own), dtype), np.zeros(length * len(own), dtype)
+            graph = make_graph(pairs, size)
+            yield Round("neighbor_alltoall", (length,), recv.dtype, 0, send, recv, name, graph=graph, **how)
+            parts = [np.zeros(0, dtype)]
+            for other in own:
+                theirs = neighbours_in(pairs, other)
+                sent = of(members[other], length * len(theirs), dtype).reshape(len(theirs), length)
+                parts.append(sent[theirs.index(place)])
+            expected = np.concatenate(parts)
+            yield lambda recv=recv, expected=expected: np.testing.assert_array_equal(recv, expected)
+
+
 OPERATIONS = [
     allreduce,
     bcast,
@@ -154,6 +180,7 @@ OPERATIONS = [
     alltoallv_of_any_lengths,
     sendrecv_to_the_right,
     sendrecv_down_a_chain,
+    neighbor_alltoall,
 ]
 
 

@@ -45,10 +45,21 @@ OWN = [
     mpicomp.OneBit(),
     mpicomp.OneBit(block=64),
     mpicomp.PowerSGD(),
+    mpicomp.CountSketch(ratio=0.05),
+    mpicomp.CountSketch(ratio=0.02, rows=1, columns=0.3, candidates=1, wire="bf16"),
+    mpicomp.MaxNorm(bits=8, rounding="nearest"),
+    mpicomp.MaxNorm(bits=[3, 5, 12], rounding="nearest"),
+    mpicomp.GlobalRandKMaxNorm(ratio=0.3, bits=[4, 8]),
 ]
 UNBIASED = [  # refused with error feedback
     mpicomp.RandomK(ratio=0.3, scaled=True),
     mpicomp.BlockRandomK(ratio=0.3, scaled=True),
+    mpicomp.FetchSGD(ratio=0.05, momentum=0.9),
+    mpicomp.MaxNorm(),
+    mpicomp.MaxNorm(bits=[6, 10]),
+    mpicomp.TernGrad(),
+    mpicomp.GlobalRandKMaxNorm(ratio=0.3, rounding="stochastic"),
+    mpicomp.SignSGD(scale=0.01),
 ]
 USERS = [
     Above(limit=1.5),

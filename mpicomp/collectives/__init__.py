@@ -6,7 +6,9 @@ from mpicomp.collectives.allgather import Allgather
 from mpicomp.collectives.allreduce import Allreduce
 from mpicomp.collectives.gtopk import Gtopk
 from mpicomp.collectives.hierarchical import Hierarchical
+from mpicomp.collectives.integer_sum import IntegerSum
 from mpicomp.collectives.low_rank import LowRank
+from mpicomp.collectives.majority import MajorityVote
 from mpicomp.collectives.oktopk import Oktopk
 from mpicomp.collectives.packed_allgather import PackedAllgather
 from mpicomp.collectives.parameter_server import ParameterServer
@@ -16,6 +18,8 @@ from mpicomp.collectives.round import Group, Pending, Round, dense_ring_bytes
 from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
 from mpicomp.collectives.shared import SharedPositions
+from mpicomp.collectives.sketched import Sketched
+from mpicomp.collectives.sketched_memory import SketchedMemory
 from mpicomp.collectives.star_topk import StarTopk
 from mpicomp.collectives.two_phase import TwoPhase
 from mpicomp.collectives.var_topk import VarTopk
@@ -54,7 +58,11 @@ _classes: dict[str, type[Scheme[Any]]] = {
         RecursiveDoubling,
         TwoPhase,
         PackedAllgather,
+        IntegerSum,
+        MajorityVote,
         LowRank,
+        Sketched,
+        SketchedMemory,
         ParameterServer,
         Hierarchical,
     )
@@ -90,8 +98,8 @@ def fitting(compressor: type[Compressor] | Compressor) -> list[str]:
     """
     if isinstance(compressor, SharedSparsifier):
         return fitting(_values_of(compressor))
-    if compressor.message == "shared":
-        return fitting(Dense)
+    if isinstance(compressor, type) and issubclass(compressor, SharedSparsifier):
+        return fitting(type(_values_of(compressor())))
     return [name for name, cls in _classes.items() if cls.carries(compressor)]
 
 
@@ -174,6 +182,6 @@ def _variants(compressor: Compressor, above: tuple[str, ...]) -> list[str]:
     return names
 
 
-def _values_of(compressor: SharedSparsifier) -> Dense:
-    """Give what carries values at positions that all ranks share: they are summed as any dense array is."""
-    return Dense(wire=compressor.wire)
+def _values_of(compressor: SharedSparsifier) -> Compressor:
+    """Give what values travel by at positions that all ranks share: they are summed as any dense array is."""
+    return compressor.values or Dense(wire=compressor.wire)

@@ -60,7 +60,9 @@ class Hierarchical(Scheme[Compressor]):
 
     @classmethod
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
-        """Refuse what is tied to places or ranks: ratios by layer, and velocities that what was sent clears."""
+        """Refuse what is tied to places or ranks: ratios by layer, velocities that what was sent clears, and votes."""
+        if compressor.message == "votes":
+            return False
         if isinstance(compressor, type):
             return super().carries(compressor)
         tied = getattr(compressor, "layers", None) or (compressor.entry.momentum and compressor.entry.masking)

@@ -1,5 +1,7 @@
 """The sum of all ranks' values at positions that all ranks know."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -7,7 +9,6 @@ from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.base import Selection
-from mpicomp.compressors.dense import Dense
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 
@@ -17,9 +18,9 @@ def exchange_at(
     weights: NDArray[np.floating] | float,
     accumulated: Accumulated,
     context: Context,
-    inner: Scheme[Dense],
+    inner: Scheme[Any],
 ) -> Exchange:
-    """Average the values at some positions with a dense collective, as if they were the whole array.
+    """Average the values at some positions with another collective, as if they were the whole array.
 
     Parameters
     ----------
@@ -30,7 +31,7 @@ def exchange_at(
     accumulated, context
         As in `Scheme.exchange`.
     inner : Scheme
-        The dense collective.
+        The other collective; its compressor sends all elements.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Sparsifiers that pick the same positions on all ranks, carried by any collective that sums dense arrays."""
+"""Sparsifiers that pick the same positions on all ranks, carried by whatever carries their values."""
 
 from typing import Any, ClassVar
 
@@ -9,27 +9,26 @@ from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Scheme
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import SharedSparsifier
-from mpicomp.compressors.dense import Dense
 
 
 class SharedPositions(Scheme[SharedSparsifier]):
-    """No indices on the wire: the values at the common positions are exchanged as a short dense array.
+    """No indices on the wire: the values at the common positions are exchanged as a short array.
 
     Parameters
     ----------
     compressor : SharedSparsifier
         Picks the positions.
     inner : Scheme
-        Sums the values; its name is this scheme's.
+        Averages the values; its name is this scheme's.
     """
 
     paper: ClassVar[str] = "none: the collective's own, on a shorter array"
     messages: ClassVar[str] = "dense"
 
-    def __init__(self, compressor: SharedSparsifier, inner: Scheme[Dense]) -> None:
+    def __init__(self, compressor: SharedSparsifier, inner: Scheme[Any]) -> None:
         super().__init__(compressor)
         self._inner = inner
-        self.id = inner.id  # type: ignore[misc]  # one class for as many names as there are dense collectives
+        self.id = inner.id  # type: ignore[misc]  # one class for as many names as there are collectives
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """Give the inner collective's rounds for the values; see `Scheme.rounds`."""

@@ -12,10 +12,14 @@ from mpicomp.compressors.base import (
     Sparsifier,
 )
 from mpicomp.compressors.candidates import Candidates
+from mpicomp.compressors.countsketch import CountSketch
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.dgc import DGC
 from mpicomp.compressors.efsign import EFSign
+from mpicomp.compressors.fetchsgd import FetchSGD
 from mpicomp.compressors.gaussiank import GaussianK
+from mpicomp.compressors.globalrandk_maxnorm import GlobalRandKMaxNorm
+from mpicomp.compressors.maxnorm import MaxNorm
 from mpicomp.compressors.mstopk import MSTopK
 from mpicomp.compressors.natural import Natural
 from mpicomp.compressors.onebit import OneBit
@@ -30,6 +34,8 @@ from mpicomp.compressors.registry import (
     register_compressor,
 )
 from mpicomp.compressors.sidco import SIDCo
+from mpicomp.compressors.signsgd import SignSGD
+from mpicomp.compressors.terngrad import TernGrad
 from mpicomp.compressors.threshold import Threshold
 from mpicomp.compressors.topk import TopK
 from mpicomp.compressors.uniform import Uniform
@@ -41,11 +47,15 @@ __all__ = [
     "BlockRandomK",
     "Candidates",
     "Compressor",
+    "CountSketch",
     "Dense",
     "EFSign",
     "Entry",
+    "FetchSGD",
     "GaussianK",
+    "GlobalRandKMaxNorm",
     "MSTopK",
+    "MaxNorm",
     "Natural",
     "OneBit",
     "PowerSGD",
@@ -57,7 +67,9 @@ __all__ = [
     "Selection",
     "SharedQuantiser",
     "SharedSparsifier",
+    "SignSGD",
     "Sparsifier",
+    "TernGrad",
     "Threshold",
     "TopK",
     "Uniform",

@@ -286,6 +286,11 @@ class SharedSparsifier(Compressor):
         """Give what values are multiplied by before they are sent; the receiver adds them as they are."""
         return 1.0
 
+    @property
+    def values(self) -> Compressor | None:
+        """What values travel by, one that takes the array's place; None: as a dense array, see ``wire``."""
+        return None
+
 
 @dataclass(frozen=True, repr=False)
 class Quantiser(Compressor):
@@ -348,8 +353,8 @@ class Quantiser(Compressor):
 class SharedQuantiser(Compressor):
     """A compressor that rounds every element to a grid that all ranks share, so that integers are summed.
 
-    The finest grid has ``2 * scales[-1] + 1`` points from ``-norm`` to ``norm``, where ``norm`` is the largest that
-    any rank has measured. To add one: derive from it and give `scales`, `norm` and `rounding`.
+    Grids are symmetric and reach as far as any rank asks for. To add one: derive from it and give `scales`,
+    `stochastic` and `reach`.
     """
 
     family: ClassVar[str] = "quantiser"
@@ -358,7 +363,7 @@ class SharedQuantiser(Compressor):
     @property
     @abstractmethod
     def scales(self) -> tuple[int, ...]:
-        """Integers that ``norm`` stands for on each grid, ascending.
+        """Integers at the end of each grid, ascending, of which the first is below 2**24.
 
         An element travels on the finest grid on which no rank's integer is beyond ``scales[0]``.
         """
@@ -369,10 +374,10 @@ class SharedQuantiser(Compressor):
         """Whether elements are rounded at random, so that they are right on the average; if not, to the nearest."""
 
     @abstractmethod
-    def norm(self, array: NDArray[np.floating]) -> float:
-        """Give what this rank wants the ends of the grid to be; NaN or infinite where an element is.
+    def reach(self, array: NDArray[np.floating]) -> float:
+        """Give how far from zero this rank wants grids to reach; NaN or infinite where an element is.
 
-        Elements beyond the ends are taken to them.
+        The array may be empty. Elements beyond the ends are taken to them.
         """
 
     @property

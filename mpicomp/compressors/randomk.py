@@ -91,17 +91,7 @@ class RandomK(_Random):
 
     def positions(self, numel: int, scope: Scope, out: NDArray[np.uint32]) -> None:
         """Draw one position of each part; see `SharedSparsifier.positions`."""
-        k = out.size
-        random = scope.random(shared=True)
-        draws = scope.workspace.array("randomk.draws", min(k, _CHUNK), np.float64)
-        for first in range(0, k, _CHUNK):
-            bounds = _bounds(first, min(first + _CHUNK, k), numel, k)
-            own = draws[: bounds.size - 1]
-            random.random(out=own)
-            own *= np.diff(bounds)
-            np.floor(own, out=own)
-            own += bounds[:-1]
-            out[first : first + own.size] = own
+        one_of_each(numel, scope.random(shared=True), scope, out)
 
     def weights(self, numel: int) -> NDArray[np.floating] | float:
         """Give the parts' lengths, or 1; see `SharedSparsifier.weights`."""
@@ -151,6 +141,37 @@ class BlockRandomK(_Random):
     def weights(self, numel: int) -> float:
         """Give ``numel / k``, or 1; see `SharedSparsifier.weights`."""
         return numel / self.count(numel) if self.scaled else 1.0
+
+
+def one_of_each(numel: int, random: np.random.Generator, scope: Scope, out: NDArray[np.uint32], turn: int = 0) -> None:
+    """Write one position of each of ``out.size`` parts of nearly equal length.
+
+    Parameters
+    ----------
+    numel : int
+        Length of all parts together.
+    random : numpy.random.Generator
+        Draws a position of each part.
+    scope : Scope
+        Whose workspace is used.
+    out : array of uint32, shape (k,)
+        Receives the positions, ascending.
+    turn : int
+        How many positions further to go; behind a part's last one comes its first.
+    """
+    k = out.size
+    draws = scope.workspace.array("randomk.draws", min(k, _CHUNK), np.float64)
+    for first in range(0, k, _CHUNK):
+        bounds = _bounds(first, min(first + _CHUNK, k), numel, k)
+        own = draws[: bounds.size - 1]
+        random.random(out=own)
+        own *= np.diff(bounds)
+        np.floor(own, out=own)
+        if turn:
+            own += turn
+            own %= np.diff(bounds)
+        own += bounds[:-1]
+        out[first : first + own.size] = own
 
 
 def _bounds(first: int, last: int, numel: int, k: int) -> NDArray[np.uint64]:

@@ -13,6 +13,9 @@ from mpicomp.transport import LocalWorld
 BY_VALUE = {"var-topk", "oktopk", "parameter-server"}
 """Collectives in which the values decide who sends, or how much."""
 
+UNTOLD = {"signsgd", "fetchsgd"}
+"""Compressors whose gain cannot be told: no magnitudes travel, or what is delivered is of earlier steps, too."""
+
 RANKS = [1, 2, 3, 4, 5, 8, 16]
 MANY = [33, 64]
 AMONG_MANY = pairs(
@@ -22,6 +25,8 @@ AMONG_MANY = pairs(
         mpicomp.TopK(ratio=0.05),
         mpicomp.RandomK(ratio=0.05),
         mpicomp.OneBit(),
+        mpicomp.MaxNorm(bits=[6, 10]),
+        mpicomp.SignSGD(),
         Above(1.5),
     ]
 )
@@ -43,6 +48,8 @@ ON_HOSTS = hierarchies(
         mpicomp.SIDCo(ratio=0.05),
         mpicomp.RandomK(ratio=0.05),
         mpicomp.OneBit(block=64),
+        mpicomp.MaxNorm(bits=[4, 8]),
+        mpicomp.GlobalRandKMaxNorm(ratio=0.1),
         mpicomp.Threshold(limit=1.5),
         Above(limit=1e30),
     ]
@@ -55,7 +62,8 @@ def check_laws(compressor, collective, ranks, dtype, numel, **settings):
     first = results[0]
     for result in results:
         assert result.mean.tobytes() == first.mean.tobytes()
-        assert (result.gain, result.kept, result.energy) == (first.gain, first.kept, first.energy)
+        assert result.gain == first.gain or compressor.id in UNTOLD
+        assert (result.kept, result.energy) == (first.kept, first.energy)
         assert not result.nonfinite
         assert not result.stale
     sent = [dense(result.sent, numel) for result in results]
@@ -68,7 +76,10 @@ def check_laws(compressor, collective, ranks, dtype, numel, **settings):
         np.testing.assert_array_equal(after, arrays)
     lost = sum(np.sum((array - part) ** 2) for array, part in zip(np.float64(after), sent, strict=True))
     energy = np.sum(np.square(np.float64(after)))
-    np.testing.assert_allclose(first.gain, 1 - lost / energy, atol=1e-5)
+    if compressor.id in UNTOLD:
+        assert np.isnan(first.gain)
+    else:
+        np.testing.assert_allclose(first.gain, 1 - lost / energy, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(first.energy, energy, rtol=1e-5)
 
 

@@ -1,0 +1,147 @@
+"""Integers on a grid that all ranks share, which the transport sums."""
+
+import math
+from collections.abc import Generator
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives.round import Group, Round
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import SharedQuantiser
+from mpicomp.compressors.message import NONFINITE, STALE
+from mpicomp.errors import ConfigurationError
+from mpicomp.kernels import cpu
+
+_BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.uint64)
+_HEADER = np.dtype([("flags", "<u4"), ("zero", "<u4"), ("energy", "<f8"), ("norm", "<f8")])
+_MOST = 2**31 - 1
+"""What a field may hold: a wider one would take as many bits as a float32."""
+_FINEST = 2**24 - 1
+"""Up to this float32 counts."""
+_PARTS = 2.0**40
+"""Parts of the total energy in which ranks tell what they have lost, so that it is summed as integers too."""
+
+
+class IntegerSum(Scheme[SharedQuantiser]):
+    """Allgatherv of norms, then an allreduce of integers that stand side by side in words of 64 bits.
+
+    All ranks take the largest norm for the end of the grid. Every integer is as many bits wide as the sum over ranks
+    needs, so that one 64-bit sum adds up to 64 of them and none can overflow, at any number of ranks. Integer sums are
+    the same on every rank in whatever order a library takes them, and so is the mean.
+
+    Where the compressor has several grids, each rank objects to the finer ones for elements that are too large for
+    them, before they are rounded: an element goes on the finest grid to which nobody objects. That takes another
+    allreduce, of objections.
+    """
+
+    id: ClassVar[str] = "integer-sum"
+    paper: ClassVar[str] = (
+        "the exchange of the max-norm quantisers, arXiv 2109.12497; bit fields as wide as the sum in place of 8, 16 or "
+        "32 bits, elements are compared to the finer grids before they are rounded, which keeps them unbiased"
+    )
+    messages: ClassVar[str] = "integers"
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        """One allgatherv of headers, and an allreduce of words, or two; see `Scheme.rounds`.
+
+        Raises
+        ------
+        ConfigurationError
+            Where the sum over so many ranks needs more than 31 bits.
+        """
+        limit, *finer = self.compressor.scales
+        largest = 2 * limit * group.size
+        if limit > _FINEST or largest > _MOST:
+            raise ConfigurationError(
+                f"integer-sum: integers up to {limit} from {group.size} ranks need fields of {largest.bit_length()} "
+                f"bits, and 31 are the most; use fewer bits"
+            )
+        tell = Round("allgatherv", [_HEADER.itemsize] * group.size, _BYTE)
+        ask = Round("allreduce", (len(finer) * cpu.words_of(numel, group.size),), _WORD)
+        add = Round("allreduce", (cpu.words_of(numel, largest) + 1,), _WORD)
+        return [tell, ask, add] if finer else [tell, add]
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Agree on the grid, round, add; see `Scheme.exchange`."""
+        group, workspace = context.group, context.workspace
+        array, numel, dtype = accumulated.array(), accumulated.numel, accumulated.dtype
+        scales = np.array(self.compressor.scales, np.float64)
+        limit = self.compressor.scales[0]
+        largest = 2 * limit * group.size
+        tell, *asked, add = self.rounds(numel, dtype, group)
+
+        own = np.array([(flags_of(accumulated), 0, accumulated.energy, self.compressor.reach(array))], _HEADER)
+        tell.send = own.view(_BYTE)
+        tell.recv = workspace.array("headers", sum(tell.counts), _BYTE)
+        headers = (yield tell).view(_HEADER)
+        flags = int(np.bitwise_or.reduce(headers["flags"]))
+        energy = sum(headers["energy"].tolist())
+        norm = float(headers["norm"].max())
+
+        steps = _clipped(norm, scales[-1] * group.size, dtype) / scales
+        inverses = (1 / steps).astype(dtype)
+        levels = None
+        if asked:
+            levels = yield from self._levels(asked[0], array, inverses, context)
+
+        words = workspace.array("words", add.counts[0], _WORD)
+        sent = workspace.array("sent", numel, dtype)
+        key = context.key(shared=False) if self.compressor.stochastic else None
+        lost = cpu.pack_fields(array, inverses, steps.astype(dtype), limit, largest, key, words[:-1], sent, levels)
+        words[-1] = _parts_of(lost + accumulated.lost, energy, group.size)
+        add.send = words
+        add.recv = workspace.array("sums", words.size, _WORD)
+        sums = yield add
+
+        mean = workspace.array("mean", numel, dtype)
+        factors = (steps / group.size).astype(dtype)
+        cpu.unpack_fields(sums[:-1], factors, limit * group.size, largest, mean, levels)
+        share = int(sums[-1]) / _PARTS if math.isfinite(energy) else math.nan
+        return Result(
+            mean=mean,
+            sent=sent,
+            energy=energy,
+            gain=gain_of(share * energy, energy),
+            kept=float(numel),
+            nonfinite=bool(flags & NONFINITE) or not math.isfinite(norm),
+            stale=bool(flags & STALE),
+        )
+
+    def _levels(
+        self, ask: Round, array: NDArray[np.floating], inverses: NDArray[np.floating], context: Context
+    ) -> Generator[Round, NDArray[np.uint64], NDArray[np.uint8]]:
+        """Give each element's grid."""
+        workspace, ranks, limit = context.workspace, context.group.size, self.compressor.scales[0]
+        width = cpu.words_of(array.size, ranks)
+        ask.send = workspace.array("objections", ask.counts[0], _WORD)
+        ask.recv = workspace.array("objected", ask.counts[0], _WORD)
+        for level, inverse in enumerate(inverses[1:]):
+            cpu.pack_objections(array, inverse, limit, ranks, ask.send[level * width : (level + 1) * width])
+        objected = yield ask
+        levels = workspace.array("levels", array.size, np.uint8)
+        levels[:] = 0
+        for level in range(1, inverses.size):
+            cpu.settle_levels(objected[(level - 1) * width : level * width], ranks, level, levels)
+        return levels
+
+
+def _clipped(norm: float, points: float, dtype: np.dtype[Any]) -> float:
+    """Take a norm to where a step, its inverse and all multiples of it are ordinary numbers.
+
+    So zeros have a grid too, whose points are smaller than any gradient, and elements near the largest number there is
+    are taken to half of it. Where the norm is not finite it is NaN, and so are all points.
+    """
+    limits = np.finfo(dtype)
+    if not math.isfinite(norm):
+        return math.nan
+    return min(max(norm, points * float(limits.tiny)), float(limits.max) / 2)
+
+
+def _parts_of(lost: float, energy: float, ranks: int) -> int:
+    """Give lost energy as parts of the total, so that the sum over ranks fits into 64 bits; 0 where it is unknown."""
+    if not (energy > 0 and math.isfinite(energy) and lost >= 0):
+        return 0
+    return int(min(lost / energy * _PARTS, float(2**63 // ranks)))

@@ -1,0 +1,105 @@
+"""Random elements, the same on all ranks, on a grid that all ranks share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.base import Scope, SharedSparsifier, check_choice, check_ratio, kept
+from mpicomp.compressors.maxnorm import MaxNorm, check_bits
+from mpicomp.compressors.randomk import one_of_each
+from mpicomp.compressors.registry import register_compressor
+from mpicomp.errors import ConfigurationError
+
+
+@register_compressor
+@dataclass(frozen=True, repr=False)
+class GlobalRandKMaxNorm(SharedSparsifier):
+    """GlobalRandK-MaxNorm (arXiv 2109.12497): every element has its turn, and then travels as `MaxNorm` says.
+
+    The array is cut into k parts of nearly equal length; each step sends one element of each, the next one in the
+    next step, from a random element on. So all are sent before any is sent again, as with a permutation of all elements
+    that is cut into chunks, which need not be stored. No index travels. What is not selected is zero on all ranks.
+
+    Parameters
+    ----------
+    ratio : float
+        Kept fraction in (0, 1]; k is the nearest integer to ``ratio * numel``, at least 1.
+    bits : int, or sequence of int
+        See `MaxNorm`.
+    rounding : {"nearest", "stochastic"}
+        To the nearest, with error feedback: what is not selected, and what rounding takes, waits for the element's next
+        turn. Or at random and without error feedback, as in the paper.
+
+    Notes
+    -----
+    Values are not multiplied by ``1 / ratio``. In the paper's form, ``rounding="stochastic"``, the mean over draws and
+    turns is therefore ``ratio`` times the gradient: steps are as much smaller, for which a larger learning rate can
+    make up. In the other form nothing has to: all that gradients hold is sent sooner or later.
+
+    Different from the paper and its code: error feedback; the permutation; and in the code each rank keeps its own
+    gradient where nothing is selected, with which models of different ranks grow apart.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> compressor, out = GlobalRandKMaxNorm(ratio=0.3), np.empty(3, np.uint32)
+    >>> for step in range(4):
+    ...     compressor.positions(10, Scope(step=step), out)
+    ...     print(out.tolist())  # of 0 to 2, of 3 to 5 and of 6 to 9
+    [1, 3, 6]
+    [2, 4, 7]
+    [0, 5, 8]
+    [1, 3, 9]
+    """
+
+    id: ClassVar[str] = "globalrandk-maxnorm"
+    paper: ClassVar[str] = (
+        "GlobalRandK-MaxNorm, arXiv 2109.12497; an element of each of k parts in turns in place of a stored "
+        "permutation, what is not sent is zero on all ranks, error feedback"
+    )
+
+    ratio: float = 0.1
+    bits: int | Sequence[int] = 8
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "ratio", check_ratio(self.id, self.ratio))
+        check_choice(self.id, "rounding", self.rounding, ("nearest", "stochastic"))
+        object.__setattr__(self, "bits", check_bits(self.id, self.bits))
+        if self.wire is not None:
+            raise ConfigurationError(
+                f"{self.id}: wire must be None, since bits say how values travel, got {self.wire!r}"
+            )
+
+    @property
+    def feedback(self) -> bool:
+        """Off where elements are rounded at random."""
+        return self.values.feedback
+
+    @property
+    def contractive(self) -> bool:
+        """Whether elements are rounded to the nearest."""
+        return self.values.contractive
+
+    @property
+    def values(self) -> MaxNorm:
+        """Give what the selected elements travel by; see `SharedSparsifier.values`."""
+        return MaxNorm(bits=self.bits, rounding=self.rounding)
+
+    def wire_bytes_per_element(self, itemsize: int) -> float:
+        """Give the integer of the kept fraction, among four ranks."""
+        return self.count(1 << 20) / (1 << 20) * self.values.wire_bytes_per_element(itemsize)
+
+    def count(self, numel: int) -> int:
+        """Give k."""
+        return kept(self.ratio, numel)
+
+    def positions(self, numel: int, scope: Scope, out: NDArray[np.uint32]) -> None:
+        """Give each part's next element; see `SharedSparsifier.positions`."""
+        # The same draws in each step: the turn alone moves on.
+        random = Scope(bucket=scope.bucket, seed=scope.seed).random(shared=True)
+        one_of_each(numel, random, scope, out, turn=scope.step)

@@ -1,0 +1,110 @@
+"""Max-norm quantisers: a uniform grid that all ranks share, up to the largest element that any of them has."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.base import SharedQuantiser, check_choice
+from mpicomp.compressors.registry import register_compressor
+from mpicomp.errors import ConfigurationError
+from mpicomp.kernels import cpu
+
+
+@register_compressor
+@dataclass(frozen=True, repr=False)
+class MaxNorm(SharedQuantiser):
+    """QSGD-MaxNorm (arXiv 2109.12497), with one, two or more scales.
+
+    Every element is rounded to one of ``2 s + 1`` points from ``-w`` to ``w``, where ``s = 2**(bits - 1) - 1`` and w is
+    the largest norm of any rank. Integers of all ranks are summed as they travel.
+
+    Parameters
+    ----------
+    bits : int, or sequence of int
+        From 2 to 16, sign included. Several, ascending, are one grid each: integers are as wide as the first says, and
+        an element goes on the finest grid on which it fits into that width on every rank. ``[6, 10]`` is the paper's
+        two-scale form.
+    norm : {"max", "l2"}
+        What w is: the largest magnitude, or the L2 norm, which is far larger and leaves few points that are used.
+    rounding : {"stochastic", "nearest"}
+        At random, up or down, so that the mean over draws is the element; or to the nearest point, which loses less and
+        runs with error feedback. ``"nearest"`` needs ``norm="max"``: with the L2 norm equal elements would all be
+        below half a step, and never be sent.
+
+    Notes
+    -----
+    The variance of a rank's error is at most ``(w / s)**2 / 4`` for each element, of the s of its grid.
+
+    With ``"nearest"`` no error is larger than half a step, nor than its element, so what is kept back is bounded: its
+    largest element is at most ``1 / (2 s - 1)`` of the gradients' largest.
+
+    Different from the paper and its code:
+
+    - bits count the sign, of which the paper's ``s = 2**bits - 1`` takes one more than it says;
+    - on the wire an integer takes as many bits as its sum over ranks can need, not 8, 16 or 32, so that it never
+      overflows;
+    - elements are compared to a finer grid before they are rounded. To look at the rounded ones sends those near its
+      end only where they were rounded down, which is biased.
+
+    Examples
+    --------
+    >>> MaxNorm(bits=4).scales, MaxNorm(bits=[6, 10]).scales
+    ((7,), (31, 511))
+    >>> MaxNorm().feedback, MaxNorm(rounding="nearest").feedback
+    (False, True)
+    """
+
+    id: ClassVar[str] = "maxnorm"
+    paper: ClassVar[str] = (
+        "QSGD-MaxNorm, two-scale and multi-scale, arXiv 2109.12497; bits count the sign, fields as wide as the sum "
+        "needs, grids chosen before rounding; rounding to the nearest with error feedback"
+    )
+
+    bits: int | Sequence[int] = 4
+    norm: str = "max"
+    rounding: str = "stochastic"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", check_bits(self.id, self.bits))
+        check_choice(self.id, "norm", self.norm, ("max", "l2"))
+        check_choice(self.id, "rounding", self.rounding, ("stochastic", "nearest"))
+        if (self.rounding, self.norm) == ("nearest", "l2"):
+            raise ConfigurationError(
+                f"{self.id}: rounding='nearest' needs norm='max': with the L2 norm equal elements are never sent"
+            )
+
+    @property
+    def scales(self) -> tuple[int, ...]:
+        """Give ``2**(bits - 1) - 1`` for each grid; see `SharedQuantiser.scales`."""
+        each = self.bits if isinstance(self.bits, Sequence) else (self.bits,)
+        return tuple(2 ** (bits - 1) - 1 for bits in each)
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether ``rounding`` says so."""
+        return self.rounding == "stochastic"
+
+    def reach(self, array: NDArray[np.floating]) -> float:
+        """Give the norm; see `SharedQuantiser.reach`."""
+        return largest(array) if self.norm == "max" else math.sqrt(cpu.energy(array))
+
+
+def check_bits(subsystem: str, bits: object) -> int | tuple[int, ...]:
+    """Give bits of one grid as an int and of several as a tuple, or say why they are none."""
+    several = isinstance(bits, Sequence) and not isinstance(bits, str)
+    given = list(bits) if several else [bits]  # type: ignore[call-overload]
+    whole = all(isinstance(own, (int, np.integer)) and not isinstance(own, bool) for own in given)
+    if not given or not whole or not all(2 <= own <= 16 for own in given):
+        raise ConfigurationError(f"{subsystem}: bits must be a whole number from 2 to 16, or several, got {bits!r}")
+    if sorted(set(given)) != given:
+        raise ConfigurationError(f"{subsystem}: bits of several grids must ascend without repetition, got {bits!r}")
+    return tuple(map(int, given)) if len(given) > 1 else int(given[0])
+
+
+def largest(array: NDArray[np.floating]) -> float:
+    """Give the largest magnitude: NaN where an element is, 0 of none."""
+    return max(float(array.max()), -float(array.min())) if array.size else 0.0

@@ -1,0 +1,83 @@
+"""TernGrad: minus one, zero or one times a scale that all ranks share."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.base import SharedQuantiser
+from mpicomp.compressors.maxnorm import largest
+from mpicomp.compressors.registry import register_compressor
+from mpicomp.errors import ConfigurationError
+from mpicomp.kernels import cpu
+
+
+@register_compressor
+@dataclass(frozen=True, repr=False)
+class TernGrad(SharedQuantiser):
+    """TernGrad (arXiv 1705.07878): an element is sent as w with its sign, with probability ``|x| / w``, or as zero.
+
+    Parameters
+    ----------
+    clip : float or None
+        A rank wants w to be its largest magnitude, or ``clip`` times the root of its mean square where that is less;
+        the largest wish of all ranks counts, and elements beyond it are taken to it. Without clipping (None) w follows
+        the largest of all elements, the others are nearly always zero, and the mean over draws is the gradient.
+
+    Notes
+    -----
+    Not for error feedback: what is kept back of an element can be many times the element.
+
+    Different from the paper:
+
+    - elements are clipped at the scale that ranks share, not each rank's at its own, so fewer of them are;
+    - the mean square is taken about zero, not about the mean. Gradients have a mean near zero, where it is the same;
+      but the standard deviation of equal elements, or of a single one, is zero, and would clip all of them to nothing;
+    - a bucket has one scale, not each of its layers.
+
+    Examples
+    --------
+    >>> TernGrad().unbiased, TernGrad(clip=None).unbiased, TernGrad().feedback
+    (False, True, False)
+    """
+
+    id: ClassVar[str] = "terngrad"
+    paper: ClassVar[str] = (
+        "TernGrad with scaler sharing, Wen et al. 2017, arXiv 1705.07878; clipped at the shared scale, at 2.5 times "
+        "the root mean square, one scale a bucket"
+    )
+
+    clip: float | None = 2.5
+
+    def __post_init__(self) -> None:
+        if self.clip is None:
+            return
+        number = isinstance(self.clip, (int, float, np.integer, np.floating)) and not isinstance(self.clip, bool)
+        if not number or not 0 < self.clip < math.inf:
+            raise ConfigurationError(f"terngrad: clip must be None or a positive number, got {self.clip!r}")
+        object.__setattr__(self, "clip", float(self.clip))
+
+    @property
+    def scales(self) -> tuple[int, ...]:
+        """One grid of three points; see `SharedQuantiser.scales`."""
+        return (1,)
+
+    @property
+    def stochastic(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether nothing is clipped."""
+        return self.clip is None
+
+    def reach(self, array: NDArray[np.floating]) -> float:
+        """Give the scale that this rank wants; see `SharedQuantiser.reach`."""
+        most = largest(array)
+        if self.clip is None or not most > 0 or not math.isfinite(most):
+            return most
+        typical = math.sqrt(cpu.energy(array) / array.size)
+        return min(most, self.clip * typical) if typical > 0 else most  # zero where squares vanish
