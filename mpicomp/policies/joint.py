@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives import Group, Scheme, bind
-from mpicomp.compressors import Compressor, Dense, OneBit, Quantiser, TopK
+from mpicomp.compressors import QSGD, Compressor, Dense, OneBit, Quantiser, TopK
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.policies.balance import Balance, delay_for
@@ -25,7 +25,7 @@ from mpicomp.policies.signal import Signal, SketchSurvey
 from mpicomp.policies.surveys import Both, LossSurvey, Spectra, SpectrumSurvey, Survey
 from mpicomp.transport.base import Asked, Transport
 
-_QUANTISERS = (OneBit(),)
+_QUANTISERS = (OneBit(), QSGD(rounding="nearest"))  # of others something here is as fast and loses less
 _LEAST, _MOST, _STEP = 0.001, 0.25, 2 ** (1 / 3)  # ratios, and from one to the next
 _LOOKS, _STRIDE = 100, 8  # steps between two spectra, and of those one group of elements in so many
 _SKETCHES = 5  # steps between two sketches
@@ -45,7 +45,7 @@ _PAYS = 0.1  # by which plans have to be better than dense ones: late gradients 
 @register_policy
 @dataclass(eq=False)
 class Joint(Policy):
-    """What makes a model learn fastest here and now: ratio, collective and wire of every bucket together.
+    """What makes a model learn fastest here and now: compressor, collective and wire of every bucket together.
 
     What a step keeps back arrives later, and a model whose gradients are late is behind one whose are not, as far as
     they are signal and not noise of a batch. So plans are sought that minimise ``(age + behind) x seconds of a step``,
@@ -54,10 +54,12 @@ class Joint(Policy):
     80)`` of these are allowed: this is the same as a gain of at least ``1 / (1 + delay)``, a target that is high at
     first and falls as training goes on and signal becomes less.
 
-    Seconds come from the cost model, in the order in which buckets become ready. How late gradients are under each
-    ratio is learnt from the gains of the steps before (`mpicomp.policies.delays`), and how much later each collective
-    makes them; how much of them is signal, from small sketches (`mpicomp.policies.signal`). A dynamic programme over
-    the delay (L-GreCo's, with the end of the last bucket in place of bytes) finds the best plans. Ratios go down by
+    Candidates are top-k at many ratios, signs, four bits an element, and dense. Seconds come from the cost model, in
+    the order in which buckets become ready. How late gradients are under each ratio is learnt from the gains of the
+    steps before (`mpicomp.policies.delays`), and how much later each collective makes them; under a quantiser it is at
+    first told from what it leaves out of a gradient. How much of gradients is signal is told by small sketches
+    (`mpicomp.policies.signal`). A dynamic programme over the delay (L-GreCo's, with the end of the last bucket in place
+    of bytes) finds the best plans. Ratios go down by
     little at a time, up by as much as is needed: when gains fall, delays grow.
 
     Parameters

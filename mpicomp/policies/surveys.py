@@ -133,7 +133,7 @@ class LossSurvey:
     def shares(self, told: NDArray[np.float32]) -> list[float]:
         """Give the share of all ranks' energy that each quantiser leaves out; NaN where it cannot be told."""
         energy, *lost = told.astype(np.float64).sum(axis=0)
-        return [float(own / energy) if energy > 0 else 0.0 for own in lost]
+        return [float(own / energy) if energy != 0 else 0.0 for own in lost]
 
     def _some(self, accumulated: NDArray[np.floating], step: int) -> NDArray[np.floating]:
         stride = self._stride if accumulated.size >= _WHOLE * self._stride else 1

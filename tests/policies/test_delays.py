@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpicomp.policies.balance import Balance, behind, delay_for
-from mpicomp.policies.delays import Delays
+from mpicomp.policies.delays import Delays, Lateness
 
 
 class Worker:
@@ -151,3 +151,27 @@ def test_late_buckets_are_not_allowed():
     balance = Balance(*rows, [0.01, 0.99], [0.0, 0.0], beside=1.0, age=100, longest=1.0, signal=0.02)
     assert balance.best()[0] == 1  # its weight is small, but it would be nine steps late
     assert not balance.allows([0, 1])
+
+
+def test_a_quantiser_is_late_by_what_it_left_out_and_then_by_what_it_did():
+    own = Lateness()
+    assert own.delay == np.inf
+    own.guess(np.nan)
+    assert own.delay == np.inf
+    own.guess(0.2)
+    assert own.delay == pytest.approx(0.25)
+    for _ in range(100):
+        own.observe(gain=0.5, steps=1)
+    assert own.delay == pytest.approx(1.0, rel=1e-3)
+    own.guess(0.2)
+    assert own.delay == pytest.approx(1.0, rel=1e-3)
+    assert Lateness.from_state(own.state()) == own
+    assert Lateness.from_state(Lateness(0.3).state()) == Lateness()
+
+
+def test_steps_that_were_not_looked_at_count():
+    often, seldom = Lateness(0.3), Lateness(0.3)
+    for _ in range(6):
+        often.observe(0.6, 1)
+    seldom.observe(0.6, 6)
+    assert seldom.delay == pytest.approx(often.delay)

@@ -71,13 +71,34 @@ def test_ranks_agree_and_nothing_is_lost(size, bucket_bytes):
     steps = Training(size, SLOW, bucket_bytes=bucket_bytes).run(60)
     assert len(steps[0]) == (1 if bucket_bytes > 100_000 else 2)
     ran = {own.compressor["id"] for buckets in steps for own in buckets}
-    assert ran == ({"dense"} if size == 1 else {"dense", "topk"})
+    assert ran == {"dense"} if size == 1 else {"dense", "topk"} <= ran
 
 
 @pytest.mark.parametrize("size", [3, 4])  # two take longer to tell signal from noise
 def test_it_works_without_a_measured_network(size):
     steps = Training(size, None).run(150)
-    assert {own.compressor["id"] for buckets in steps for own in buckets} == {"dense", "topk"}
+    assert {"dense", "topk"} <= {own.compressor["id"] for buckets in steps for own in buckets}
+
+
+def test_much_signal_is_sent_in_few_bits():
+    """Where no gradient may be late, what is faster than dense is all elements in few bits."""
+    training = Training(4, Link(1e-5, 2e7), signal=0.6)
+    steps = training.run(120)[40:]
+    ran = [own for buckets in steps for own in buckets if own.compressor["id"] in ("onebit", "qsgd")]
+    assert len(ran) > len(steps) / 2
+    assert {own.collective for own in ran} <= {"two-phase", "packed-allgather"}
+    assert np.mean([late(buckets) for buckets in steps]) < 0.5
+
+
+def test_what_is_known_of_quantisers_survives_a_restart():
+    training = Training(3, Link(1e-5, 2e7), signal=0.6)
+    training.run(80)
+    state = training.ranks.reducers[0].policy.state_dict()
+    again = Training(3, Link(1e-5, 2e7), signal=0.6)
+    again.step()
+    again.ranks.reducers[0].policy.load_state_dict(state, None)
+    assert again.ranks.reducers[0].policy.state_dict()["quantisers"] == state["quantisers"]
+    assert any(own["delay"] for own in state["quantisers"]["embedding"].values())
 
 
 def test_it_is_careful_at_first_and_loosens():
