@@ -7,16 +7,24 @@ from mpicomp.kernels.cpu.compile import kernel
 _SHIFTS = (np.uint32(16), np.uint32(15), np.uint32(16))
 _FACTORS = (np.uint32(0x7FEB352D), np.uint32(0x846CA68B))
 
+# The same for 64 bits: splitmix64, Steele et al. 2014.
+_STEP, _MIXING = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_MOST = 0xFFFFFFFFFFFFFFFF
+
 
 def halves(key: int) -> tuple[np.uint32, np.uint32]:
-    """Cut a key of 64 bits into its low and its high half, as `draw` takes it.
+    """Mix a key of 64 bits and cut it in two, as `draw` takes it: of similar keys the halves have nothing in common.
 
     Examples
     --------
-    >>> [int(half) for half in halves(5 + 7 * 2**32)]
-    [5, 7]
+    >>> [int(half) for half in halves(0)], [int(half) for half in halves(1)]
+    ([2065550767, 3793791033], [2298633409, 2433363436])
     """
-    return np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32 & 0xFFFFFFFF)
+    word = key + _STEP & _MOST
+    for shift, factor in _MIXING:
+        word = (word ^ word >> shift) * factor & _MOST
+    word ^= word >> 31
+    return np.uint32(word & 0xFFFFFFFF), np.uint32(word >> 32)
 
 
 @kernel
@@ -28,7 +36,7 @@ def draw(index, low, high):  # type: ignore[no-untyped-def]
     index : int
         Of the element. Those that are 2**32 apart have the same.
     low, high : uint32
-        The key.
+        What `halves` makes of the key.
 
     Returns
     -------
@@ -40,6 +48,6 @@ def draw(index, low, high):  # type: ignore[no-untyped-def]
     word = np.uint32(word ^ np.uint32(word >> _SHIFTS[0]))
     word = np.uint32(word * _FACTORS[0])
     word = np.uint32(word ^ np.uint32(word >> _SHIFTS[1]))
-    word = np.uint32(word + high)
+    word = np.uint32(word ^ high)
     word = np.uint32(word * _FACTORS[1])
     return np.uint32(word ^ np.uint32(word >> _SHIFTS[2]))

@@ -1,0 +1,72 @@
+import numba
+import numpy as np
+import pytest
+from mpicomp.kernels.cpu.random import draw, halves
+
+KEYS = [0, 1, 2, 3, 2**32, 2**63 + 5, 0x123456789ABCDEF]
+COUNT = 1 << 16
+
+
+@numba.njit
+def _many(start, low, high, out):
+    for i in range(out.size):
+        out[i] = draw(start + i, low, high)
+
+
+def many(key, start=0):
+    out = np.empty(COUNT, np.uint32)
+    _many(start, *halves(key), out)
+    return out
+
+
+def slowly(index, key):
+    """The definition, in Python's own integers."""
+    mixed = (key + 0x9E3779B97F4A7C15) % 2**64
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+    mixed ^= mixed >> 31
+    low, high, most = mixed % 2**32, mixed >> 32, 2**32
+    word = index % most ^ low
+    word ^= word >> 16
+    word = word * 0x7FEB352D % most
+    word ^= word >> 15
+    word = (word ^ high) * 0x846CA68B % most
+    return word ^ word >> 16
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_it_is_what_the_definition_says(key):
+    assert many(key)[:500].tolist() == [slowly(index, key) for index in range(500)]
+    assert many(key, start=2**32 - 10)[:20].tolist() == [slowly(index, key) for index in range(2**32 - 10, 2**32 + 10)]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_bit_is_set_half_the_time(key):
+    bits = np.unpackbits(many(key).view(np.uint8)).reshape(COUNT, 32)
+    assert np.abs(bits.mean(axis=0) - 0.5).max() < 5 * 0.5 / np.sqrt(COUNT)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_numbers_are_spread_evenly_and_neighbours_know_nothing_of_each_other(key):
+    numbers = many(key) / 2**32
+    counts = np.histogram(numbers, 64, (0, 1))[0]
+    assert np.square(counts - COUNT / 64).sum() / (COUNT / 64) < 63 + 5 * np.sqrt(2 * 63)  # chi squared
+    for apart in (1, 2, 64, 128, 1024):
+        assert abs(np.corrcoef(numbers[apart:], numbers[:-apart])[0, 1]) < 5 / np.sqrt(COUNT)
+
+
+def test_keys_know_nothing_of_each_other():
+    drawn = [many(key) / 2**32 for key in KEYS]
+    apart = np.abs(np.corrcoef(drawn) - np.eye(len(KEYS)))
+    assert apart.max() < 5 / np.sqrt(COUNT)
+
+
+def test_a_key_whose_halves_are_alike_is_another_key():
+    """Where indices differ by a few bits only, the second half still tells keys apart."""
+    low, high = halves(0)
+    first, second, third = np.empty((3, COUNT), np.uint32)
+    _many(0, low, high, first)
+    _many(0, low, high ^ np.uint32(0x5A5A5A5A), second)
+    _many(0, low ^ np.uint32(64), high, third)
+    for other in (second, third):
+        assert abs(np.corrcoef(first, other)[0, 1]) < 5 / np.sqrt(COUNT)
