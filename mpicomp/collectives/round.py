@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.collectives.graph import Graph
+
 WORLD, HOST, ACROSS = "world", "host", "across"
 """Names of groups: all ranks; those of one host; those with the same place on their hosts, one a host."""
 
@@ -76,17 +78,20 @@ class Round:
 
     Parameters
     ----------
-    operation : {"allreduce", "allgatherv", "alltoallv", "bcast", "gatherv", "sendrecv"}
+    operation : {"allreduce", "allgatherv", "alltoallv", "bcast", "gatherv", "sendrecv", "neighbor_alltoall"}
         ``allreduce`` sums ``send`` over ranks into ``recv``.
         ``allgatherv`` puts the ranks' ``send`` one after the other into ``recv``.
         ``alltoallv`` cuts ``send`` in parts, part j for rank j; ``recv`` holds this rank's part from every rank.
         ``bcast`` takes ``send`` from the root and puts it into ``recv`` on all ranks.
         ``gatherv`` puts the ranks' ``send`` one after the other into ``recv`` on the root; others need no ``recv``.
         ``sendrecv`` gives ``send`` to one rank and takes ``recv`` from one.
+        ``neighbor_alltoall`` cuts ``send`` in as many parts of one length as this rank has neighbours in ``graph``,
+        part j for the j-th of them; ``recv`` holds their parts for this rank, in the same order.
     counts : sequence of int
         Elements. ``allreduce`` and ``bcast``: one number. ``allgatherv`` and ``gatherv``: what each rank
         contributes, known to every rank. ``alltoallv``: the length of each part of ``send``. ``sendrecv``: what is
-        sent and what is received, 0 where there is no peer. All may be 0.
+        sent and what is received, 0 where there is no peer. ``neighbor_alltoall``: one number, the length of a part.
+        All may be 0.
     dtype : numpy.dtype
         Of the elements.
     root : int
@@ -102,6 +107,9 @@ class Round:
     arrived : callable, optional
         ``sendrecv``: called with the start and stop of every part of ``recv`` once it is there, in any order, so that
         it can be worked on while the rest is under way.
+    graph : Graph, optional
+        ``neighbor_alltoall``: who is whose neighbour in the group, the same on all ranks. A transport keeps what a
+        graph needs, so a few graphs are used again and again.
     background : bool
         Whether the transport only starts the round: it answers with a `Pending`, which whoever asked yields later
         to get ``recv``. Until then ``send`` and ``recv`` are the transport's.
@@ -117,6 +125,7 @@ class Round:
     peers: tuple[int | None, int | None] = (None, None)
     received: Sequence[int] | None = None
     arrived: Callable[[int, int], None] | None = None
+    graph: Graph | None = None
     background: bool = False
 
     def sent_bytes(self, group: Group) -> int:
@@ -132,6 +141,9 @@ class Round:
                 elements = sum(self.counts) - self.counts[group.rank]
             case "bcast":
                 elements = self.counts[0] if group.rank == self.root else 0
+            case "neighbor_alltoall":
+                assert self.graph is not None
+                elements = self.counts[0] * len(self.graph.neighbours(group.rank))
             case _:
                 elements = self.counts[0]
         return elements * self.dtype.itemsize

@@ -96,6 +96,10 @@ def terms(task: Round, group: Group) -> Terms:
             own = task.counts[rank]
             coming = own * size if task.received is None else sum(task.received)
             cost = Terms(size - 1, max(sum(task.counts), coming) - own)
+        case "neighbor_alltoall":
+            assert task.graph is not None
+            neighbours = len(task.graph.neighbours(rank))
+            cost = Terms(float(neighbours > 0), neighbours * task.counts[0])
         case _:
             cost = Terms(float(task.peers != (None, None)), max(task.counts))
     return Terms(cost.latency, cost.volume * itemsize * _through_one_link(task, group))
@@ -113,7 +117,7 @@ def _through_one_link(task: Round, group: Group) -> int:
     In a ring, and in what libraries do, one rank of a host talks to the next host. Where all talk to all, or with
     partners that are far away, all of a host's do.
     """
-    if group.name == ACROSS or task.operation == "alltoallv":
+    if group.name == ACROSS or task.operation in ("alltoallv", "neighbor_alltoall"):
         return group.sharing
     if task.operation == "sendrecv" and any(_distance(peer, group) > 1 for peer in task.peers if peer is not None):
         return group.sharing

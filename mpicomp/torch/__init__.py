@@ -4,5 +4,15 @@ from mpicomp.torch.broadcast import broadcast_parameters
 from mpicomp.torch.ddp import DDPState, ddp_comm_hook
 from mpicomp.torch.onebit_adam import OneBitAdam
 from mpicomp.torch.optimizer import DistributedOptimizer
+from mpicomp.torch.power_gossip import PowerGossip
+from mpicomp.torch.sketched_amsgrad import SketchedAMSGrad
 
-__all__ = ["DDPState", "DistributedOptimizer", "OneBitAdam", "broadcast_parameters", "ddp_comm_hook"]
+__all__ = [
+    "DDPState",
+    "DistributedOptimizer",
+    "OneBitAdam",
+    "PowerGossip",
+    "SketchedAMSGrad",
+    "broadcast_parameters",
+    "ddp_comm_hook",
+]

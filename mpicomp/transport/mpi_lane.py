@@ -108,9 +108,8 @@ class MPILane(Transport):
         if MPI.Is_finalized():
             return
         _finish([started for started, lane in list(_under_way.items()) if lane is self])
-        for channel in {*self._front.values(), *self._back.values()}:
-            if channel.comm not in (MPI.COMM_NULL, MPI.COMM_SELF):
-                channel.comm.Free()
+        for channel in dict.fromkeys([*self._front.values(), *self._back.values()]):
+            channel.close()
 
     def _channel(self, task: Round) -> Channel:
         return (self._back if task.background else self._front)[task.group]

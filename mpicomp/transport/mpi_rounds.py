@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicomp.collectives.graph import Graph
 from mpicomp.collectives.round import Pending, Round
 from mpicomp.transport.naps import Naps, wait
 
@@ -71,6 +72,7 @@ class Channel:
         self.comm = comm
         self._limit = limit
         self._tags = itertools.cycle(range(_TAGS))
+        self._graphs: dict[Graph, MPI.Intracomm] = {}
 
     def perform(self, task: Round, naps: bool) -> None:
         """Run a round; see `Started.finish` for ``naps``. Collective."""
@@ -78,18 +80,41 @@ class Channel:
         if calls is None:
             self._exchange(task).finish(naps)
             return
+        comm = self._comm_of(task)
         for name, arguments in calls:
             if naps:
-                wait(getattr(self.comm, f"I{name.lower()}")(*arguments).Test)
+                wait(getattr(comm, f"I{name.lower()}")(*arguments).Test)
             else:
-                getattr(self.comm, name)(*arguments)
+                getattr(comm, name)(*arguments)
 
     def start(self, task: Round) -> Started:
         """Begin a round. Collective."""
         calls = self._calls(task)
         if calls is None:
             return self._exchange(task)
-        return _Calls(task, [getattr(self.comm, f"I{name.lower()}")(*arguments) for name, arguments in calls])
+        comm = self._comm_of(task)
+        return _Calls(task, [getattr(comm, f"I{name.lower()}")(*arguments) for name, arguments in calls])
+
+    def close(self) -> None:
+        """Free the communicators. Collective; a second call does nothing."""
+        for comm in self._graphs.values():
+            comm.Free()
+        self._graphs.clear()
+        if self.comm not in (MPI.COMM_NULL, MPI.COMM_SELF):
+            self.comm.Free()
+
+    def _comm_of(self, task: Round) -> MPI.Comm:
+        """Give the communicator that a collective call of this round is made on.
+
+        That of a graph is made when a round asks for it first: all ranks do so in the same round, or none.
+        """
+        if task.graph is None:
+            return self.comm
+        if task.graph not in self._graphs:
+            assert isinstance(self.comm, MPI.Intracomm)
+            neighbours = list(task.graph.neighbours(self.comm.rank))
+            self._graphs[task.graph] = self.comm.Create_dist_graph_adjacent(neighbours, neighbours)
+        return self._graphs[task.graph]
 
     def _exchange(self, task: Round) -> Started:
         return _Messages(task, self.comm, next(self._tags), *self._messages(task))
@@ -131,6 +156,10 @@ class Channel:
                 # The same on every rank, as the branch must be.
                 if max(sum(counts), max(counts) * size) * task.dtype.itemsize <= self._limit:
                     return [("Alltoallv", ([send, counts], [recv, [counts[rank]] * size]))]
+            case "neighbor_alltoall":
+                assert task.graph is not None
+                if counts[0] * task.graph.most * task.dtype.itemsize <= self._limit:
+                    return [("Neighbor_alltoall", (send, recv))]
         return None
 
     def _messages(self, task: Round) -> tuple[Iterator[_Segment], Iterator[_Segment]]:
@@ -153,6 +182,11 @@ class Channel:
                     incoming += [(other, bounds[other], bounds[other + 1]) for other in range(size) if other != rank]
                 else:
                     outgoing.append((task.root, 0, counts[rank]))
+            case "neighbor_alltoall":
+                assert task.graph is not None
+                for place, other in enumerate(task.graph.neighbours(rank)):
+                    incoming.append((other, place * counts[0], (place + 1) * counts[0]))
+                    outgoing.append((other, place * counts[0], (place + 1) * counts[0]))
             case "alltoallv":
                 assert task.send is not None
                 assert task.recv is not None

@@ -1,0 +1,259 @@
+"""An optimizer whose ranks average their models with their neighbours', not their gradients with everybody's."""
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mpicomp.arrays import WORK_DTYPES, Described
+from mpicomp.collectives.gossip import Gossip
+from mpicomp.collectives.graph import Graph, make_graph
+from mpicomp.errors import ConfigurationError
+from mpicomp.reducer.agreement import Signature, agree
+from mpicomp.torch.exchanging import Exchanging
+from mpicomp.transport import Transport
+from mpicomp.transport.base import Asked
+
+
+def PowerGossip(  # noqa: N802, a factory that reads like the class that it stands for
+    optimizer: torch.optim.Optimizer,
+    graph: str | Iterable[tuple[int, int]] = "ring",
+    rank: int = 1,
+    iterations: int = 1,
+    rate: float = 1.0,
+    *,
+    seed: int = 0,
+    comm: Any = None,
+) -> Any:
+    """Make an optimizer average its parameters with those of neighbouring ranks after every step.
+
+    Each rank steps on its own gradient. Then it exchanges, with its neighbours in a graph alone, products of its
+    weight matrices with a few vectors, and both take a part of the difference over that these see. Models are near
+    each other, not the same; their mean is what it would be without the exchange, to rounding.
+
+    Collective over ``comm``, as are the steps of what it returns and `close`: all ranks step together.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Any. Its state, such as momenta, stays on its rank, and so do buffers of modules.
+    graph : {"ring", "torus"} or iterable of (int, int)
+        Who is whose neighbour: a ring, a torus with sides as equal as the number of ranks has divisors, or pairs of
+        ranks. Every rank must be reached from every other one.
+    rank : int
+        Vectors for each matrix and neighbour. A parameter is the matrix of its first dimension against all others.
+        One with a single dimension, and a matrix that is no larger than its factors, is exchanged as it is.
+    iterations : int
+        Exchanges a step.
+    rate : float
+        In (0, 1]: what the weights of the graph, ``1 / (1 + neighbours)`` of that one of both ranks that has more, are
+        multiplied by.
+    seed : int
+        For the first vectors, the same on all ranks.
+    comm : mpi4py.MPI.Comm, Transport or None
+        A communicator is duplicated. None stands for MPI.COMM_WORLD.
+
+    Returns
+    -------
+    torch.optim.Optimizer
+        The same optimizer, as an object of a class derived from its own: it shares groups and state with the one
+        passed. It has ``transport``; ``rounds(closure)``, its step as a generator of rounds; and ``close()``. Its
+        ``state_dict()`` has this rank's vectors under ``"mpicomp"``: with them training goes on as if it had never
+        stopped. On another graph it goes on with new ones.
+
+    Raises
+    ------
+    ConfigurationError
+        For a graph or a setting that cannot be.
+    DisagreementError
+        At the first step, where ranks have other parameters, settings or numbers of steps.
+    NonFiniteError
+        From ``step``, on a rank whose model is not finite and on its neighbours. Their own steps were made then.
+
+    Notes
+    -----
+    In each exchange a matrix costs ``rank`` times its rows, or its columns: they take turns.
+
+    Different from the paper and its code:
+
+    - Models are exchanged after the first step, too.
+    - A vector along which two models do not differ at all is replaced by a random one.
+    - Vectors are made orthonormal by a QR decomposition in float64.
+    - Weights are those of Metropolis; a graph needs not be regular.
+
+    16-bit parameters are averaged in float32 and rounded again, which their sum then is by as much.
+
+    References
+    ----------
+    Vogels et al. 2020, arXiv 2008.01425.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mpicomp.transport import LocalWorld
+    >>> world = LocalWorld(3)
+    >>> models = [torch.nn.Linear(8, 8) for _ in range(3)]
+    >>> optimizers = [
+    ...     PowerGossip(torch.optim.SGD(model.parameters(), lr=0.0), comm=end)
+    ...     for model, end in zip(models, world.transports)
+    ... ]
+    >>> for _ in range(100):
+    ...     steps = world.run([optimizer.rounds() for optimizer in optimizers])
+    >>> torch.allclose(models[0].weight, models[2].weight, atol=1e-4)
+    True
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(f"PowerGossip: a torch optimizer is needed, got {type(optimizer).__name__}")
+    if isinstance(optimizer, Exchanging | _Gossiping) or hasattr(optimizer, "reducer"):
+        raise ConfigurationError(f"PowerGossip: {type(optimizer).__name__} exchanges already; pass a plain optimizer")
+    for name, value in (("rank", rank), ("iterations", iterations)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigurationError(f"PowerGossip: {name} must be an integer of at least 1, got {value!r}")
+    if not isinstance(rate, (int, float)) or not 0 < rate <= 1:
+        raise ConfigurationError(f"PowerGossip: rate must be above 0 and at most 1, got {rate!r}")
+    transport = _transport(comm)
+    try:
+        own = make_graph(graph, transport.group.size)
+    except ConfigurationError:
+        if transport is not comm:
+            transport.close()
+        raise
+    base = type(optimizer)
+    wrapped: Any = object.__new__(type(f"Gossiping{base.__name__}", (_Gossiping, base), {}))
+    wrapped.__dict__ = optimizer.__dict__
+    wrapped.transport = transport
+    settings = {"rank": rank, "iterations": iterations, "rate": float(rate), "seed": seed}
+    wrapped._mpicomp_models = _Models(own, transport, transport is not comm, settings)
+    return wrapped
+
+
+class _Gossiping:
+    """What `PowerGossip` puts in front of an optimizer's class."""
+
+    transport: Transport
+    param_groups: list[dict[str, Any]]
+    _mpicomp_models: "_Models"
+
+    # A GradScaler leaves step() out where this rank's gradients overflowed, and its neighbours would wait for it. With
+    # this it calls step() on all of them, after it has set ``found_inf``.
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step on this rank's gradient, then exchange with the neighbours. Collective."""
+        return self.transport.run(self.rounds(closure))
+
+    def rounds(self, closure: Callable[[], Any] | None = None) -> Generator[Asked, Any, Any]:
+        """Do what `step` does as a generator of rounds, for ranks that live in one process."""
+        if hasattr(self, "found_inf"):
+            raise ConfigurationError(
+                "PowerGossip: gradients that a GradScaler has scaled cannot be served; use torch.autocast with "
+                "bfloat16, which needs no scaler"
+            )
+        loss = super().step(closure)  # type: ignore[misc]
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        yield from self._mpicomp_models.average(parameters)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the optimizer's state, and this rank's vectors under ``"mpicomp"``."""
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        return state | {"mpicomp": self._mpicomp_models.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave, or what that of the plain optimizer did. On all ranks."""
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
+        self._mpicomp_models.load_state_dict(state_dict.get("mpicomp", {}))
+
+    def close(self) -> None:
+        """Give back what it holds of MPI. Collective."""
+        self._mpicomp_models.close()
+
+
+class _Models:
+    """A rank's parameters as one flat array, which is averaged with those of its neighbours."""
+
+    def __init__(self, graph: Graph, transport: Transport, owned: bool, settings: dict[str, Any]) -> None:
+        self._graph = graph
+        self._transport = transport
+        self._owned = owned
+        self._settings = settings
+        self._members: list[Described] = []
+        self._gossip: Gossip | None = None
+        self._kept: Mapping[str, Any] = {}
+        self._flat: NDArray[np.floating] = np.empty(0)
+
+    def average(self, parameters: list[torch.Tensor]) -> Generator[Asked, Any, None]:
+        """Average with the neighbours, as rounds."""
+        members = [
+            Described(str(place), str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
+            for place, parameter in enumerate(parameters)
+        ]
+        if self._gossip is None or members != self._members:
+            yield from self._meet(members)
+        assert self._gossip is not None
+        views = []
+        place = 0
+        for parameter in parameters:
+            flat = torch.from_numpy(self._flat[place : place + parameter.numel()])
+            views.append(flat.view(parameter.shape))
+            place += parameter.numel()
+        with torch.no_grad():
+            for view, parameter in zip(views, parameters, strict=True):
+                view.copy_(parameter)
+        for _ in range(self._settings["iterations"]):
+            yield from self._gossip.rounds(self._flat)
+        with torch.no_grad():
+            for view, parameter in zip(views, parameters, strict=True):
+                parameter.copy_(view)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what has to survive a restart."""
+        if self._gossip is None:
+            return dict(self._kept)
+        return {"graph": self._edges()} | self._gossip.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave, at the next step."""
+        self._kept, self._gossip = state, None
+
+    def close(self) -> None:
+        """Give back what it holds of MPI. Collective."""
+        if self._owned:
+            self._transport.close()
+
+    def _meet(self, members: list[Described]) -> Generator[Asked, Any, None]:
+        """Make sure that all ranks mean the same, and begin."""
+        problem = None
+        for member in members:
+            if member.dtype not in WORK_DTYPES:
+                problem = ConfigurationError(
+                    f"PowerGossip: parameters must be one of {', '.join(WORK_DTYPES)}, and parameter {member.name} is "
+                    f"{member.dtype}"
+                )
+        group = self._transport.group
+        turn = self._kept.get("turn", 0)
+        settings = self._settings | {"graph": self._edges(), "turn": turn}
+        yield from agree(Signature(settings, members), problem, group, "PowerGossip")
+        wide = any(member.work_dtype == np.float64 for member in members)
+        dtype = np.dtype(np.float64 if wide else np.float32)
+        shapes = [member.shape for member in members]
+        rank, rate, seed = (self._settings[name] for name in ("rank", "rate", "seed"))
+        self._gossip = Gossip(self._graph, group.rank, shapes, dtype, rank, rate, seed)
+        if self._kept and [list(edge) for edge in self._kept["graph"]] == self._edges():
+            self._gossip.load_state_dict(self._kept)
+        self._kept = {}
+        self._members = members
+        self._flat = np.empty(sum(member.numel for member in members), dtype)
+
+    def _edges(self) -> list[list[int]]:
+        return [list(edge) for edge in sorted(self._graph.edges)]
+
+
+def _transport(comm: Any) -> Transport:
+    if isinstance(comm, Transport):
+        return comm
+    from mpicomp.transport.mpi import MPITransport  # starts MPI
+
+    return MPITransport(comm)
