@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from schemes import OWN, USERS
+from schemes import OWN, UNBIASED, USERS
 
 import mpicomp
 from mpicomp.compressors import SharedSparsifier
@@ -13,7 +13,7 @@ from mpicomp.testing import check_compressor, checks
 
 ALL = [
     pytest.param(check, id=f"{compressor}-{check.__name__}")
-    for compressor in OWN + USERS
+    for compressor in OWN + UNBIASED + USERS
     for check in checks(compressor)
 ]
 
@@ -24,7 +24,7 @@ def test_every_compressor(check):
 
 
 def test_every_registered_compressor_is_tested():
-    tested = {compressor.id for compressor in OWN}
+    tested = {compressor.id for compressor in OWN + UNBIASED}
     assert {name for name in mpicomp.list_compressors() if not name.startswith("test-")} - {"magnitude-limit"} == tested
 
 

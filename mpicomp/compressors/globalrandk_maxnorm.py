@@ -1,13 +1,13 @@
 """Random elements, the same on all ranks, on a grid that all ranks share."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Scope, SharedSparsifier, check_choice, check_ratio, kept
+from mpicomp.compressors.base import Compressor, Scope, SharedSparsifier, check_choice, check_ratio, kept
 from mpicomp.compressors.maxnorm import MaxNorm, check_bits
 from mpicomp.compressors.randomk import one_of_each
 from mpicomp.compressors.registry import register_compressor
@@ -84,6 +84,11 @@ class GlobalRandKMaxNorm(SharedSparsifier):
     def contractive(self) -> bool:
         """Whether elements are rounded to the nearest."""
         return self.values.contractive
+
+    @property
+    def contracting(self) -> Compressor:
+        """The form that rounds to the nearest; see `Compressor.contracting`."""
+        return replace(self, rounding="nearest")
 
     @property
     def values(self) -> MaxNorm:

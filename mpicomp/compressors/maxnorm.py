@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import SharedQuantiser, check_choice
+from mpicomp.compressors.base import Compressor, SharedQuantiser, check_choice
 from mpicomp.compressors.registry import register_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
@@ -87,6 +87,11 @@ class MaxNorm(SharedQuantiser):
     def stochastic(self) -> bool:
         """Whether ``rounding`` says so."""
         return self.rounding == "stochastic"
+
+    @property
+    def contracting(self) -> Compressor:
+        """The same bits, rounded to the nearest; see `Compressor.contracting`."""
+        return replace(self, norm="max", rounding="nearest")
 
     def reach(self, array: NDArray[np.floating]) -> float:
         """Give the norm; see `SharedQuantiser.reach`."""
