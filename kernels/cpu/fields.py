@@ -10,7 +10,7 @@ Words are filled in blocks of `SPAN`, the last one shorter. Field j of the k-th 
 from typing import Any
 
 import numpy as np
-from mpicomp.kernels.cpu.compile import kernel
+from mpicomp.kernels.cpu.compile import exact, kernel
 from mpicomp.kernels.cpu.random import draw, halves
 from numpy.typing import NDArray
 
@@ -120,7 +120,7 @@ def unpack_fields(
     largest : int
         As in `pack_fields`.
     out : array, shape (n,)
-        float32 or float64. Every number is one conversion and one product, which every processor rounds alike.
+        float32 or float64. Every processor makes the same bits of it.
     levels
         As in `pack_fields`.
 
@@ -226,7 +226,7 @@ def _pack_fields(array, levels, inverses, steps, weights, limit, fields, width, 
     return units
 
 
-@kernel
+@exact
 def _unpack_fields(words, levels, factors, offset, fields, width, out):  # type: ignore[no-untyped-def]
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
     factor = factors[0]
