@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
 from mpicomp.collectives.scheme import flags_of
-from mpicomp.compressors import Accumulated, Compressor, Scope, Selection, SharedSparsifier, Sparsifier
+from mpicomp.compressors import Accumulated, Compressor, Quantiser, Scope, Selection, SharedSparsifier, Sparsifier
 from mpicomp.compressors.message import message_bytes, write_message
 from mpicomp.compressors.wire import Wire
 from mpicomp.reducer.bucket import Bucket
@@ -29,23 +29,23 @@ class Selecting:
 
     Parameters
     ----------
-    compressor : Sparsifier or SharedSparsifier
-        What selects.
+    compressor : Sparsifier, SharedSparsifier or Quantiser
+        What selects, or packs.
     numel : int
         Length of the array.
     """
 
-    compressor: Sparsifier | SharedSparsifier
+    compressor: Sparsifier | SharedSparsifier | Quantiser
     numel: int
     scope: Scope = field(default_factory=Scope)
 
     def __post_init__(self) -> None:
         compressor = self.compressor.within(["gradient"], [self.numel])
-        assert isinstance(compressor, Sparsifier | SharedSparsifier)
+        assert isinstance(compressor, Sparsifier | SharedSparsifier | Quantiser)
         self.compressor = compressor
 
     def step(self, bucket: Bucket, gradient: NDArray[np.floating], message: bool) -> int:
-        """Do what a step does before and after its exchange, and give the number of selected elements.
+        """Do what a step does before and after its exchange, and give the number of elements that are sent.
 
         Parameters
         ----------
@@ -55,16 +55,27 @@ class Selecting:
             Of this step.
         message : bool
             Whether to write what would be sent: plain 32-bit pairs, or the values alone where all ranks select the same
-            positions.
+            positions. What packs does so in any case.
         """
         accumulated = bucket.accumulate([gradient])
-        selection = self._select(accumulated, message)
-        bucket.commit(selection, accumulated.finite)
+        if isinstance(self.compressor, Quantiser):
+            sent: NDArray[np.floating] | Selection = self._pack(self.compressor, accumulated)
+            count = self.numel
+        else:
+            sent = self._select(self.compressor, accumulated, message)
+            count = int(sent.indices.size)
+        bucket.commit(sent, accumulated.finite)
         self.scope.step += 1
-        return int(selection.indices.size)
+        return count
 
-    def _select(self, accumulated: Accumulated, message: bool) -> Selection:
-        compressor, scope = self.compressor, self.scope
+    def _pack(self, compressor: Quantiser, accumulated: Accumulated) -> NDArray[np.floating]:
+        message = self.scope.workspace.array("packed", compressor.packed_bytes(self.numel), np.uint8)
+        sent = self.scope.workspace.array("sent", self.numel, accumulated.dtype)
+        compressor.pack(accumulated.array(), message, sent, self.scope.key(shared=False))
+        return sent
+
+    def _select(self, compressor: Sparsifier | SharedSparsifier, accumulated: Accumulated, message: bool) -> Selection:
+        scope = self.scope
         if isinstance(compressor, SharedSparsifier):
             count = compressor.count(self.numel)
             indices = scope.workspace.array("indices", count, np.uint32)

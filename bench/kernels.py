@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors import (
     Compressor,
+    Quantiser,
     Scope,
     SharedSparsifier,
     Sparsifier,
@@ -58,7 +59,7 @@ class Settings:
     ratios : sequence of float
         For everything that selects and is no compressor.
     compressors : sequence of Compressor
-        Sparsifiers, each with the ratio at which it is measured.
+        Sparsifiers, each with the ratio at which it is measured, and quantisers.
     threads : int
         How many share a sweep.
     repeats : int
@@ -72,15 +73,16 @@ class Settings:
     repeats: int = 20
 
 
-def sparsifiers() -> list[str]:
-    """Give the names of the compressors that can be measured: all that select elements.
+def measurable() -> list[str]:
+    """Give the names of the compressors that can be measured: all that select elements, or pack all of them.
 
     Examples
     --------
-    >>> "topk" in sparsifiers(), "dense" in sparsifiers()
-    (True, False)
+    >>> "topk" in measurable(), "qsgd" in measurable(), "dense" in measurable()
+    (True, True, False)
     """
-    return [name for name in list_compressors() if issubclass(compressor_class(name), Sparsifier | SharedSparsifier)]
+    kinds = Sparsifier | SharedSparsifier | Quantiser
+    return [name for name in list_compressors() if issubclass(compressor_class(name), kinds)]
 
 
 def check_memory(settings: Settings) -> None:
@@ -93,8 +95,10 @@ def check_memory(settings: Settings) -> None:
     """
     if settings.numel >= _LIMIT:
         raise ConfigurationError(f"bench kernels: --numel must be below 2**32, got {settings.numel}")
-    # Gradients, the bucket, the copy, magnitudes, the rivals' results and, for each ratio, a sum and a mean.
-    arrays = _POOL + 2 + 1 + 1 + 6 + 2 * len(settings.ratios)
+    # Gradients, the bucket, the copy, magnitudes, the rivals' results and, for each ratio, a sum and a mean; for each
+    # quantiser what it sends, twice, and a mean.
+    packing = sum(isinstance(compressor, Quantiser) for compressor in settings.compressors)
+    arrays = _POOL + 2 + 1 + 1 + 6 + 2 * len(settings.ratios) + 3 * packing
     needed, free = arrays * settings.numel * DTYPE.itemsize, _available_bytes()
     if free is not None and needed > free:
         raise ConfigurationError(
@@ -169,13 +173,13 @@ class Settled:
 
     Parameters
     ----------
-    compressor : Sparsifier or SharedSparsifier
+    compressor : Sparsifier, SharedSparsifier or Quantiser
         Its ratio tells how many steps it takes.
     gradients : Gradients
         Short ones.
     """
 
-    def __init__(self, compressor: Sparsifier | SharedSparsifier, gradients: Gradients) -> None:
+    def __init__(self, compressor: Sparsifier | SharedSparsifier | Quantiser, gradients: Gradients) -> None:
         self._gradients = gradients
         self._bucket = make_bucket(gradients.numel, compressor, compressor.feedback)
         self._selecting = Selecting(compressor, gradients.numel)
@@ -295,6 +299,48 @@ class _Compress(Kernel):
 
 
 @dataclass
+class _Pack(Kernel):
+    """A fresh array in few bits, and what receivers will see."""
+
+    compressor: Quantiser
+    gradients: Gradients
+
+    def __post_init__(self) -> None:
+        numel = self.gradients.numel
+        self.message = np.zeros(self.compressor.packed_bytes(numel), np.uint8)
+        self._sent = np.zeros(numel, np.float32)
+        self._calls = 0
+        self._array = self.gradients.fresh()
+        self.run()
+
+    def prepare(self) -> None:
+        self._array = self.gradients.fresh()
+
+    def run(self) -> None:
+        self._calls += 1
+        self.compressor.pack(self._array, self.message, self._sent, key=self._calls)
+
+    def facts(self) -> dict[str, Any]:
+        return {"config": self.compressor.get_config()}
+
+
+@dataclass
+class _Unpack(Kernel):
+    """One rank's packed array, added to a mean."""
+
+    packing: _Pack
+
+    def __post_init__(self) -> None:
+        self._mean = np.zeros(self.packing.gradients.numel, np.float32)
+
+    def run(self) -> None:
+        self.packing.compressor.unpack_add(self.packing.message, 1 / RANKS, self._mean)
+
+    def facts(self) -> dict[str, Any]:
+        return self.packing.facts()
+
+
+@dataclass
 class _Decode(Kernel):
     messages: list[NDArray[np.uint8]]
     numel: int
@@ -383,7 +429,7 @@ def _compressing(settings: Settings, gradients: Gradients, short: Gradients) -> 
     """Give the compressors, which share buckets."""
     buckets: dict[Any, Bucket] = {}
     for compressor in settings.compressors:
-        assert isinstance(compressor, Sparsifier | SharedSparsifier)
+        assert isinstance(compressor, Sparsifier | SharedSparsifier | Quantiser)
         kind = (compressor.entry, compressor.feedback)
         if kind not in buckets:
             buckets[kind] = make_bucket(settings.numel, compressor, compressor.feedback, settings.threads)
@@ -396,6 +442,9 @@ def _compressing(settings: Settings, gradients: Gradients, short: Gradients) -> 
             ratio=getattr(compressor, "ratio", None),
             threads=settings.threads,
         )
+        if isinstance(compressor, Quantiser):
+            yield (packing := _Pack(f"{compressor.id}.pack", compressor, gradients))
+            yield _Unpack(f"{compressor.id}.unpack", packing)
 
 
 def _others(settings: Settings, gradients: Gradients, short: Gradients) -> Iterable[Kernel]:

@@ -44,6 +44,11 @@ OWN = [
     mpicomp.BlockRandomK(ratio=0.05, wire="bf16"),
     mpicomp.OneBit(),
     mpicomp.OneBit(block=64),
+    mpicomp.EFSign(),
+    mpicomp.QSGD(),
+    mpicomp.QSGD(bits=3, bucket=1024, rounding="nearest"),
+    mpicomp.Uniform(),
+    mpicomp.Natural(),
     mpicomp.PowerSGD(),
     mpicomp.CountSketch(ratio=0.05),
     mpicomp.CountSketch(ratio=0.02, rows=1, columns=0.3, candidates=1, wire="bf16"),
@@ -52,6 +57,8 @@ OWN = [
     mpicomp.GlobalRandKMaxNorm(ratio=0.3, bits=[4, 8]),
 ]
 UNBIASED = [  # refused with error feedback
+    mpicomp.QSGD(bits=2, norm="l2"),
+    mpicomp.Uniform(bits=1, bucket=64, rounding="stochastic"),
     mpicomp.RandomK(ratio=0.3, scaled=True),
     mpicomp.BlockRandomK(ratio=0.3, scaled=True),
     mpicomp.FetchSGD(ratio=0.05, momentum=0.9),

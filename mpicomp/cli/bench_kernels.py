@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-HELP = "time every sparsifier and kernel on this machine, in multiples of one memcpy of the array"
+HELP = "time every sparsifier, quantiser and kernel on this machine, in multiples of one memcpy of the array"
 
 _COMMAND = "bench kernels"
 _COLUMNS = {
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratio", default="0.001,0.01", metavar="R[,..]", help="kept fractions (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, metavar="T", help="that share a sweep (%(default)s)")
     parser.add_argument(
-        "--compressor", metavar="A[,..]", help="names from `mpicomp list`, or configurations as JSON (all sparsifiers)"
+        "--compressor",
+        metavar="A[,..]",
+        help="names from `mpicomp list`, or configurations as JSON (all that select or pack)",
     )
     parser.add_argument("--repeats", type=int, default=20, metavar="K", help="of what is not slow (%(default)s)")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where (%(default)s)")
@@ -39,14 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print a table."""
     from mpicomp.bench import rows
-    from mpicomp.bench.kernels import Settings, check_memory, measure, sparsifiers
+    from mpicomp.bench.kernels import Settings, check_memory, measurable, measure
     from mpicomp.cli.options import check_least, check_writable, read_ratios
 
     check_least(_COMMAND, "--numel", arguments.numel)
     check_least(_COMMAND, "--threads", arguments.threads)
     check_least(_COMMAND, "--repeats", arguments.repeats)
     ratios = read_ratios(_COMMAND, arguments.ratio)
-    known = sparsifiers()
+    known = measurable()
     device, what, run_all = "cpu", _threads(arguments.threads), measure
     if arguments.device == "gpu":
         from mpicomp.bench import kernels_gpu
@@ -85,7 +87,7 @@ def _compressors(arguments: argparse.Namespace, ratios: Sequence[float], known: 
     for compressor in compressors:
         if compressor.id not in known:
             raise ConfigurationError(
-                f"{_COMMAND}: '{compressor.id}' is no sparsifier that runs on the {arguments.device}; "
+                f"{_COMMAND}: '{compressor.id}' neither selects nor packs on the {arguments.device}; "
                 f"there are {', '.join(known)}"
             )
     if not compressors:

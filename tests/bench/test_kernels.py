@@ -6,7 +6,7 @@ from mpicomp.bench import kernels
 from mpicomp.bench.feedback import make_bucket
 
 from mpicomp.compressors import TopK, get_compressor
-from mpicomp.compressors.base import SharedSparsifier
+from mpicomp.compressors.base import Quantiser, SharedSparsifier
 
 NUMEL = 20_000
 RATIOS = (0.01, 0.1)
@@ -15,8 +15,8 @@ BY_RATIO = {"decode", "indices.encode", "indices.decode", "numpy.argpartition"}
 
 
 def of(ratio):
-    """Give every sparsifier, at a ratio where it has one."""
-    made = [get_compressor(name) for name in kernels.sparsifiers()]
+    """Give every sparsifier and quantiser, at a ratio where it has one."""
+    made = [get_compressor(name) for name in kernels.measurable()]
     return [
         get_compressor({**entry.get_config(), "ratio": ratio}) if hasattr(entry, "ratio") else entry for entry in made
     ]
@@ -35,6 +35,8 @@ def test_everything_has_its_rows(rows):
     for entry in of(RATIOS[0]):
         ratios = RATIOS if hasattr(entry, "ratio") else (None,)
         expected |= {(f"{entry.id}.compress", ratio) for ratio in ratios}
+        if isinstance(entry, Quantiser):
+            expected |= {(f"{entry.id}.pack", None), (f"{entry.id}.unpack", None)}
     assert found - {("torch.topk", ratio) for ratio in RATIOS} == expected
 
 
@@ -65,7 +67,11 @@ def test_what_was_reached(rows):
             assert row["ratio_reached"] == pytest.approx(row["ratio"])
         if row["ratio_reached"] is not None:
             assert 0 <= row["ratio_reached"] <= 1
-            assert get_compressor(row["config"]).id == row["name"].removesuffix(".compress")
+        if row["config"] is not None:
+            identity, what = row["name"].split(".")
+            assert get_compressor(row["config"]).id == identity
+            assert what in ("compress", "pack", "unpack")
+        assert (row["config"] is None) == (row["name"] in FIXED | BY_RATIO | {"torch.topk"})
 
 
 def test_bits_of_an_index_are_near_the_entropy(rows):

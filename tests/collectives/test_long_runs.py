@@ -1,0 +1,30 @@
+"""With error feedback, what is kept back stays bounded: a thousand steps, for everything that allows it."""
+
+import numpy as np
+import pytest
+from schemes import OWN
+from worlds import Ranks
+
+from mpicomp import Dense, Sparsifier
+from mpicomp.collectives import fitting
+
+STEPS = 1000
+LOUDEST = 20.0
+"""Norms of a gradient that a residual may have. Top-k at 5 % comes to as many."""
+
+LOSSY = [entry for entry in OWN if entry.contractive and not isinstance(entry, Dense | Sparsifier)]
+
+
+@pytest.mark.parametrize("compressor", LOSSY, ids=str)
+def test_a_residual_stays_bounded(compressor):
+    """Part of each gradient is the same in all steps, as in training, and would pile up where it is never sent."""
+    rng = np.random.default_rng(0)
+    drift = rng.standard_t(3, size=(24, 32))
+    together = Ranks(2, compressor, fitting(compressor)[0], feedback=True)
+    norms = []
+    for _ in range(STEPS):
+        gradients = [drift + rng.normal(size=drift.shape) for _ in range(2)]
+        together.reduce([{"w": gradient.astype(np.float32)} for gradient in gradients])
+        norms.append(max(np.linalg.norm(left) for left in together.residuals("w")) / np.linalg.norm(gradients[0]))
+    assert max(norms) < LOUDEST
+    assert max(norms[700:]) <= 1.5 * max(norms[100:400]) + 0.1
