@@ -5,6 +5,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 from mpicomp import __version__
+from mpicomp.cli.list import compressor_table
 
 project = "mpicomp"
 copyright = "the mpicomp contributors"
@@ -28,3 +29,13 @@ if importlib.util.find_spec("torch") is None:
     torch.nn = SimpleNamespace(Module=type("Module", (), {}))
     torch.optim = SimpleNamespace(Optimizer=type("Optimizer", (), {}))
     sys.modules["torch"] = torch
+
+
+def fill(app, page, source):
+    """Put the table of compressors where a page wants it: the registry has it, so that it is never out of date."""
+    source[0] = source[0].replace("<!-- the table of compressors -->", compressor_table())
+
+
+def setup(app):
+    """Have Sphinx call `fill`."""
+    app.connect("source-read", fill)

@@ -14,26 +14,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the lists."""
-    from mpicomp.collectives import collective_class, fitting, list_collectives
-    from mpicomp.compressors import compressor_class, list_compressors
+    from mpicomp.collectives import collective_class, list_collectives
     from mpicomp.policies import list_policies, policy_class
 
-    compressors: list[dict[str, Any]] = []
-    for name in list_compressors():
-        cls = compressor_class(name)
-        example = cls()
-        compressors.append(
-            {
-                "name": name,
-                "family": cls.family,
-                "message": cls.message,
-                "parameters": {key: value for key, value in example.get_config().items() if key != "id"},
-                "feedback": example.feedback,
-                "collectives": fitting(cls),
-                "wire_bytes_per_element": example.wire_bytes_per_element(4),
-                "paper": cls.paper,
-            }
-        )
+    compressors = compressor_entries()
     collectives: list[dict[str, Any]] = [
         {
             "name": name,
@@ -59,8 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     for entry in compressors:
         parameters = ", ".join(f"{key}={value}" for key, value in entry["parameters"].items())
         print(f"  {entry['name']} ({parameters})")
-        feedback = "on" if entry["feedback"] else "off"
-        print(f"    family {entry['family']}, {entry['message']} messages, feedback {feedback}")
+        print(
+            f"    family {entry['family']}, {entry['bias']}, {entry['message']} messages, feedback {_feedback(entry)}"
+        )
         print(f"    bytes on the wire for a float32: {entry['wire_bytes_per_element']:g}")
         print(f"    collectives: {', '.join(entry['collectives'])}")
         print(f"    paper: {entry['paper']}")
@@ -77,6 +62,60 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  {entry['name']} ({parameters})" if parameters else f"  {entry['name']}")
         print(f"    paper: {entry['paper']}")
     return 0
+
+
+def compressor_entries() -> list[dict[str, Any]]:
+    """Describe every compressor that is registered, at its defaults."""
+    from mpicomp.collectives import fitting
+    from mpicomp.compressors import compressor_class, list_compressors
+
+    entries: list[dict[str, Any]] = []
+    for name in list_compressors():
+        cls = compressor_class(name)
+        example = cls()
+        biased = "unbiased" if example.unbiased else "biased"
+        entries.append(
+            {
+                "name": name,
+                "class": cls.__name__,
+                "family": cls.family,
+                "bias": "exact" if cls.family == "dense" else biased,
+                "message": cls.message,
+                "parameters": {key: value for key, value in example.get_config().items() if key != "id"},
+                "feedback": example.feedback,
+                "contractive": example.contractive,
+                "collectives": fitting(cls),
+                "wire_bytes_per_element": example.wire_bytes_per_element(4),
+                "paper": cls.paper,
+            }
+        )
+    return entries
+
+
+def compressor_table() -> str:
+    """Give the table of all compressors in the documentation, in Markdown.
+
+    Examples
+    --------
+    >>> [line.split(" | ")[1:4] for line in compressor_table().splitlines() if "`dense <" in line]
+    [['dense', 'exact', 'off']]
+    """
+    head = ["compressor", "family", "bias", "feedback", "bytes for 4", "collectives", "paper; what is different"]
+    rows = [head, ["---"] * len(head)]
+    for entry in compressor_entries():
+        name = f"{{py:class}}`{entry['name']} <mpicomp.{entry['class']}>`"
+        collectives = ", ".join(f"`{collective}`" for collective in entry["collectives"])
+        size = f"{entry['wire_bytes_per_element']:.3g}"
+        row = [name, entry["family"], entry["bias"], _feedback(entry), size, collectives, entry["paper"]]
+        rows.append([cell.replace("|", "\\|") for cell in row])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _feedback(entry: dict[str, Any]) -> str:
+    """Say whether a compressor runs with error feedback, and whether it may."""
+    if entry["feedback"]:
+        return "on"
+    return "off" if entry["contractive"] else "refused"
 
 
 def _inner(collective: str) -> list[str]:

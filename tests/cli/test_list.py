@@ -1,0 +1,78 @@
+"""``mpicomp list``: what is registered, with all that is asked of it."""
+
+import json
+
+import pytest
+
+import mpicomp
+from mpicomp.cli import main
+from mpicomp.cli.list import compressor_table
+from mpicomp.collectives import bind
+from mpicomp.compressors import compressor_class
+from mpicomp.errors import ConfigurationError
+from mpicomp.transport import LocalWorld
+
+OURS = [name for name in mpicomp.list_compressors() if compressor_class(name).__module__.startswith("mpicomp.")]
+
+
+@pytest.fixture
+def written(capsys):
+    assert main(["list", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_is_written_of_compressors(written):
+    entries = {entry["name"]: entry for entry in written["compressors"]}
+    assert set(OURS) <= set(entries)
+    for name, entry in entries.items():
+        compressor = mpicomp.get_compressor({"id": name} | entry["parameters"])
+        assert compressor.feedback == entry["feedback"]
+        assert entry["wire_bytes_per_element"] == compressor.wire_bytes_per_element(4) > 0
+        assert entry["paper"] == type(compressor).paper != ""
+        assert type(compressor).__name__ == entry["class"]
+        for collective in entry["collectives"]:
+            bind(compressor, collective)
+        world = LocalWorld(1)
+        if entry["contractive"]:
+            assert mpicomp.Reducer(compressor, feedback=True, comm=world.transports[0]).feedback
+        else:
+            with pytest.raises(ConfigurationError, match="not contractive"):
+                mpicomp.Reducer(compressor, feedback=True, comm=world.transports[0])
+    of = {name: (entry["family"], entry["bias"], entry["message"]) for name, entry in entries.items()}
+    assert of["dense"] == ("dense", "exact", "dense")
+    assert of["topk"] == ("sparsifier", "biased", "sparse")
+    assert of["onebit"] == ("quantiser", "biased", "packed")
+    assert of["powersgd"] == ("low rank", "biased", "factors")
+
+
+def test_what_is_written_of_collectives_and_policies(written):
+    assert [entry["name"] for entry in written["collectives"]] == mpicomp.list_collectives()
+    assert [entry["name"] for entry in written["policies"]] == mpicomp.list_policies()
+    for entry in written["collectives"]:
+        assert entry["compressors"]
+        assert entry["paper"]
+
+
+def test_what_is_printed_has_a_part_for_each(written, capsys):
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out
+    for entry in written["compressors"]:
+        part = printed.split(f"\n  {entry['name']} (")[1].split("\n  ")[0:5]
+        assert entry["bias"] in part[1]
+        assert f"family {entry['family']}" in part[1]
+        assert f"{entry['wire_bytes_per_element']:g}" in part[2]
+        assert part[3].strip() == f"collectives: {', '.join(entry['collectives'])}"
+        assert entry["paper"] in part[4]
+
+
+def test_the_table_of_the_documentation_has_a_row_for_each(written):
+    head, line, *rows = [row.strip("|").split(" | ") for row in compressor_table().splitlines()]
+    assert {len(row) for row in (head, *rows)} == {7}
+    assert set("".join(line)) == set("- ")
+    for entry, row in zip(written["compressors"], rows, strict=True):
+        name, family, bias, feedback, size, collectives, paper = (cell.strip() for cell in row)
+        assert name == f"{{py:class}}`{entry['name']} <mpicomp.{entry['class']}>`"
+        assert (family, bias, paper) == (entry["family"], entry["bias"], entry["paper"])
+        assert feedback == ("on" if entry["feedback"] else "off" if entry["contractive"] else "refused")
+        assert float(size) == pytest.approx(entry["wire_bytes_per_element"], rel=0.01)
+        assert collectives == ", ".join(f"`{name}`" for name in entry["collectives"])
