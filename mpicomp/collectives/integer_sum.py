@@ -116,10 +116,11 @@ class IntegerSum(Scheme[SharedQuantiser]):
         """Give each element's grid."""
         workspace, ranks, limit = context.workspace, context.group.size, self.compressor.scales[0]
         width = cpu.words_of(array.size, ranks)
-        ask.send = workspace.array("objections", ask.counts[0], _WORD)
-        ask.recv = workspace.array("objected", ask.counts[0], _WORD)
+        objections = workspace.array("objections", ask.counts[0], _WORD)
         for level, inverse in enumerate(inverses[1:]):
-            cpu.pack_objections(array, inverse, limit, ranks, ask.send[level * width : (level + 1) * width])
+            cpu.pack_objections(array, inverse, limit, ranks, objections[level * width : (level + 1) * width])
+        ask.send = objections
+        ask.recv = workspace.array("objected", ask.counts[0], _WORD)
         objected = yield ask
         levels = workspace.array("levels", array.size, np.uint8)
         levels[:] = 0

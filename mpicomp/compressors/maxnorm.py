@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,7 +101,7 @@ class MaxNorm(SharedQuantiser):
 def check_bits(subsystem: str, bits: object) -> int | tuple[int, ...]:
     """Give bits of one grid as an int and of several as a tuple, or say why they are none."""
     several = isinstance(bits, Sequence) and not isinstance(bits, str)
-    given = list(bits) if several else [bits]  # type: ignore[call-overload]
+    given: list[Any] = list(bits) if several else [bits]  # type: ignore[call-overload]
     whole = all(isinstance(own, (int, np.integer)) and not isinstance(own, bool) for own in given)
     if not given or not whole or not all(2 <= own <= 16 for own in given):
         raise ConfigurationError(f"{subsystem}: bits must be a whole number from 2 to 16, or several, got {bits!r}")
