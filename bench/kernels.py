@@ -95,10 +95,9 @@ def check_memory(settings: Settings) -> None:
     """
     if settings.numel >= _LIMIT:
         raise ConfigurationError(f"bench kernels: --numel must be below 2**32, got {settings.numel}")
-    # Gradients, the bucket, the copy, magnitudes, the rivals' results and, for each ratio, a sum and a mean; for each
-    # quantiser what it sends, twice, and a mean.
-    packing = sum(isinstance(compressor, Quantiser) for compressor in settings.compressors)
-    arrays = _POOL + 2 + 1 + 1 + 6 + 2 * len(settings.ratios) + 3 * packing
+    # Gradients, the bucket, the copy, magnitudes, the rivals' results and, for each ratio, a sum and a mean; what
+    # quantisers send, which they share, and a mean.
+    arrays = _POOL + 2 + 1 + 1 + 6 + 2 * len(settings.ratios) + 2
     needed, free = arrays * settings.numel * DTYPE.itemsize, _available_bytes()
     if free is not None and needed > free:
         raise ConfigurationError(
@@ -304,11 +303,10 @@ class _Pack(Kernel):
 
     compressor: Quantiser
     gradients: Gradients
+    workspace: Workspace
 
     def __post_init__(self) -> None:
-        numel = self.gradients.numel
-        self.message = np.zeros(self.compressor.packed_bytes(numel), np.uint8)
-        self._sent = np.zeros(numel, np.float32)
+        self.message = np.zeros(self.compressor.packed_bytes(self.gradients.numel), np.uint8)
         self._calls = 0
         self._array = self.gradients.fresh()
         self.run()
@@ -318,7 +316,8 @@ class _Pack(Kernel):
 
     def run(self) -> None:
         self._calls += 1
-        self.compressor.pack(self._array, self.message, self._sent, key=self._calls)
+        sent = self.workspace.array("sent", self._array.size, DTYPE)
+        self.compressor.pack(self._array, self.message, sent, key=self._calls)
 
     def facts(self) -> dict[str, Any]:
         return {"config": self.compressor.get_config()}
@@ -330,11 +329,13 @@ class _Unpack(Kernel):
 
     packing: _Pack
 
-    def __post_init__(self) -> None:
-        self._mean = np.zeros(self.packing.gradients.numel, np.float32)
+    def warm(self) -> None:
+        self.packing.workspace.array("mean", self.packing.gradients.numel, DTYPE)[:] = 0
+        super().warm()
 
     def run(self) -> None:
-        self.packing.compressor.unpack_add(self.packing.message, 1 / RANKS, self._mean)
+        mean = self.packing.workspace.array("mean", self.packing.gradients.numel, DTYPE)
+        self.packing.compressor.unpack_add(self.packing.message, 1 / RANKS, mean)
 
     def facts(self) -> dict[str, Any]:
         return self.packing.facts()
@@ -426,16 +427,18 @@ class _TorchTopk(Kernel):
 
 
 def _compressing(settings: Settings, gradients: Gradients, short: Gradients) -> Iterable[Kernel]:
-    """Give the compressors, which share buckets."""
+    """Give the compressors, which share buckets; those that pack share arrays of all elements, too."""
     buckets: dict[Any, Bucket] = {}
+    workspace = Workspace()
     for compressor in settings.compressors:
         assert isinstance(compressor, Sparsifier | SharedSparsifier | Quantiser)
         kind = (compressor.entry, compressor.feedback)
         if kind not in buckets:
             buckets[kind] = make_bucket(settings.numel, compressor, compressor.feedback, settings.threads)
+        scope = Scope(workspace=workspace) if isinstance(compressor, Quantiser) else Scope()
         yield _Compress(
             f"{compressor.id}.compress",
-            Selecting(compressor, settings.numel),
+            Selecting(compressor, settings.numel, scope),
             buckets[kind],
             Settled(compressor, short),
             gradients,
@@ -443,7 +446,7 @@ def _compressing(settings: Settings, gradients: Gradients, short: Gradients) -> 
             threads=settings.threads,
         )
         if isinstance(compressor, Quantiser):
-            yield (packing := _Pack(f"{compressor.id}.pack", compressor, gradients))
+            yield (packing := _Pack(f"{compressor.id}.pack", compressor, gradients, workspace))
             yield _Unpack(f"{compressor.id}.unpack", packing)
 
 

@@ -303,14 +303,15 @@ def check_unbiased(compressor: Compressor) -> None:
 def check_feedback_contracts(compressor: Compressor) -> None:
     """Check that what is kept back stays bounded: no step loses more energy than there was.
 
-    What is rounded at random may be unlucky in one step, and is held to it on the average of steps. What can run with
-    error feedback is looked at even if it declares none.
+    What is rounded at random may be unlucky in a step, and is held to it on the average of ten. What can run with error
+    feedback is looked at even if it declares none.
     """
     if not compressor.contractive:
         return
     reducers, world = _reducers(compressor, fitting(compressor)[0], 2, feedback=True)
     rng = np.random.default_rng(3)
-    gains = []
+    gains: list[float] = []
+    window = 10 if compressor.unbiased else 1
     for step in range(60):
         _step(world, reducers, [rng.normal(size=3000).astype(np.float32) for _ in range(2)])
         record = reducers[0].last_step
@@ -318,10 +319,9 @@ def check_feedback_contracts(compressor: Compressor) -> None:
         gain = record.buckets[0].gain
         assert gain is not None, f"gain cannot be told at step {step}"
         gains.append(gain)
-    seen = [float(np.mean(gains))] if compressor.unbiased else gains
-    least, most = min(seen), max(seen)
-    assert least >= -1e-6, f"gain is {least} at step {seen.index(least)}: more is kept back than there was"
-    assert most <= 1 + 1e-6, f"gain is {most} at step {seen.index(most)}: that is more than everything"
+        seen = float(np.mean(gains[-window:]))
+        if len(gains) >= window:
+            assert -1e-6 <= seen <= 1 + 1e-6, f"gain is {seen} at step {step}: more is kept back than there was"
 
 
 def check_bad_gradients_are_undone(compressor: Compressor) -> None:

@@ -156,6 +156,50 @@ def test_feedback_that_does_not_contract():
 
 
 @pytest.mark.usefixtures("registry")
+def test_what_is_not_right_on_the_average():
+    @mpicomp.register_compressor
+    @dataclass(frozen=True)
+    class Nearest(mpicomp.QSGD):
+        """Says that it rounds at random, and does not."""
+
+        id: ClassVar[str] = "test-nearest"
+
+        def pack(self, array, message, sent, key):
+            return mpicomp.QSGD(rounding="nearest").pack(array, message, sent, key)
+
+    @mpicomp.register_compressor
+    @dataclass(frozen=True)
+    class Shrinking(mpicomp.Natural):
+        """Right but for a thousandth, towards zero."""
+
+        id: ClassVar[str] = "test-shrinking"
+
+        def pack(self, array, message, sent, key):
+            return super().pack(array * array.dtype.type(0.999), message, sent, key)
+
+    for compressor in (Nearest(), Shrinking()):
+        [check] = [check for check in checks(compressor) if check.__name__ == "unbiased"]
+        with pytest.raises(AssertionError, match=r"off by [\d.]+ standard errors"):
+            check()
+
+
+@pytest.mark.usefixtures("registry")
+def test_random_rounding_that_does_not_contract_on_the_average():
+    @mpicomp.register_compressor
+    @dataclass(frozen=True)
+    class Coarse(mpicomp.QSGD):
+        id: ClassVar[str] = "test-coarse"
+        contractive: ClassVar[bool] = True
+        bits: int = 3
+        bucket: int = 128
+        norm: str = "l2"
+
+    [check] = [check for check in checks(Coarse()) if check.__name__ == "feedback_contracts"]
+    with pytest.raises(AssertionError, match="more is kept back than there was"):
+        check()
+
+
+@pytest.mark.usefixtures("registry")
 def test_a_parameter_without_a_default():
     @mpicomp.register_compressor
     @dataclass(frozen=True)

@@ -126,8 +126,8 @@ def test_what_is_refused_diverges(monkeypatch):
     """With the L2 norm at 4 bits over 4096 elements, some sqrt(4096) / 7 times the energy is lost in a step."""
     monkeypatch.setattr(QSGD, "contractive", True)
     norms = residuals(QSGD(bits=4, bucket=4096, norm="l2"), 30)
-    assert norms[-1] > 100
-    assert norms[-1] > 10 * norms[14]
+    assert norms[-1] > 1000
+    assert norms[-1] > 3 * norms[14]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,9 @@ def test_elements_go_to_a_point_beside_them(dtype, key, bits, norm):
                 if bases is not None:
                     np.testing.assert_allclose(bases[number], least, rtol=1e-7)
                 assert codes[own].max() <= most
-                np.testing.assert_allclose(sent[own], least + codes[own] * step, rtol=0, atol=1e-6 * most * step)
+                np.testing.assert_allclose(
+                    sent[own], least + codes[own] * step, rtol=0, atol=1e-6 * most * step + 1e-7 * abs(least)
+                )
                 off = np.abs(sent[own].astype(np.float64) - array[own])
                 assert off.max() <= step * ((0.5 if key is None else 1) + 1e-6 * most) + 1e-6 * abs(least)
             np.testing.assert_allclose(lost, np.square(array.astype(np.float64) - sent).sum(), rtol=1e-6)
