@@ -8,10 +8,11 @@ Importing this compiles nothing and needs no CuPy; a source is compiled when one
 device. Scratch of single functions comes from CuPy's memory pool, that of `topk` and `sidco` from a `Workspace`.
 """
 
-from mpicomp.kernels.cpu import BINS, GROUP, edges, mask_of
+from mpicomp.kernels.cpu import BINS, GROUP, edges, fields_of, mask_of, words_of
 from mpicomp.kernels.gpu.accumulate import accumulate, accumulate_candidates, is_finite
 from mpicomp.kernels.gpu.bits import magnitude_bits, magnitude_of
 from mpicomp.kernels.gpu.cast import narrow, widen, widen_add
+from mpicomp.kernels.gpu.fields import pack_fields, pack_objections, settle_levels, unpack_fields
 from mpicomp.kernels.gpu.moments import Moments, logarithms
 from mpicomp.kernels.gpu.scatter import clear_at, gather, scatter_add, subtract_at
 from mpicomp.kernels.gpu.select import kth_magnitude, select_candidates, select_largest
@@ -21,6 +22,7 @@ from mpicomp.kernels.gpu.spectrum import spectrum
 from mpicomp.kernels.gpu.sweep import energy, momentum, scale, share_rounding
 from mpicomp.kernels.gpu.tail import Tail, select_above, select_listed, tail
 from mpicomp.kernels.gpu.topk import Stats, topk
+from mpicomp.kernels.gpu.votes import majority, pack_votes, unpack_votes
 from mpicomp.kernels.gpu.workspace import Workspace
 
 __all__ = [
@@ -36,30 +38,39 @@ __all__ = [
     "clear_at",
     "edges",
     "energy",
+    "fields_of",
     "gather",
     "is_finite",
     "kth_magnitude",
     "logarithms",
     "magnitude_bits",
     "magnitude_of",
+    "majority",
     "mask_of",
     "momentum",
     "narrow",
+    "pack_fields",
+    "pack_objections",
     "pack_signs",
+    "pack_votes",
     "scale",
     "scatter_add",
     "select_above",
     "select_candidates",
     "select_largest",
     "select_listed",
+    "settle_levels",
     "share_rounding",
     "sidco",
     "spectrum",
     "subtract_at",
     "tail",
     "topk",
+    "unpack_fields",
     "unpack_signs",
     "unpack_signs_add",
+    "unpack_votes",
     "widen",
     "widen_add",
+    "words_of",
 ]
