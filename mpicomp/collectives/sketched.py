@@ -57,18 +57,27 @@ class Sketched(Scheme[CountSketch]):
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         """Sketch, sum, look for the largest, sum there; see `Scheme.exchange`."""
-        key = context.key(shared=True)
-        first = yield from sum_of_tables(self.compressor, key, accumulated, context, self._sum)
-        table = first.mean.reshape(self.compressor.table(accumulated.numel))
-        count, weights = self.compressor.count(accumulated.numel), self.compressor.weights(context)
-        indices, _ = largest_estimates(table, key, accumulated.numel, count, weights, context.workspace)
+        key, array, weights = context.key(shared=True), accumulated.array(), self.compressor.weights(context)
+        if weights is not None:
+            weighted = context.workspace.array("weighted", array.size, array.dtype)
+            with np.errstate(over="ignore", invalid="ignore"):
+                array = np.multiply(array, weights, out=weighted)
+        first = yield from sum_of_tables(self.compressor, array, key, accumulated, context, self._sum)
+        table = first.mean.reshape(self.compressor.table(array.size))
+        count = self.compressor.count(array.size)
+        indices, _ = largest_estimates(table, key, array.size, count, context.workspace)
         result = yield from exchange_at(indices, 1.0, accumulated, context, self._sum)
         result.nonfinite |= first.nonfinite  # a cell may overflow where no value does
         return result
 
 
 def sum_of_tables(
-    compressor: Sketch, key: int, accumulated: Accumulated, context: Context, inner: Scheme[Dense]
+    compressor: Sketch,
+    array: NDArray[np.floating],
+    key: int,
+    accumulated: Accumulated,
+    context: Context,
+    inner: Scheme[Dense],
 ) -> Exchange:
     """Give the mean of all ranks' tables as if it were the mean of arrays, flat.
 
@@ -76,6 +85,8 @@ def sum_of_tables(
     ----------
     compressor : Sketch
         Says how large it is.
+    array : array, shape (numel,)
+        What is sketched.
     key : int
         Of the hashes.
     accumulated, context
@@ -83,23 +94,18 @@ def sum_of_tables(
     inner : Scheme
         The dense collective.
     """
-    rows, columns = compressor.table(accumulated.numel)
+    rows, columns = compressor.table(array.size)
     buffer = context.workspace.array("table", rows * columns + TAIL, accumulated.dtype)
     table = buffer[:-TAIL].reshape(rows, columns)
     table[:] = 0
-    cpu.sketch_add(accumulated.array(), key, table)
+    cpu.sketch_add(array, key, table)
     part = Accumulated.ready(buffer, accumulated.energy, 0.0, accumulated.finite, accumulated.stale)
     result: Result = yield from inner.exchange(part, context)
     return result
 
 
 def largest_estimates(
-    table: NDArray[np.floating],
-    key: int,
-    numel: int,
-    count: int,
-    weights: NDArray[np.floating] | None,
-    workspace: Workspace,
+    table: NDArray[np.floating], key: int, numel: int, count: int, workspace: Workspace
 ) -> tuple[NDArray[np.uint32], NDArray[np.floating]]:
     """Give the positions of the largest estimates, and the estimates there.
 
@@ -111,8 +117,6 @@ def largest_estimates(
         Of the hashes.
     numel, count : int
         Length of the arrays, and how many positions are wanted.
-    weights : array, shape (numel,), or None
-        What estimates are multiplied by first.
     workspace : Workspace
         Where arrays come from.
 
@@ -123,9 +127,6 @@ def largest_estimates(
     """
     estimates = workspace.array("estimates", numel, table.dtype)
     cpu.sketch_estimate(table, key, estimates)
-    if weights is not None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            np.multiply(estimates, weights, out=estimates)
     indices = workspace.array("largest", count, np.uint32)
     values = workspace.array("largest values", count, table.dtype)
     cpu.select_largest(estimates, cpu.kth_magnitude(estimates, count), indices, values)

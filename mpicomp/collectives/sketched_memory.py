@@ -66,7 +66,7 @@ class SketchedMemory(Scheme[FetchSGD]):
         shape = self.compressor.table(numel)
         before = self._remembered(numel, context)
         key = before["key"]
-        first = yield from sum_of_tables(self.compressor, key, accumulated, context, self._sum)
+        first = yield from sum_of_tables(self.compressor, accumulated.array(), key, accumulated, context, self._sum)
 
         # What is remembered is not written to, so that a step can be undone by forgetting what it gives.
         turn = 1 - before["turn"]
@@ -77,7 +77,7 @@ class SketchedMemory(Scheme[FetchSGD]):
             np.multiply(before["velocity"], accumulated.dtype.type(self.compressor.momentum), out=velocity)
             np.add(velocity, first.mean.reshape(shape), out=velocity)
             np.add(before["error"], velocity, out=error)
-        indices, values = largest_estimates(error, key, numel, self.compressor.count(numel), None, workspace)
+        indices, values = largest_estimates(error, key, numel, self.compressor.count(numel), workspace)
         mean = SparseMean.cleared(workspace, numel, accumulated.dtype)
         mean.add(indices, values, 1.0)
         nonfinite = first.nonfinite or not np.isfinite(values).all()

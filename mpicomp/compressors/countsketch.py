@@ -95,7 +95,7 @@ class CountSketch(Sketch):
         return min(numel, self.candidates * kept(self.ratio, numel))
 
     def weights(self, scope: Scope) -> NDArray[np.floating] | None:
-        """Give what estimates are multiplied by before the largest are taken, the same on all ranks; None: nothing.
+        """Give what elements are multiplied by in the sketch, and so before the largest are taken; None: nothing.
 
         Parameters
         ----------
@@ -105,6 +105,6 @@ class CountSketch(Sketch):
         Returns
         -------
         array, shape (numel,), or None
-            Of the dtype of the bucket, at least 0.
+            Of the dtype of the bucket, at least 0; the same on all ranks.
         """
         return None

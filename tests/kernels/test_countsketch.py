@@ -4,40 +4,11 @@ import statistics
 import numpy as np
 import pytest
 from mpicomp.kernels import cpu
+from sketches import cells_of, estimates_of, table_of
 
 DTYPES = [np.float32, np.float64]
 SIZES = [0, 1, 5, 1023, 1024, 1025, 3000]
 KEY = 0x0123456789ABCDEF
-
-
-def word(index, low, high):
-    """The hash of an index, in Python's own integers."""
-    value = (index ^ low) % 2**32
-    value = (value ^ (value >> 16)) * 0x7FEB352D % 2**32
-    value = (value ^ (value >> 15)) + high
-    value = value * 0x846CA68B % 2**32
-    return value ^ (value >> 16)
-
-
-def cells_of(index, key, rows, columns):
-    """The cell of an element in every row, and its sign there."""
-    low, high = key % 2**32, key >> 32
-    for row in range(rows):
-        own = word(index, word(2 * row, low, high), word(2 * row + 1, low, high))
-        yield row, own * columns >> 32, -1 if own % 2 else 1
-
-
-def slowly(array, key, rows, columns):
-    """A table as a dictionary, and what it says of every element."""
-    cells = {}
-    for index, value in enumerate(array.tolist()):
-        for row, column, sign in cells_of(index, key, rows, columns):
-            cells[row, column] = cells.get((row, column), 0.0) + sign * value
-    told = [
-        statistics.median(sign * cells[row, column] for row, column, sign in cells_of(index, key, rows, columns))
-        for index in range(array.size)
-    ]
-    return cells, told
 
 
 def sketched(array, key, rows, columns):
@@ -59,11 +30,11 @@ def estimates(table, key, size):
 def test_tables_and_estimates_are_what_a_dictionary_says(dtype, rows, columns, size):
     # Sums of whole numbers are exact in whatever order they are made.
     array = np.random.default_rng(size).integers(-50, 50, size).astype(dtype)
-    cells, told = slowly(array, KEY + rows, rows, columns)
-    table = sketched(array, KEY + rows, rows, columns)
-    expected = np.array([[cells.get((row, column), 0.0) for column in range(columns)] for row in range(rows)])
-    np.testing.assert_array_equal(table, expected)
-    np.testing.assert_array_equal(estimates(table, KEY + rows, size), told)
+    key = KEY + rows
+    cells = table_of(array, key, rows, columns)
+    table = sketched(array, key, rows, columns)
+    np.testing.assert_array_equal(table, [[cells[row, column] for column in range(columns)] for row in range(rows)])
+    np.testing.assert_array_equal(estimates(table, key, size), estimates_of(cells, key, rows, columns, size))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 7])

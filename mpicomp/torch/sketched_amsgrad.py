@@ -1,0 +1,187 @@
+"""AMSGrad whose ranks exchange sketches of their momenta."""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mpicomp.compressors import CountSketch, Scope
+from mpicomp.errors import ConfigurationError
+from mpicomp.reducer import Reducer
+from mpicomp.torch.exchanging import Exchanging, Params, gradient_of
+from mpicomp.transport.base import Asked
+
+
+class SketchedAMSGrad(Exchanging):
+    """SketchedAMSGrad: what moves a parameter most is found in a sketch of all ranks' momenta, and exchanged.
+
+    Each rank keeps a momentum ``m`` of its own gradients. ``lr * m`` is exchanged by `mpicomp.CountSketch` with error
+    feedback, over the collective ``sketched``: where the sum over ``sqrt(vhat)`` is large is found on all ranks alike,
+    from its sketch, and the exact sums there are delivered. They move parameters, over ``sqrt(vhat)``, and tell the
+    variance. What leaves a rank does not grow with the number of ranks. Parameters are the same bits on every rank, if
+    they were at the start.
+
+    Creating one, ``step`` and ``close`` are collective: all ranks step together. A parameter without a gradient takes
+    part with zeros. ``.grad`` is left as it is: to clip, clip it on each rank before the step.
+
+    Parameters
+    ----------
+    params : iterable
+        ``model.named_parameters()``, parameters, or parameter groups.
+    lr, betas, weight_decay
+        As those of `torch.optim.Adam`: the weight decay is added to the gradient.
+    eps : float
+        What ``vhat`` begins at, above 0. It stands under the root: at 1e-8 momenta are divided by at least 1e-4.
+    compressor : CountSketch or None
+        How large the table is and how much is delivered. None: the defaults of `mpicomp.CountSketch`.
+    comm : mpi4py.MPI.Comm, Transport or None
+        A communicator is duplicated. None stands for MPI.COMM_WORLD.
+
+    Attributes
+    ----------
+    reducer : Reducer
+        It has ``last_step``, and ``residual(name)``: what of ``lr * m`` was not sent.
+
+    Raises
+    ------
+    ConfigurationError
+        For a setting that cannot be.
+    NonFiniteError
+        From ``step``, on all ranks, where some rank's gradient is not finite; nothing was changed then.
+
+    Notes
+    -----
+    The paper's step is ``S = sum of sketch(m + lr_before / lr * e)``, ``v = b2 v + (1 - b2) h**2``, ``vhat = max(vhat,
+    v)``, ``delta = top-k(estimate(S) / sqrt(vhat))``. It leaves open, or has otherwise:
+
+    - The memory holds ``lr * e``, so that no step has to divide by a learning rate that may be 0. It is the same.
+    - ``h`` is what is delivered, over the learning rate, and 0 where nothing is. What waited at a higher rate counts
+      for more in ``v`` once the rate has fallen, as it does in the paper's sum.
+    - What is sketched, and what positions are looked for in, is divided by ``sqrt(vhat)`` already: an estimate is wrong
+      by about as much for all elements, and dividing it by a small root afterwards would choose that element always.
+    - That ``vhat`` is the one of the step before, since ``h`` is known only when positions are; what is delivered is
+      divided by the one that it has entered.
+    - What is delivered are exact sums, by the second round of SketchedSGD, of all positions that were looked at. The
+      memory gives away what was sent before it was divided, so that nothing is lost.
+    - The bias of ``v`` is corrected as Adam does it. Without that the first steps would be thirty times too long.
+
+    Each rank has a state of its own: momenta differ between ranks, and ``state_dict()`` has the residuals under
+    ``"mpicomp"``. With it training goes on as if it had never stopped, bit for bit where MPI's sums are.
+
+    References
+    ----------
+    SketchedAMSGrad, arXiv 2210.07454, and SketchedSGD, Ivkin et al. 2019, arXiv 1903.04488.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mpicomp.transport import LocalWorld
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = SketchedAMSGrad(model.named_parameters(), comm=LocalWorld(1).transports[0])
+    >>> model(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.reducer.last_step.buckets[0].collective
+    'sketched'
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        compressor: CountSketch | None = None,
+        comm: Any = None,
+    ) -> None:
+        compressor = CountSketch() if compressor is None else compressor
+        if not isinstance(compressor, CountSketch) or compressor.momentum:
+            raise ConfigurationError(
+                f"SketchedAMSGrad: compressor must be a CountSketch without momentum, got {compressor!r}; momentum is "
+                "betas[0]"
+            )
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise ConfigurationError(f"SketchedAMSGrad: {name} must be at least 0, got {value!r}")
+        if not eps > 0:
+            raise ConfigurationError(f"SketchedAMSGrad: eps must be above 0, got {eps!r}; the variance begins at it")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ConfigurationError(f"SketchedAMSGrad: betas must be at least 0 and below 1, got {betas!r}")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        preconditioned = _Preconditioned(**_settings(compressor), variance_of=self._variance_of)
+        self.reducers = {"sketched": Reducer(preconditioned, "sketched", comm=comm)}
+
+    @property
+    def reducer(self) -> Reducer:
+        """The reducer that exchanges momenta."""
+        return self.reducers["sketched"]
+
+    def rounds(self) -> Generator[Asked, Any, None]:
+        """See `Exchanging.rounds`."""
+        members = list(self._members())
+        momenta, steps = {}, {}
+        for name, parameter, group in members:
+            state, gradient = self.state[parameter], gradient_of(parameter)
+            if not state:
+                state["step"] = torch.zeros(())
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                state["max_exp_avg_sq"] = torch.full_like(parameter, group["eps"])
+            if group["weight_decay"]:
+                gradient = gradient.add(parameter, alpha=group["weight_decay"])
+            momenta[name] = torch.lerp(state["exp_avg"], gradient, 1 - group["betas"][0])
+            steps[name] = momenta[name] * group["lr"]
+        means = yield from self.reducer.rounds(steps, float(self.param_groups[0]["lr"]))
+        self.steps += 1
+        for name, parameter, group in members:
+            state, delivered = self.state[parameter], means[name]
+            state["step"] += 1
+            state["exp_avg"].copy_(momenta[name])
+            if group["lr"]:
+                # Every product and sum is rounded by itself: ranks choose positions by what comes out.
+                beta2 = group["betas"][1]
+                square = delivered.div(group["lr"]).square_().mul_(1 - beta2)
+                state["exp_avg_sq"].mul_(beta2).add_(square)
+                corrected = state["exp_avg_sq"] / (1 - beta2 ** float(state["step"]))
+                torch.maximum(state["max_exp_avg_sq"], corrected, out=state["max_exp_avg_sq"])
+            parameter.sub_(delivered / state["max_exp_avg_sq"].sqrt())
+
+    def _variance_of(self, name: str) -> torch.Tensor:
+        """Give what the squares of a parameter's momenta are compared to."""
+        parameter = next(parameter for parameter, own in self._names.items() if own == name)
+        variance: torch.Tensor = self.state[parameter]["max_exp_avg_sq"]
+        return variance
+
+
+@dataclass(frozen=True, repr=False)
+class _Preconditioned(CountSketch):
+    """A count sketch of arrays over the roots of variances, which it finds by the names of parameters."""
+
+    variance_of: Callable[[str], torch.Tensor] = field(kw_only=True)
+    names: tuple[str, ...] = field(default=(), kw_only=True)
+
+    def within(
+        self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()
+    ) -> "_Preconditioned":
+        return replace(self, names=tuple(names))
+
+    def get_config(self) -> dict[str, Any]:
+        return {"id": self.id} | _settings(self)
+
+    def weights(self, scope: Scope) -> NDArray[np.floating]:
+        parts = []
+        for name in self.names:
+            variance = self.variance_of(name)
+            wide = torch.float64 if variance.dtype == torch.float64 else torch.float32
+            parts.append(variance.detach().to("cpu", wide).numpy().reshape(-1))
+        out = scope.workspace.array("weights", sum(part.size for part in parts), parts[0].dtype)
+        np.concatenate(parts, out=out)
+        np.sqrt(out, out=out)
+        return np.divide(1, out, out=out)
+
+
+def _settings(compressor: CountSketch) -> dict[str, Any]:
+    names = ("ratio", "rows", "columns", "candidates", "momentum", "wire")
+    return {name: getattr(compressor, name) for name in names}

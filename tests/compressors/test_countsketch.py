@@ -1,0 +1,176 @@
+import itertools
+
+import numpy as np
+import oracle
+import pytest
+from sketches import cells_of, estimates_of, table_of
+from worlds import Ranks
+
+import mpicomp
+from mpicomp.compressors import Scope
+from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.testing import checks
+from mpicomp.transport import LocalWorld
+
+ALL = [
+    mpicomp.CountSketch(ratio=0.05),
+    mpicomp.CountSketch(ratio=0.01, rows=5, columns=0.05, candidates=4),
+    mpicomp.CountSketch(ratio=0.05, rows=1, columns=1.0, candidates=1, wire="fp16"),
+    mpicomp.CountSketch(ratio=1.0, columns=0.001),
+]
+
+
+@pytest.mark.parametrize("compressor", ALL, ids=repr)
+@pytest.mark.parametrize("place", range(len(checks(ALL[0]))))
+def test_laws(compressor, place):
+    checks(compressor)[place]()
+
+
+def step_by_step(compressor, gradients, residuals, step):
+    """One step as the definition has it: the mean and the new residuals, in float64."""
+    accumulated = [np.asarray(g, np.float64) + r for g, r in zip(gradients, residuals, strict=True)]
+    numel = accumulated[0].size
+    rows, columns = compressor.rows, oracle.kept(compressor.columns, numel)
+    key = Scope(step=step).key(shared=True)
+    cells = table_of(sum(accumulated), key, rows, columns)
+    estimates = estimates_of(cells, key, rows, columns, numel)
+    mean, left = np.zeros(numel), [array.copy() for array in accumulated]
+    for index in oracle.largest(estimates, min(numel, compressor.candidates * oracle.kept(compressor.ratio, numel))):
+        mean[index] = sum(array[index] for array in accumulated) / len(accumulated)
+        for array in left:
+            array[index] = 0.0
+    return mean, left
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("collective", ["sketched:allreduce", "sketched:ring", "sketched:scatter-reduce"])
+def test_it_is_what_the_definition_says(ranks, collective):
+    compressor = mpicomp.CountSketch(ratio=0.02, rows=3, columns=0.1, candidates=3)
+    world, rng = Ranks(ranks, compressor, collective), np.random.default_rng(ranks)
+    residuals = [np.zeros(200) for _ in range(ranks)]
+    for step in range(4):
+        gradients = [rng.standard_t(2, size=200) for _ in range(ranks)]
+        mean, residuals = step_by_step(compressor, gradients, residuals, step)
+        means = world.reduce([{"w": own} for own in gradients])
+        assert all(own["w"].tobytes() == means[0]["w"].tobytes() for own in means)
+        np.testing.assert_allclose(means[0]["w"], mean, rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(world.residuals("w"), residuals, rtol=1e-12, atol=1e-14)
+
+
+def test_it_finds_what_is_large_on_no_rank_but_in_the_sum():
+    ranks, numel = 4, 5000
+    gradients = [np.zeros(numel, np.float32) for _ in range(ranks)]
+    for rank, own in enumerate(gradients):
+        own[:20] = 1  # 4 in the sum
+        own[1000:1500] = 3 if rank % 2 else -3  # nothing
+    compressor = mpicomp.CountSketch(ratio=0.004, rows=5, columns=0.2, candidates=1)
+    means = Ranks(ranks, compressor).reduce([{"w": own} for own in gradients])
+    assert np.flatnonzero(means[0]["w"]).tolist() == list(range(20))
+    alone = Ranks(ranks, mpicomp.TopK(ratio=0.004), "allgather").reduce([{"w": own} for own in gradients])
+    assert not alone[0]["w"][:20].any()
+
+
+def test_elements_do_not_hide_each_other_for_ever():
+    """Two elements whose sum is zero in two of the first step's three rows are found a few steps later."""
+    key = Scope().key(shared=True)
+    cells = {index: list(cells_of(index, key, 3, 20)) for index in range(200, 400)}
+
+    def hidden(one, other):
+        pairs = zip(cells[one], cells[other], strict=True)
+        return sum(own[1] == its[1] and own[2] != its[2] for own, its in pairs) >= 2
+
+    one, other = next(pair for pair in itertools.combinations(cells, 2) if hidden(*pair))
+    gradient = np.zeros(400)
+    gradient[[one, other]] = 1
+    world = Ranks(1, mpicomp.CountSketch(ratio=0.05, columns=0.05, candidates=1))
+    assert not world.reduce([{"w": gradient}])[0]["w"].any()
+    delivered = sum(world.reduce([{"w": gradient}])[0]["w"].copy() for _ in range(9))
+    assert delivered[[one, other]].min() >= 5
+
+
+def test_bytes_are_those_of_the_table_and_the_values():
+    world = Ranks(3, mpicomp.CountSketch(ratio=0.01, rows=5, columns=0.0125, candidates=4), "sketched:allreduce")
+    world.reduce([{"w": np.ones(10_000, np.float32)} for _ in range(3)])
+    record = world.reducers[0].last_step.buckets[0]
+    assert record.rounds == ["allreduce", "allreduce"]
+    assert record.sent_bytes == 4 * (5 * 125 + 4 * 100 + 8)
+    assert record.ratio_reached == 0.04
+    per_element = mpicomp.CountSketch().wire_bytes_per_element(4)
+    assert per_element == pytest.approx(4 * (3 * 0.015 + 0.06), rel=1e-3)
+    assert mpicomp.CountSketch(wire="bf16").wire_bytes_per_element(4) == per_element / 2
+
+
+def test_momentum_is_applied_before_and_cleared_where_something_was_sent():
+    world = Ranks(1, mpicomp.CountSketch(ratio=0.1, rows=7, columns=1.0, candidates=1, momentum=0.5))
+    # The first element would come to 12 in the second step; the other one waits, and gathers 1 + 1.5 + 1.75.
+    for gradient, place, value in [([8, 1], 0, 8), ([8, 1], 0, 8), ([0, 1], 1, 4.25)]:
+        mean = world.reduce([{"w": np.array(gradient + 8 * [0], np.float64)}])[0]["w"]
+        assert np.flatnonzero(mean).tolist() == [place]
+        assert mean[place] == value
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_residuals_stay_bounded(ranks):
+    world, rng = Ranks(ranks, mpicomp.CountSketch(ratio=0.01)), np.random.default_rng(0)
+    scale = np.exp(rng.normal(size=2000)).astype(np.float32)
+    energies = []
+    for step in range(1000):
+        world.reduce([{"w": scale * rng.normal(size=2000).astype(np.float32)} for _ in range(ranks)])
+        if step % 100 == 99:
+            energies.append(sum(np.square(own).sum() for own in world.residuals("w")))
+    assert max(energies[5:]) < 1.3 * max(energies[:5])
+
+
+def test_a_cell_that_overflows_undoes_the_step():
+    """All elements are finite and lie in the one cell of the table with the same sign."""
+    key = Scope().key(shared=True)
+    signs = [sign for index in range(1000) for _, _, sign in cells_of(index, key, 1, 1)]
+    world = Ranks(2, mpicomp.CountSketch(ratio=0.01, rows=1, columns=1e-6), nonfinite="skip")
+    means = world.reduce([{"w": np.float32(1e37) * np.array(signs, np.float32)} for _ in range(2)])
+    assert world.reducers[0].last_step.skipped
+    assert not means[0]["w"].any()
+    assert not world.residual_sum("w").any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"ratio": 0}, r"ratio is the kept fraction and must be in \(0, 1\], got 0"),
+        ({"rows": 0}, "rows must be 1, 3, 5 or 7, got 0"),
+        ({"rows": 4}, "rows must be 1, 3, 5 or 7, got 4"),
+        ({"columns": 0}, "columns must be above 0; without columns there is no table"),
+        ({"columns": 1.5}, "columns must be a number from 0 to 1, got 1.5"),
+        ({"columns": "many"}, "columns must be a number from 0 to 1, got 'many'"),
+        ({"candidates": 0}, "candidates must be at least 1, got 0"),
+        ({"candidates": 1.5}, "candidates must be at least 1, got 1.5"),
+        ({"momentum": 2}, "momentum must be a number from 0 to 1, got 2"),
+        ({"wire": "fp8"}, "wire must be None, 'fp16' or 'bf16', got 'fp8'"),
+    ],
+)
+def test_parameters_that_cannot_be(settings, text):
+    with pytest.raises(ConfigurationError, match=f"countsketch: {text}"):
+        mpicomp.CountSketch(**settings)
+
+
+def test_what_does_not_fit_is_refused():
+    for collective in ("sketched-memory", "allgather"):
+        with pytest.raises(IncompatiblePairError, match="use sketched"):
+            mpicomp.Reducer("countsketch", collective, comm=LocalWorld(1).transports[0])
+    with pytest.raises(ConfigurationError, match="momentum correction keeps what was not sent"):
+        mpicomp.Reducer(mpicomp.CountSketch(momentum=0.9), feedback=False, comm=LocalWorld(1).transports[0])
+
+
+@pytest.mark.mpi
+def test_over_mpi(comm):
+    compressor = mpicomp.CountSketch(ratio=0.02, columns=0.1)
+    reducer = mpicomp.Reducer(compressor, "sketched", comm=comm)
+    rng = np.random.default_rng(5)
+    residuals = [np.zeros(300) for _ in range(comm.size)]
+    for step in range(3):
+        gradients = [rng.standard_t(2, size=300) for _ in range(comm.size)]
+        expected, residuals = step_by_step(compressor, gradients, residuals, step)
+        mean = reducer.reduce({"w": gradients[comm.rank]})["w"]
+        np.testing.assert_allclose(mean, expected, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(reducer.residual("w"), residuals[comm.rank], rtol=1e-9, atol=1e-12)
+        assert len(set(comm.allgather(mean.tobytes()))) == 1
+    reducer.close()
