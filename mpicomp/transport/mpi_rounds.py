@@ -89,11 +89,12 @@ class Channel:
 
     def start(self, task: Round) -> Started:
         """Begin a round. Collective."""
-        calls = self._calls(task)
+        # A graph's communicator is made by a call that waits for all ranks, and of two channels that begin rounds side
+        # by side one rank may come to this one first and another rank to that one: both would wait forever.
+        calls = None if task.graph is not None else self._calls(task)
         if calls is None:
             return self._exchange(task)
-        comm = self._comm_of(task)
-        return _Calls(task, [getattr(comm, f"I{name.lower()}")(*arguments) for name, arguments in calls])
+        return _Calls(task, [getattr(self.comm, f"I{name.lower()}")(*arguments) for name, arguments in calls])
 
     def close(self) -> None:
         """Free the communicators. Collective; a second call does nothing."""
@@ -106,7 +107,7 @@ class Channel:
     def _comm_of(self, task: Round) -> MPI.Comm:
         """Give the communicator that a collective call of this round is made on.
 
-        That of a graph is made when a round asks for it first: all ranks do so in the same round, or none.
+        That of a graph is made when a round that is waited for asks for it first, which all ranks do in the same one.
         """
         if task.graph is None:
             return self.comm
