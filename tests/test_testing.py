@@ -170,12 +170,12 @@ def test_what_is_not_right_on_the_average():
     @mpicomp.register_compressor
     @dataclass(frozen=True)
     class Shrinking(mpicomp.Natural):
-        """Right but for a thousandth, towards zero."""
+        """Right but for a hundredth, towards zero."""
 
         id: ClassVar[str] = "test-shrinking"
 
         def pack(self, array, message, sent, key):
-            return super().pack(array * array.dtype.type(0.999), message, sent, key)
+            return super().pack(array * array.dtype.type(0.99), message, sent, key)
 
     for compressor in (Nearest(), Shrinking()):
         [check] = [check for check in checks(compressor) if check.__name__ == "unbiased"]

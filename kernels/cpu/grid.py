@@ -165,7 +165,10 @@ def unpack_grid_add(
     _unpack_grid_add(bases, steps, words, bucket, bits, factor, out)
 
 
-_SIGNED = {np.dtype(np.float32): np.dtype(np.int32), np.dtype(np.float64): np.dtype(np.int64)}
+_SIGNED: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.float32): np.dtype(np.int32),
+    np.dtype(np.float64): np.dtype(np.int64),
+}
 
 
 @intrinsic

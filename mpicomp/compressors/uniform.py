@@ -63,7 +63,8 @@ class Uniform(Grid):
     @property
     def contractive(self) -> bool:
         """Whether less is lost, on the average of random choices, than there is; see the class."""
-        return self.bucket < 2 * (2**self.bits - 1) ** 2
+        steps = (1 << self.bits) - 1
+        return self.bucket < 2 * steps * steps
 
     @property
     def contracting(self) -> "Uniform":

