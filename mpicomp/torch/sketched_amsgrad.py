@@ -176,10 +176,11 @@ class _Preconditioned(CountSketch):
             variance = self.variance_of(name)
             wide = torch.float64 if variance.dtype == torch.float64 else torch.float32
             parts.append(variance.detach().to("cpu", wide).numpy().reshape(-1))
-        out = scope.workspace.array("weights", sum(part.size for part in parts), parts[0].dtype)
-        np.concatenate(parts, out=out)
-        np.sqrt(out, out=out)
-        return np.divide(1, out, out=out)
+        weights = scope.workspace.array("weights", sum(part.size for part in parts), parts[0].dtype)
+        np.concatenate(parts, out=weights)
+        np.sqrt(weights, out=weights)
+        np.divide(1, weights, out=weights)
+        return weights
 
 
 def _settings(compressor: CountSketch) -> dict[str, Any]:
