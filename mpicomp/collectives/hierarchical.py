@@ -60,8 +60,11 @@ class Hierarchical(Scheme[Compressor]):
 
     @classmethod
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
-        """Refuse what is tied to places or ranks: ratios by layer, velocities that what was sent clears, and votes."""
-        if compressor.message == "votes":
+        """Refuse what is tied to places or ranks: ratios by layer, velocities that what was sent clears, and votes.
+
+        Sketches are refused, too: built upon a hierarchical sum they have one table, of all ranks.
+        """
+        if compressor.message in ("votes", "sketch"):
             return False
         if isinstance(compressor, type):
             return super().carries(compressor)

@@ -41,8 +41,7 @@ class Sketched(Scheme[CountSketch]):
     @classmethod
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
         """Carry sketches that are followed by values; see `Scheme.carries`."""
-        kind = compressor if isinstance(compressor, type) else type(compressor)
-        return issubclass(kind, CountSketch)
+        return super().carries(compressor) and not getattr(compressor, "remembered", False)
 
     @classmethod
     def upon(cls, compressor: Compressor) -> Compressor:

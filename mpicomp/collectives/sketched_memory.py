@@ -47,8 +47,7 @@ class SketchedMemory(Scheme[FetchSGD]):
     @classmethod
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
         """Carry sketches that are remembered; see `Scheme.carries`."""
-        kind = compressor if isinstance(compressor, type) else type(compressor)
-        return issubclass(kind, FetchSGD)
+        return super().carries(compressor) and bool(getattr(compressor, "remembered", False))
 
     @classmethod
     def upon(cls, compressor: Compressor) -> Compressor:

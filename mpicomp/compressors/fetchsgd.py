@@ -57,6 +57,7 @@ class FetchSGD(Sketch):
     """
 
     id: ClassVar[str] = "fetchsgd"
+    remembered: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Rothchild et al. 2020, arXiv 2007.07682; the server's step on every rank, learning rate outside, momentum off "
         "by default"

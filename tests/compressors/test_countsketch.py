@@ -43,7 +43,9 @@ def step_by_step(compressor, gradients, residuals, step):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("collective", ["sketched:allreduce", "sketched:ring", "sketched:scatter-reduce"])
+@pytest.mark.parametrize(
+    "collective", ["sketched:allreduce", "sketched:ring", "sketched:scatter-reduce", "sketched:hierarchical:ring"]
+)
 def test_it_is_what_the_definition_says(ranks, collective):
     compressor = mpicomp.CountSketch(ratio=0.02, rows=3, columns=0.1, candidates=3)
     world, rng = Ranks(ranks, compressor, collective), np.random.default_rng(ranks)
@@ -153,7 +155,7 @@ def test_parameters_that_cannot_be(settings, text):
 
 
 def test_what_does_not_fit_is_refused():
-    for collective in ("sketched-memory", "allgather"):
+    for collective in ("sketched-memory", "allgather", "hierarchical"):
         with pytest.raises(IncompatiblePairError, match="use sketched"):
             mpicomp.Reducer("countsketch", collective, comm=LocalWorld(1).transports[0])
     with pytest.raises(ConfigurationError, match="momentum correction keeps what was not sent"):

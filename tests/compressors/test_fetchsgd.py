@@ -229,8 +229,9 @@ def test_parameters_that_cannot_be(settings, text):
 def test_feedback_and_other_collectives_are_refused():
     with pytest.raises(ConfigurationError, match="leave feedback out"):
         mpicomp.Reducer("fetchsgd", feedback=True, comm=LocalWorld(1).transports[0])
-    with pytest.raises(IncompatiblePairError, match="use sketched-memory"):
-        mpicomp.Reducer("fetchsgd", "sketched", comm=LocalWorld(1).transports[0])
+    for collective in ("sketched", "hierarchical"):
+        with pytest.raises(IncompatiblePairError, match="use sketched-memory"):
+            mpicomp.Reducer("fetchsgd", collective, comm=LocalWorld(1).transports[0])
 
 
 @pytest.mark.mpi
