@@ -117,7 +117,7 @@ def test_models_come_together_geometrically(edges, size, dtype):
             world.run([side.rounds(model) for side, model in zip(sides, models, strict=True)])
     floor = 100 * np.finfo(dtype).eps * np.linalg.norm(mean)
     for before, after in pairwise(apart):
-        assert after < max(0.6 * before, floor)
+        assert after < max(0.7 * before, floor)
     np.testing.assert_allclose(np.mean(np.float64(models), axis=0), mean, atol=1e3 * np.finfo(dtype).eps)
 
 
