@@ -123,7 +123,7 @@ def _pack_exponents(array, words, exponents, sent, key):  # type: ignore[no-unty
 @kernel
 def _read(words, exponents, start, negative, rounded):  # type: ignore[no-untyped-def]
     own = exponents[start : start + _BLOCK]
-    read_planes(words[start // LANES : (start + own.size + LANES - 1) // LANES], 1, negative)
+    read_planes(words, start // LANES, (own.size + LANES - 1) // LANES, 1, negative)
     for i in range(own.size):
         sign = np.uint32(np.uint32(negative[i]) << _SIGN)
         rounded[i] = np.uint32(sign | np.uint32(np.uint32(own[i]) << _FRACTION))

@@ -13,7 +13,6 @@ import numpy as np
 from mpicomp.kernels.cpu.cast import _to_float32
 from mpicomp.kernels.cpu.compile import exact, kernel
 from mpicomp.kernels.cpu.lanes import LANES
-from mpicomp.kernels.cpu.moments import _sums
 from mpicomp.kernels.cpu.planes import read_planes, write_planes
 from mpicomp.kernels.cpu.random import draw, halves
 from numba import types
@@ -182,28 +181,37 @@ def _real(typingctx: Any, bits: Any) -> Any:
     return real(bits), generate
 
 
+# Loops are told where to start and to stop, as unsigned numbers: such an index needs no check of its sign, and slices
+# of arrays would take as long as the loop over a short bucket.
+
+
 @kernel
-def _symmetric(part, keys, flip, euclidean, points):  # type: ignore[no-untyped-def]
+def _symmetric(array, keys, flip, euclidean, points, start, stop):  # type: ignore[no-untyped-def]
     # What is not finite shows in the largest magnitude; in float64 a sum of squares may leave the range without it.
     integer = keys.dtype.type
     magnitudes, top = integer(flip), integer(0)
-    for i in range(keys.size):
+    for i in range(start, stop):
         top = max(top, integer(keys[i] & magnitudes))
     largest = _real(top)
     if not np.isfinite(largest):
         return np.float32(np.nan)
-    norm = math.sqrt(_sums(part)[1]) if euclidean else np.float64(largest)
+    norm = np.float64(largest)
+    if euclidean:
+        energy = 0.0
+        for i in range(start, stop):
+            energy += np.float64(array[i]) * np.float64(array[i])
+        norm = math.sqrt(energy)
     return np.float32(min(norm, _MOST) / points)
 
 
 @kernel
-def _extremes(keys, flip):  # type: ignore[no-untyped-def]
+def _extremes(keys, flip, start, stop):  # type: ignore[no-untyped-def]
     # Bits of floats order like the floats, with NaN at both ends, where all but the sign of a negative one's are turned
     # round. Integers are compared since comparisons that mind NaN do not vectorise.
     integer = keys.dtype.type
     turn = integer(flip)
     least, largest = turn, integer(~turn)
-    for i in range(keys.size):
+    for i in range(start, stop):
         key = integer(keys[i] ^ turn) if keys[i] < 0 else keys[i]
         least, largest = min(least, key), max(largest, key)
     least = integer(least ^ turn) if least < 0 else least
@@ -212,45 +220,43 @@ def _extremes(keys, flip):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _inverse(part, step):  # type: ignore[no-untyped-def]
+def _inverse(array, step):  # type: ignore[no-untyped-def]
     # In the array's own type. 0 stands for one that is too large: it takes every element to the offset.
-    number = part.dtype.type
+    number = array.dtype.type
     inverse = number(1) / number(step) if step > 0 else number(0)
     return inverse if np.isfinite(inverse) else number(0)
 
 
 @kernel
-def _between(part, least, largest, points):  # type: ignore[no-untyped-def]
+def _between(array, least, largest, points):  # type: ignore[no-untyped-def]
     if not (np.isfinite(least) and np.isfinite(largest)):
         return np.float32(np.nan), np.float32(np.nan)
     base = _to_float32(least)
     step = np.float32(min(np.float64(largest) - np.float64(base), _MOST) / points)
-    if _inverse(part, step) == 0:
+    if _inverse(array, step) == 0:
         return _to_float32(min(max(least, 0), largest)), np.float32(0)
     return base, step
 
 
 @kernel
-def _code(part, base, step, points, offset, start, key, codes):  # type: ignore[no-untyped-def]
-    number = part.dtype.type
-    inverse, lowest, highest = _inverse(part, step), number(-offset), number(points - offset)
-    for i in range(part.size):
-        place = min(max((part[i] - base) * inverse, lowest), highest)
-        fixed = np.int32(place * number(_ONE))
+def _code(array, start, stop, base, step, points, offset, key, codes, place):  # type: ignore[no-untyped-def]
+    number = array.dtype.type
+    inverse, lowest, highest = _inverse(array, step), number(-offset), number(points - offset)
+    for i in range(start, stop):
+        steps = min(max((array[i] - base) * inverse, lowest), highest)
+        fixed = np.int32(steps * number(_ONE))
         if key is None:
             fixed = np.int32(fixed + _HALF)
         else:
-            fixed = np.int32(
-                fixed + np.int32(np.uint32(draw(np.uint32(np.uint32(start) + np.uint32(i)), key[0], key[1]) >> _SPARE))
-            )
-        codes[i] = np.uint8(np.int32(np.int32(fixed >> _FRACTION) + offset))
+            fixed = np.int32(fixed + np.int32(np.uint32(draw(i, key[0], key[1]) >> _SPARE)))
+        codes[i - start + place] = np.uint8(np.int32(np.int32(fixed >> _FRACTION) + offset))
 
 
 @kernel
-def _lost(part, sent):  # type: ignore[no-untyped-def]
+def _lost(array, sent, start, stop):  # type: ignore[no-untyped-def]
     lost = 0.0
-    for i in range(part.size):
-        error = np.float64(part[i]) - np.float64(sent[i])
+    for i in range(start, stop):
+        error = np.float64(array[i]) - np.float64(sent[i])
         lost += error * error
     return lost
 
@@ -259,67 +265,80 @@ def _lost(part, sent):  # type: ignore[no-untyped-def]
 
 
 @exact
-def _put(codes, base, step, offset, out):  # type: ignore[no-untyped-def]
+def _put(codes, place, base, step, offset, out, start, stop):  # type: ignore[no-untyped-def]
     number = out.dtype.type
-    for i in range(out.size):
-        out[i] = base + number(np.int32(np.int32(codes[i]) - offset)) * step
+    for i in range(start, stop):
+        out[i] = base + number(np.int32(np.int32(codes[i - start + place]) - offset)) * step
 
 
 @exact
-def _add(codes, base, step, offset, out):  # type: ignore[no-untyped-def]
+def _add(codes, place, base, step, offset, out, start, stop):  # type: ignore[no-untyped-def]
     number = out.dtype.type
-    for i in range(out.size):
-        out[i] += base + number(np.int32(np.int32(codes[i]) - offset)) * step
+    for i in range(start, stop):
+        out[i] += base + number(np.int32(np.int32(codes[i - start + place]) - offset)) * step
+
+
+# Packing goes block by block, and what is done to a block lies in the first-level cache. A block is as many buckets as
+# fit in it, or a part of one: codes are written in small pieces, and the processor waits where it reads them in large
+# ones soon after.
 
 
 @kernel
-def _pack(part, base, step, points, offset, start, bits, words, sent, key, codes):  # type: ignore[no-untyped-def]
-    # One bucket, block by block: codes, planes, what they stand for and what that leaves out lie close together.
-    lost = 0.0
-    for first in range(0, part.size, _BLOCK):
-        block = part[first : first + _BLOCK]
-        groups = -(-block.size // LANES)
-        if np.isfinite(step):
-            _code(block, base, step, points, offset, start + first, key, codes)
+def _block_of(bucket):  # type: ignore[no-untyped-def]
+    return _BLOCK // bucket * bucket if bucket <= _BLOCK else _BLOCK
+
+
+@kernel
+def _pack(array, first, last, bucket, bits, points, offset, bases, steps, words, sent, key, codes):  # type: ignore[no-untyped-def]
+    number = array.dtype.type
+    for which in range(first // bucket, (last - 1) // bucket + 1):
+        start, stop = max(first, which * bucket), min(last, (which + 1) * bucket)
+        if np.isfinite(steps[which]):
+            base, step = number(0) if bases is None else number(bases[which]), number(steps[which])
+            place = np.uintp(start - first)
+            _code(array, np.uintp(start), np.uintp(stop), base, step, points, offset, key, codes, place)
         else:
-            codes[: block.size] = offset
-        codes[block.size : groups * LANES] = 0
-        place = first // LANES * bits
-        write_planes(codes, bits, words[place : place + groups * bits])
-        out = sent[first : first + _BLOCK]
-        _put(codes, base, step, offset, out)
-        lost += _lost(block, out)
-    return lost
+            codes[start - first : stop - first] = offset
+    groups = (last - first + LANES - 1) // LANES
+    for i in range(last - first, groups * LANES):
+        codes[i] = 0
+    write_planes(codes, groups, bits, words, first // LANES * bits)
+    for which in range(first // bucket, (last - 1) // bucket + 1):
+        start, stop = max(first, which * bucket), min(last, (which + 1) * bucket)
+        base, step = number(0) if bases is None else number(bases[which]), number(steps[which])
+        _put(codes, np.uintp(start - first), base, step, offset, sent, np.uintp(start), np.uintp(stop))
+    return _lost(array, sent, np.uintp(first), np.uintp(last))
 
 
 @kernel
 def _pack_grid(array, keys, flip, bucket, bits, euclidean, steps, words, sent, key):  # type: ignore[no-untyped-def]
-    number, codes = array.dtype.type, np.empty(_BLOCK, np.uint8)
+    codes = np.empty(_BLOCK, np.uint8)
     offset = np.int32((1 << (bits - 1)) - 1)
+    points = np.int32(2 * offset)
+    block = _block_of(bucket)
     lost = 0.0
-    for which in range(steps.size):
-        start = which * bucket
-        part = array[start : start + bucket]
-        steps[which] = _symmetric(part, keys[start : start + bucket], flip, euclidean, offset)
-        step, own = number(steps[which]), words[start // LANES * bits :]
-        seen = sent[start : start + bucket]
-        lost += _pack(part, number(0), step, 2 * offset, offset, start, bits, own, seen, key, codes)
+    for first in range(0, array.size, block):
+        last = min(first + block, array.size)
+        for which in range((first + bucket - 1) // bucket, (last - 1) // bucket + 1):  # that begin here
+            start, stop = np.uintp(which * bucket), np.uintp(min((which + 1) * bucket, array.size))
+            steps[which] = _symmetric(array, keys, flip, euclidean, offset, start, stop)
+        lost += _pack(array, first, last, bucket, bits, points, offset, None, steps, words, sent, key, codes)
     return lost
 
 
 @kernel
 def _pack_range(array, keys, flip, bucket, bits, bases, steps, words, sent, key):  # type: ignore[no-untyped-def]
-    number, codes = array.dtype.type, np.empty(_BLOCK, np.uint8)
+    codes = np.empty(_BLOCK, np.uint8)
     points, offset = np.int32((1 << bits) - 1), np.int32(0)
+    block = _block_of(bucket)
     lost = 0.0
-    for which in range(steps.size):
-        start = which * bucket
-        part = array[start : start + bucket]
-        least, largest = _extremes(keys[start : start + bucket], flip)
-        bases[which], steps[which] = _between(part, least, largest, points)
-        base, step, own = number(bases[which]), number(steps[which]), words[start // LANES * bits :]
-        seen = sent[start : start + bucket]
-        lost += _pack(part, base, step, points, offset, start, bits, own, seen, key, codes)
+    for first in range(0, array.size, block):
+        last = min(first + block, array.size)
+        for which in range((first + bucket - 1) // bucket, (last - 1) // bucket + 1):  # that begin here
+            start, stop = np.uintp(which * bucket), np.uintp(min((which + 1) * bucket, array.size))
+            least, largest = _extremes(keys, flip, start, stop)
+            bases[which], steps[which] = _between(array, least, largest, points)
+        lost += _pack(array, first, last, bucket, bits, points, offset, bases, steps, words, sent, key, codes)
     return lost
 
 
@@ -330,10 +349,11 @@ def _unpack_grid(bases, steps, words, bucket, bits, out):  # type: ignore[no-unt
     for which in range(steps.size):
         base = number(0) if bases is None else number(bases[which])
         step = number(steps[which])
-        for first in range(which * bucket, min((which + 1) * bucket, out.size), _BLOCK):
-            part = out[first : min(first + _BLOCK, (which + 1) * bucket)]
-            read_planes(_words_of(words, first, part.size, bits), bits, codes)
-            _put(codes, base, step, offset, part)
+        stop = min((which + 1) * bucket, out.size)
+        for first in range(which * bucket, stop, _BLOCK):
+            last = min(first + _BLOCK, stop)
+            read_planes(words, first // LANES * bits, (last - first + LANES - 1) // LANES, bits, codes)
+            _put(codes, np.uintp(0), base, step, offset, out, np.uintp(first), np.uintp(last))
 
 
 @exact
@@ -343,13 +363,8 @@ def _unpack_grid_add(bases, steps, words, bucket, bits, factor, out):  # type: i
     for which in range(steps.size):
         base = number(0) if bases is None else number(factor * bases[which])
         step = number(factor * steps[which])
-        for first in range(which * bucket, min((which + 1) * bucket, out.size), _BLOCK):
-            part = out[first : min(first + _BLOCK, (which + 1) * bucket)]
-            read_planes(_words_of(words, first, part.size, bits), bits, codes)
-            _add(codes, base, step, offset, part)
-
-
-@kernel
-def _words_of(words, first, size, bits):  # type: ignore[no-untyped-def]
-    place = first // LANES * bits
-    return words[place : place + -(-size // LANES) * bits]
+        stop = min((which + 1) * bucket, out.size)
+        for first in range(which * bucket, stop, _BLOCK):
+            last = min(first + _BLOCK, stop)
+            read_planes(words, first // LANES * bits, (last - first + LANES - 1) // LANES, bits, codes)
+            _add(codes, np.uintp(0), base, step, offset, out, np.uintp(first), np.uintp(last))

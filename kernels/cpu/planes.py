@@ -18,26 +18,30 @@ _WORD = ir.IntType(64)
 
 
 @kernel
-def write_planes(codes, planes, words):  # type: ignore[no-untyped-def]
+def write_planes(codes, groups, planes, words, first):  # type: ignore[no-untyped-def]
     """Write integers to words.
 
     Parameters
     ----------
     codes : array of uint8, shape (at least 64 * groups,)
         Below ``2**planes``.
+    groups : int
+        How many times 64 of them.
     planes : int
         Bits of each, from 1 to 8.
-    words : array of uint64, shape (groups * planes,)
+    words : array of uint64, shape (at least first + groups * planes,)
+    first : int
+        Where the words begin.
     """
-    for group in range(words.size // planes):
-        _write(codes, group * LANES, planes, words, group * planes)
+    for group in range(groups):
+        _write(codes, group * LANES, planes, words, first + group * planes)
 
 
 @kernel
-def read_planes(words, planes, codes):  # type: ignore[no-untyped-def]
+def read_planes(words, first, groups, planes, codes):  # type: ignore[no-untyped-def]
     """Read what `write_planes` has written."""
-    for group in range(words.size // planes):
-        _read(words, group * planes, planes, codes, group * LANES)
+    for group in range(groups):
+        _read(words, first + group * planes, planes, codes, group * LANES)
 
 
 @intrinsic
