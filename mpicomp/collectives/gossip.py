@@ -203,14 +203,16 @@ class Gossip:
 
 def _matrices_of(shapes: Sequence[tuple[int, ...]], rank: int) -> list[Matrix]:
     """Give what travels as products, at most ``rank`` of them."""
-    found, start = [], 0
+    found: list[Matrix] = []
+    start = 0
     for shape in shapes:
-        if len(shape) > 1 and prod(shape):
+        size: int = prod(shape)
+        if len(shape) > 1 and size:
             rows, columns = shape[0], prod(shape[1:])
             own = min(rank, rows, columns)
-            if own * (rows + columns) < rows * columns:
+            if own * (rows + columns) < size:
                 found.append(Matrix(start, rows, columns, own))
-        start += prod(shape)
+        start += size
     return found
 
 
