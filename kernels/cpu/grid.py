@@ -195,13 +195,12 @@ def _symmetric(array, keys, flip, euclidean, points, start, stop):  # type: igno
     largest = _real(top)
     if not np.isfinite(largest):
         return np.float32(np.nan)
-    norm = np.float64(largest)
-    if euclidean:
-        energy = 0.0
-        for i in range(start, stop):
-            energy += np.float64(array[i]) * np.float64(array[i])
-        norm = math.sqrt(energy)
-    return np.float32(min(norm, _MOST) / points)
+    if not euclidean:
+        return np.float32(min(np.float64(largest), _MOST) / points)
+    energy = 0.0
+    for i in range(start, stop):
+        energy += np.float64(array[i]) * np.float64(array[i])
+    return np.float32(min(math.sqrt(energy), _MOST) / points)
 
 
 @kernel
