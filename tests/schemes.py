@@ -50,7 +50,7 @@ OWN = [
     mpicomp.Uniform(),
     mpicomp.Natural(),
     mpicomp.PowerSGD(),
-    mpicomp.CountSketch(ratio=0.05),
+    mpicomp.CountSketch(ratio=0.05, wire=None),
     mpicomp.CountSketch(ratio=0.02, rows=1, columns=0.3, candidates=1, wire="bf16"),
     mpicomp.MaxNorm(bits=8, rounding="nearest"),
     mpicomp.MaxNorm(bits=[3, 5, 12], rounding="nearest"),

@@ -32,7 +32,7 @@ class Sketch(Compressor):
 
     ratio: float = 0.01
     rows: int = 3
-    columns: float = 0.015
+    columns: float = 0.03
     wire: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

@@ -121,7 +121,7 @@ def gradients_of_squares(parameters, rank, step):
     return {"weight": error.T @ inputs, "bias": error.sum(axis=0)}
 
 
-SKETCH = mpicomp.CountSketch(ratio=0.02, rows=3, columns=0.1, candidates=4)
+SKETCH = mpicomp.CountSketch(ratio=0.02, rows=3, columns=0.1, candidates=4, wire=None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
