@@ -20,7 +20,7 @@ LAYERS = [
     ["mpicomp.collectives"],
     ["mpicomp.compressors", "mpicomp.arrays"],
     ["mpicomp.workspace", "mpicomp.registry", "mpicomp.kernels"],
-    ["mpicomp.errors", "mpicomp.launcher", "mpicomp.abort", "mpicomp._version"],
+    ["mpicomp.errors", "mpicomp.launcher", "mpicomp.gpus", "mpicomp.cuda", "mpicomp.abort", "mpicomp._version"],
 ]
 # Who may import what from outside, at whatever place in the file.
 HOMES = {
