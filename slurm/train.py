@@ -43,6 +43,7 @@ def main():
         print(f"{comm.size} ranks on {', '.join(devices)}", *filter(None, reasons[:1]), sep="\nno GPU: ", flush=True)
     if device != "cpu":
         torch.cuda.set_device(device)
+    torch.manual_seed(comm.rank)  # a job that resumes draws what it would have drawn, see below
     task = get_task("digits")
     model = task.model().to(device)
     mpicomp.torch.broadcast_parameters(model)

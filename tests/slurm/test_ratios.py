@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_the_tasks_come_together_in_a_table(slurm, mpich, tmp_path):
-    knobs = {"TASK": "digits", "COMPRESSORS": "topk", "RATIOS": "0.05 0.01", "STEPS": "5"}
+    knobs = {"TASK": "digits", "COMPRESSORS": "topk", "RATIOS": "0.05 0.01", "COLLECTIVE": "allgather", "STEPS": "5"}
     options = ("--array=0-2", "--nodes=2", "--cpus-per-task=1")
     job = submit(slurm, tmp_path, "ratios.sbatch", *options, **knobs)
     assert job.states == ["COMPLETED"] * 3, job.printed

@@ -65,3 +65,33 @@ def test_it_meets_its_limit_and_resumes(slurm, mpich, mpiexec, tmp_path):
         assert len(mine) > 8
         for name, array in straight.items():
             np.testing.assert_array_equal(mine[name], array, err_msg=name)
+
+
+WAITS = """\
+import os, sys, time
+
+print("started", flush=True)
+while not os.path.exists(os.path.join(sys.argv[2], "stop")):
+    time.sleep(0.1)
+"""
+
+
+def test_a_job_that_may_not_be_requeued_says_how_to_go_on(slurm, stand_in, tmp_path):
+    (tmp_path / "waits.py").write_text(WAITS)
+
+    def signal_it(number):
+        if any("started" in file.read_text() for file in tmp_path.glob("*.out")):
+            slurm.run("scancel", "--batch", "--signal=USR1", number)
+
+    knobs = {"SCRIPT": "waits.py", "VENV": stand_in, "LAUNCH": "none", "CHECKPOINTS": "mine"}
+    job = submit(slurm, tmp_path, "train_requeue.sbatch", "--no-requeue", meanwhile=signal_it, **knobs)
+    assert (job.states, job.statuses, job.restarts) == (["FAILED"], [1], 0)
+    assert f"Requested operation is presently disabled for job {job.number}\n" in job.printed
+    assert "train_requeue: to go on, submit again with CHECKPOINTS=mine\n" in job.printed
+
+
+def test_a_script_that_fails_is_not_requeued(slurm, stand_in, tmp_path):
+    (tmp_path / "fails.py").write_text("import sys; sys.exit(3)")
+    knobs = {"SCRIPT": "fails.py", "VENV": stand_in, "LAUNCH": "none"}
+    job = submit(slurm, tmp_path, "train_requeue.sbatch", **knobs)
+    assert (job.states, job.statuses, job.restarts) == (["FAILED"], [3], 0)
