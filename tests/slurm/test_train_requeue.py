@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 from slurm.jobs import SLURM, submit
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(500)
 
 STEPS = 200
 RANKS = 2
