@@ -2,7 +2,7 @@
 
     python tests/run.py [--slow] [-k EXPRESSION] [--ranks 1,2,3,4] [--only lint,serial,parallel] [PATH ...]
 
-It uses the tools of the Python that runs it and the ``mpiexec`` beside it. The last line is
+It uses the tools of the Python that runs it and the ``mpiexec`` beside it, of MPICH or of Open MPI. The last line is
 ``N passed, N failed``: tests over all runs, and each check that is no test counts as one.
 """
 
@@ -222,6 +222,7 @@ def main() -> int:
         parser.error(f"--only takes lint, serial and parallel, got {arguments.only}")
     passed_on = ["--slow"] * arguments.slow + (["-k", arguments.k] if arguments.k else []) + arguments.paths
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a limit from outside: the ranks end with this process
     total = Count()
     with tempfile.TemporaryDirectory(prefix="mpicomp-tests-") as name:
         folder = Path(name)

@@ -14,4 +14,5 @@ def kernel(function: Function) -> Function:
 
     NaN and infinity keep their meaning (no ``nnan``, no ``ninf``): the kernels have to find them.
     """
-    return cached(numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})(function))
+    compiled: Function = numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})(function)
+    return cached(compiled)

@@ -22,7 +22,8 @@ _SURE = 3.0  # standard deviations by which a single measurement can be off at m
 
 def compiled(function: Function) -> Function:
     """Compile with Numba, kept on disk, with nothing reordered."""
-    return cached(numba.njit(nogil=True)(function))
+    made: Function = numba.njit(nogil=True)(function)
+    return cached(made)
 
 
 @compiled
