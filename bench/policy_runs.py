@@ -1,4 +1,4 @@
-"""Trainings and timings as processes of their own, each with its files in a folder: what is complete there is not run again."""
+"""Trainings and timings as processes, each with its files in a folder: what is complete there is not run again."""
 
 import hashlib
 import json

@@ -9,30 +9,38 @@ from numpy.typing import NDArray
 
 from mpicomp.policies.allocate import least_makespan
 
-_BEHIND = 3.5  # steps that training falls behind for each step of delay beyond the first
+_BEHIND = 120.0  # steps that training falls behind for each step of delay beyond the first, where all is signal
 _BINS = 400  # of the limit on delays
 _LATER = 3.0  # times the longest delay of all, which that of one bucket may be
 _SLACK = 1.1  # by which the longest delay may be missed before plans that run are given up
 
 
-def behind(delay: float | NDArray[np.float64]) -> float | NDArray[np.float64]:
+def behind(delay: float | NDArray[np.float64], signal: float) -> float | NDArray[np.float64]:
     """Give the steps by which training falls behind when gradients are late by some steps.
 
-    Measured with top-k at ratios from 0.001 to 0.1 on ``text-lstm`` with Adam: nothing below a delay of one step,
-    and three to four steps for each one of it beyond. See docs/policies.md.
+    Measured with top-k at ratios from 0.001 to 0.1, on ``text-lstm`` with Adam and on ``digits`` with momentum: little
+    below a delay of one step, and in proportion to it beyond. What is late is harmful as far as it is signal: noise of
+    a batch is as good later. See docs/policies.md.
+
+    Parameters
+    ----------
+    delay : float or array
+        Steps.
+    signal : float
+        Share of signal in the energy of gradients, in (0, 1].
     """
-    return _BEHIND * delay * delay / (1 + delay)
+    return _BEHIND * signal * delay * delay / (1 + delay)
 
 
-def delay_for(steps: float) -> float:
+def delay_for(steps: float, signal: float) -> float:
     """Give the delay for which training falls behind by some steps.
 
     Examples
     --------
-    >>> round(behind(delay_for(2.0)), 9)
+    >>> round(behind(delay_for(2.0, 0.1), 0.1), 9)
     2.0
     """
-    share = steps / _BEHIND
+    share = steps / (_BEHIND * signal)
     return (share + math.sqrt(share * share + 4 * share)) / 2
 
 
@@ -40,8 +48,8 @@ def delay_for(steps: float) -> float:
 class Balance:
     """Rows of every bucket, with what they take and what they delay, and where training stands.
 
-    After ``age`` steps a model is where it would have been ``behind(delay)`` steps before, so that ``(age + behind) x
-    seconds of a step`` is what it takes to where it is.
+    After ``age`` steps a model is where it would have been ``behind(delay, signal)`` steps before, so that ``(age +
+    behind) x seconds of a step`` is what it takes to where it is.
 
     Parameters
     ----------
@@ -59,6 +67,8 @@ class Balance:
         Steps of training.
     longest : float
         The longest delay that may be, of at least 0.
+    signal : float
+        Share of signal in the energy of gradients.
     """
 
     delays: Sequence[NDArray[np.float64]]
@@ -68,6 +78,7 @@ class Balance:
     beside: float
     age: float
     longest: float
+    signal: float
 
     def delay(self, choice: Sequence[int]) -> float:
         """Give the delay under a row for every bucket, in steps."""
@@ -79,7 +90,7 @@ class Balance:
         end = -math.inf
         for own, row, moment in zip(self.seconds, choice, self.ready, strict=True):
             end = max(end, moment) + own[row]
-        return float((self.age + behind(self.delay(choice))) * (self.beside + end))
+        return float((self.age + behind(self.delay(choice), self.signal)) * (self.beside + end))
 
     def allows(self, choice: Sequence[int]) -> bool:
         """Tell whether a choice keeps to the longest delays, with some slack."""
@@ -94,7 +105,7 @@ class Balance:
         time = [own[kept] for own, kept in zip(self.seconds, rows, strict=True)]
         ends, solutions = least_makespan(late, time, self.ready, self.longest, _BINS)
         delays = np.minimum(np.arange(ends.size) / _BINS, 1.0) * self.longest
-        worth = (self.age + behind(delays)) * (self.beside + ends)
+        worth = (self.age + behind(delays, self.signal)) * (self.beside + ends)
         choice = solutions.at(int(worth.argmin()))
         return [int(kept[own]) for kept, own in zip(rows, choice, strict=True)]
 

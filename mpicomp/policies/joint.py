@@ -21,17 +21,19 @@ from mpicomp.policies.delays import Delays, first_ratio, over
 from mpicomp.policies.levels import at_ratio, check_adaptable, ladder, lost_share
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told, feedback_of
 from mpicomp.policies.registry import register_policy
+from mpicomp.policies.signal import Signal, SketchSurvey
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.transport.base import Asked, Transport
 
-_LEAST, _MOST = 0.001, 0.25  # ratios
-_LOOKS, _STRIDE = 100, 8  # steps between two surveys, and of those one group of elements in so many
+_LEAST, _MOST, _STEP = 0.001, 0.25, 2 ** (1 / 3)  # ratios, and from one to the next
+_LOOKS, _STRIDE = 100, 8  # steps between two spectra, and of those one group of elements in so many
+_SKETCHES = 5  # steps between two sketches
 _THINKS = 5  # steps between two searches for better plans
-_DOWN = 2  # levels that the ratio may go down at once: further off delays are not known well
-_UNSEEN = 2.5  # times the delay that a collective is taken to have which leaves something out, before it was run
+_DOWN = 3  # levels that the ratio may go down at once: further off delays are not known well
+_UNSEEN = 4.0  # times the delay that a collective is taken to have which leaves something out, before it was run
 _LEARN = 0.2  # share of a step in what is known of a collective's delay
 _TAUGHT = 10  # steps of such a collective in a row that tell of it, and not of the bucket
-_GRACE = 20  # steps that training is taken to have done when it begins: to be one behind then does no harm
+_GRACE = 80  # steps that training is taken to have done when it begins: to be one behind then does no harm
 _DROP = 0.5  # of the learning rate, from which on training is taken to begin anew
 _SMOOTH = 0.1  # share of a step in what is known of when buckets are ready
 _BESIDES = 15  # steps that tell of the time beside exchanges: their median, since something else may come in between
@@ -44,16 +46,18 @@ _PAYS = 0.1  # by which plans have to be better than dense ones: late gradients 
 class Joint(Policy):
     """What makes a model learn fastest here and now: ratio, collective and wire of every bucket together.
 
-    What a step keeps back arrives later, and a model whose gradients are late is behind one whose are not. So plans are
-    sought that minimise ``(age + behind) x seconds of a step``, where ``age`` is the number of steps since training
-    began or the learning rate dropped, and ``behind`` the number of steps by which late gradients set training back
-    (`mpicomp.policies.balance`). No more than ``(1 - fidelity) x (age + 20)`` of these are allowed: this is the same
-    as a gain of at least ``1 / (1 + delay)``, a target that is high at first and falls as training goes on.
+    What a step keeps back arrives later, and a model whose gradients are late is behind one whose are not, as far as
+    they are signal and not noise of a batch. So plans are sought that minimise ``(age + behind) x seconds of a step``,
+    where ``age`` is the number of steps since training began or the learning rate dropped, and ``behind`` the number of
+    steps by which late gradients set training back (`mpicomp.policies.balance`). No more than ``(1 - fidelity) x (age +
+    80)`` of these are allowed: this is the same as a gain of at least ``1 / (1 + delay)``, a target that is high at
+    first and falls as training goes on and signal becomes less.
 
     Seconds come from the cost model, in the order in which buckets become ready. How late gradients are under each
     ratio is learnt from the gains of the steps before (`mpicomp.policies.delays`), and how much later each collective
-    makes them. A dynamic programme over the delay (L-GreCo's, with the end of the last bucket in place of bytes) finds
-    the best plans. Ratios go down by little at a time, up by as much as is needed: when gains fall, delays grow.
+    makes them; how much of them is signal, from small sketches (`mpicomp.policies.signal`). A dynamic programme over
+    the delay (L-GreCo's, with the end of the last bucket in place of bytes) finds the best plans. Ratios go down by
+    little at a time, up by as much as is needed: when gains fall, delays grow.
 
     Parameters
     ----------
@@ -98,14 +102,17 @@ class Joint(Policy):
         self._ladder = self._ratios = np.array([])  # of a wire; of all levels that compress
         self._dense = [Dense()]
         self._carriers = Carriers("auto", self.feedback, named.cost)
-        self._survey = SpectrumSurvey(_STRIDE)
+        self._spectrum, self._sketch = SpectrumSurvey(_STRIDE), SketchSurvey()
+        self._signal = Signal()
+        self._delay = 0.0  # of what runs, over all buckets
         self._shapes: list[Shape] = []
         self._delays: list[Delays] = []
         self._restored: dict[str, Delays] = {}
         self._allowed: list[NDArray[np.int64]] = []
         self._lossy: list[dict[str, NDArray[np.int64]]] = []  # rows of collectives that leave something out
         self._reason = "careful until gradients have been looked at"
-        self._age = self._step = self._thought = self._unseen = 0
+        self._age = 0
+        self._forget()
         self._due = False  # whether better plans have to be sought at the next step
         self._highest: float | None = None  # learning rate since training began anew
         self._factors: dict[str, float] = {}  # times the delay that a collective makes of that of its ratio
@@ -113,6 +120,11 @@ class Joint(Policy):
         self._beside: deque[float] = deque(maxlen=_BESIDES)  # seconds of steps beside what exchanges add to them
         self._ready: NDArray[np.float64] | None = None  # of buckets, against the last one's
         self._before: tuple[int, float] | None = None
+
+    def _forget(self) -> None:
+        self._step = self._thought = self._sketched = 0  # since buckets are what they are: now, and when last done
+        self._unseen = 0  # steps that were delivered and not looked at
+        self._sketches: set[int] = set()  # steps of sketches that were not told yet
 
     @property
     def cost(self) -> CostModel | None:
@@ -125,19 +137,24 @@ class Joint(Policy):
         return self._carriers.listens
 
     def survey(self, bucket: int) -> Survey | None:
-        """See `Policy.survey`: spectra now and then, of which the first ones are a bucket's first guess."""
-        return self._survey if self._ratios.size and self._step % _LOOKS == 0 else None
+        """See `Policy.survey`: sketches, and now and then spectra, of which the first are a bucket's first guess."""
+        if not self._ratios.size:
+            return None
+        if self._step % _LOOKS == 0:
+            return self._spectrum
+        due = self._step >= self._sketched + _SKETCHES and self._carriers.awake
+        return self._sketch if due or self._signal.share is None else None
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`."""
         self._restored |= {shape.names[0]: own for shape, own in zip(self._shapes, self._delays, strict=True)}
         self._shapes = list(shapes)
         self._delays = [self._restored.pop(shape.names[0], Delays()) for shape in shapes]
-        self._step = self._thought = self._unseen = 0
+        self._forget()
         self._ready = self._before = None
         self._beside.clear()
         if self._compresses and transport.group.size > 1:
-            self._ladder = np.array(ladder(_LEAST, _MOST))
+            self._ladder = np.array(ladder(_LEAST, _MOST, _STEP))
             self._ratios = np.tile(self._ladder, len(self._wires))
             narrow = any(getattr(own, "wire", None) == "bf16" for own in self._wires)
             self._dense = [Dense(wire="bf16"), Dense()] if narrow else [Dense()]
@@ -158,6 +175,9 @@ class Joint(Policy):
 
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
         """See `Policy.deliver`."""
+        if self.survey(0) is self._sketch:
+            self._sketched = self._step
+            self._sketches.add(step)
         self._age += 1
         self._step += 1
         self._unseen += 1
@@ -189,6 +209,11 @@ class Joint(Policy):
             if self._highest is not None and told.lr <= _DROP * self._highest:
                 self._age, self._highest, self._due = 0, told.lr, True
             self._highest = max(told.lr, self._highest or told.lr)
+        if told.step in self._sketches:
+            self._sketches.remove(told.step)
+            self._due |= self._signal.share is None
+            self._signal.observe(told.surveys, self._delay)
+            return
         for bucket, rows in told.surveys.items():
             spectra = Spectra(self._shapes[bucket].sizes, rows)
             self._due |= self._delays[bucket].ratio is None
@@ -197,7 +222,8 @@ class Joint(Policy):
     def state_dict(self) -> dict[str, Any]:
         """See `Policy.state_dict`."""
         delays = {shape.names[0]: own.state() for shape, own in zip(self._shapes, self._delays, strict=True)}
-        return {"age": self._age, "highest_lr": self._highest, "factors": dict(self._factors), "delays": delays}
+        known = {"factors": dict(self._factors), "delays": delays, "signal": self._signal.state()}
+        return {"age": self._age, "highest_lr": self._highest, **known}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         """See `Policy.load_state_dict`."""
@@ -207,6 +233,7 @@ class Joint(Policy):
         self._due = True
         self._restored = {str(name): Delays.from_state(own) for name, own in state.get("delays", {}).items()}
         self._delays = [self._restored.pop(shape.names[0], Delays()) for shape in self._shapes]
+        self._signal.give(state.get("signal"))
         self._carriers.give(cost)
 
     def _carries(self, named: Named) -> bool:
@@ -250,10 +277,10 @@ class Joint(Policy):
         """Seek better plans with what is known now."""
         buckets = range(len(self._shapes))
         dense = [self._fastest_dense(bucket) for bucket in buckets]
-        longest = delay_for((1 - self.fidelity) * (self._age + _GRACE))
+        longest = self._longest()
         inflow = sum(own.inflow for own in self._delays)
         if not self._ratios.size or longest <= 0 or inflow <= 0 or any(own.ratio is None for own in self._delays):
-            self._allowed = [self._dense_rows(bucket) for bucket in buckets]
+            self._allowed, self._delay = [self._dense_rows(bucket) for bucket in buckets], 0.0
             return
         balance = Balance(
             delays=[self._late(bucket) for bucket in buckets],
@@ -263,6 +290,7 @@ class Joint(Policy):
             beside=max(0.0, statistics.median(self._beside or [0.0])),
             age=self._age,
             longest=longest,
+            signal=self._signal.share or 1.0,
         )
         choice, now = balance.best(), [self._carriers.row(bucket) for bucket in buckets]
         pays = (1 - _PAYS) * balance.worth(dense)
@@ -273,7 +301,15 @@ class Joint(Policy):
         self._allowed = [
             np.flatnonzero(own <= own[row] * (1 + 1e-9)) for own, row in zip(balance.delays, choice, strict=True)
         ]
-        self._reason = f"delay {balance.delay(choice):.2g} of at most {longest:.2g} steps"
+        self._delay = balance.delay(choice)
+        signal = f"{balance.signal:.2g} of the energy is signal"
+        self._reason = f"delay {self._delay:.2g} of at most {longest:.2g} steps, {signal}"
+
+    def _longest(self) -> float:
+        """Give the longest delay that may be, in steps; 0 until it is known how much of gradients is signal."""
+        if self._signal.share is None:
+            return 0.0
+        return delay_for((1 - self.fidelity) * (self._age + _GRACE), self._signal.share)
 
     def _late(self, bucket: int) -> NDArray[np.float64]:
         """Give the delay of each of a bucket's rows; infinite where it is too far below the ratio that is known."""

@@ -296,5 +296,5 @@ class _Both:
     def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
         return np.concatenate([own.measure(accumulated, sizes, step) for own in (self._first, self._second)])
 
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
+    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64] | None:
         return self._second.energies(measured[self._first.width(sizes) :], sizes)

@@ -42,8 +42,8 @@ class Survey(Protocol):
         """
         ...
 
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
-        """Give the squared L2 norm of each layer on this rank, from what was measured, shape (layers,)."""
+    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64] | None:
+        """Give the squared L2 norm of each layer on this rank, from what was measured, shape (layers,), if it tells."""
         ...
 
 

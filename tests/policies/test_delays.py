@@ -100,8 +100,9 @@ def test_what_is_known_survives():
 
 
 @pytest.mark.parametrize("steps", [0.0, 0.01, 1.0, 30.0])
-def test_the_delay_that_sets_training_back_by_some_steps(steps):
-    assert behind(delay_for(steps)) == pytest.approx(steps)
+@pytest.mark.parametrize("signal", [0.01, 1.0])
+def test_the_delay_that_sets_training_back_by_some_steps(steps, signal):
+    assert behind(delay_for(steps, signal), signal) == pytest.approx(steps)
 
 
 def random_balance(seed, buckets):
@@ -117,6 +118,7 @@ def random_balance(seed, buckets):
         beside=float(random.exponential(0.2)),
         age=float(random.integers(1, 300)),
         longest=float(random.exponential(2.0)),
+        signal=float(random.uniform(0.005, 0.5)),
     )
 
 
@@ -130,7 +132,7 @@ def everything(balance):
         end = -1e9
         for own, row, ready in zip(balance.seconds, place, balance.ready, strict=True):
             end = max(end, ready) + own[row]
-        yield place, (balance.age + 3.5 * delay**2 / (1 + delay)) * (balance.beside + end)
+        yield place, (balance.age + 120 * balance.signal * delay**2 / (1 + delay)) * (balance.beside + end)
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 4])
@@ -145,6 +147,7 @@ def test_the_best_choice(seed, buckets):
 
 
 def test_late_buckets_are_not_allowed():
-    balance = Balance([np.array([9.0, 0.0])] * 2, [np.array([0.0, 1.0])] * 2, [0.01, 0.99], [0.0, 0.0], 1.0, 100, 1.0)
+    rows = [np.array([9.0, 0.0])] * 2, [np.array([0.0, 1.0])] * 2
+    balance = Balance(*rows, [0.01, 0.99], [0.0, 0.0], beside=1.0, age=100, longest=1.0, signal=0.02)
     assert balance.best()[0] == 1  # its weight is small, but it would be nine steps late
     assert not balance.allows([0, 1])
