@@ -170,7 +170,8 @@ def launcher() -> tuple[list[str], dict[str, str]]:
     env = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMBA")}
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
     if "open mpi" in version.lower() or "openrte" in version.lower() or "prte" in version.lower():
-        command += ["--oversubscribe"]
+        # Bound ranks would all sit on the first cores, where another job's sit too.
+        command += ["--oversubscribe", "--bind-to", "none"]
         # A rank that spins while it waits keeps the core from the one it waits for.
         env |= {
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
