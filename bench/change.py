@@ -77,8 +77,8 @@ def run_steps(compressor: Compressor, numel: int, seconds: float, transport: Tra
     gradients = Gradients(numel, seed=transport.group.rank)
     runner = Runner(Plan(compressor, "auto"), gradients, transport, Residuals(transport.group.rank), None)
     times: list[float] = []
-    while share(np.array([time.monotonic() - begin]), transport).max() < seconds:
-        times.append(time.monotonic() - begin)
+    while share(np.array([at_s := time.monotonic() - begin]), transport).max() < seconds:
+        times.append(at_s)
         runner.step()
     runner.catch_up()
     runner.close()

@@ -230,18 +230,11 @@ def words_of_timing(run: Timing, traces: Mapping[str, str], step_bytes: Mapping[
     step_bytes : mapping of str to float
         By policy, how many leave a rank in a step.
     """
-    block = str(_block(step_bytes, run.network))
-    exchanges = ",".join(exchange_of(name, trace) for name, trace in traces.items())
+    block = _block(step_bytes, run.network)
+    # Collectives of dense differ in nothing but time, and which is fastest depends on the network: it chooses there.
+    exchanges = ",".join(DENSE if name == DENSE else f"replay:{trace}" for name, trace in traces.items())
     words = ["bench", "training", "--task", run.task, "--seed", str(run.seed), "--exchange", exchanges]
-    return [*words, "--steps", str(BLOCKS * int(block)), "--blocks", str(BLOCKS), "--warm-up", block]
-
-
-def exchange_of(policy: str, trace: str) -> str:
-    """Give what `mpicomp bench training` calls a policy's plans.
-
-    Collectives of dense differ in nothing but time, and which is fastest depends on the network: it chooses there.
-    """
-    return DENSE if policy == DENSE else f"replay:{trace}"
+    return [*words, "--steps", str(BLOCKS * block), "--blocks", str(BLOCKS), "--warm-up", str(block)]
 
 
 def _block(step_bytes: Mapping[str, float], network: Network) -> int:

@@ -124,7 +124,6 @@ class Joint(Policy):
     def _forget(self) -> None:
         self._step = self._thought = self._sketched = 0  # since buckets are what they are: now, and when last done
         self._unseen = 0  # steps that were delivered and not looked at
-        self._sketches: set[int] = set()  # steps of sketches that were not told yet
 
     @property
     def cost(self) -> CostModel | None:
@@ -177,7 +176,6 @@ class Joint(Policy):
         """See `Policy.deliver`."""
         if self.survey(0) is self._sketch:
             self._sketched = self._step
-            self._sketches.add(step)
         self._age += 1
         self._step += 1
         self._unseen += 1
@@ -204,13 +202,14 @@ class Joint(Policy):
     def learn(self, told: Told) -> None:
         """See `Policy.learn`."""
         self._carriers.learn(told)
-        self._time(told)
+        if self._carriers.measured:  # else seconds of steps have nothing to do with those of plans
+            self._time(told)
         if told.lr is not None:
             if self._highest is not None and told.lr <= _DROP * self._highest:
                 self._age, self._highest, self._due = 0, told.lr, True
             self._highest = max(told.lr, self._highest or told.lr)
-        if told.step in self._sketches:
-            self._sketches.remove(told.step)
+        # A step that was undone tells too, so that its number says nothing; no spectrum is as wide as a sketch.
+        if any(rows.shape[1] == self._sketch.width(()) for rows in told.surveys.values()):
             self._due |= self._signal.share is None
             self._signal.observe(told.surveys, self._delay)
             return

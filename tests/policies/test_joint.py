@@ -186,6 +186,18 @@ def test_it_goes_on_where_it_was():
     assert ratios(again.run(12))[-3:].mean() < 2 * reached
 
 
+@pytest.mark.parametrize("first", range(8))
+def test_steps_that_are_undone_teach_nothing(first):
+    training = Training(3, SLOW, nonfinite="skip")
+    training.run(first)
+    bad = training.gradients()
+    bad[1]["weight"][3, 4] = np.nan
+    for _ in range(7):
+        means = training.ranks.reduce(bad, 0.1)
+        assert not any(own["weight"].any() for own in means)
+    assert {own.compressor["id"] for buckets in training.run(40) for own in buckets} >= {"topk"}
+
+
 @pytest.mark.parametrize("fidelity", [0, -0.1, 1.1, "0.9", None, True])
 def test_fidelity_has_to_be_a_share(fidelity):
     with pytest.raises(ConfigurationError, match=r"^auto: fidelity must be in \(0, 1\], got "):
