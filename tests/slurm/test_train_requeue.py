@@ -94,4 +94,6 @@ def test_a_script_that_fails_is_not_requeued(slurm, stand_in, tmp_path):
     (tmp_path / "fails.py").write_text("import sys; sys.exit(3)")
     knobs = {"SCRIPT": "fails.py", "VENV": stand_in, "LAUNCH": "none"}
     job = submit(slurm, tmp_path, "train_requeue.sbatch", **knobs)
-    assert (job.states, job.statuses, job.restarts) == (["FAILED"], [3], 0)
+    assert (job.states, job.restarts) == (["FAILED"], 0)
+    # The first rank that fails ends the others, which srun may tell as their status: 128 and SIGTERM.
+    assert job.statuses in ([3], [143]), job.printed
