@@ -12,7 +12,7 @@ from doctor.environments import make
 BIN = Path(sys.executable).parent
 DOCTOR = (sys.executable, "-m", "mpicomp", "doctor", "--json")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(110)]
+pytestmark = pytest.mark.timeout(110)
 
 
 @pytest.fixture(scope="module")
