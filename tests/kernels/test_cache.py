@@ -25,6 +25,7 @@ def places(tmp_path, monkeypatch):
     """Put all folders below this test's, and forget what was found before."""
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    numba.config.reload_config()  # Numba looks at the environment again only when it compiles
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     _forget()
