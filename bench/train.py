@@ -1,6 +1,7 @@
 """Train a task with its gradients averaged by mpicomp, and measure every step."""
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -148,7 +149,7 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
     """
     group = transport.group
     hosts = transport.hosts()
-    torch.set_num_threads(threads_of_rank(group.size, hosts))
+    torch.set_num_threads(threads_of_rank(transport.cores))
     model = task.model()
     transport.log.clear()
     broadcast_parameters(model, comm=transport)
@@ -281,11 +282,20 @@ def _step(
     return value, end - start, {name: phases[name] for name in PHASES}
 
 
-def threads_of_rank(ranks: int, hosts: int) -> int:
-    """Share this host's cores among its ranks, unless the user has said how many threads there are."""
-    if "OMP_NUM_THREADS" in os.environ:
+def threads_of_rank(cores: float) -> int:
+    """Give how many threads a rank computes with: what the user says, else what are its own of this host's cores.
+
+    Parameters
+    ----------
+    cores : float
+        For each rank where they are fewest, see `Transport`. Ranks may all be allowed to run on all of them.
+    """
+    if os.environ.get("OMP_NUM_THREADS"):
         return torch.get_num_threads()
-    return max(1, len(os.sched_getaffinity(0)) * hosts // ranks)
+    # What Slurm gives a task binds nobody where its plugin for binding is off.
+    given = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    task = int(given) if given.isascii() and given.isdigit() else math.inf
+    return max(1, int(min(cores, task, len(os.sched_getaffinity(0)))))
 
 
 def _gather(transport: Transport, array: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -219,7 +219,7 @@ def train_all(
     threads : int
         That a rank computed with.
     """
-    torch.set_num_threads(threads_of_rank(transport.group.size, transport.hosts()))
+    torch.set_num_threads(threads_of_rank(transport.cores))
     with ExitStack() as stack:
         if any(not exchange.ours and exchange.name != NONE for exchange in exchanges):
             stack.enter_context(process_group(transport))

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         register_compressor,
     )
     from mpicomp.errors import MpicompError
+    from mpicomp.gpus import local_device
     from mpicomp.policies import get_policy, list_policies, register_policy
     from mpicomp.reducer import BucketRecord, Reducer, StepRecord, allreduce
 
@@ -94,6 +95,7 @@ _HOMES = {
     "list_policies": "mpicomp.policies",
     "register_policy": "mpicomp.policies",
     "load_checkpoint": "mpicomp.checkpoint",
+    "local_device": "mpicomp.gpus",
     "register_compressor": "mpicomp.compressors",
     "save_checkpoint": "mpicomp.checkpoint",
 }
@@ -140,6 +142,7 @@ __all__ = [
     "list_compressors",
     "list_policies",
     "load_checkpoint",
+    "local_device",
     "register_compressor",
     "register_policy",
     "save_checkpoint",

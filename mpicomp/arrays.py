@@ -127,8 +127,7 @@ def from_host(mean: NDArray[np.floating], described: Described, like: Any, out: 
     host: NDArray[Any] = mean
     if described.dtype in ("float16", "bfloat16"):
         assert out is not None
-        # The rounding saturates: a mean beyond 16 bits is delivered as the largest number, not as infinity.
-        cpu.narrow(mean, "fp16" if described.dtype == "float16" else "bf16", out)
+        narrow(mean, described.dtype, out)
         host = out.view(np.float16) if described.dtype == "float16" else out
     host = host.reshape(described.shape)
     match _library(like):
@@ -144,3 +143,16 @@ def from_host(mean: NDArray[np.floating], described: Described, like: Any, out: 
             view = host.view(like.dtype.newbyteorder("=")) if out is not None else host.view()
             view.flags.writeable = False
             return view
+
+
+def narrow(mean: NDArray[np.floating], dtype: str, out: NDArray[np.uint16]) -> None:
+    """Round to ``"float16"`` or ``"bfloat16"``; beyond 16 bits the largest number is delivered, not infinity."""
+    cpu.narrow(mean, "fp16" if dtype == "float16" else "bf16", out)
+
+
+def empty_like(array: Any) -> Any:
+    """Give a contiguous array of the same shape and dtype on the same device, from torch or CuPy."""
+    if _library(array) == "torch":
+        return sys.modules["torch"].empty(array.shape, dtype=array.dtype, device=array.device)
+    with array.device:
+        return sys.modules["cupy"].empty(array.shape, array.dtype)

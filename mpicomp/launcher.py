@@ -148,6 +148,30 @@ def describe(launch: Launch) -> str:
     return names.get(launch.name, f"a launcher that speaks {launch.name.upper()}")
 
 
+def protocol(environ: Mapping[str, str] | None = None) -> str | None:
+    """Say by which protocol processes that were started together can find each other.
+
+    Parameters
+    ----------
+    environ
+        The environment; that of this process when it is not given.
+
+    Returns
+    -------
+    str or None
+        ``"PMIx"`` or ``"PMI"`` (its first and second version); None where the launcher offers none.
+
+    Examples
+    --------
+    >>> protocol({"PMI_FD": "9", "PMI_RANK": "0", "PMI_SIZE": "2"})
+    'PMI'
+    """
+    environ = os.environ if environ is None else environ
+    if "PMIX_RANK" in environ:
+        return "PMIx"
+    return "PMI" if "PMI_RANK" in environ or "PMI_ID" in environ else None
+
+
 def start_line(launch: Launch, mpi: str, python: str | None = None, command: Sequence[str] | None = None) -> str:
     """Return the line that starts the same job with a launcher that the MPI library understands.
 
@@ -197,8 +221,13 @@ def singletons(
     if launch is None or launch.size <= 1 or comm_size != 1:
         return None
     library = {"mpich": "MPICH", "openmpi": "Open MPI"}.get(mpi, mpi)
+    offered = protocol(environ)
+    if offered is None:
+        why = "no PMI is offered, as by srun --mpi=none" if launch.name == "slurm" else "no PMI is offered"
+    else:
+        why = f"{offered} is offered, and {library} wants {'PMIx' if mpi == 'openmpi' else 'PMI'}"
     return Problem(
         f"{describe(launch)} started {launch.size} processes, but each of them is rank 0 of 1: "
-        f"{library} did not understand this launcher, so {launch.size} separate jobs are running",
+        f"{library} did not understand this launcher, so {launch.size} separate jobs are running ({why})",
         start_line(launch, mpi, python, command),
     )

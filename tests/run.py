@@ -2,7 +2,7 @@
 
     python tests/run.py [--slow] [-k EXPRESSION] [--ranks 1,2,3,4] [--only lint,serial,parallel] [PATH ...]
 
-It uses the tools of the Python that runs it and the ``mpiexec`` beside it. The last line is
+It uses the tools of the Python that runs it and the ``mpiexec`` beside it, of MPICH or of Open MPI. The last line is
 ``N passed, N failed``: tests over all runs, and each check that is no test counts as one.
 """
 
@@ -170,7 +170,8 @@ def launcher() -> tuple[list[str], dict[str, str]]:
     env = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMBA")}
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
     if "open mpi" in version.lower() or "openrte" in version.lower() or "prte" in version.lower():
-        command += ["--oversubscribe"]
+        # Bound ranks would all sit on the first cores, where another job's sit too.
+        command += ["--oversubscribe", "--bind-to", "none"]
         # A rank that spins while it waits keeps the core from the one it waits for.
         env |= {
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -222,6 +223,7 @@ def main() -> int:
         parser.error(f"--only takes lint, serial and parallel, got {arguments.only}")
     passed_on = ["--slow"] * arguments.slow + (["-k", arguments.k] if arguments.k else []) + arguments.paths
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a limit from outside: the ranks end with this process
     total = Count()
     with tempfile.TemporaryDirectory(prefix="mpicomp-tests-") as name:
         folder = Path(name)

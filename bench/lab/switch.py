@@ -7,6 +7,7 @@ import heapq
 from typing import Any
 
 import numpy as np
+from mpicomp.kernels.cache import cached
 from numba import njit, typeof, types
 from numpy.typing import NDArray
 
@@ -32,13 +33,15 @@ _TURN = 8
 _NONE = -1
 
 
-@njit(cache=True, nogil=True)
+@cached
+@njit(nogil=True)
 def _now(spec: NDArray[np.int64]) -> int:
     _clock_gettime(_CLOCK_MONOTONIC, spec.ctypes.data)
     return spec[0] * 1_000_000_000 + spec[1]  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@cached
+@njit(nogil=True)
 def forward(
     devices: NDArray[np.int32],
     picoseconds_a_byte: NDArray[np.int64],

@@ -4,17 +4,18 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
+from mpicomp.kernels.cache import cached
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def kernel(function: Function) -> Function:
-    """Compile with Numba: cached on disk, without the GIL, sums reassociated so that they vectorise.
+    """Compile with Numba: kept on disk, without the GIL, sums reassociated so that they vectorise.
 
     NaN and infinity keep their meaning (no ``nnan``, no ``ninf``): the kernels have to find them.
     """
-    compiled: Function = numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})(function)
-    return compiled
+    compiled: Function = numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})(function)
+    return cached(compiled)
 
 
 def exact(function: Function) -> Function:
@@ -23,5 +24,5 @@ def exact(function: Function) -> Function:
     A product and a sum that some processors can do in one go are done in two, and no sum changes its order.
     """
     # Said, since what is left out would be taken over from the first kernel that calls the function.
-    compiled: Function = numba.njit(cache=True, nogil=True, fastmath=False)(function)
-    return compiled
+    compiled: Function = numba.njit(nogil=True, fastmath=False)(function)
+    return cached(compiled)

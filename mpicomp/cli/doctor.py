@@ -20,8 +20,13 @@ def run(arguments: argparse.Namespace) -> int:
     launch = launcher.detect()
     report = doctor.examine()
     mpi = abort.running()
-    # Processes that do not find each other are all rank 0; then the launcher's rank decides who prints.
-    rank = mpi.COMM_WORLD.Get_rank() if mpi is not None and mpi.COMM_WORLD.Get_size() > 1 else 0
-    if rank == 0 and (report["ranks"] > 1 or launch is None or launch.rank == 0):
+    together = mpi is not None and mpi.COMM_WORLD.Get_size() > 1
+    if together:
+        prints = mpi.COMM_WORLD.Get_rank() == 0
+    else:  # processes that do not find each other are all rank 0; then the launcher's rank decides who prints
+        prints = launch is None or launch.rank == 0
+    if prints:
         print(json.dumps(report, indent=2) if arguments.json else doctor.render(report))
+    elif not together:
+        return 0  # a launcher that sees one process fail may end the others, before the first one has printed
     return 1 if report["problems"] else 0

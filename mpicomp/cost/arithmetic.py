@@ -12,6 +12,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.kernels.cache import cached
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Array = NDArray[Any]
 
@@ -19,9 +21,9 @@ _SURE = 3.0  # standard deviations by which a single measurement can be off at m
 
 
 def compiled(function: Function) -> Function:
-    """Compile with Numba, cached on disk, with nothing reordered."""
-    made: Function = numba.njit(cache=True, nogil=True)(function)
-    return made
+    """Compile with Numba, kept on disk, with nothing reordered."""
+    made: Function = numba.njit(nogil=True)(function)
+    return cached(made)
 
 
 @compiled

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import to_host
 from mpicomp.collectives import Context, Result, Round, dense_ring_bytes
 from mpicomp.policies import Plan, Policy
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.reducer.layers import layers_of
 from mpicomp.reducer.record import BucketRecord
 from mpicomp.transport import Transport
+from mpicomp.transport.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,16 @@ class Conditions:
         For schemes that draw random numbers.
     scale : float
         What gradients are multiplied by first.
+    staging : Staging
+        Brings gradients to the host.
     """
 
     transport: Transport
     policy: Policy
     step: int
     seed: int
-    scale: float = 1.0
+    scale: float
+    staging: Staging
 
 
 @dataclass
@@ -110,7 +113,10 @@ def exchange(
     )
     conditions.transport.doing(f"step {conditions.step}, bucket {bucket.index} ('{bucket.members[0].name}' ...)")
     start = last = clock()
-    arrays = None if gradients is None else [to_host(gradient) for gradient in gradients]
+    arrays = None
+    if gradients is not None:
+        host = conditions.staging.host
+        arrays = [host(member.name, own) for member, own in zip(bucket.members, gradients, strict=True)]
     accumulated = bucket.accumulate(arrays, conditions.scale)
     run = plan.scheme.exchange(accumulated, context)
     own_s = waited_s = wire_bytes = 0.0

@@ -318,6 +318,7 @@ class Reducer:
         if not self._closed:
             self._closed = True
             self._core.transport.run(self._core.timer.drop())
+            self._core.staging.close()
             if self._owned:
                 self._core.transport.close()
 

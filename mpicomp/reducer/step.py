@@ -3,13 +3,13 @@
 import math
 import time
 from collections.abc import Collection, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import Described, describe, from_host, to_host
+from mpicomp.arrays import Described, describe
 from mpicomp.collectives import Round
 from mpicomp.compressors.base import Entry
 from mpicomp.errors import MpicompError, NonFiniteError
@@ -22,6 +22,7 @@ from mpicomp.reducer.record import StepRecord
 from mpicomp.reducer.timer import Timer
 from mpicomp.transport import Transport
 from mpicomp.transport.base import Asked
+from mpicomp.transport.staging import Staging
 
 Rounds = Generator[Asked, Any, Any]
 
@@ -54,6 +55,8 @@ class Core:
         Steps so far.
     last_step : StepRecord or None
         What the last one did.
+    staging : Staging
+        Brings arrays of devices to the host and back.
     """
 
     settings: dict[str, Any]
@@ -66,6 +69,7 @@ class Core:
     timer: Timer
     count: int = 0
     last_step: StepRecord | None = None
+    staging: Staging = field(default_factory=Staging)
 
 
 class Step:
@@ -90,6 +94,7 @@ class Step:
         self._problem: MpicompError | None = None
         self._stale = False
         core.transport.log.clear()
+        core.staging.begin()
 
     def refresh(self) -> Generator[Asked, Any, None]:
         """Let the policy do what it has to before the first bucket. As rounds."""
@@ -112,7 +117,7 @@ class Step:
         ``ready`` is when gradients were handed over, on the transport's clock.
         """
         core = self._core
-        conditions = Conditions(core.transport, core.policy, core.count, core.seed, self._scale)
+        conditions = Conditions(core.transport, core.policy, core.count, core.seed, self._scale, core.staging)
         done = yield from exchange(bucket, gradients, conditions, ready)
         self._record.choosing_s += done.choosing_s
         self._done.append(done)
@@ -133,6 +138,8 @@ class Step:
             self._members = describe(gradients)
             if not layout.knows(self._members):
                 layout.check(self._members)
+            for name, gradient in gradients.items():
+                self._core.staging.start(name, gradient)
         except MpicompError as error:
             self._problem = error
         known = layout.knows(self._members) and all(name in layout.conditional for name in absent)
@@ -256,7 +263,7 @@ class Step:
         if core.entry.clip is None:
             return 1.0
         energy = self._scale**2 * sum(
-            bucket.energy([to_host(self._gradients[member.name]) for member in bucket.members])
+            bucket.energy([core.staging.host(own.name, self._gradients[own.name]) for own in bucket.members])
             for bucket in core.layout.buckets
         )
         limit = core.entry.clip / math.sqrt(core.transport.group.size)
@@ -295,4 +302,5 @@ class Step:
         return {name: means[name] for name in self._gradients if name in means}
 
     def _give(self, mean: NDArray[np.floating], member: Described) -> Any:
-        return from_host(mean, member, self._gradients[member.name], self._core.layout.delivered.get(member.name))
+        out = self._core.layout.delivered.get(member.name)
+        return self._core.staging.give(mean, member, self._gradients[member.name], out)

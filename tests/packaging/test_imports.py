@@ -9,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ["mpi4py.MPI", "torch", "cupy", "safetensors"]
+# Each opens hundreds of files, which hundreds of ranks do at once on one file system; what needs them loads them.
+SLOW = ["numpy", "numba", "llvmlite", "scipy", "sklearn", "rich", "pymoo"]
 
 
 def python(code, executable=sys.executable, cwd="/"):
@@ -22,6 +24,17 @@ def python(code, executable=sys.executable, cwd="/"):
 )
 def test_an_import_loads_nothing_heavy(module):
     code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
+    assert python(code) == "[]"
+
+
+@pytest.mark.parametrize("module", ["mpicomp", "mpicomp.cli", "mpicomp.kernels", "mpicomp.bench.lab"])
+def test_an_import_loads_nothing_slow(module):
+    code = f"import sys, {module}; print([name for name in {SLOW} if name in sys.modules])"
+    assert python(code) == "[]"
+
+
+def test_a_reducer_loads_nothing_slow_that_it_does_not_need():
+    code = f"import sys, mpicomp.reducer; print([name for name in {SLOW[4:]} if name in sys.modules])"
     assert python(code) == "[]"
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sinfo", "srun", "sbatch", "scontrol")
 NODES = 4
+GPUS = 2  # a node; each is /dev/null, which Slurm hands out like any other device
+REQUEUE_S = 5  # how long a job that was requeued waits before it starts again; two minutes unless one says so
 _UNSHARE = ("unshare", "--pid", "--mount", "--fork", "--mount-proc")
 
 _CONFIG = """\
@@ -21,12 +23,13 @@ ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire={requeue_s}
 SlurmUser=root
 SlurmdUser=root
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+GresTypes=gpu
 JobAcctGatherType=jobacct_gather/none
 ReturnToService=2
 KillWait=2
@@ -37,12 +40,15 @@ SlurmdSpoolDir={folder}/%n
 StateSaveLocation={folder}/state
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n.log
+SchedulerParameters=sched_interval=1,bf_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
-NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports} CPUs=4 State=UNKNOWN
+NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports} CPUs=4 Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+
+_GRES = "NodeName=n[1-{nodes}] Name=gpu File={folder}/gpu[0-{last}]\n"
 
 _START = """\
 set -e
@@ -124,8 +130,12 @@ def cluster(environ):
     ports = _free_ports(NODES + 1)
     host = socket.gethostname()
     node_ports = ",".join(map(str, ports[1:]))
+    for gpu in range(GPUS):
+        (folder / f"gpu{gpu}").symlink_to("/dev/null")
+    values = {"folder": folder, "nodes": NODES, "gpus": GPUS, "last": GPUS - 1, "requeue_s": REQUEUE_S}
     config = folder / "slurm.conf"
-    config.write_text(_CONFIG.format(host=host, ports=ports, node_ports=node_ports, nodes=NODES, folder=folder))
+    config.write_text(_CONFIG.format(host=host, ports=ports, node_ports=node_ports, **values))
+    (folder / "gres.conf").write_text(_GRES.format(**values))
     environment = {**environ, "SLURM_CONF": str(config)}
     with (folder / "start.log").open("w") as log:
         process = subprocess.Popen(

@@ -1,0 +1,230 @@
+"""Where compiled functions are kept, and how processes of one host share the work of compiling them.
+
+Numba alone keeps them beside the source or in the home folder. On a cluster both lie on a file system that all hosts
+share, or that none may write to: then every rank compiles, hosts with other processors overwrite each other's files,
+and without any place to write to the import fails. Here each host has a folder of its own, the first process that needs
+a function compiles it while the others wait, and whatever goes wrong with a file costs time and nothing else.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import socket
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from numba.core import config
+from numba.core.caching import FunctionCache, NullCache
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+PATIENCE_S = 60.0  # no function here takes as long to compile: whoever is waited for was stopped, or failed and goes on
+_NAP_S = 0.02
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+_setting = threading.Lock()  # of Numba's folder, while one of its caches looks at it
+
+
+def cached(function: Function) -> Function:
+    """Keep what a function of ``numba.njit`` is compiled to, where there is a place for that.
+
+    Nothing is read or written before the function is compiled for the first time, and no error comes of it.
+
+    Parameters
+    ----------
+    function : callable
+        Compiled without ``cache=True``.
+
+    Returns
+    -------
+    callable
+        The same.
+    """
+    dispatcher: Any = function
+    dispatcher._cache = HostCache(dispatcher.py_func)  # what enable_caching() sets to a cache of Numba's own
+    return function
+
+
+class HostCache(NullCache):  # type: ignore[misc]
+    """Stands where Numba expects a cache of one function; see the module.
+
+    Parameters
+    ----------
+    function : callable
+        Not compiled.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._lock = HostLock()
+
+    @property
+    def cache_path(self) -> str | None:
+        """Where the files are."""
+        return None if self._files is None else str(self._files.cache_path)
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        """Give what was compiled for a signature, or None: then this process is to compile it.
+
+        Where another process of this host compiles it now, its result is waited for. Numba calls this with its
+        compiler's lock held, so threads of one process do not meet here.
+        """
+        if self._files is None:
+            return None
+        found = self._load(signature, context)
+        if found is None and self._lock.take(self._lock_name()):
+            found = self._load(signature, context)
+            if found is not None:
+                self._lock.leave()
+        return found
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:
+        """Keep what was compiled, if this is the process that the others wait for."""
+        if not self._lock.held:
+            return  # two that write would mix up their files
+        try:
+            self._files.save_overload(signature, compiled)
+        except OSError:  # a full disk, a quota
+            pass
+        except Exception:  # the list of what is there cannot be read, see _load: it begins anew
+            with contextlib.suppress(OSError):
+                self._files.flush()
+                self._files.save_overload(signature, compiled)
+        finally:
+            self._lock.leave()
+
+    @functools.cached_property
+    def _files(self) -> Any:
+        """Numba's own cache in this host's folder, or None where it cannot be."""
+        place = folder()
+        if place is None:
+            return None
+        with _setting:
+            before = config.CACHE_DIR
+            config.CACHE_DIR = str(place / _fingerprint())
+            try:
+                return FunctionCache(self._function)
+            except (OSError, RuntimeError):  # what Numba raises where it finds no place, or no source
+                return None
+            finally:
+                config.CACHE_DIR = before
+
+    def _load(self, signature: Any, context: Any) -> Any:
+        try:
+            return self._files.load_overload(signature, context)
+        except Exception:  # a file that was cut short fails to unpickle in more ways than can be listed
+            return None
+
+    def _lock_name(self) -> str:
+        code = self._function.__code__
+        name = f"{self._files.cache_path}/{Path(code.co_filename).name}:{code.co_firstlineno}"
+        return f"{self._function.__name__}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}.lock"
+
+
+class HostLock:
+    """A lock among the processes of this host, on a file that is node-local: not every shared file system has locks."""
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has it."""
+        return self._descriptor is not None
+
+    def take(self, name: str) -> bool:
+        """Wait for the lock, for a time; give whether this process has it. Who has it already keeps it."""
+        if self.held:
+            return True
+        place = local_folder()
+        if place is None:
+            return False
+        try:
+            descriptor = os.open(place / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return False
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < end:
+                    time.sleep(_NAP_S)  # not a loop that spins: the core may be the one that compiles
+                    continue
+            except OSError:  # no locks here
+                pass
+            else:
+                self._descriptor = descriptor
+                return True
+            os.close(descriptor)
+            return False
+
+    def leave(self) -> None:
+        """Let the next one have it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@functools.cache
+def folder() -> Path | None:
+    """Give the folder of this user and host that compiled functions are kept in; None where none can be made."""
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        if os.environ.get(name):
+            found = private(Path(os.environ[name]) / f"mpicomp-{os.getuid()}-{socket.gethostname()}")
+            if found is not None:
+                return found
+    return local_folder()
+
+
+@functools.cache
+def local_folder() -> Path | None:
+    """Give a folder of this user that only processes of this host share; None where none can be made.
+
+    A temporary folder is mostly of the host itself. In case it is not, its name has what the kernel draws when it
+    starts: hosts of an emulated cluster, which have names of their own on one machine, share it.
+    """
+    try:
+        base = Path(tempfile.gettempdir())
+        boot = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
+    except OSError:
+        return None
+    return private(base / f"mpicomp-{os.getuid()}-{boot}")
+
+
+def private(path: Path) -> Path | None:
+    """Make a folder that is this user's alone, and give it; None where it cannot be made, written to or trusted.
+
+    What lies in it is run. In a folder for all, such as ``/tmp``, another user may have been there first.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(0o700)
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            return None
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError:
+        return None
+    return path
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """Name this version of the sources.
+
+    Numba looks at the file of a function alone, and would take it for unchanged when one that it calls was changed.
+    """
+    here = Path(__file__).parent
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted([*here.glob("*.py"), *here.glob("cpu/*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,14 @@
+"""What an MPI job finds here: library, launcher, hosts, GPUs, and what is wrong with them.
+
+`local` looks at one process without MPI, `examine` at the whole job. `mpicomp doctor` prints the result; the
+pieces are there for others too, `cuda_aware` above all.
+"""
+
+from mpicomp.cuda import cuda_aware
+from mpicomp.doctor.devices import gpus
+from mpicomp.doctor.installed import packages, wheels
+from mpicomp.doctor.job import SCHEMA, examine, local
+from mpicomp.doctor.loaded import library, origin
+from mpicomp.doctor.text import render
+
+__all__ = ["SCHEMA", "cuda_aware", "examine", "gpus", "library", "local", "origin", "packages", "render", "wheels"]

@@ -1,0 +1,150 @@
+"""Which GPU a process works on, found out before MPI starts.
+
+A CUDA-aware MPI library takes the device that is current when it is initialised, so the ranks of a host have to share
+its GPUs out among themselves before they can talk to each other. All that there is by then is what the launcher says of
+this process, and the mask that somebody may have set.
+"""
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpicomp import launcher
+from mpicomp.errors import LaunchError
+
+_MASK = "CUDA_VISIBLE_DEVICES"
+_ASK = "ask the job for one (Slurm: --gpus-per-task=1, or --gres=gpu:1 for a node)"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, or a part of one (MIG), which has no index of its own."""
+
+    index: str
+    name: str
+    uuid: str
+
+    def __str__(self) -> str:
+        return f"{self.index}: {self.name}" if self.index else f"{self.uuid}: {self.name}"
+
+
+def installed(listing: str | None = None) -> list[Gpu]:
+    r"""Give the NVIDIA GPUs that this process may open; a container or Slurm may keep others from it.
+
+    Parameters
+    ----------
+    listing
+        What ``nvidia-smi -L`` prints; it is called when this is not given.
+
+    Examples
+    --------
+    >>> [str(gpu) for gpu in installed("GPU 0: A (UUID: GPU-aa)\n  MIG 1g.5gb Device 0: (UUID: MIG-bb)")]
+    ['0: A', 'MIG-bb: MIG 1g.5gb']
+    """
+    if listing is None:
+        try:
+            command = ["nvidia-smi", "-L"]
+            listing = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            return []
+    rows = re.findall(r"^(?:GPU (\d+): (.*?)| +(MIG \S+) +Device +\d+:) \(UUID: (\S+)\)", listing, re.MULTILINE)
+    return [Gpu(index, name or part, uuid) for index, name, part, uuid in rows]
+
+
+def visible(environ: Mapping[str, str] | None = None, listing: str | None = None) -> list[Gpu]:
+    r"""Give the GPUs that CUDA shows this process, in the order in which it numbers them.
+
+    Parameters
+    ----------
+    environ
+        The environment, for ``CUDA_VISIBLE_DEVICES``; that of this process when it is not given.
+    listing
+        See `installed`.
+
+    Raises
+    ------
+    LaunchError
+        Where there is none, where the mask hides all of them, and where it names one that is not here: CUDA would
+        leave that one and those behind it out without a word.
+
+    Examples
+    --------
+    >>> [str(gpu) for gpu in visible({"CUDA_VISIBLE_DEVICES": "1"}, "GPU 0: A (UUID: GPU-aa)\nGPU 1: B (UUID: GPU-bb)")]
+    ['1: B']
+    """
+    mask = (os.environ if environ is None else environ).get(_MASK)
+    found = installed(listing)
+    host = socket.gethostname()
+    if not found:
+        raise LaunchError(f"gpu: a process that works on a GPU needs one, and nvidia-smi lists none on {host}; {_ASK}")
+    whole = [gpu for gpu in found if gpu.index]
+    if mask is None:
+        return whole
+    words = [word.strip() for word in mask.split(",")]
+    if words[0] in ("", "-1", "NoDevFiles"):
+        raise LaunchError(f"gpu: {_MASK}='{mask}' hides every GPU of {host} from this process; unset it, or {_ASK}")
+    chosen = []
+    for word in words:
+        match = [gpu for gpu in found if gpu.index == word or _begins(gpu.uuid, word)]
+        if not match:
+            raise LaunchError(
+                f"gpu: {_MASK}={mask} names '{word}', which this process does not have; on {host} it has "
+                f"{', '.join(map(str, found))}. The mask is that of another rank or host, or was set on top of what "
+                "the job had bound already; unset it, or set it to what is there"
+            )
+        chosen.append(match[0])
+    return chosen
+
+
+def _begins(uuid: str, word: str) -> bool:
+    """Tell whether a word of a mask stands for a device: CUDA takes the beginning of its name."""
+    return word.startswith(("GPU-", "MIG-")) and uuid.startswith(word)
+
+
+def local_device(environ: Mapping[str, str] | None = None, listing: str | None = None) -> int:
+    r"""Choose the GPU of this process among those of its host, before MPI starts.
+
+    The ranks of a host take its GPUs in turn; where there are more ranks than GPUs, some share one. A mask in
+    ``CUDA_VISIBLE_DEVICES`` is respected: numbers count what it shows. Where it shows one GPU, as where Slurm gives
+    each task its own, that is device 0 for every rank.
+
+    Call it before ``mpi4py.MPI`` is imported, and make the device current:
+    ``torch.cuda.set_device(mpicomp.local_device())`` or ``cupy.cuda.Device(mpicomp.local_device()).use()``. It starts
+    another program (nvidia-smi), which not every network survives once MPI is there.
+
+    Parameters
+    ----------
+    environ, listing
+        See `visible`.
+
+    Returns
+    -------
+    int
+        The device's number as CUDA counts in this process, from 0.
+
+    Raises
+    ------
+    LaunchError
+        See `visible`; and where there are several GPUs and several ranks, and the launcher does not say which of the
+        host's ranks this one is. Not collective: the ranks on other hosts may not raise.
+
+    Examples
+    --------
+    >>> two = "GPU 0: A (UUID: GPU-aa)\nGPU 1: B (UUID: GPU-bb)"
+    >>> step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+    >>> local_device(step, two), local_device(step | {"CUDA_VISIBLE_DEVICES": "1"}, two)
+    (1, 0)
+    """
+    shown = visible(environ, listing)
+    launch = launcher.detect(environ)
+    if len(shown) == 1 or launch is None or launch.size == 1:
+        return 0
+    if launch.local_rank is None:
+        raise LaunchError(
+            f"gpu: {len(shown)} GPUs are to be shared out, and {launcher.describe(launch)} does not say which of this "
+            f"host's ranks this is; set {_MASK} for each rank, so that it shows one"
+        )
+    return launch.local_rank % len(shown)

@@ -1,0 +1,259 @@
+"""Arrays in GPU memory, and the calls of CUDA's driver that copy them.
+
+Whoever has made such an array has loaded the driver, so neither CuPy nor torch is needed to copy it: it says where it
+is, by the CUDA array interface or in torch's own words, and one way of copying serves all. Streams are their addresses;
+1 and 2 stand for the legacy default stream and for that of the thread, in the interface as in the driver.
+"""
+
+import contextlib
+import ctypes
+import functools
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.errors import ArrayTypeError, MpicompError
+
+LEGACY = 1
+"""The default stream, which waits for all streams that do not say otherwise."""
+
+_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: pinned for every device
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_PLAIN_EVENT = 3  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """Where an array is on a GPU.
+
+    Attributes
+    ----------
+    address : int
+        Of its first element.
+    shape, strides : tuple of int
+        Strides in bytes; they may be negative or 0.
+    dtype : numpy.dtype
+        bfloat16 comes as uint16.
+    stream : int or None
+        In which it was made and will be used; None where there is nothing to wait for.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+    stream: int | None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def span(self) -> tuple[int, int]:
+        """Give where its memory begins, in bytes from the first element, and how many bytes there are to its end."""
+        if not self.size:
+            return 0, 0
+        ends = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
+        low = sum(end for end in ends if end < 0)
+        return low, sum(end for end in ends if end > 0) - low + self.dtype.itemsize
+
+
+def device_array(array: Any) -> DeviceArray | None:
+    """Say where an array is on a GPU; None for arrays of the host and for what is none.
+
+    The stream is the one that is current in the calling thread, where the array names none itself.
+
+    Raises
+    ------
+    ArrayTypeError
+        Where the array says that it belongs to stream 0, which the CUDA array interface forbids.
+    """
+    if isinstance(array, np.ndarray):
+        return None
+    if getattr(array, "is_cuda", False):
+        return _of_torch(array)
+    told = getattr(array, "__cuda_array_interface__", None)
+    if told is None:
+        return None
+    # bfloat16 has no type string of its own: two bytes without a meaning.
+    dtype = np.dtype(np.uint16 if str(array.dtype) == "bfloat16" else told["typestr"])
+    shape = tuple(told["shape"])
+    strides = told.get("strides")
+    # Before version 3 nothing was said of streams: what the legacy stream waits for is all that can be waited for.
+    stream = told.get("stream", LEGACY)
+    if stream == 0:
+        raise ArrayTypeError(
+            "device: an array on a GPU must name its stream as None, 1, 2 or an address, got 0, which could be either "
+            "default stream; make its library say which"
+        )
+    return DeviceArray(told["data"][0], shape, _strides(shape, dtype) if strides is None else strides, dtype, stream)
+
+
+def _strides(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
+    strides = [dtype.itemsize]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides[: len(shape)]))
+
+
+def _of_torch(tensor: Any) -> DeviceArray:
+    # torch's array interface knows no bfloat16 and no stream.
+    torch = sys.modules["torch"]
+    bfloat = tensor.dtype == torch.bfloat16
+    dtype = np.dtype(np.uint16 if bfloat else str(tensor.dtype).removeprefix("torch."))
+    strides = tuple(step * dtype.itemsize for step in tensor.stride())
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream or LEGACY
+    return DeviceArray(tensor.data_ptr(), tuple(tensor.shape), strides, dtype, stream)
+
+
+class Driver(Protocol):
+    """What of CUDA is needed to copy; a test brings its own.
+
+    Nothing waits but `wait`. Streams and events belong to one device, pinned memory to all of them.
+    """
+
+    def count(self) -> int:
+        """Give how many devices there are."""
+
+    def memory(self, device: int, nbytes: int) -> int:
+        """Give the address of memory on a device, which is never given back."""
+
+    def device_of(self, address: int) -> int:
+        """Give the number of the device that an address belongs to."""
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        """Give page-locked memory of the host, which is copied to and from without the driver's own staging."""
+
+    def stream(self, device: int) -> int:
+        """Make a stream that does not wait for the default one."""
+
+    def event(self, device: int) -> int:
+        """Make an event."""
+
+    def record(self, device: int, event: int, stream: int) -> None:
+        """Let an event mark what was put into a stream so far."""
+
+    def follow(self, device: int, stream: int, event: int) -> None:
+        """Let what is put into a stream from now on come after an event."""
+
+    def wait(self, device: int, event: int) -> None:
+        """Wait until an event has come to pass; at once where it was never recorded."""
+
+    def fetch(self, device: int, host: int, address: int, nbytes: int, stream: int) -> None:
+        """Put a copy from the device to the host into a stream."""
+
+    def send(self, device: int, address: int, host: int, nbytes: int, stream: int) -> None:
+        """Put a copy from the host to the device into a stream."""
+
+
+@functools.cache
+def driver() -> Driver | None:
+    """Give CUDA's driver, None where there is none."""
+    try:
+        return _Cuda(ctypes.CDLL("libcuda.so.1"))
+    except (OSError, MpicompError):
+        return None
+
+
+class _Cuda:
+    """CUDA's driver through its C interface, in the contexts that CuPy, torch and Numba use."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._call("cuInit", ctypes.c_uint(0))
+
+    def count(self) -> int:
+        devices = ctypes.c_int()
+        self._call("cuDeviceGetCount", ctypes.byref(devices))
+        return devices.value
+
+    def memory(self, device: int, nbytes: int) -> int:
+        address = ctypes.c_uint64()
+        with self._on(device):
+            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        return address.value
+
+    def device_of(self, address: int) -> int:
+        ordinal = ctypes.c_int()
+        self._call("cuPointerGetAttribute", ctypes.byref(ordinal), ctypes.c_int(_ORDINAL), ctypes.c_uint64(address))
+        return ordinal.value
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        host = ctypes.c_void_p()
+        with self._on(next(iter(self._contexts), 0)):
+            self._call("cuMemHostAlloc", ctypes.byref(host), ctypes.c_size_t(nbytes), ctypes.c_uint(_PORTABLE))
+        assert host.value is not None
+        memory = (ctypes.c_uint8 * nbytes).from_address(host.value)
+        # Not at the end of the program, which takes the driver's memory with it.
+        weakref.finalize(memory, self._library.cuMemFreeHost, host).atexit = False
+        return np.ctypeslib.as_array(memory)
+
+    def stream(self, device: int) -> int:
+        made = ctypes.c_void_p()
+        with self._on(device):
+            self._call("cuStreamCreate", ctypes.byref(made), ctypes.c_uint(_NON_BLOCKING))
+        assert made.value is not None
+        return made.value
+
+    def event(self, device: int) -> int:
+        made = ctypes.c_void_p()
+        with self._on(device):
+            self._call("cuEventCreate", ctypes.byref(made), ctypes.c_uint(_PLAIN_EVENT))
+        assert made.value is not None
+        return made.value
+
+    def record(self, device: int, event: int, stream: int) -> None:
+        with self._on(device):
+            self._call("cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
+
+    def follow(self, device: int, stream: int, event: int) -> None:
+        with self._on(device):
+            self._call("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0))
+
+    def wait(self, device: int, event: int) -> None:
+        with self._on(device):
+            self._call("cuEventSynchronize", ctypes.c_void_p(event))
+
+    def fetch(self, device: int, host: int, address: int, nbytes: int, stream: int) -> None:
+        with self._on(device):
+            self._call(
+                "cuMemcpyDtoHAsync_v2",
+                ctypes.c_void_p(host), ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream),
+            )  # fmt: skip
+
+    def send(self, device: int, address: int, host: int, nbytes: int, stream: int) -> None:
+        with self._on(device):
+            self._call(
+                "cuMemcpyHtoDAsync_v2",
+                ctypes.c_uint64(address), ctypes.c_void_p(host), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream),
+            )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _on(self, device: int) -> Iterator[None]:
+        """Make a device's context current in this thread, which may be one that has none."""
+        context = self._contexts.get(device)
+        if context is None:
+            context, handle = ctypes.c_void_p(), ctypes.c_int()
+            self._call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+            self._contexts[device] = context
+        self._call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
+            said = text.value.decode() if text.value else "no such error"
+            raise MpicompError(f"device: {name} failed with error {status} ({said})")

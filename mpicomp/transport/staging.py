@@ -1,0 +1,196 @@
+"""Arrays in GPU memory on their way through the host: into an exchange, and the means back.
+
+Everything else works on host arrays. Gradients are copied into pinned memory that is used again at every step, in a
+stream of their own that follows the one they were made in: while one bucket travels, those behind it arrive. Means go
+back through a few pinned chunks, each filled while the one before it is on its way.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.arrays import Described, empty_like, from_host, narrow, to_host
+from mpicomp.transport import device
+from mpicomp.transport.device import DeviceArray, Driver
+
+CHUNK = 4 << 20
+"""Bytes of a chunk on the way to the device."""
+CHUNKS = 3  # one is filled, one travels, and one has just arrived
+
+
+@dataclass
+class _Arrival:
+    """Pinned memory of one array, and whether it is there.
+
+    Attributes
+    ----------
+    array : array or None
+        Kept as long as it is copied from.
+    step : int
+        The last one in which it was copied.
+    view : array or None
+        It on the host, once it was asked for.
+    """
+
+    where: int
+    memory: NDArray[np.uint8]
+    made: int
+    here: int
+    array: Any = None
+    step: int = -1
+    view: NDArray[Any] | None = None
+
+
+class Staging:
+    """What one reducer's device arrays go through.
+
+    Its memory is that of the gradients on the device once more, pinned, and that of the means on the device. Arrays of
+    the host pass unchanged, and so do those of a device whose driver is not CUDA's, by the means of their library.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals: dict[str, _Arrival] = {}
+        self._streams: dict[int, int] = {}
+        self._chunks: dict[int, _Chunks] = {}
+        self._means: dict[str, Any] = {}
+        self._step = 0
+
+    def begin(self) -> None:
+        """Begin a step: what arrived before is out of date."""
+        self._step += 1
+
+    def start(self, name: str, array: Any) -> None:
+        """Begin to copy an array to the host, after what its stream holds by now; nothing waits.
+
+        Called in the thread that made the array, whose current stream is meant. Until `host` has come back the array
+        must not change. A second call for the same name in one step does nothing.
+        """
+        cuda = device.driver()
+        if cuda is None or self._arrival(name) is not None:
+            return
+        found = device.device_array(array)
+        if found is None or not found.size:
+            return
+        low, nbytes = found.span()
+        where = cuda.device_of(found.address)
+        stream = self._stream(cuda, where)
+        arrival = self._arrivals.get(name)
+        if arrival is None or arrival.where != where or arrival.memory.size < nbytes:
+            if arrival is not None:
+                cuda.wait(arrival.where, arrival.here)  # it may still be written to
+            arrival = _Arrival(where, cuda.pinned(nbytes), cuda.event(where), cuda.event(where))
+            self._arrivals[name] = arrival
+        if found.stream is not None:
+            cuda.record(where, arrival.made, found.stream)
+            cuda.follow(where, stream, arrival.made)
+        cuda.fetch(where, arrival.memory.ctypes.data, found.address + low, nbytes, stream)
+        cuda.record(where, arrival.here, stream)
+        arrival.array, arrival.step = array, self._step
+        arrival.view = np.ndarray(found.shape, found.dtype, arrival.memory, -low, found.strides)
+
+    def host(self, name: str, array: Any) -> NDArray[Any]:
+        """Give an array on the host, when it is there; see `mpicomp.arrays.to_host`.
+
+        That of a device is copied once in a step, however often it is asked for, and belongs to this object.
+        """
+        self.start(name, array)
+        arrival = self._arrival(name)
+        if arrival is None:
+            return to_host(array)
+        if arrival.array is not None:
+            cuda = device.driver()
+            assert cuda is not None
+            cuda.wait(arrival.where, arrival.here)
+            arrival.array = None
+        assert arrival.view is not None
+        return arrival.view
+
+    def give(self, mean: NDArray[np.floating], described: Described, like: Any, out: NDArray[Any] | None) -> Any:
+        """Give a flat host mean back as the kind of array that came in; see `mpicomp.arrays.from_host`.
+
+        On a device it is there for what is put into its library's current stream from now on. It is the same array at
+        every step.
+        """
+        cuda = device.driver()
+        if cuda is None or device.device_array(like) is None:
+            return from_host(mean, described, like, out)
+        result = self._means.get(described.name)
+        if result is None or not _same_kind(result, like):
+            result = self._means[described.name] = empty_like(like)
+        found = device.device_array(result)
+        assert found is not None
+        if found.size:
+            where = cuda.device_of(found.address)
+            if where not in self._chunks:
+                self._chunks[where] = _Chunks(cuda, where)
+            self._chunks[where].send(mean, described.dtype, found)
+        return result
+
+    def close(self) -> None:
+        """Wait for what is under way: its memory goes."""
+        cuda = device.driver()
+        if cuda is not None:
+            for arrival in self._arrivals.values():
+                cuda.wait(arrival.where, arrival.here)
+            for chunks in self._chunks.values():
+                chunks.wait()
+        self._arrivals.clear()
+        self._chunks.clear()
+        self._means.clear()
+
+    def _arrival(self, name: str) -> _Arrival | None:
+        """Give what was copied in this step."""
+        arrival = self._arrivals.get(name)
+        return arrival if arrival is not None and arrival.step == self._step else None
+
+    def _stream(self, cuda: Driver, where: int) -> int:
+        if where not in self._streams:
+            self._streams[where] = cuda.stream(where)
+        return self._streams[where]
+
+
+def _same_kind(result: Any, like: Any) -> bool:
+    """Tell whether an array can take what is to be given in place of another one."""
+    return bool(result.shape == like.shape and result.dtype == like.dtype and result.device == like.device)
+
+
+class _Chunks:
+    """Pinned chunks of the host that are filled in turn, each when what it held before has arrived."""
+
+    def __init__(self, cuda: Driver, where: int) -> None:
+        self._cuda = cuda
+        self._where = where
+        self._memory = [cuda.pinned(CHUNK) for _ in range(CHUNKS)]
+        self._free = [cuda.event(where) for _ in range(CHUNKS)]
+        self._next = 0
+
+    def wait(self) -> None:
+        """Wait until all of them have arrived."""
+        for free in self._free:
+            self._cuda.wait(self._where, free)
+
+    def send(self, mean: NDArray[np.floating], dtype: str, to: DeviceArray) -> None:
+        """Put a flat mean into a contiguous array of the device, in its stream."""
+        fill = _filling(dtype)
+        stream = device.LEGACY if to.stream is None else to.stream
+        step = CHUNK // to.dtype.itemsize
+        for start in range(0, mean.size, step):
+            part = mean[start : start + step]
+            memory, free = self._memory[self._next], self._free[self._next]
+            self._next = (self._next + 1) % CHUNKS
+            self._cuda.wait(self._where, free)
+            nbytes = part.size * to.dtype.itemsize
+            fill(part, memory[:nbytes])
+            address = to.address + start * to.dtype.itemsize
+            self._cuda.send(self._where, address, memory.ctypes.data, nbytes, stream)
+            self._cuda.record(self._where, free, stream)
+
+
+def _filling(dtype: str) -> Callable[[NDArray[np.floating], NDArray[np.uint8]], None]:
+    """Give what writes numbers into memory of a dtype."""
+    if dtype in ("float16", "bfloat16"):
+        return lambda part, memory: narrow(part, dtype, memory.view(np.uint16))
+    return lambda part, memory: np.copyto(memory.view(part.dtype), part)

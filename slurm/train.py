@@ -1,0 +1,88 @@
+"""A training script for the templates: digits, on a GPU for each rank or on CPUs; it resumes from its checkpoints."""
+
+import argparse
+from pathlib import Path
+
+import mpicomp
+
+
+def choose_device():
+    """Give the device of this rank, and why it is no GPU."""
+    try:
+        return f"cuda:{mpicomp.local_device()}", None
+    except mpicomp.MpicompError as error:
+        return "cpu", str(error)
+
+
+def main():
+    """Train, from the newest checkpoint where there is one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--compressor", default="topk")
+    parser.add_argument("--collective", default="auto")
+    parser.add_argument(
+        "--checkpoints", type=Path, help="folder; training ends early where there is a file `stop` in it"
+    )
+    parser.add_argument("--every", type=int, default=100, metavar="N", help="steps from one checkpoint to the next")
+    arguments = parser.parse_args()
+    device, reason = choose_device()  # before MPI starts, since it calls another program
+
+    # MPI before torch, or srun --mpi=pmi2 fails with the wheel of MPICH: see README.md.
+    from mpi4py import MPI
+
+    # isort: split
+    import numpy as np
+    import torch
+    from mpicomp.bench.tasks import get_task
+
+    import mpicomp.torch
+
+    comm = MPI.COMM_WORLD
+    devices, reasons = comm.gather(device), comm.gather(reason)
+    if comm.rank == 0:
+        print(f"{comm.size} ranks on {', '.join(devices)}", *filter(None, reasons[:1]), sep="\nno GPU: ", flush=True)
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    torch.manual_seed(comm.rank)  # a job that resumes draws what it would have drawn, see below
+    task = get_task("digits")
+    model = task.model().to(device)
+    mpicomp.torch.broadcast_parameters(model)
+    optimizer = mpicomp.torch.DistributedOptimizer(
+        task.optimizer(model), model.named_parameters(), arguments.compressor, arguments.collective
+    )
+
+    step = 0
+    saved = mpicomp.load_checkpoint(arguments.checkpoints) if arguments.checkpoints else None
+    if saved is not None:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        torch.set_rng_state(saved["random"])
+        step = saved["step"]
+        if comm.rank == 0:
+            print(f"resumed at step {step}", flush=True)
+
+    stop = np.zeros(1, np.int8)
+    while step < arguments.steps and not stop[0]:
+        optimizer.zero_grad()
+        task.loss(model, task.batch(step, comm.rank, comm.size)).backward()
+        optimizer.step()
+        step += 1
+        if arguments.checkpoints is None:
+            continue
+        # All ranks end after the same step: the first one looks, and tells the others.
+        stop[0] = comm.rank == 0 and (arguments.checkpoints / "stop").exists()
+        comm.Bcast(stop)
+        if stop[0] or step % arguments.every == 0 or step == arguments.steps:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            mpicomp.save_checkpoint(arguments.checkpoints, state | {"random": torch.get_rng_state(), "step": step})
+
+    if comm.rank == 0:
+        if step < arguments.steps:
+            print(f"stopped after step {step} of {arguments.steps}; a checkpoint was written")
+        else:
+            print(f"{step} steps on {comm.size} ranks: {task.quality_name} {task.evaluate(model):.3f}")
+    optimizer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Whether MPI may be given GPU memory: only a certain yes is one, and every answer says how it is known."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from mpicomp import cuda
+from mpicomp.cuda import Awareness, cuda_aware, probe
+
+YES = Awareness(True, "a child process that gave it GPU memory got it back")
+NO = Awareness(False, "a child process that gave it GPU memory was ended by SIGSEGV")
+
+
+@pytest.fixture
+def library(tmp_path):
+    """Build a library that answers as a vendor's does: ``library("int name(void) { .. }")``, its path."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc to build a library with")
+
+    def build(source):
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "lib").mkdir()
+        (tmp_path / "lib.c").write_text(source)
+        path = tmp_path / "lib" / "libmpi.so"
+        subprocess.run(["gcc", "-shared", "-fPIC", tmp_path / "lib.c", "-o", path], check=True, timeout=60)
+        return str(path)
+
+    return build
+
+
+QUERY = "int MPIX_Query_cuda_support(void) {{ return {}; }}"
+KINDS = "int MPIX_GPU_query_support(int kind, int *answer) {{ *answer = kind == 0 ? {} : 7; return {}; }}"
+
+
+@pytest.mark.parametrize("answer", [0, 1])
+@pytest.mark.parametrize("source", [QUERY, KINDS])
+def test_the_library_is_asked(library, source, answer):
+    path = library(source.format(answer, 0))
+    assert cuda_aware("MPICH", path, {}) == (bool(answer), "the loaded MPICH library was asked")
+
+
+def test_a_library_that_fails_to_answer_does_not_know(library):
+    assert cuda_aware("MPICH", library(KINDS.format(1, 5)), {})[0] is False
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_it_can_be_overruled(library, value):
+    path = library(QUERY.format(1 - int(value)))
+    assert cuda_aware("Open MPI", path, {"MPICOMP_CUDA_AWARE": value}) == (
+        value == "1",
+        f"MPICOMP_CUDA_AWARE={value} says so",
+    )
+
+
+def test_what_is_neither_0_nor_1_is_no_yes(library):
+    found = cuda_aware("MPICH", library(QUERY.format(1)), {"MPICOMP_CUDA_AWARE": "yes"})
+    assert found == (False, "MPICOMP_CUDA_AWARE must be 0 or 1, got 'yes', which counts as 0")
+
+
+@pytest.mark.parametrize(("vendor", "path"), [(None, None), ("MPICH", None), (None, "/nowhere"), ("Some", "/nowhere")])
+def test_what_is_not_known_is_no(vendor, path):
+    value, reason = cuda_aware(vendor, path, {}, loaded=[])
+    assert value is False
+    assert reason.endswith("MPICOMP_CUDA_AWARE=1 overrules this")
+
+
+@pytest.mark.parametrize(
+    ("vendor", "version", "setting", "says"),
+    [
+        ("MPICH", "CRAY MPICH version 8.1.30", {}, "MPICH_GPU_SUPPORT_ENABLED=1 only"),
+        ("MPICH", "CRAY MPICH version 8.1.30", {"MPICH_GPU_SUPPORT_ENABLED": "0"}, "MPICH_GPU_SUPPORT_ENABLED=1 only"),
+        ("MVAPICH2", "", {}, "MV2_USE_CUDA=1"),
+        ("MPICH", "", {"MPIR_CVAR_ENABLE_GPU": "0"}, "MPIR_CVAR_ENABLE_GPU=0 turns it off"),
+        ("Open MPI", "", {"OMPI_MCA_opal_cuda_support": "false"}, "OMPI_MCA_opal_cuda_support=false turns it off"),
+        ("Open MPI", "", {"UCX_TLS": "rc,sm,self"}, "UCX_TLS=rc,sm,self leaves out cuda"),
+        ("MPICH", "", {"UCX_TLS": "^cuda"}, r"UCX_TLS=\^cuda leaves out cuda"),
+        ("MPICH", "", {"UCX_TLS": "tcp,cuda_ipc"}, "leaves out cuda"),
+    ],
+)
+def test_a_library_that_is_told_to_do_without(library, vendor, version, setting, says):
+    """It was built for CUDA and says yes; what it is given would crash all the same."""
+    path = library(QUERY.format(1))
+    value, reason = cuda_aware(vendor, path, setting, version)
+    assert value is False
+    assert re.search(says, reason), reason
+
+
+@pytest.mark.parametrize("transports", ["all", "rc,cuda", "cuda_copy,tcp,cuda_ipc", "^tcp", "^sm,cuda_ipc"])
+def test_ucx_that_takes_cuda(library, transports):
+    assert cuda_aware("Open MPI", library(QUERY.format(1)), {"UCX_TLS": transports})[0] is True
+
+
+def test_mvapich_that_is_told_to(library):
+    assert cuda_aware("MVAPICH2", library(QUERY.format(1)), {"MV2_USE_CUDA": "1"})[0] is True
+
+
+def test_cray_needs_its_second_library(library):
+    path, on = library("int other;"), {"MPICH_GPU_SUPPORT_ENABLED": "1"}
+    maps = ["7f00-7f01 r-xp 00000000 08:01 41 /opt/cray/pe/lib64/libmpi_gtl_cuda.so.0"]
+    value, reason = cuda_aware("Cray MPICH", path, on, loaded=maps)
+    assert value is True
+    assert "libmpi_gtl_cuda" in reason
+    assert cuda_aware("Cray MPICH", path, on, loaded=[])[0] is False
+
+
+@pytest.mark.parametrize("answer", ["true", "false"])
+def test_an_older_open_mpi_is_asked_by_its_tool(library, tmp_path, answer):
+    path = library("int other;")
+    tool = tmp_path / "bin" / "ompi_info"
+    line = f"mca:opal:base:param:opal_built_with_cuda_support:value:{answer}"
+    tool.write_text(f'#!/bin/sh\necho "{line}"\n')
+    tool.chmod(0o755)
+    assert cuda_aware("Open MPI", path, {}) == (answer == "true", "ompi_info was asked")
+    assert cuda_aware("MPICH", path, {})[0] is False
+
+
+def test_a_probe_that_failed_overrules_the_library(library):
+    path = library(QUERY.format(1))
+    assert cuda_aware("MPICH", path, {}, probed=NO) == NO
+    value, reason = cuda_aware("MPICH", path, {}, probed=YES)
+    assert value is True
+    assert reason == f"the loaded MPICH library was asked, and {YES.reason}"
+
+
+def test_a_probe_that_went_well_is_not_enough(library):
+    """It has sent to itself: the way to other ranks may know no GPUs."""
+    value, reason = cuda_aware("MPICH", library("int other;"), {}, probed=YES)
+    assert value is False
+    assert "which tells nothing of other ranks" in reason
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("pass", YES),
+        ("import sys; sys.exit(3)", None),
+        ("import sys; sys.exit(1)", (False, "a child process that gave it GPU memory ended with status 1")),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", NO),
+    ],
+)
+def test_what_becomes_of_the_child(code, expected):
+    assert probe([sys.executable, "-c", code]) == expected
+
+
+def test_a_child_that_waits_for_ever():
+    """What a library may do that reads what it cannot reach."""
+    found = probe([sys.executable, "-c", "import time; time.sleep(100)"], timeout_s=1)
+    assert found == (False, "a child process that gave it GPU memory had not ended after 1 s")
+
+
+def test_a_child_that_does_not_start():
+    assert probe(["/nowhere/python"])[0] is False
+
+
+def test_the_child_is_no_part_of_the_job():
+    """A process that a launcher's variables make a rank waits for the others, or ends them."""
+    code = "import os, sys; sys.exit(any(n.startswith(('PMI', 'SLURM_', 'OMPI_COMM_')) for n in os.environ))"
+    job = {"PMI_RANK": "1", "PMIX_RANK": "1", "SLURM_PROCID": "1", "OMPI_COMM_WORLD_RANK": "1", "PATH": "/bin"}
+    assert probe([sys.executable, "-c", code], job) == YES
+
+
+def test_the_real_child_where_there_is_no_gpu():
+    from mpicomp.transport.device import driver
+
+    if driver() is not None:
+        pytest.skip("there is a GPU")
+    assert probe() is None
+
+
+def test_the_real_child_on_a_gpu():
+    """What the library says is borne out: a yes by a child that survives."""
+    from mpicomp.transport.device import driver
+
+    if driver() is None:
+        pytest.skip("no GPU")
+    assert isinstance(probe(), Awareness)
+
+
+def test_it_starts_no_mpi():
+    code = "import sys, mpicomp.cuda; assert not {'mpi4py', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert cuda.PROBE.startswith("mpicomp.transport.mpi_")

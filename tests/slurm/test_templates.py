@@ -1,0 +1,54 @@
+"""What holds for every template: it can be copied alone, is started in one way, and says so."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from slurm.jobs import TEMPLATES
+
+every_template = pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.name)
+
+
+def preamble(template):
+    text = template.read_text()
+    begin, end = "# From here to the next such line", "# The same up to here.\n"
+    assert text.count(begin) == text.count(end) == 1
+    return text[text.index(begin) : text.index(end)]
+
+
+@every_template
+def test_the_preamble_is_the_same_everywhere(template):
+    assert preamble(template) == preamble(TEMPLATES[0])
+
+
+@every_template
+def test_the_knobs_of_the_preamble_are_the_same_everywhere(template):
+    lines = template.read_text().splitlines()
+    for knob in ("MODULES", "VENV", "LAUNCH"):
+        [line] = [line for line in lines if line.startswith(f"{knob}=")]
+        assert line in TEMPLATES[0].read_text().splitlines()
+
+
+@every_template
+def test_outside_slurm_it_says_in_one_line_what_to_do(template, clean_environ, tmp_path):
+    done = subprocess.run(
+        ["bash", template], env=clean_environ, cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == f"{template}: this is a batch script for Slurm; submit it: sbatch {template}\n"
+    assert os.listdir(tmp_path) == []
+
+
+@every_template
+def test_it_is_submitted_by_a_test_of_its_own(template):
+    assert Path(__file__).with_name(f"test_{template.stem}.py").exists()
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck (Debian: apt-get install shellcheck)")
+@every_template
+def test_shellcheck_finds_nothing(template):
+    done = subprocess.run(["shellcheck", template], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout

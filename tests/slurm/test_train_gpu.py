@@ -1,0 +1,45 @@
+"""The template as it is shipped, on nodes whose GPUs only Slurm believes in: ranks find none and use the CPU."""
+
+import os
+import re
+
+import pytest
+from slurm.jobs import BIN, SLURM, submit
+
+pytestmark = pytest.mark.timeout(300)
+
+NODES = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
+SHOW = """\
+import os
+
+local = os.environ.get("MPI_LOCALRANKID", os.environ["SLURM_LOCALID"])
+print(f"{os.environ['SLURMD_NODENAME']} local {local} sees {os.environ.get('CUDA_VISIBLE_DEVICES')}")
+"""
+
+
+def test_it_trains_and_says_that_there_is_no_gpu(slurm, mpich, tmp_path):
+    knobs = {"SCRIPT": SLURM / "train.py", "ARGS": "--steps 20"}
+    job = submit(slurm, tmp_path, "train_gpu.sbatch", *NODES, **knobs)
+    assert job.states == ["COMPLETED"], job.printed
+    assert "4 ranks on cpu, cpu, cpu, cpu\nno GPU: gpu: " in job.printed
+    [accuracy] = re.findall(r"20 steps on 4 ranks: held-out accuracy (\S+)", job.printed)
+    assert float(accuracy) > 0.3  # a guess is right one time in ten
+
+
+@pytest.mark.parametrize(
+    ("launch", "bind", "seen"),
+    [
+        ("none", "single:1", {"0": "0", "1": "1"}),
+        ("none", "map_gpu:1,0", {"0": "1", "1": "0"}),
+        ("mpiexec", "single:1", {"0": "0,1", "1": "0,1"}),  # there mpicomp.local_device takes one for each rank
+    ],
+)
+def test_what_each_rank_of_a_node_sees(slurm, mpich, stand_in, tmp_path, launch, bind, seen):
+    (tmp_path / "show.py").write_text(SHOW)
+    knobs = {"SCRIPT": "show.py", "LAUNCH": launch, "GPU_BIND": bind, "VENV": stand_in}
+    job = submit(slurm, tmp_path, "train_gpu.sbatch", *NODES, **knobs, PATH=f"{BIN}:{os.environ['PATH']}")
+    assert job.states == ["COMPLETED"], job.printed
+    found = re.findall(r"(n\d) local (\d) sees (\d(?:,\d)*)", job.printed)
+    nodes = {node for node, _, _ in found}
+    assert len(nodes) == 2
+    assert sorted(found) == sorted((node, local, gpus) for node in nodes for local, gpus in seen.items())
