@@ -62,7 +62,8 @@ def test_without_a_launcher(alone):
 def test_processes_that_do_not_find_each_other_are_noticed_and_told_once(alone):
     step = {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}
     first, second = (alone("--json", SLURM_PROCID=rank, **step) for rank in ("0", "1"))
-    assert first.returncode == second.returncode == 1
+    # Whoever fails first may be the end of all, so only the one that prints does.
+    assert [first.returncode, second.returncode] == [1, 0]
     assert second.stdout == ""
     (problem,) = json.loads(first.stdout)["problems"]
     assert "rank 0 of 1" in problem["what"]
