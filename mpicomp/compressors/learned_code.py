@@ -1,0 +1,97 @@
+"""What a learned code is: a vector of values in, a shorter one out and back, and how it learns to do that."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class LearnedCode(ABC):
+    """Turns values into a code that ranks can average, and a code into values. NumPy in and out.
+
+    Values are ``count`` numbers of float32 or float64, scaled so that their mean square is about 1; at every step they
+    stand for other elements of the same layers, in the same order of layers and ascending by index within each. Codes
+    have the values' dtype. ``count`` is the same at every call.
+
+    `encode`, `decode` and `decode_near` are part of every step: they allocate nothing, give the same bits for the same
+    input on every processor (kernels of `mpicomp.kernels.cpu.compile.exact`), and infinity and NaN come out as
+    infinity or NaN and do no harm otherwise. They need no torch.
+    """
+
+    @property
+    @abstractmethod
+    def least(self) -> int:
+        """Fewest values that it can code."""
+
+    @abstractmethod
+    def length(self, count: int) -> int:
+        """Give the number of numbers in the code of ``count`` values."""
+
+    @abstractmethod
+    def encode(self, values: NDArray[np.floating], out: NDArray[np.floating]) -> None:
+        """Write the code of values, shape (count,), to ``out``, shape (length(count),)."""
+
+    @abstractmethod
+    def decode(self, code: NDArray[np.floating], out: NDArray[np.floating], worker: int = 0) -> None:
+        """Write the values of a code to ``out``.
+
+        Parameters
+        ----------
+        code : array, shape (length(count),)
+            Of one rank, or the mean of several.
+        out : array, shape (count,)
+            Receives the values.
+        worker : int
+            Whose values are wanted, where there is a decoder for each rank; see `learn`.
+        """
+
+    @abstractmethod
+    def decode_near(
+        self, code: NDArray[np.floating], centre: NDArray[np.floating], out: NDArray[np.floating], worker: int = 0
+    ) -> None:
+        """Write what the affine map that `decode` is around ``centre`` makes of a code.
+
+        The mean over ranks of what it gives for their codes is what `decode` gives for their mean ``centre``, to
+        rounding. Where `decode` is affine everywhere it is the same as `decode`.
+        """
+
+    @abstractmethod
+    def learn(self, values: NDArray[np.floating], leader: int | None = None) -> float:
+        """Learn from one step's values. On one rank; may allocate, and may use torch.
+
+        Parameters
+        ----------
+        values : array, shape (ranks, count)
+            Every rank's, finite.
+        leader : int or None
+            None: the mean of all codes is decoded to the mean of all values. A rank: its code alone is decoded to
+            every rank's values, by the decoder of each.
+
+        Returns
+        -------
+        float
+            Squared error of what was decoded before it learned from these values, as a share of the energy of what it
+            should have been: 1 is that of zeros; 0 where there was no energy.
+        """
+
+    @abstractmethod
+    def size(self, ranks: int) -> int:
+        """Give the number of weights, which is what `weights` gives; ``ranks`` decoders where each has its own."""
+
+    @abstractmethod
+    def weights(self) -> NDArray[np.float32]:
+        """Give all that `encode` and `decode` need, shape (size,): what is broadcast once. Only after `learn`."""
+
+    @abstractmethod
+    def use(self, weights: NDArray[np.float32]) -> None:
+        """Take up what `weights` gave, on this rank or another one."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Give all that `learn` needs to go on as if it had never stopped: numbers and arrays, copied, by name."""
+
+    @abstractmethod
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` gave. The arrays stay the caller's."""
