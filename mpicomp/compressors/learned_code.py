@@ -29,6 +29,13 @@ class LearnedCode(ABC):
     def length(self, count: int) -> int:
         """Give the number of numbers in the code of ``count`` values."""
 
+    def turn(self, step: int) -> None:  # noqa: B027, a code may be the same at every step
+        """Say which step's values come next, the same on all ranks: before the first `encode` or `decode` of a step.
+
+        A linear code that never changes leaves the same directions out at every step. With error feedback they pile up
+        in the residuals until little else is selected; a code that takes turns with them sends each sooner or later.
+        """
+
     @abstractmethod
     def encode(self, values: NDArray[np.floating], out: NDArray[np.floating]) -> None:
         """Write the code of values, shape (count,), to ``out``, shape (length(count),)."""
