@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.workspace import Workspace
+
 
 class LearnedCode(ABC):
     """Turns values into a code that ranks can average, and a code into values. NumPy in and out.
@@ -18,7 +20,18 @@ class LearnedCode(ABC):
     `encode`, `decode` and `decode_near` are part of every step: they allocate nothing, give the same bits for the same
     input on every processor (kernels of `mpicomp.kernels.cpu.compile.exact`), and infinity and NaN come out as
     infinity or NaN and do no harm otherwise. They need no torch.
+
+    Parameters
+    ----------
+    workspace : Workspace
+        Where arrays that are needed at every step come from.
+    seed : int
+        All random choices come from it.
     """
+
+    def __init__(self, workspace: Workspace, seed: int = 0) -> None:
+        self.workspace = workspace
+        self.seed = seed
 
     @property
     @abstractmethod
@@ -56,12 +69,24 @@ class LearnedCode(ABC):
 
     @abstractmethod
     def decode_near(
-        self, code: NDArray[np.floating], centre: NDArray[np.floating], out: NDArray[np.floating], worker: int = 0
+        self,
+        code: NDArray[np.floating],
+        centre: NDArray[np.floating],
+        out: NDArray[np.floating],
+        out_centre: NDArray[np.floating],
     ) -> None:
-        """Write what the affine map that `decode` is around ``centre`` makes of a code.
+        """Decode a code as if the decoder were the affine map that it is around another one, and that other one.
 
-        The mean over ranks of what it gives for their codes is what `decode` gives for their mean ``centre``, to
-        rounding. Where `decode` is affine everywhere it is the same as `decode`.
+        So the mean of ``out`` over ranks is ``out_centre`` where ``centre`` is the mean of their codes: what `decode`
+        makes of a mean is shared out among the ranks by what each has put into it. Where `decode` is affine everywhere
+        it is two calls of it.
+
+        Parameters
+        ----------
+        code, centre : arrays, shape (length(count),)
+            This rank's, and the mean.
+        out, out_centre : arrays, shape (count,)
+            Receive the values of both; the second is what `decode` gives for ``centre``, bit for bit.
         """
 
     @abstractmethod
