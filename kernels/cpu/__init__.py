@@ -7,6 +7,7 @@ the largest magnitude and tells whether everything was finite.
 
 from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates, is_finite
 from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of, mask_of
+from mpicomp.kernels.cpu.blocks import decode_blocks, encode_blocks
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
 from mpicomp.kernels.cpu.countsketch import sketch_add, sketch_clear, sketch_estimate
 from mpicomp.kernels.cpu.exponents import pack_exponents, unpack_exponents, unpack_exponents_add
@@ -47,8 +48,10 @@ __all__ = [
     "ascending_below",
     "clear_at",
     "count_reaching",
+    "decode_blocks",
     "decode_indices",
     "edges",
+    "encode_blocks",
     "encode_indices",
     "energy",
     "fields_of",
