@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from mpicomp.compressors.learned_code import LearnedCode
 from mpicomp.kernels import cpu
+from mpicomp.workspace import Workspace
 
 _SEEN = 1e-12  # of the largest energy: directions with less were not in what was learnt
 
@@ -30,6 +31,8 @@ class LinearCode(LearnedCode):
 
     Parameters
     ----------
+    workspace, seed
+        See `LearnedCode`; nothing is drawn, and no arrays are needed but its own.
     block : int
         Values of a block.
     kept : int
@@ -41,7 +44,8 @@ class LinearCode(LearnedCode):
     kilobyte of weights.
     """
 
-    def __init__(self, block: int = 16, kept: int = 4) -> None:
+    def __init__(self, workspace: Workspace, seed: int = 0, block: int = 16, kept: int = 4) -> None:
+        super().__init__(workspace, seed)
         self._block = block
         self._kept = kept
         self._turn = 0
@@ -73,10 +77,15 @@ class LinearCode(LearnedCode):
         cpu.decode_blocks(code, self._active[1 + worker], out)
 
     def decode_near(
-        self, code: NDArray[np.floating], centre: NDArray[np.floating], out: NDArray[np.floating], worker: int = 0
+        self,
+        code: NDArray[np.floating],
+        centre: NDArray[np.floating],
+        out: NDArray[np.floating],
+        out_centre: NDArray[np.floating],
     ) -> None:
-        """Do as `decode` does, which is linear."""
-        self.decode(code, out, worker)
+        """Decode both, linear as it is; see `LearnedCode.decode_near`."""
+        self.decode(code, out)
+        self.decode(centre, out_centre)
 
     def learn(self, values: NDArray[np.floating], leader: int | None = None) -> float:
         """Add to the moments; see `LearnedCode.learn`. There is a leader at every step, or at none."""

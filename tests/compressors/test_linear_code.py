@@ -2,9 +2,14 @@ import numpy as np
 import pytest
 
 from mpicomp.compressors.linear_code import LinearCode
+from mpicomp.workspace import Workspace
 
 BLOCK, KEPT = 16, 4
 TURNS = BLOCK - KEPT + 1
+
+
+def made():
+    return LinearCode(Workspace(), block=BLOCK, kept=KEPT)
 
 
 def rows(size, rng, rank=3, ranks=4, noise=0.0):
@@ -17,7 +22,7 @@ def rows(size, rng, rank=3, ranks=4, noise=0.0):
 
 
 def taught(count=320, steps=20, leader=None, ranks=4, **kinds):
-    code, rng = LinearCode(BLOCK, KEPT), np.random.default_rng(0)
+    code, rng = made(), np.random.default_rng(0)
     errors = [code.learn(rows(count, rng, ranks=ranks, **kinds)[0], leader) for _ in range(steps)]
     return code, errors
 
@@ -50,7 +55,7 @@ def reference(history, values, step):
 def test_it_is_a_projection_on_principal_components(size, step):
     rng = np.random.default_rng(2)
     history = [rng.standard_normal((3, 640)) * np.tile(1.5 ** -np.arange(16.0), 40) for _ in range(10)]
-    code = LinearCode(BLOCK, KEPT)
+    code = made()
     for values in history:
         code.learn(values)
     code.turn(step)
@@ -60,7 +65,7 @@ def test_it_is_a_projection_on_principal_components(size, step):
 
 
 def test_a_code_has_a_quarter_of_the_numbers():
-    code = LinearCode()
+    code = LinearCode(Workspace())
     assert [code.length(count) for count in (16, 160, 161, 1_600_000)] == [4, 40, 44, 400_000]
     assert code.least == 16
 
@@ -79,7 +84,7 @@ def test_values_of_few_dimensions_come_back(dtype):
 
 
 def test_values_that_have_nothing_in_common_keep_a_quarter_of_their_energy():
-    code, rng = LinearCode(BLOCK, KEPT), np.random.default_rng(3)
+    code, rng = made(), np.random.default_rng(3)
     errors = [code.learn(rng.standard_normal((2, 16_000))) for _ in range(6)]
     # 1,000 blocks of 4 of 16 coordinates: the share has a deviation of sqrt(2 * 0.25 * 0.75 / 16,000) = 0.005.
     assert all(0.75 - 0.025 < error < 0.75 + 0.025 for error in errors[1:])
@@ -101,7 +106,9 @@ def test_the_mean_of_codes_is_decoded_to_the_mean(dtype, ranks):
     tolerance = 32 * np.finfo(dtype).eps * np.abs(values).max()
     np.testing.assert_allclose(found, decoded.astype(np.float64).mean(axis=0), rtol=0, atol=tolerance)
     for short, long in zip(codes, near, strict=True):
-        code.decode_near(short, centre, long)
+        middle = np.full_like(found, np.nan)
+        code.decode_near(short, centre, long, middle)
+        np.testing.assert_array_equal(middle, found)
     np.testing.assert_array_equal(near, decoded)
 
 
@@ -118,7 +125,7 @@ def test_every_direction_travels_before_long():
 
 def test_a_leaders_code_gives_each_rank_what_it_has_of_it():
     """Rank 1 has half of the leader's values and noise, rank 2 their negative, rank 3 nothing of them."""
-    rng, code = np.random.default_rng(8), LinearCode(BLOCK, KEPT)
+    rng, code = np.random.default_rng(8), made()
 
     def everyones():
         own = rows(3200, rng, rank=2, ranks=1)[0][0]
@@ -142,7 +149,7 @@ def test_a_leaders_code_gives_each_rank_what_it_has_of_it():
 
 
 def test_the_decoder_of_a_rank_has_the_least_squares():
-    rng, code = np.random.default_rng(9), LinearCode(BLOCK, KEPT)
+    rng, code = np.random.default_rng(9), made()
     history = []
     for _ in range(5):
         own = rng.standard_normal((40, BLOCK)) @ rng.standard_normal((BLOCK, BLOCK))
@@ -164,7 +171,7 @@ def test_the_decoder_of_a_rank_has_the_least_squares():
 def test_weights_and_state_go_on_elsewhere(leader):
     code, _ = taught(leader=leader, noise=1.0)
     values = np.random.default_rng(10).standard_normal((4, 320))
-    other, resumed = LinearCode(BLOCK, KEPT), LinearCode(BLOCK, KEPT)
+    other, resumed = made(), made()
     other.use(code.weights())
     resumed.load(code.state())
     for each in (code, other, resumed):
@@ -180,7 +187,7 @@ def test_what_is_kept_is_not_what_is_given():
     code, _ = taught()
     state, before = code.state(), code.weights()
     code.learn(np.random.default_rng(11).standard_normal((4, 320)))
-    other = LinearCode(BLOCK, KEPT)
+    other = made()
     other.load(state)
     np.testing.assert_array_equal(other.weights(), before)
     state["moments"][:] = np.nan
@@ -190,7 +197,7 @@ def test_what_is_kept_is_not_what_is_given():
 
 @pytest.mark.parametrize("leader", [None, 2])
 def test_zeros_teach_nothing_and_are_decoded_to_zeros(leader):
-    code = LinearCode(BLOCK, KEPT)
+    code = made()
     assert code.learn(np.zeros((3, 48)), leader) == 0.0
     assert np.isfinite(code.weights()).all()
     assert (there_and_back(code, np.zeros(48)) == 0).all()
