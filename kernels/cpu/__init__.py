@@ -9,6 +9,7 @@ from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates, is
 from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of, mask_of
 from mpicomp.kernels.cpu.blocks import decode_blocks, encode_blocks
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
+from mpicomp.kernels.cpu.convolution import conv_double, conv_halve, conv_mix, conv_room
 from mpicomp.kernels.cpu.countsketch import sketch_add, sketch_clear, sketch_estimate
 from mpicomp.kernels.cpu.exponents import pack_exponents, unpack_exponents, unpack_exponents_add
 from mpicomp.kernels.cpu.fields import (
@@ -47,6 +48,10 @@ __all__ = [
     "accumulate_candidates",
     "ascending_below",
     "clear_at",
+    "conv_double",
+    "conv_halve",
+    "conv_mix",
+    "conv_room",
     "count_reaching",
     "decode_blocks",
     "decode_indices",

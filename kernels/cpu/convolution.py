@@ -1,0 +1,200 @@
+"""Layers of a small convolutional network: the same bits on every processor, which the layers of torch do not promise.
+
+Each has a bias and, behind it, a leaky rectifier. Places are the last dimension; beyond both ends there are zeros. A
+loop runs over places, of which each has a sum of its own, so that it vectorises although no sum changes its order.
+"""
+
+import numpy as np
+from mpicomp.kernels.cpu.compile import exact
+from numpy.typing import NDArray
+
+_TILE = 512  # places that are worked on at a time: what they need of all channels stays in the cache
+
+Floats = NDArray[np.floating]
+
+
+def conv_room(inputs: int) -> int:
+    """Give the elements of scratch that a layer with so many input channels works in."""
+    return 2 * (inputs + 1) * (_TILE + 1)
+
+
+def conv_halve(
+    values: Floats,
+    weights: NDArray[np.float32],
+    bias: NDArray[np.float32],
+    slope: float,
+    gate: Floats,
+    scratch: Floats,
+    out: Floats,
+) -> None:
+    """Convolve with three taps at every second place.
+
+    Parameters
+    ----------
+    values : array, shape (inputs, 2 * places)
+        float32 or float64, contiguous, as all arrays are.
+    weights : array of float32, shape (outputs, inputs, 3)
+        Output ``t`` sees inputs ``2 t - 1``, ``2 t`` and ``2 t + 1``.
+    bias : array of float32, shape (outputs,)
+        Added to every place.
+    slope : float
+        What negative sums are multiplied by.
+    gate : array, shape (outputs, places)
+        Where it is negative, a sum is taken to be. ``out`` itself: each sum decides for itself.
+    scratch : array
+        Of `conv_room` elements and the dtype of ``values``.
+    out : array, shape (outputs, places)
+        Of the dtype of ``values``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> values, out = np.array([[1, 2, 3, 4]], np.float32), np.empty((1, 2), np.float32)
+    >>> weights = np.array([[[100, 10, 1]]], np.float32)
+    >>> conv_halve(values, weights, np.zeros(1, np.float32), 0.1, out, np.empty(conv_room(1), np.float32), out)
+    >>> out.tolist()
+    [[12.0, 234.0]]
+    """
+    _halve(values, weights, bias, out.dtype.type(slope), gate, gate is not out, scratch, out)
+
+
+def conv_double(
+    values: Floats,
+    weights: NDArray[np.float32],
+    bias: NDArray[np.float32],
+    slope: float,
+    gate: Floats,
+    scratch: Floats,
+    out: Floats,
+) -> None:
+    """Convolve with three taps to twice as many places: the transpose of what `conv_halve` does.
+
+    Parameters
+    ----------
+    values : array, shape (inputs, places)
+        float32 or float64, contiguous, as all arrays are.
+    weights : array of float32, shape (inputs, outputs, 3)
+        Input ``t`` counts for outputs ``2 t - 1``, ``2 t`` and ``2 t + 1``.
+    bias, slope, gate, scratch
+        See `conv_halve`; ``gate`` is shaped like ``out``.
+    out : array, shape (outputs, 2 * places)
+        Of the dtype of ``values``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> values, out = np.array([[1, 2]], np.float32), np.empty((1, 4), np.float32)
+    >>> weights = np.array([[[100, 10, 1]]], np.float32)
+    >>> conv_double(values, weights, np.zeros(1, np.float32), 0.1, out, np.empty(conv_room(1), np.float32), out)
+    >>> out.tolist()
+    [[10.0, 201.0, 20.0, 2.0]]
+    """
+    _double(values, weights, bias, out.dtype.type(slope), gate, gate is not out, scratch, out)
+
+
+def conv_mix(values: Floats, weights: NDArray[np.float32], bias: NDArray[np.float32], out: Floats) -> None:
+    """Add up channels with weights, place by place; there is no rectifier.
+
+    Parameters
+    ----------
+    values : array, shape (inputs, places)
+        float32 or float64, contiguous, as all arrays are.
+    weights : array of float32, shape (outputs, inputs)
+        The same at every place.
+    bias : array of float32, shape (outputs,)
+        Added to every place.
+    out : array, shape (outputs, places)
+        Of the dtype of ``values``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> values, out = np.array([[1, 2], [3, 4]], np.float32), np.empty((1, 2), np.float32)
+    >>> conv_mix(values, np.array([[10, 1]], np.float32), np.array([0.5], np.float32), out)
+    >>> out.tolist()
+    [[13.5, 24.5]]
+    """
+    _mix(values, weights, bias, out)
+
+
+@exact
+def _halve(values, weights, bias, slope, gate, gated, scratch, out):  # type: ignore[no-untyped-def]
+    number = out.dtype.type
+    inputs, places = values.shape[0], out.shape[1]
+    # Every second place apart from the others, so that the loop over them reads one after the other.
+    width = _TILE + 1
+    even = scratch[: inputs * width].reshape(inputs, width)
+    odd = scratch[inputs * width : 2 * inputs * width].reshape(inputs, width)  # the first is the one before the tile
+    for start in range(0, places, _TILE):
+        size = min(_TILE, places - start)
+        for c in range(inputs):
+            odd[c, 0] = values[c, 2 * start - 1] if start > 0 else number(0)
+            row = values[c, 2 * start :]
+            for t in range(size):
+                even[c, t] = row[2 * t]
+                odd[c, t + 1] = row[2 * t + 1]
+        for o in range(out.shape[0]):
+            sums = out[o, start : start + size]
+            sums[:] = number(bias[o])
+            for c in range(inputs):
+                first, second, third = number(weights[o, c, 0]), number(weights[o, c, 1]), number(weights[o, c, 2])
+                before, here, after = odd[c], even[c], odd[c, 1:]
+                for t in range(size):
+                    sums[t] = sums[t] + first * before[t] + second * here[t] + third * after[t]
+            _leak(sums, slope, gate[o, start : start + size], gated)
+
+
+@exact
+def _double(values, weights, bias, slope, gate, gated, scratch, out):  # type: ignore[no-untyped-def]
+    number = out.dtype.type
+    inputs, places = values.shape
+    width = _TILE + 1
+    own = scratch[: inputs * width].reshape(inputs, width)  # the last is the one after the tile
+    even = scratch[inputs * width : (inputs + 1) * width]
+    odd = scratch[(inputs + 1) * width : (inputs + 2) * width]
+    for start in range(0, places, _TILE):
+        size = min(_TILE, places - start)
+        for c in range(inputs):
+            own[c, :size] = values[c, start : start + size]
+            own[c, size] = values[c, start + size] if start + size < places else number(0)
+        for o in range(out.shape[0]):
+            even[:] = number(bias[o])
+            odd[:] = number(bias[o])
+            for c in range(inputs):
+                first, second, third = number(weights[c, o, 0]), number(weights[c, o, 1]), number(weights[c, o, 2])
+                here, after = own[c], own[c, 1:]
+                for t in range(size):
+                    even[t] = even[t] + second * here[t]
+                for t in range(size):
+                    odd[t] = odd[t] + third * here[t] + first * after[t]
+            sums = out[o, 2 * start : 2 * (start + size)]
+            for t in range(size):
+                sums[2 * t] = even[t]
+                sums[2 * t + 1] = odd[t]
+            _leak(sums, slope, gate[o, 2 * start : 2 * (start + size)], gated)
+
+
+@exact
+def _mix(values, weights, bias, out):  # type: ignore[no-untyped-def]
+    number = out.dtype.type
+    places = out.shape[1]
+    for start in range(0, places, _TILE):
+        size = min(_TILE, places - start)
+        for o in range(out.shape[0]):
+            sums = out[o, start : start + size]
+            sums[:] = number(bias[o])
+            for c in range(values.shape[0]):
+                factor = number(weights[o, c])
+                row = values[c, start : start + size]
+                for t in range(size):
+                    sums[t] = sums[t] + factor * row[t]
+
+
+@exact
+def _leak(sums, slope, gate, gated):  # type: ignore[no-untyped-def]
+    if gated:
+        for t in range(sums.size):
+            sums[t] = sums[t] * slope if gate[t] < 0 else sums[t]
+    else:
+        for t in range(sums.size):
+            sums[t] = sums[t] * slope if sums[t] < 0 else sums[t]
