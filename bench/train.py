@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from mpicomp.bench.choices import Choices, Layer, Ran, leading
+from mpicomp.bench.correlation import Comparison, Correlations
 from mpicomp.bench.metrics import MetricsWriter
 from mpicomp.bench.probe import Probe, probe, probe_dense
 from mpicomp.bench.progress import Progress
@@ -52,6 +53,8 @@ class Settings:
         See `mpicomp.torch.DistributedOptimizer`.
     probes : bool
         Whether exchanges, dense ones among them, are measured by themselves after the training.
+    compare_every : int
+        Steps from one comparison of ranks' gradients to the next; 0 compares none. It needs two ranks.
     """
 
     compressor: Compressor | None
@@ -62,6 +65,7 @@ class Settings:
     evaluate_every: int = 0
     bucket_bytes: int | None = None
     probes: bool = True
+    compare_every: int = 0
 
     @property
     def adapts(self) -> bool:
@@ -94,6 +98,8 @@ class Outcome:
         Of the run, and of its second half.
     layers : list of Layer
         What was sent of each parameter, mean over ranks and steps.
+    correlations : Correlations or None
+        What ranks' gradients had in common; None where they were not compared.
     """
 
     quality: float
@@ -120,6 +126,7 @@ class Outcome:
     plans: list[Ran]
     late_plans: list[Ran]
     layers: list[Layer]
+    correlations: Correlations | None = None
 
 
 @dataclass
@@ -169,12 +176,13 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
     numel = sum(parameter.numel() for parameter in parameters)
 
     timings, choices = _Timings(), Choices()
+    comparison = Comparison(settings.compare_every, settings.seed, group) if settings.compare_every else None
     sent = wire = dense_wire = 0.0
     gains = []
     collectives: dict[str, None] = {}
     with progress.over(settings.steps):
         for step in range(settings.steps):
-            loss, seconds, phases = _step(task, model, optimizer, parameters, step, group.rank, group.size)
+            loss, seconds, phases = _step(task, model, optimizer, parameters, step, transport, comparison)
             record = optimizer.reducer.last_step
             timings.add(seconds, phases, record.choosing_s)
             sent += record.sent_bytes
@@ -209,6 +217,7 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
     dense_probe = probe_dense(numel, transport) if settings.probes else None
     totals = _gather(transport, np.array([sent, wire, dense_wire], np.float64)).mean(axis=0)
     layers = choices.layers(_gather(transport, choices.sums()))
+    correlations = None if comparison is None else transport.run(comparison.outcome())
     progress.evaluating()
     quality = _quality(task, model, transport)
     return Outcome(
@@ -236,6 +245,7 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
         plans=choices.plans(),
         late_plans=late_plans,
         layers=layers,
+        correlations=correlations,
     )
 
 
@@ -260,14 +270,27 @@ def _quality(task: Task, model: torch.nn.Module, transport: Transport, share: fl
 
 
 def _step(
-    task: Task, model: torch.nn.Module, optimizer: Any, parameters: list[torch.Tensor], step: int, rank: int, ranks: int
+    task: Task,
+    model: torch.nn.Module,
+    optimizer: Any,
+    parameters: list[torch.Tensor],
+    step: int,
+    transport: Transport,
+    comparison: Comparison | None,
 ) -> tuple[float, float, dict[str, float]]:
-    """Do one step; give the loss on this rank, the seconds, and the seconds by phase."""
+    """Do one step; give the loss on this rank, the seconds, and the seconds by phase.
+
+    Comparing gradients is no part of the step and not in its seconds.
+    """
+    group = transport.group
     start = time.perf_counter()
     optimizer.zero_grad(set_to_none=False)
-    loss = task.loss(model, task.batch(step, rank, ranks))
+    loss = task.loss(model, task.batch(step, group.rank, group.size))
     loss.backward()  # type: ignore[no-untyped-call]
-    computed = time.perf_counter()
+    computed = compared = time.perf_counter()
+    if comparison is not None:
+        transport.run(comparison.look(step, _gradients(model)))
+        compared = time.perf_counter()
     optimizer.synchronize()
     synchronized = time.perf_counter()
     if task.clip is not None:
@@ -276,10 +299,17 @@ def _step(
     value = float(loss.detach())
     end = time.perf_counter()
     record: StepRecord = optimizer.reducer.last_step
+    seconds = end - compared + computed - start
     phases = {"compute": computed - start, "update": end - synchronized}
     phases |= {name: record.phases_s[name] for name in ("compress", "exchange", "decode")}
-    phases["other"] = max(0.0, end - start - sum(phases.values()))
-    return value, end - start, {name: phases[name] for name in PHASES}
+    phases["other"] = max(0.0, seconds - sum(phases.values()))
+    return value, seconds, {name: phases[name] for name in PHASES}
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, NDArray[np.floating]]:
+    """Give this rank's gradients by name; zeros where there is none."""
+    parameters = [(name, own) for name, own in model.named_parameters() if own.requires_grad]
+    return {name: (torch.zeros_like(own) if own.grad is None else own.grad).numpy() for name, own in parameters}
 
 
 def threads_of_rank(cores: float) -> int:

@@ -91,4 +91,6 @@ def table(outcome: Outcome, quality_name: str, steps: int) -> str:
     if outcome.gain is not None:
         lines.append(f"gain (share of the accumulated gradient's energy that was sent): {outcome.gain:.3f}")
     lines.append(chosen_table(outcome.plans, outcome.layers))
+    if outcome.correlations is not None:
+        lines.append(outcome.correlations.table())
     return "\n".join(lines)

@@ -35,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="look at held-out data every N steps, too (0)",
     )
+    parser.add_argument(
+        "--correlation",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compare ranks' gradients every N steps, and tell how much they have in common (0)",
+    )
     parser.add_argument("--replay", metavar="F", help="run the plans that another run has written with --metrics F")
     parser.add_argument(
         "--no-verdict",
@@ -54,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps is not None:
         check_least("train", "--steps", arguments.steps)
     check_least("train", "--evaluate-every", arguments.evaluate_every, 0)
+    check_least("train", "--correlation", arguments.correlation, 0)
     compressor = _compressor(arguments)
     policy = _policy(arguments, compressor) if arguments.replay is None else _replay(arguments)
     launch = launcher.detect()
@@ -81,6 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     group = transport.group
     first = group.rank == 0
+    if arguments.correlation and group.size == 1:
+        raise ConfigurationError(
+            "train: --correlation compares the gradients of two ranks, and there is one; start it with mpiexec -n 4"
+        )
     recorded = None if arguments.replay is None else getattr(policy, "steps", None)
     steps = arguments.steps or recorded or task.steps
     settings = Settings(
@@ -92,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.evaluate_every,
         getattr(policy, "bucket_bytes", None),
         not arguments.no_verdict,
+        arguments.correlation,
     )
     if first:
         what = "chosen by mpicomp" if compressor is None else repr(compressor)
@@ -176,6 +189,7 @@ def _result(task: "Task", settings: "Settings", outcome: "Outcome") -> dict[str,
         "ratios": {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]},
         "plans": [plan.to_json() for plan in outcome.plans],
         "layers": [layer.to_json() for layer in outcome.layers],
+        "correlation": None if outcome.correlations is None else outcome.correlations.to_json(),
         "sent_bytes": outcome.sent_bytes,
         "wire_bytes": outcome.wire_bytes,
         "dense_wire_bytes": outcome.dense_wire_bytes,

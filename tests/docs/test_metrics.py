@@ -36,7 +36,12 @@ def run(mpiexec, tmp_path_factory):
     pytest.importorskip("sklearn")
     folder = tmp_path_factory.mktemp("run")
     words = ["-m", "mpicomp", "train", "--task", "digits", "--compressor", "topk", "--ratio", "0.05", "--steps", "3"]
-    words += ["--collective", "allgather"]  # in which all ranks send as much as rank 0, whose lines they are
+    words += [
+        "--correlation",
+        "2",
+        "--collective",
+        "allgather",
+    ]  # in which all ranks send as much as rank 0, whose lines they are
     done = mpiexec(2, *words, "--json", folder / "o.json", "--metrics", folder / "m.jsonl", timeout=100)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
@@ -63,6 +68,11 @@ def test_the_object_of_a_run(run):
     compare(outcome["ratios"], "ratios")
     for plan in outcome["plans"]:
         compare(plan, "An entry of plans")
+    compare(outcome["correlation"], "correlation")
+    compare(outcome["correlation"]["whole"], "An entry of correlation")
+    for layer in outcome["correlation"]["layers"]:
+        assert layer["numel"] >= outcome["correlation"]["bins"] ** 2
+        compare({name: own for name, own in layer.items() if name not in ("name", "numel")}, "An entry of correlation")
     for layer in outcome["layers"]:
         compare(layer, "An entry of layers")
     assert outcome["dense_bytes"] == 4 * outcome["parameters"] * outcome["steps"]
