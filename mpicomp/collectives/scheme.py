@@ -50,6 +50,9 @@ class Result:
     thinned : sequence of (int, int, int)
         Parts of the array, from start to stop, for all of which fewer numbers have travelled, and how many. Whatever
         else is in ``sent`` has travelled element by element.
+    code_error : float or None
+        Of a learned code: squared error of what was decoded, as a share of the energy of what was to be decoded; 1 is
+        that of zeros. As this rank can tell, so it may differ between ranks; None where it cannot.
     """
 
     mean: NDArray[np.floating]
@@ -60,6 +63,7 @@ class Result:
     nonfinite: bool
     stale: bool
     thinned: Sequence[tuple[int, int, int]] = ()
+    code_error: float | None = None
 
 
 CompressorType = TypeVar("CompressorType", bound=Compressor)

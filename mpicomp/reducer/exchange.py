@@ -169,5 +169,6 @@ def exchange(
         dense_wire_bytes=dense_ring_bytes(bucket.numel, group.size),
         rounds=operations,
         layers=layers,
+        code_error=result.code_error,
     )
     return Exchanged(plan, result, record, choosing_s, ready, start, end, own_s + end - last, survey)

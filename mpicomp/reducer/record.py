@@ -50,6 +50,9 @@ class BucketRecord:
         The operations, in order.
     layers : Layers
         What was sent of each parameter.
+    code_error : float or None
+        Of a learned code: squared error of what was decoded over the energy of what was to be decoded, as far as this
+        rank can tell; None where there is no code, or it cannot.
     """
 
     bucket: int
@@ -69,6 +72,7 @@ class BucketRecord:
     dense_wire_bytes: float
     rounds: list[str]
     layers: Layers
+    code_error: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Give a JSON-able object."""
