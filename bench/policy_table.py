@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from mpicomp.bench.jobs import CUT, DONE, FAILED
 from mpicomp.bench.networks import Network
 from mpicomp.bench.policies import ARMS, DENSE, GOALS, Run, Timing, Training
-from mpicomp.bench.policy_runs import CUT, DONE, FAILED, Finished
+from mpicomp.bench.policy_runs import Finished
 from numpy.typing import NDArray
 
 _MEANS = (

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mpicomp.bench.jobs import CUT, DONE, FAILED, execute, last_words
 from mpicomp.bench.networks import Network
 from mpicomp.bench.policies import (
     ARMS,
@@ -22,7 +23,7 @@ from mpicomp.bench.policies import (
     words_of_timing,
     words_of_training,
 )
-from mpicomp.bench.policy_runs import CUT, DONE, FAILED, Runner, execute, last_words
+from mpicomp.bench.policy_runs import Runner
 from mpicomp.bench.policy_table import (
     cells_of,
     explained,
@@ -96,11 +97,11 @@ def quality_of(task, rate, step, steps):
 @pytest.fixture
 def jobs(monkeypatch):
     found = Jobs()
-    monkeypatch.setattr("mpicomp.bench.policy_runs.execute", found)
-    monkeypatch.setattr("mpicomp.bench.policy_runs.find_launcher", lambda: Path("/bin/mpiexec"))
-    monkeypatch.setattr("mpicomp.bench.policy_runs.find_mpi", lambda launcher: "mpich")
+    monkeypatch.setattr("mpicomp.bench.jobs.execute", found)
+    monkeypatch.setattr("mpicomp.bench.jobs.find_launcher", lambda: Path("/bin/mpiexec"))
+    monkeypatch.setattr("mpicomp.bench.jobs.find_mpi", lambda launcher: "mpich")
     monkeypatch.setattr("mpicomp.bench.networks.check_lab", lambda command: None)
-    monkeypatch.setattr("mpicomp.cli.bench_policies._check_tasks", lambda: None)
+    monkeypatch.setattr("mpicomp.cli.runs.check_tasks", lambda command: None)
     return found
 
 
