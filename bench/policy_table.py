@@ -9,6 +9,7 @@ from mpicomp.bench.jobs import CUT, DONE, FAILED
 from mpicomp.bench.networks import Network
 from mpicomp.bench.policies import ARMS, DENSE, GOALS, Run, Timing, Training
 from mpicomp.bench.policy_runs import Finished
+from mpicomp.bench.seeds import cell, finite, mean, mean_and_deviation
 from numpy.typing import NDArray
 
 _MEANS = (
@@ -98,7 +99,7 @@ def _learnt(own: Finished, run: Training, finished: Mapping[Run, Finished]) -> d
     """Give what a training that is done has learnt, and where dense ended with the same seed, what it was to learn."""
     goal = GOALS[run.task]
     learnt: dict[str, Any] = {
-        "quality": _finite(own.quality),
+        "quality": finite(own.quality),
         "quality_limit": None,
         "target": None,
         "steps_to_quality": None,
@@ -108,8 +109,8 @@ def _learnt(own: Finished, run: Training, finished: Mapping[Run, Finished]) -> d
     if dense is None or dense.status != DONE:
         return learnt
     # On the way fewer held-out data are looked at than in the end: each is compared with its like.
-    learnt["quality_limit"] = _finite(goal.target(dense.quality))
-    learnt["target"] = target = _finite(goal.target(dense.curve[-1][1]))
+    learnt["quality_limit"] = finite(goal.target(dense.quality))
+    learnt["target"] = target = finite(goal.target(dense.curve[-1][1]))
     if target is not None:
         learnt["steps_to_quality"] = steps_to(own.curve, target, goal.lower)
     return learnt
@@ -196,27 +197,14 @@ def _row(
         "reached": sum(own["steps_to_quality"] is not None for own in judged),
     }
     for name in _MEANS:
-        row |= _mean_and_deviation(name, [own[name] for own in done])
+        row |= mean_and_deviation(name, [own[name] for own in done])
     seeds = [own["seed"] for own in done]
-    base, time_s = _mean([own["time_to_quality_s"] for own in dense if own["seed"] in seeds]), row["time_to_quality_s"]
-    limit, quality = _mean([own["quality_limit"] for own in judged]), _mean([own["quality"] for own in judged])
+    base, time_s = mean([own["time_to_quality_s"] for own in dense if own["seed"] in seeds]), row["time_to_quality_s"]
+    limit, quality = mean([own["quality_limit"] for own in judged]), mean([own["quality"] for own in judged])
     row["of_dense"] = None if base is None or time_s is None else time_s / base
     row["quality_limit"] = limit
     row["is_equal"] = None if limit is None else quality is not None and GOALS[task].reaches(quality, limit)
     return row
-
-
-def _mean_and_deviation(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
-    """Give both, and none where a seed has no value: a mean of the others would flatter."""
-    known = [value for value in values if value is not None]
-    enough = len(known) == len(values)
-    deviation = float(np.std(known, ddof=1)) if enough and len(known) > 1 else None
-    return {name: _mean(values), f"{name}_deviation": deviation}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known and len(known) == len(values) else None
 
 
 def _problem(policy: str, task: str, network: Network, finished: Mapping[Run, Finished]) -> str | None:
@@ -228,10 +216,6 @@ def _problem(policy: str, task: str, network: Network, finished: Mapping[Run, Fi
         return f"{failed[0].run.kind}: {failed[0].error}"
     cut = sum(one.status == CUT for one in own)
     return f"{cut} of {len(own)} runs were cut: the time was over" if cut else None
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def told_of(own: Finished, finished: Mapping[Run, Finished]) -> dict[str, Any]:
@@ -263,7 +247,7 @@ def told_of(own: Finished, finished: Mapping[Run, Finished]) -> dict[str, Any]:
     if own.status == DONE:
         told |= {name: own.outcome[name] for name in ("steps", "median_step_s", "choosing_s", "wire_bytes")}
         told |= _learnt(own, run, finished)
-        told["curve"] = [{"step": step, "quality": _finite(quality)} for step, quality in own.curve]
+        told["curve"] = [{"step": step, "quality": finite(quality)} for step, quality in own.curve]
     return told
 
 
@@ -287,26 +271,19 @@ COLUMNS = {
 
 def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
     """Give a row's cells for `COLUMNS`."""
-
-    def with_deviation(name: str, form: str, scale: float = 1.0) -> str:
-        value, deviation = row[name], row[f"{name}_deviation"]
-        if value is None:
-            return "-"
-        return format(value / scale, form) + ("" if deviation is None else f" ({format(deviation / scale, form)})")
-
     return {
         "policy": row["policy"],
-        "time_s": with_deviation("time_to_quality_s", ".1f"),
+        "time_s": cell(row, "time_to_quality_s", ".1f"),
         "of_dense": "-" if row["of_dense"] is None else format(row["of_dense"], ".3f"),
-        "summed_s": with_deviation("summed_s", ".1f"),
-        "steps": with_deviation("steps_to_quality", ".0f"),
+        "summed_s": cell(row, "summed_s", ".1f"),
+        "steps": cell(row, "steps_to_quality", ".0f"),
         "reached": f"{row['reached']}/{row['seeds']}",
-        "step_s": with_deviation("median_step_s", ".4f"),
-        "choosing_ms": with_deviation("choosing_s", ".2f", 1e-3),
-        "wire_MB": with_deviation("wire_bytes", ".4g", 1e6),
-        "quality": with_deviation("quality", ".4f"),
+        "step_s": cell(row, "median_step_s", ".4f"),
+        "choosing_ms": cell(row, "choosing_s", ".2f", 1e-3),
+        "wire_MB": cell(row, "wire_bytes", ".4g", 1e6),
+        "quality": cell(row, "quality", ".4f"),
         "equal": {None: "-", True: "yes", False: "no"}[row["is_equal"]],
-        "mean_curve": with_deviation("mean_quality", ".4f"),
+        "mean_curve": cell(row, "mean_quality", ".4f"),
         "problem": row["error"] or "",
     }
 

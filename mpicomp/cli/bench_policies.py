@@ -1,9 +1,8 @@
 """``mpicomp bench policies``: seconds to the quality of dense with every policy, on emulated networks."""
 
 import argparse
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpicomp.cli import runs
 
@@ -45,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.networks import Network, check_lab
     from mpicomp.bench.policies import ARMS, DENSE, GOALS, NETWORKS, QUICK_NETWORKS, runs_of
     from mpicomp.bench.policy_runs import Runner
+    from mpicomp.bench.policy_table import rows_of, told_of
     from mpicomp.cli.options import check_least, read_list
     from mpicomp.errors import ConfigurationError
 
@@ -72,8 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
         runner = Runner(folder, hosts, arguments.steps)
 
         def write() -> None:
-            if arguments.json is not None:
-                _write(arguments.json, runner, networks, hosts)
+            own = runner.finished
+            told = [told_of(each, own) for each in own.values()]
+            runs.write(arguments.json, rows_of(own, networks, hosts), told)
 
         every = runs_of(policies, networks, seeds)
         runs.run_all(_COMMAND, f"{hosts} hosts", every, runner, 60 * minutes, _results, write)
@@ -85,23 +86,6 @@ def _results(finished: "Finished") -> str:
     if finished.timed:
         return "; s a step: " + ", ".join(f"{name} {row['median_s']:.4g}" for name, row in finished.timed.items())
     return f", {float(finished.outcome['median_step_s']):.4g} s a step, quality {finished.quality:.4f}"
-
-
-def _write(path: str, runner: "Runner", networks: "list[Network]", hosts: int) -> None:
-    """Write what there is so far."""
-    from mpicomp.bench import rows
-    from mpicomp.bench.policy_table import rows_of, told_of
-
-    finished = runner.finished
-    written: dict[str, Any] = {
-        "schema": rows.SCHEMA,
-        "environment": rows.environment(1, "cpu"),
-        "rows": rows_of(finished, networks, hosts),
-        "runs": [told_of(own, finished) for own in finished.values()],
-    }
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(written, file, indent=1)
-        file.write("\n")
 
 
 def _show(runner: "Runner", networks: "list[Network]", hosts: int) -> int:

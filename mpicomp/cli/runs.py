@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib.util
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +24,11 @@ class Runner(Protocol[Run]):
         raise NotImplementedError
 
 
-def add_arguments(parser: argparse.ArgumentParser, minutes: float) -> None:
-    """Declare the options that all of them have."""
+def add_arguments(parser: argparse.ArgumentParser, minutes: float, steps: str = "what the task is tuned for") -> None:
+    """Declare the options that all of them have, with these defaults."""
     parser.add_argument("--tasks", default="digits,text-lstm", metavar="T[,..]", help="what is trained (%(default)s)")
     parser.add_argument("--seeds", metavar="K[,..]", help="of models and batches (0,1,2; digits: 0,1,2,3,4)")
-    parser.add_argument("--steps", type=int, metavar="S", help="of each training (what the task is tuned for)")
+    parser.add_argument("--steps", type=int, metavar="S", help=f"of each training ({steps})")
     limit = f"minutes; what has no time left is cut ({minutes:.0f})"
     parser.add_argument("--limit", type=float, metavar="M", help=limit)
     parser.add_argument(
@@ -104,6 +105,17 @@ def folder_of(arguments: argparse.Namespace) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="mpicomp-bench-") as folder:
         yield Path(folder)
+
+
+def write(path: str | None, rows: list[dict[str, Any]], told: list[dict[str, Any]]) -> None:
+    """Write what there is so far, if a file was named: rows of the tables, and what is told of runs."""
+    from mpicomp.bench.rows import SCHEMA, environment
+
+    if path is None:
+        return
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"schema": SCHEMA, "environment": environment(1, "cpu"), "rows": rows, "runs": told}, file, indent=1)
+        file.write("\n")
 
 
 def run_all(
