@@ -113,6 +113,8 @@ class Round:
     background : bool
         Whether the transport only starts the round: it answers with a `Pending`, which whoever asked yields later
         to get ``recv``. Until then ``send`` and ``recv`` are the transport's.
+    once : bool
+        Whether it is made once in a run: its bytes are no step's, and are counted apart.
     """
 
     operation: str
@@ -127,6 +129,7 @@ class Round:
     arrived: Callable[[int, int], None] | None = None
     graph: Graph | None = None
     background: bool = False
+    once: bool = False
 
     def sent_bytes(self, group: Group) -> int:
         """Bytes of payload that this rank hands to the transport for others; ``group`` is the round's own."""

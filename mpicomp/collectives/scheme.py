@@ -53,6 +53,8 @@ class Result:
     code_error : float or None
         Of a learned code: squared error of what was decoded, as a share of the energy of what was to be decoded; 1 is
         that of zeros. As this rank can tell, so it may differ between ranks; None where it cannot.
+    note : str
+        What the record is to say of the step beside why its plan was taken; empty where there is nothing to say.
     """
 
     mean: NDArray[np.floating]
@@ -64,6 +66,7 @@ class Result:
     stale: bool
     thinned: Sequence[tuple[int, int, int]] = ()
     code_error: float | None = None
+    note: str = ""
 
 
 CompressorType = TypeVar("CompressorType", bound=Compressor)

@@ -65,6 +65,8 @@ class Exchanged:
         counts as if it had followed at once.
     survey : array of float32 or None
         What the policy has asked for.
+    once_wire_bytes : float
+        Bytes that left this rank in rounds that are made once in a run; they are in no other sum.
     """
 
     plan: Plan
@@ -76,6 +78,7 @@ class Exchanged:
     end: float
     own_s: float
     survey: NDArray[np.float32] | None
+    once_wire_bytes: float = 0.0
 
     def add(self, seconds: float) -> None:
         """Count more own work."""
@@ -119,7 +122,7 @@ def exchange(
         arrays = [host(member.name, own) for member, own in zip(bucket.members, gradients, strict=True)]
     accumulated = bucket.accumulate(arrays, conditions.scale)
     run = plan.scheme.exchange(accumulated, context)
-    own_s = waited_s = wire_bytes = 0.0
+    own_s = waited_s = wire_bytes = once_wire_bytes = 0.0
     sent_bytes = 0
     operations: list[str] = []
     received: Any = None
@@ -137,6 +140,9 @@ def exchange(
         part = group.part(task.group)
         assert part is not None
         operations.append(task.operation)
+        if task.once:
+            once_wire_bytes += task.wire_bytes(part)
+            continue
         sent_bytes += task.sent_bytes(part)
         wire_bytes += task.wire_bytes(part)
     end = clock()
@@ -157,7 +163,7 @@ def exchange(
         numel=bucket.numel,
         compressor=compressor.get_config(),
         collective=plan.scheme.id,
-        reason=plan.reason,
+        reason="; ".join(filter(None, (plan.reason, result.note))),
         ratio=getattr(compressor, "ratio", None),
         ratio_reached=result.kept / bucket.numel,
         gain=result.gain if np.isfinite(result.gain) else None,
@@ -171,4 +177,4 @@ def exchange(
         layers=layers,
         code_error=result.code_error,
     )
-    return Exchanged(plan, result, record, choosing_s, ready, start, end, own_s + end - last, survey)
+    return Exchanged(plan, result, record, choosing_s, ready, start, end, own_s + end - last, survey, once_wire_bytes)

@@ -99,7 +99,8 @@ class StepRecord:
     choosing_s : float
         Seconds on this rank that were spent on choosing plans and on learning what they took.
     once_wire_bytes : float
-        Bytes that left this rank for measuring the network; in no sum.
+        Bytes that left this rank for measuring the network, and in rounds that are made once in a run, such as that in
+        which a learned code is given to all ranks; in no sum.
     overhead_bytes : int
         Payload of rounds outside the buckets' exchanges: agreement, exchanges that it cut short, and what ranks tell
         each other about the seconds of a step.

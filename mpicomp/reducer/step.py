@@ -120,6 +120,7 @@ class Step:
         conditions = Conditions(core.transport, core.policy, core.count, core.seed, self._scale, core.staging)
         done = yield from exchange(bucket, gradients, conditions, ready)
         self._record.choosing_s += done.choosing_s
+        self._record.once_wire_bytes += done.once_wire_bytes
         self._done.append(done)
 
     def examine(self, gradients: Mapping[str, Any], absent: Collection[str]) -> None:
