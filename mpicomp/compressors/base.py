@@ -95,7 +95,8 @@ class Compressor(ABC):
     message: ClassVar[str]
     """What travels: ``"dense"`` (an array that ranks can sum), ``"shared"`` (a short one), ``"sparse"`` (indices and
     values), ``"packed"`` (all elements, in few bits), ``"integers"`` (the same, on a grid that ranks share, so that
-    they can be summed), ``"votes"`` (signs, of which the majority counts), ``"factors"`` or ``"sketch"``.
+    they can be summed), ``"votes"`` (signs, of which the majority counts), ``"factors"``, ``"sketch"`` or ``"code"``
+    (one that was learned).
     """
     paper: ClassVar[str]
     """Where it comes from, and what is done differently."""
@@ -130,6 +131,15 @@ class Compressor(ABC):
     def entry(self) -> Entry:
         """What happens to gradients before they are added to the residual: nothing, if not said otherwise."""
         return Entry()
+
+    @property
+    def settled(self) -> "Compressor":
+        """Itself; where its first steps are others than the later ones, one that does at once what it does later."""
+        return self
+
+    def within_model(self, names: Sequence[str], sizes: Sequence[int]) -> "Compressor":
+        """Give the compressor for buckets of a model with these parameters: itself, unless the others matter to it."""
+        return self
 
     def within(
         self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()

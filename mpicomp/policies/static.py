@@ -48,8 +48,10 @@ class Static(Policy):
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`."""
         ladders: list[list[tuple[Compressor, list[str]]]] = []
+        names = [name for shape in shapes for name in shape.names]
+        compressor = self.compressor.within_model(names, [size for shape in shapes for size in shape.sizes])
         for shape in shapes:
-            own = self.compressor.within(shape.names, shape.sizes, shape.shapes)
+            own = compressor.within(shape.names, shape.sizes, shape.shapes)
             levels: list[tuple[Compressor, list[str]]] = [
                 (own, [self._pinned] if self._pinned else names_for(own, transport.group))
             ]
