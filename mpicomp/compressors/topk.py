@@ -82,32 +82,12 @@ class TopK(Sparsifier):
 
     def select(self, accumulated: Accumulated, scope: Scope) -> Selection:
         """Select the k largest; see `Sparsifier.select`."""
-        parts = self._parts(accumulated.numel)
-        bounds = _remembered(scope, "bounds", 0.0, len(parts))
-        before = _remembered(scope, "thresholds", 0.0, len(parts))
-        candidates = []
+        parts = []
         start = 0
-        for place, ((size, k), bound) in enumerate(zip(parts, bounds, strict=True)):
-            part = slice(start, start + size)
-            candidates.append(Candidates(accumulated, scope, bound, _ROOM * k, part, place))
+        for size, k in self._parts(accumulated.numel):
+            parts.append((start, start + size, k))
             start += size
-        if not accumulated.done:
-            accumulated.sweep([entry.region for entry in candidates if entry.region.bound > 0])
-        outcomes = [entry.largest(k) for entry, (_, k) in zip(candidates, parts, strict=True)]
-        # Nothing is learnt from infinity and NaN, which no checkpoint in JSON could hold either.
-        thresholds = [threshold if math.isfinite(threshold) else 0.0 for _, threshold in outcomes]
-        scope.memory["thresholds"] = thresholds
-        scope.memory["bounds"] = [
-            entry.bound_for_next(k, now, then)
-            for entry, (_, k), now, then in zip(candidates, parts, thresholds, before, strict=True)
-        ]
-        if len(outcomes) == 1:
-            return outcomes[0][0]
-        indices = scope.workspace.array("topk.indices", self.count(accumulated.numel), np.uint32)
-        values = scope.workspace.array("topk.values", indices.size, accumulated.dtype)
-        np.concatenate([selection.indices for selection, _ in outcomes], out=indices)
-        np.concatenate([selection.values for selection, _ in outcomes], out=values)
-        return Selection(indices, values)
+        return largest_of_parts(accumulated, scope, parts)
 
     def _parts(self, numel: int) -> Sequence[tuple[int, int]]:
         """Give elements and k of every selection."""
@@ -125,6 +105,47 @@ class _Layered(TopK):
 
     def _parts(self, numel: int) -> Sequence[tuple[int, int]]:
         return self.parts
+
+
+def largest_of_parts(accumulated: Accumulated, scope: Scope, parts: Sequence[tuple[int, int, int]]) -> Selection:
+    """Select the k largest elements of each part of a bucket, exactly.
+
+    Parameters
+    ----------
+    accumulated, scope
+        See `Sparsifier.select`; what bounds the candidates of the next step goes into the memory.
+    parts : sequence of (int, int, int)
+        Start, stop and k of each, ascending and apart from each other, none empty.
+
+    Returns
+    -------
+    Selection
+        Valid until the next call for the same bucket.
+    """
+    bounds = _remembered(scope, "bounds", 0.0, len(parts))
+    before = _remembered(scope, "thresholds", 0.0, len(parts))
+    candidates = [
+        Candidates(accumulated, scope, bound, _ROOM * k, slice(start, stop), place)
+        for place, ((start, stop, k), bound) in enumerate(zip(parts, bounds, strict=True))
+    ]
+    if not accumulated.done:
+        accumulated.sweep([entry.region for entry in candidates if entry.region.bound > 0])
+    outcomes = [entry.largest(k) for entry, (_, _, k) in zip(candidates, parts, strict=True)]
+    # Nothing is learnt from infinity and NaN, which no checkpoint in JSON could hold either.
+    thresholds = [threshold if math.isfinite(threshold) else 0.0 for _, threshold in outcomes]
+    scope.memory["thresholds"] = thresholds
+    scope.memory["bounds"] = [
+        entry.bound_for_next(k, now, then)
+        for entry, (_, _, k), now, then in zip(candidates, parts, thresholds, before, strict=True)
+    ]
+    if len(outcomes) == 1:
+        return outcomes[0][0]
+    count = sum(k for _, _, k in parts)
+    indices = scope.workspace.array("topk.indices", count, np.uint32)
+    values = scope.workspace.array("topk.values", count, accumulated.dtype)
+    np.concatenate([selection.indices for selection, _ in outcomes], out=indices)
+    np.concatenate([selection.values for selection, _ in outcomes], out=values)
+    return Selection(indices, values)
 
 
 def _remembered(scope: Scope, key: str, default: float, parts: int) -> list[float]:
