@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mpicomp.collectives import list_collectives
     from mpicomp.compressors import (
         DGC,
+        LGC,
         QSGD,
         BlockRandomK,
         Compressor,
@@ -59,6 +60,7 @@ _HOMES = {
     "Compressor": "mpicomp.compressors",
     "CountSketch": "mpicomp.compressors",
     "DGC": "mpicomp.compressors",
+    "LGC": "mpicomp.compressors",
     "Dense": "mpicomp.compressors",
     "FetchSGD": "mpicomp.compressors",
     "EFSign": "mpicomp.compressors",
@@ -102,6 +104,7 @@ _HOMES = {
 
 __all__ = [
     "DGC",
+    "LGC",
     "QSGD",
     "BlockRandomK",
     "BucketRecord",

@@ -7,6 +7,7 @@ from mpicomp.collectives.allreduce import Allreduce
 from mpicomp.collectives.gtopk import Gtopk
 from mpicomp.collectives.hierarchical import Hierarchical
 from mpicomp.collectives.integer_sum import IntegerSum
+from mpicomp.collectives.learned import Learned
 from mpicomp.collectives.low_rank import LowRank
 from mpicomp.collectives.majority import MajorityVote
 from mpicomp.collectives.oktopk import Oktopk
@@ -63,6 +64,7 @@ _classes: dict[str, type[Scheme[Any]]] = {
         LowRank,
         Sketched,
         SketchedMemory,
+        Learned,
         ParameterServer,
         Hierarchical,
     )

@@ -19,6 +19,7 @@ from mpicomp.compressors.efsign import EFSign
 from mpicomp.compressors.fetchsgd import FetchSGD
 from mpicomp.compressors.gaussiank import GaussianK
 from mpicomp.compressors.globalrandk_maxnorm import GlobalRandKMaxNorm
+from mpicomp.compressors.lgc import LGC
 from mpicomp.compressors.maxnorm import MaxNorm
 from mpicomp.compressors.mstopk import MSTopK
 from mpicomp.compressors.natural import Natural
@@ -42,6 +43,7 @@ from mpicomp.compressors.uniform import Uniform
 
 __all__ = [
     "DGC",
+    "LGC",
     "QSGD",
     "Accumulated",
     "BlockRandomK",

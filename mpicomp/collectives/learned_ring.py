@@ -1,0 +1,139 @@
+"""The mean of all ranks' codes, which every rank decodes."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives.learned_lead import Lead, follow, leader_of, relative
+from mpicomp.collectives.round import Group, Round
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, gain_of
+from mpicomp.collectives.sparse_mean import SparseMean
+from mpicomp.compressors.accumulated import TAIL, Accumulated
+from mpicomp.compressors.base import Selection
+from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.learned_code import LearnedCode
+from mpicomp.compressors.lgc import LGC
+from mpicomp.kernels import cpu
+
+_TOLD = np.dtype([("energy", "<f8"), ("sparse", "<f8"), ("match", "<f8"), ("decoded", "<f8")])
+"""Squared norms of a rank's whole array and of what travels as it is; then, of what is coded, the product of its values
+with its share of what is decoded, and the squared norm of this share, both before it is scaled.
+"""
+_BYTE = np.dtype(np.uint8)
+
+
+class CodeRing:
+    """The third phase of LGC, ring instance.
+
+    A bcast of indices and of what values are relative to; the inner collective's sum of codes and of what is not coded;
+    and an allgatherv of some norms, from which all ranks work out the factor that the decoded values are scaled by:
+    that which loses least energy, over all ranks.
+
+    Parameters
+    ----------
+    compressor : LGC
+        For a bucket.
+    code : LearnedCode
+        Learned, the same on all ranks.
+    inner : Scheme
+        Sums codes.
+    """
+
+    def __init__(self, compressor: LGC, code: LearnedCode, inner: Scheme[Dense]) -> None:
+        self._compressor = compressor
+        self._code = code
+        self._sum = inner
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int) -> list[Round]:
+        """Give the rounds; see `Scheme.rounds`."""
+        lead = self._lead(numel)
+        coded = lead.selected.coded_count
+        travels = self._code.length(coded) + lead.selected.count - coded
+        return [
+            lead.round(leader_of(Context(group=group, step=step))),
+            *self._sum.rounds(travels, dtype, group, step),
+            _tell(group),
+        ]
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Encode, sum, decode, scale; see `Scheme.exchange`."""
+        group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
+        lead = self._lead(accumulated.numel)
+        led = yield from follow(lead, accumulated, context)
+        coded = lead.selected.coded
+        count = lead.selected.coded_count
+        length = code.length(count)
+        own = led.values[coded]
+        shares = workspace.array("relative", count, dtype)
+        relative(own, led.frame, shares)
+        rest = led.values.size - count
+        travels = workspace.array("code", length + rest + TAIL, dtype)
+        code.turn(context.step)
+        code.encode(shares, travels[:length])
+        travels[length : length + coded.start] = led.values[: coded.start]
+        travels[length + coded.start : length + rest] = led.values[coded.stop :]
+        part = Accumulated.ready(travels, accumulated.energy, 0.0, accumulated.finite, accumulated.stale)
+        summed = yield from self._sum.exchange(part, context)
+        assert not isinstance(summed.sent, Selection)
+
+        decoded = workspace.array("decoded", count, dtype)
+        code.decode_near(summed.sent[:length], summed.mean[:length], shares, decoded)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            np.multiply(shares, led.frame, out=shares)
+            np.multiply(decoded, led.frame, out=decoded)
+        task = _tell(group)
+        sparse = cpu.energy(travels[length : length + rest])
+        told = (accumulated.energy, sparse, _product(own, shares), cpu.energy(shares))
+        task.send = np.array([told], _TOLD).view(_BYTE)
+        task.recv = workspace.array("told", sum(task.counts), _BYTE)
+        everyones = (yield task).view(_TOLD)
+        factor = _best(everyones, dtype)
+        lost = _lost(everyones, factor)
+
+        mean, sent = (workspace.array(f"learned {name}", led.values.size, dtype) for name in ("mean", "sent"))
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            np.multiply(decoded, dtype.type(factor), out=mean[coded])
+            np.multiply(shares, dtype.type(factor), out=sent[coded])
+        mean[: coded.start] = summed.mean[length : length + coded.start]
+        mean[coded.stop :] = summed.mean[length + coded.start :]
+        sent[: coded.start] = summed.sent[length : length + coded.start]
+        sent[coded.stop :] = summed.sent[length + coded.start :]
+        whole = SparseMean.cleared(workspace, accumulated.numel, dtype)
+        whole.add(led.indices, mean, 1.0)
+        return Result(
+            mean=whole.array,
+            sent=Selection(led.indices, led.values if self._compressor.error == "selected" else sent),
+            energy=summed.energy,
+            gain=gain_of(lost, float(everyones["energy"].sum())),
+            kept=float(led.values.size),
+            nonfinite=summed.nonfinite or not np.isfinite(mean).all(),
+            stale=summed.stale,
+        )
+
+    def _lead(self, numel: int) -> Lead:
+        return Lead(self._compressor.selected(numel), numel, frame=True, signs=self._compressor.signs)
+
+
+def _tell(group: Group) -> Round:
+    return Round("allgatherv", [_TOLD.itemsize] * group.size, _BYTE)
+
+
+def _product(first: NDArray[np.floating], second: NDArray[np.floating]) -> float:
+    """Give the product of two vectors, summed in float64; NaN and infinity come out as they do."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float(np.einsum("i,i->", first, second, dtype=np.float64))
+
+
+def _best(everyones: NDArray[Any], dtype: np.dtype[Any]) -> float:
+    """Give the factor for decoded values that leaves least of what is coded, over all ranks; never a negative one."""
+    match, decoded = float(everyones["match"].sum()), float(everyones["decoded"].sum())
+    # Not a number, or infinite: some rank has flagged it, or the mean will be found to be.
+    return float(dtype.type(match / decoded)) if match > 0 and decoded > 0 else 0.0
+
+
+def _lost(everyones: NDArray[Any], factor: float) -> float:
+    """Give the energy of what is not delivered, over all ranks."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        unsent = everyones["energy"] - everyones["sparse"] - 2 * factor * everyones["match"]
+        return float(np.maximum(unsent + factor**2 * everyones["decoded"], 0).sum())

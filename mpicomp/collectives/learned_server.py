@@ -1,0 +1,168 @@
+"""One rank's code for all, and what it misses on each."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives.learned_lead import Lead, Led, follow, leader_of
+from mpicomp.collectives.round import Group, Round
+from mpicomp.collectives.scheme import Context, Exchange, Result, flags_of, gain_of
+from mpicomp.collectives.sparse_mean import SparseMean
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import Selection, kept
+from mpicomp.compressors.learned_code import LearnedCode
+from mpicomp.compressors.lgc import LGC
+from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, write_message
+from mpicomp.compressors.wire import Wire, compact
+from mpicomp.errors import MessageError
+from mpicomp.kernels import cpu
+
+_BYTE = np.dtype(np.uint8)
+_FACTOR = 8  # bytes
+
+
+class CodeServer:
+    """The third phase of LGC, instance of the parameter server, without a server.
+
+    A bcast of one rank's indices, of what values are relative to, and of its code; every rank decodes it with each
+    rank's decoder. Then an allgatherv, in which each rank tells the factor by which its decoded values fit best, what
+    is not coded, and its innovation: its exact values where those are furthest off. So all ranks know what each one has
+    sent, and take the mean of that.
+
+    Parameters
+    ----------
+    compressor : LGC
+        For a bucket.
+    code : LearnedCode
+        Learned, the same on all ranks.
+    """
+
+    def __init__(self, compressor: LGC, code: LearnedCode) -> None:
+        self._compressor = compressor
+        self._code = code
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int) -> list[Round]:
+        """Give the rounds; see `Scheme.rounds`."""
+        lead = self._lead(numel, dtype)
+        return [lead.round(leader_of(Context(group=group, step=step))), self._gather(lead, dtype, group)]
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Decode for all, tell what is missing, average; see `Scheme.exchange`."""
+        group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
+        lead = self._lead(accumulated.numel, dtype)
+        coded = lead.selected.coded
+        count = lead.selected.coded_count
+        code.turn(context.step)
+        led = yield from follow(lead, accumulated, context, code)
+        common = led.code[: lead.code_bytes].view(dtype)
+
+        task = self._gather(lead, dtype, group)
+        task.send = workspace.array("message", task.counts[0], _BYTE)
+        task.recv = workspace.array("messages", sum(task.counts), _BYTE)
+        decoded = workspace.array("decoded", count, dtype)
+        self._decode(common, group.rank, led, decoded)
+        self._write(lead, led, decoded, accumulated, context, task.send)
+        messages = yield task
+
+        mean, sent = (workspace.array(f"learned {name}", led.values.size, dtype) for name in ("mean", "sent"))
+        values = workspace.array("relative", led.values.size, dtype)
+        mean[:] = 0
+        flags, energy, lost = 0, 0.0, 0.0
+        for rank, message in enumerate(messages.reshape(group.size, -1)):
+            stored, rest, sparse = self._parts(lead, message, dtype)
+            self._decode(common, rank, led, values[coded])
+            try:
+                told = read_message(sparse, count, dtype, workspace)
+            except MessageError as error:
+                raise MessageError(f"learned: from rank {rank}: {error}") from error
+            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+                np.multiply(values[coded], dtype.type(stored[0]), out=values[coded])
+                values[coded][told.selection.indices] = told.selection.values
+                values[: coded.start] = rest[: coded.start]
+                values[coded.stop :] = rest[coded.start :]
+                np.add(mean, values, out=mean)
+            if rank == group.rank:
+                sent[:] = values
+            flags, energy, lost = flags | told.flags, energy + told.energy, lost + told.lost
+        with np.errstate(under="ignore", invalid="ignore"):
+            np.multiply(mean, dtype.type(1 / group.size), out=mean)
+        whole = SparseMean.cleared(workspace, accumulated.numel, dtype)
+        whole.add(led.indices, mean, 1.0)
+        return Result(
+            mean=whole.array,
+            sent=Selection(led.indices, led.values if self._compressor.error == "selected" else sent),
+            energy=energy,
+            gain=gain_of(lost, energy),
+            kept=float(led.values.size),
+            nonfinite=bool(flags & NONFINITE) or not np.isfinite(mean).all(),
+            stale=bool(flags & STALE),
+        )
+
+    def _decode(self, common: NDArray[np.floating], rank: int, led: Led, out: NDArray[np.floating]) -> None:
+        """Write what a rank's decoder makes of the code."""
+        self._code.decode(common, out, rank)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            np.multiply(out, led.frame, out=out)
+
+    def _write(
+        self,
+        lead: Lead,
+        led: Led,
+        decoded: NDArray[np.floating],
+        accumulated: Accumulated,
+        context: Context,
+        message: NDArray[np.uint8],
+    ) -> None:
+        """Fill this rank's message."""
+        workspace, dtype, coded = context.workspace, accumulated.dtype, lead.selected.coded
+        own = led.values[coded]
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            match = float(np.einsum("i,i->", own, decoded, dtype=np.float64))
+            energy = cpu.energy(decoded)
+            factor = dtype.type(match / energy if match > 0 and energy > 0 else 0.0)  # loses least on this rank
+            missed = workspace.array("missed", own.size, dtype)
+            np.multiply(decoded, factor, out=missed)
+            np.subtract(own, missed, out=missed)
+        places = workspace.array("innovation.places", self._innovations(lead), np.uint32)
+        off = workspace.array("innovation.off", places.size, dtype)
+        cpu.select_largest(missed, cpu.kth_magnitude(missed, places.size), places, off)
+        # Lost is what is not listed, and what is missed of what is coded but for the innovation.
+        left = cpu.energy(led.values) - cpu.energy(missed) + cpu.energy(off)
+        innovation = workspace.array("innovation.values", places.size, dtype)
+        cpu.gather(own, places, innovation)
+
+        stored, rest, sparse = self._parts(lead, message, dtype)
+        stored[0] = factor
+        rest[: coded.start] = led.values[: coded.start]
+        rest[coded.start :] = led.values[coded.stop :]
+        selection = Selection(places, innovation)
+        write_message(sparse, selection, own.size, self._wire(lead), flags_of(accumulated), accumulated.energy, left)
+
+    def _lead(self, numel: int, dtype: np.dtype[Any]) -> Lead:
+        selected = self._compressor.selected(numel)
+        length = self._code.length(selected.coded_count)
+        return Lead(selected, numel, True, self._compressor.signs, length * dtype.itemsize)
+
+    def _innovations(self, lead: Lead) -> int:
+        """Give how many values travel as they are."""
+        return kept(self._compressor.innovation, lead.selected.coded_count)
+
+    def _wire(self, lead: Lead) -> Wire:
+        return Wire(None, compact(self._innovations(lead), lead.selected.coded_count))
+
+    def _gather(self, lead: Lead, dtype: np.dtype[Any], group: Group) -> Round:
+        innovation = message_bytes(self._innovations(lead), lead.selected.coded_count, dtype, self._wire(lead))
+        return Round("allgatherv", [_FACTOR + self._rest_bytes(lead, dtype) + innovation] * group.size, _BYTE)
+
+    def _rest_bytes(self, lead: Lead, dtype: np.dtype[Any]) -> int:
+        return -(-(lead.selected.count - lead.selected.coded_count) * dtype.itemsize // 8) * 8
+
+    def _parts(
+        self, lead: Lead, message: NDArray[np.uint8], dtype: np.dtype[Any]
+    ) -> tuple[NDArray[np.float64], NDArray[np.floating], NDArray[np.uint8]]:
+        """Give the factor, what is not coded and the innovation's message as views of a rank's message."""
+        rest = lead.selected.count - lead.selected.coded_count
+        middle = _FACTOR + self._rest_bytes(lead, dtype)
+        values = message[_FACTOR : _FACTOR + rest * dtype.itemsize].view(dtype)
+        return message[:_FACTOR].view(np.float64), values, message[middle:]

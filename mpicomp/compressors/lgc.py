@@ -1,0 +1,321 @@
+"""Learned Gradient Compression: the largest values travel in a code that the run itself has taught.
+
+What is here says what is selected and how it is coded; `mpicomp.collectives.learned` says who sends what when.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
+from itertools import groupby
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpicomp.compressors.autoencoder import Autoencoder
+from mpicomp.compressors.base import Compressor, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.learned_code import LearnedCode
+from mpicomp.compressors.linear_code import LinearCode
+from mpicomp.compressors.registry import register_compressor
+from mpicomp.compressors.wire import compact
+from mpicomp.errors import ConfigurationError
+from mpicomp.kernels import cpu
+from mpicomp.workspace import Workspace
+
+_FEW = 0.01  # of a model's parameters: so much of it may the first layer have to travel dense
+_LAYERS = 3  # with fewer of them no layer is an exception
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring parameters of one layer: where they are in their bucket, how many are sent, and how.
+
+    Attributes
+    ----------
+    start, stop : int
+        In the bucket.
+    kept : int
+        Elements sent; all of them where they travel dense.
+    travels : {"dense", "sparse", "coded"}
+        All as they are, the selected ones as they are, or the selected ones in a code.
+    """
+
+    start: int
+    stop: int
+    kept: int
+    travels: str
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What is sent of a bucket at each step: its parts, and where each one's elements are in the list of them all.
+
+    The list holds the elements of all parts in the order of the bucket. What is coded is in one piece, since only the
+    first and the last layer are exceptions.
+
+    Examples
+    --------
+    >>> Selected((Part(0, 10, 2, "sparse"), Part(10, 90, 8, "coded"), Part(90, 93, 3, "dense"))).coded
+    slice(2, 10, None)
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def count(self) -> int:
+        """Elements in the list."""
+        return sum(part.kept for part in self.parts)
+
+    @property
+    def indices(self) -> int:
+        """Those of them whose indices travel."""
+        return sum(part.kept for part in self.parts if part.travels != "dense")
+
+    @property
+    def coded(self) -> slice:
+        """The place in the list of what is coded; empty where nothing is."""
+        places = self.places
+        own = [place for part, place in zip(self.parts, places, strict=True) if part.travels == "coded"]
+        return slice(own[0].start, own[-1].stop) if own else slice(0, 0)
+
+    @property
+    def coded_count(self) -> int:
+        """Elements that are coded."""
+        return self.coded.stop - self.coded.start
+
+    @property
+    def places(self) -> list[slice]:
+        """The place of each part in the list."""
+        places, start = [], 0
+        for part in self.parts:
+            places.append(slice(start, start + part.kept))
+            start += part.kept
+        return places
+
+    @property
+    def regions(self) -> list[tuple[int, int, int]]:
+        """Start, stop and number of elements of all parts from which some are selected."""
+        return [(part.start, part.stop, part.kept) for part in self.parts if part.travels != "dense"]
+
+
+@register_compressor
+@dataclass(frozen=True, repr=False)
+class LGC(Compressor):
+    """LGC (arXiv 2103.08870): the largest values of each layer, at one rank's indices, in a code learned in the run.
+
+    It has three phases. First gradients travel dense; then the largest values travel as they are, and one rank learns
+    the code from them, which it gives to all at the end; from then on they travel in that code, which is a quarter as
+    long. A layer is all parameters whose names differ behind the last dot alone. The first layer travels dense in all
+    phases where it has less than a hundredth of the parameters, and of the last one the largest values travel as they
+    are; where there are fewer than three layers all are coded. A bucket with too few values for a code stays in the
+    second phase, and its record says so.
+
+    Parameters
+    ----------
+    ratio : float
+        In (0, 1]; of each layer so many values are selected, at least 1. The paper takes 0.001, which is enough for
+        models of some million parameters.
+    instance : {"ring", "server"}
+        ``"ring"``: every rank encodes its values, and the mean of the codes is decoded. ``"server"``: one rank encodes
+        its values, the code is decoded by another decoder for each rank, and what that misses most on each rank travels
+        as it is. Both need no server.
+    code : {"autoencoder", "linear"}
+        ``"autoencoder"``: that of the paper, which is trained with torch. ``"linear"``: principal components, learnt
+        at once.
+    dense_steps, training_steps : int
+        Length of the first and the second phase.
+    error : {"decoded", "selected"}
+        What error feedback keeps of selected values: what the code has lost (``"decoded"``), or nothing, as in the
+        paper.
+    innovation : float
+        In (0, 1]: part of the selected values that travels as it is with ``instance="server"``.
+    signs : bool
+        Whether the signs of the values of the rank whose indices are taken travel with these, a bit each, so that
+        a code sees values relative to them.
+    encoder, decoder : sequence of int
+        Channels of the autoencoder; see `mpicomp.compressors.autoencoder.Autoencoder`. The published ones are
+        ``[64, 128, 256, 64]`` and ``[32, 64, 128, 32]``.
+    learning_rate : float
+        Of the autoencoder's training.
+    passes : int
+        How many optimizer steps each step of the second phase makes.
+    backward : bool
+        Whether parameters come in the order of backward, the last layer first, as those of `mpicomp.torch` do.
+
+    Notes
+    -----
+    Different from the paper:
+
+    - What is kept back is what the code has lost. Each rank has sent what the decoder, as the affine map that it is
+      around the mean of codes, makes of its own code: so nothing is lost over all ranks, and what is different on a
+      rank does not pile up there. What the decoder gives is scaled by the factor that leaves the least, over all
+      ranks, so that no step keeps back more than there was, whatever the code. That takes a round of some bytes.
+    - Values are divided by their root mean square on the rank whose indices are taken, a number for each layer, and by
+      their signs there.
+    - In the server instance the rank that encodes is another one at each step, and everyone decodes for everyone. An
+      innovation is an exact value in place of a decoded one, where that is most wrong.
+    - There is no momentum correction, and indices travel in the code of `mpicomp.compressors.message`, not in DEFLATE.
+
+    Examples
+    --------
+    >>> names, sizes = ["out.weight", "out.bias", "mid.weight", "in.weight"], [90, 10, 19_850, 50]
+    >>> compressor = LGC(ratio=0.01).within(names, sizes)
+    >>> [(part.kept, part.travels) for part in compressor.selected(20_000).parts]
+    [(1, 'sparse'), (199, 'coded'), (50, 'dense')]
+    """
+
+    id: ClassVar[str] = "lgc"
+    family: ClassVar[str] = "learned"
+    message: ClassVar[str] = "code"
+    paper: ClassVar[str] = (
+        "Abrahamyan et al. 2021, arXiv 2103.08870; the code's own error stays in residuals, values relative to the "
+        "selecting rank's signs and sizes, no server, Adam"
+    )
+
+    ratio: float = 0.01
+    instance: str = "ring"
+    code: str = "autoencoder"
+    dense_steps: int = 50
+    training_steps: int = 150
+    error: str = "decoded"
+    innovation: float = 0.1
+    signs: bool = True
+    encoder: Sequence[int] = (8, 16, 16, 8)
+    decoder: Sequence[int] = (8, 16, 16, 8)
+    learning_rate: float = 0.01
+    passes: int = 4
+    backward: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ratio", check_ratio("lgc", self.ratio))
+        check_choice("lgc", "instance", self.instance, ("ring", "server"))
+        check_choice("lgc", "code", self.code, ("autoencoder", "linear"))
+        check_choice("lgc", "error", self.error, ("decoded", "selected"))
+        check_range("lgc", "learning_rate", self.learning_rate, 0, 1)
+        object.__setattr__(self, "innovation", check_ratio("lgc: innovation", self.innovation))
+        for name, least in (("dense_steps", 0), ("training_steps", 1), ("passes", 1)):
+            _check_least(name, getattr(self, name), least)
+        for name in ("signs", "backward"):
+            check_choice("lgc", name, getattr(self, name), (True, False))
+        for name in ("encoder", "decoder"):
+            channels = getattr(self, name)
+            if isinstance(channels, str) or not isinstance(channels, Sequence) or not channels:
+                raise ConfigurationError(f"lgc: {name} must list numbers of channels, got {channels!r}")
+            for own in channels:
+                _check_least(f"channels in {name}", own, 1)
+            object.__setattr__(self, name, tuple(channels))
+        if len(self.encoder) != len(self.decoder):
+            raise ConfigurationError(
+                "lgc: encoder and decoder must have as many layers, "
+                f"got {len(self.encoder)} and {len(self.decoder)} channels"
+            )
+
+    @property
+    def feedback(self) -> bool:
+        """What is not selected, and what the code loses, has to be kept."""
+        return True
+
+    @property
+    def settled(self) -> "LGC":
+        """Give one that has a code at its second step: what it takes then is what it takes in the long run."""
+        return replace(self, dense_steps=0, training_steps=1)
+
+    def wire_bytes_per_element(self, itemsize: int) -> float:
+        """Give the code, and the indices as if all ranks sent them, in a bucket of 2**20 elements."""
+        numel = 1 << 20
+        selected = self.selected(numel)
+        coded = selected.count
+        code = self.make_code(Workspace()).length(coded) * itemsize
+        innovation = kept(self.innovation, coded) * (itemsize + 1) if self.instance == "server" else 0
+        signs = coded / 8 if self.signs else 0
+        return (code + innovation + signs + index_bytes(selected.indices, numel)) / numel
+
+    def within(self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> "LGC":
+        """Give the compressor for a bucket of these parameters; see `Compressor.within`.
+
+        Where `within_model` was not asked the bucket is taken for the whole model.
+        """
+        return self.within_model(names, sizes).within(names, sizes, shapes)
+
+    def within_model(self, names: Sequence[str], sizes: Sequence[int]) -> "LGC":
+        """Give the compressor for buckets of a model with these parameters; see `Compressor.within_model`."""
+        layers = [(name, sum(own)) for name, own in _layers(names, sizes)]
+        if not self.backward:
+            layers.reverse()
+        dense = sparse = None
+        if len(layers) >= _LAYERS:
+            sparse, (first, size) = layers[0][0], layers[-1]
+            dense = first if size < _FEW * sum(sizes) else None
+        own = {entry.name: getattr(self, entry.name) for entry in fields(LGC)}
+        return _Placed(**own, dense=dense, sparse=sparse)
+
+    def selected(self, numel: int) -> Selected:
+        """Give what is sent of a bucket of ``numel`` elements."""
+        return Selected((Part(0, numel, kept(self.ratio, numel), "coded"),))
+
+    def make_code(self, workspace: Workspace, seed: int = 0) -> LearnedCode:
+        """Make a code that has learned nothing yet."""
+        if self.code == "linear":
+            return LinearCode(workspace, seed)
+        return Autoencoder(workspace, seed, self.encoder, self.decoder, self.learning_rate, self.passes)
+
+    def check_installed(self) -> None:
+        """Raise where what it takes to learn is not installed."""
+        if self.code == "autoencoder" and find_spec("torch") is None:
+            raise ConfigurationError(
+                "lgc: code='autoencoder' is trained with torch, which is not installed; install it, or use "
+                "code='linear'"
+            )
+
+
+@dataclass(frozen=True, repr=False)
+class _Placed(LGC):
+    """LGC for a model, whose exceptions are known by name, and for one of its buckets, whose parts are known."""
+
+    dense: str | None = field(default=None, kw_only=True)
+    sparse: str | None = field(default=None, kw_only=True)
+    parts: tuple[Part, ...] = field(default=(), kw_only=True)
+
+    def within(self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> "LGC":
+        parts, start = [], 0
+        for name, own in _layers(names, sizes):
+            size = sum(own)
+            travels = "dense" if name == self.dense else "sparse" if name == self.sparse else "coded"
+            parts.append(Part(start, start + size, size if travels == "dense" else kept(self.ratio, size), travels))
+            start += size
+        return replace(self, parts=tuple(part for part in parts if part.stop > part.start))
+
+    def selected(self, numel: int) -> Selected:
+        known = Selected(self.parts)
+        # A cost model measures it on arrays of other lengths.
+        return known if self.parts and self.parts[-1].stop == numel else super().selected(numel)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"id": self.id} | {entry.name: getattr(self, entry.name) for entry in fields(LGC)}
+
+
+def index_bytes(count: int, numel: int) -> int:
+    """Give the length of the indices of ``count`` elements of ``numel`` as they travel, a multiple of 8."""
+    return -(-4 * count // 8) * 8 if compact(count, numel) == "plain" else cpu.index_bytes(count, numel)
+
+
+def _layers(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, list[int]]]:
+    """Give the sizes of the parameters of each layer, in their order."""
+    pairs = zip(names, sizes, strict=True)
+    return [(name, [size for _, size in own]) for name, own in groupby(pairs, lambda pair: _layer_of(pair[0]))]
+
+
+def _layer_of(name: str) -> str:
+    """Give what a name says of its layer.
+
+    Examples
+    --------
+    >>> _layer_of("encoder.0.weight"), _layer_of("weight")
+    ('encoder.0', 'weight')
+    """
+    return name.rpartition(".")[0] or name
+
+
+def _check_least(name: str, value: object, least: int) -> None:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < least:  # type: ignore[operator]
+        raise ConfigurationError(f"lgc: {name} must be a whole number of at least {least}, got {value!r}")
