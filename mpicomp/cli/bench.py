@@ -10,7 +10,7 @@ from typing import Any
 
 HELP = "measure kernels, estimated thresholds, exchanges among ranks, and training with them"
 
-BENCHMARKS = ("kernels", "estimators", "collectives", "training", "regret", "change", "policies")
+BENCHMARKS = ("kernels", "estimators", "collectives", "training", "regret", "change", "policies", "learned")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

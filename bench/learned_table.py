@@ -1,0 +1,212 @@
+"""The table of learned codes: quality, bytes, seconds and what there was to learn, over seeds."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpicomp.bench.jobs import CUT, DONE, FAILED
+from mpicomp.bench.learned import DENSE, GOALS, LEARNT, Finished, Training
+from mpicomp.bench.learned_bytes import coded_bytes
+from mpicomp.bench.seeds import cell, finite, mean, mean_and_deviation
+
+from mpicomp.compressors.lgc import LGC
+
+_TOPK = "topk"  # whose bytes are what others are fewer than
+
+_MEANS = (
+    "quality",
+    "difference",
+    "sent_bytes",
+    "wire_bytes",
+    "kernels_s",
+    "step_s",
+    "error_first",
+    "error_last",
+    "code_error",
+    "correlation",
+    "share",
+    "control_share",
+)
+"""Values of a seed of which a row has mean and deviation."""
+
+
+def rows_of(finished: Mapping[Training, Finished], ranks: int) -> list[dict[str, Any]]:
+    """Give a row for each task and exchange; docs/benchmarks.md says what is in it.
+
+    Parameters
+    ----------
+    finished : mapping of Training to Finished
+        What was run so far.
+    ranks : int
+        Of each.
+    """
+    rows = []
+    for task in dict.fromkeys(run.task for run in finished):
+        own = [run for run in finished if run.task == task]
+        found = [_row(task, name, finished, ranks) for name in dict.fromkeys(run.exchange for run in own)]
+        topk = next((row for row in found if row["exchange"] == _TOPK), None)
+        for row in found:
+            row |= _fewer(row, topk)
+            row["error"] = _problem([finished[run] for run in own if run.exchange == row["exchange"]])
+        rows += found
+    return rows
+
+
+def _row(task: str, name: str, finished: Mapping[Training, Finished], ranks: int) -> dict[str, Any]:
+    """Sum up what the seeds of an exchange came to."""
+    done = [own for run, own in finished.items() if (run.task, run.exchange, own.status) == (task, name, DONE)]
+    values = [_values(own, finished.get(Training(task, DENSE, own.run.seed))) for own in done]
+    goal = GOALS[task]
+    row: dict[str, Any] = {
+        "task": task,
+        "exchange": name,
+        "ratio": goal.ratio if "ratio" in (done[0].outcome["compressor_config"] if done else {}) else None,
+        "ranks": ranks,
+        "steps": done[0].outcome["steps"] if done else None,
+        "seeds": len(done),
+    }
+    for field in _MEANS:
+        row |= mean_and_deviation(field, [own[field] for own in values])
+    dense = None if row["difference"] is None else row["quality"] - row["difference"]
+    row["is_within"] = None if dense is None else goal.reaches(row["quality"], dense)
+    row["once_bytes"] = mean([own["once_bytes"] for own in values])
+    coded = coded_bytes(done[0].buckets, LGC(ratio=goal.ratio), ranks, LEARNT + 1) if done else None
+    row["coded_numel"] = None if coded is None else coded.numel
+    row["coded_sent_bytes"] = None if coded is None else coded.sent
+    row["coded_least_bytes"] = None if coded is None else coded.sent_least
+    row["coded_wire_bytes"] = None if coded is None else coded.wire
+    return row
+
+
+def _values(own: Finished, dense: Finished | None) -> dict[str, float | None]:
+    """Give what a training came to, beside dense with the same seed where that is done."""
+    known = dense if dense is not None and dense.status == DONE else None
+    common = own.outcome["correlation"]["whole"] or {}
+    return {
+        "quality": finite(own.quality),
+        "difference": None if known is None else finite(own.quality - known.quality),
+        "once_bytes": None if known is None else float(own.outcome["once_bytes"] - known.outcome["once_bytes"]),
+        "error_first": own.errors[0],
+        "error_last": own.errors[1],
+        **own.late,
+        **{name: common.get(name) for name in ("correlation", "share", "control_share")},
+    }
+
+
+def _fewer(row: Mapping[str, Any], topk: Mapping[str, Any] | None) -> dict[str, float | None]:
+    """Give how many times fewer bytes of the coded layers than top-k's there are."""
+    told: dict[str, float | None] = {}
+    for name, base in (("sent", "sent"), ("least", "sent"), ("wire", "wire")):
+        own, other = row[f"coded_{name}_bytes"], None if topk is None else topk[f"coded_{base}_bytes"]
+        told[f"{name}_fewer"] = other / own if own and other is not None else None
+    return told
+
+
+def _problem(runs: Sequence[Finished]) -> str | None:
+    """Give the first error among an exchange's runs; where none failed, how many were cut."""
+    failed = [own for own in runs if own.status == FAILED]
+    if failed:
+        return f"seed {failed[0].run.seed}: {failed[0].error}"
+    cut = sum(own.status == CUT for own in runs)
+    return f"{cut} of {len(runs)} runs were cut: the time was over" if cut else None
+
+
+def told_of(own: Finished) -> dict[str, Any]:
+    """Give what a training was and came to; docs/benchmarks.md says what is in it."""
+    done = own.status == DONE
+    return {
+        "task": own.run.task,
+        "exchange": own.run.exchange,
+        "seed": own.run.seed,
+        "words": own.words,
+        "status": own.status,
+        "error": own.error,
+        "kept": own.kept,
+        "seconds": own.seconds,
+        "quality": finite(own.quality) if done else None,
+        "late": own.late if done else None,
+        "error_first": own.errors[0] if done else None,
+        "error_last": own.errors[1] if done else None,
+        "once_bytes": own.outcome["once_bytes"] if done else None,
+        "correlation": own.outcome["correlation"] if done else None,
+    }
+
+
+COLUMNS = {
+    "exchange": "",
+    "quality": ">",
+    "difference": ">",
+    "within": ">",
+    "coded_kB": ">",
+    "fewer": ">",
+    "least_kB": ">",
+    "fewer_least": ">",
+    "coded_wire_kB": ">",
+    "fewer_wire": ">",
+    "wire_kB": ">",
+    "once_kB": ">",
+    "kernels_ms": ">",
+    "step_ms": ">",
+    "learning": ">",
+    "code_error": ">",
+    "correlation": ">",
+    "shared": ">",
+    "control": ">",
+    "problem": "",
+}
+"""Of the text, for `mpicomp.bench.rows.show`."""
+
+
+def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
+    """Give a row's cells for `COLUMNS`."""
+
+    def plain(name: str, form: str, scale: float = 1.0) -> str:
+        return "-" if row[name] is None else format(row[name] / scale, form)
+
+    learning = "-" if row["error_first"] is None else f"{row['error_first']:.3f} to {plain('error_last', '.3f')}"
+    return {
+        "exchange": row["exchange"],
+        "quality": cell(row, "quality", ".4f"),
+        "difference": cell(row, "difference", "+.4f"),
+        "within": {None: "-", True: "yes", False: "no"}[row["is_within"]],
+        "coded_kB": plain("coded_sent_bytes", ".4g", 1e3),
+        "fewer": plain("sent_fewer", ".2f"),
+        "least_kB": plain("coded_least_bytes", ".4g", 1e3),
+        "fewer_least": plain("least_fewer", ".2f"),
+        "coded_wire_kB": plain("coded_wire_bytes", ".4g", 1e3),
+        "fewer_wire": plain("wire_fewer", ".2f"),
+        "wire_kB": plain("wire_bytes", ".4g", 1e3),
+        "once_kB": plain("once_bytes", ".4g", 1e3),
+        "kernels_ms": cell(row, "kernels_s", ".2f", 1e-3),
+        "step_ms": cell(row, "step_s", ".1f", 1e-3),
+        "learning": learning,
+        "code_error": cell(row, "code_error", ".3f"),
+        "correlation": cell(row, "correlation", ".3f"),
+        "shared": plain("share", ".1%"),
+        "control": plain("control_share", ".1%"),
+        "problem": row["error"] or "",
+    }
+
+
+def explained(rows: Sequence[Mapping[str, Any]], finished: Mapping[Training, Finished]) -> list[str]:
+    """Say what the table means, and what was cut or failed."""
+    limits = "; ".join(f"{task}: {GOALS[task].words}" for task in dict.fromkeys(row["task"] for row in rows))
+    lines = [
+        "means over seeds, deviations in brackets; seeds are paired: the same model and batches for every exchange",
+        f"within: whether the mean quality is within {limits}; difference: from dense with the same seed",
+        f"bytes and seconds are those of a step from step {LEARNT} on, in which codes travel",
+        "coded_kB: payload that a rank hands over for the layers that codes cover, mean over ranks; least_kB: of the "
+        "rank that has least; coded_wire_kB: what leaves a rank for them; fewer: how many times fewer than topk",
+        "wire_kB: what leaves a rank for the whole model; once_kB: for the code, once in the run, in no other number",
+        "kernels_ms: what rank 0 computes for the exchange: selection, encoder, decoder, sums; step_ms: a whole step",
+        "learning: error of what is decoded as a share of its energy, in the first and the last tenth of the steps in "
+        "which the code is learnt; code_error: afterwards; 1 is that of zeros",
+        "correlation, shared: Pearson's, and mutual information's share of the entropy, of ranks' gradients; control: "
+        "that share where nothing is shared",
+    ]
+    cut = [str(own.run) for own in finished.values() if own.status == CUT]
+    if cut:
+        lines.append(f"cut, since the time was over: {'; '.join(cut)}")
+    failed = [f"{own.run} ({own.error})" for own in finished.values() if own.status == FAILED]
+    if failed:
+        lines.append(f"failed: {'; '.join(failed)}")
+    return lines

@@ -1,0 +1,91 @@
+"""``mpicomp bench learned``: learned codes beside what they are to replace, in one table."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from mpicomp.cli import runs
+
+if TYPE_CHECKING:
+    from mpicomp.bench.learned import Finished, Runner
+
+HELP = "compare learned codes with top-k and dense: quality, bytes, seconds, and what there is to learn"
+
+_COMMAND = "bench learned"
+_MINUTES = 240.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description = (
+        "Train with dense exchange, top-k and every form of LGC, and show for every task their quality, bytes and "
+        "seconds, the error of the code, and how much ranks' gradients have in common: mean and deviation over seeds. "
+        "Without options it takes hours."
+    )
+    parser.add_argument(
+        "--exchanges",
+        metavar="E[,..]",
+        help="dense, which is run in any case, topk, star-topk, lgc-ring, lgc-ring-selected, lgc-server, "
+        "lgc-server-selected, lgc-linear (all)",
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=4, metavar="N", help="of each training, on this host (%(default)s)"
+    )
+    runs.add_arguments(parser, _MINUTES, "900")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the trainings one after the other, and print a table for each task; 1 where one failed."""
+    from mpicomp.bench.learned import DENSE, EXCHANGES, GOALS, LEARNT, STEPS, Runner, runs_of
+    from mpicomp.bench.learned_table import rows_of, told_of
+    from mpicomp.cli.options import check_least
+    from mpicomp.errors import ConfigurationError
+
+    words = ",".join(EXCHANGES) if arguments.exchanges is None else arguments.exchanges
+    exchanges = runs.read_names(_COMMAND, "--exchanges", words, list(EXCHANGES))
+    exchanges = [DENSE, *(name for name in exchanges if name != DENSE)]  # differences are from it
+    tasks = runs.read_names(_COMMAND, "--tasks", arguments.tasks, list(GOALS))
+    asked = runs.read_seeds(_COMMAND, arguments.seeds)
+    seeds = {task: asked or list(GOALS[task].seeds) for task in tasks}
+    check_least(_COMMAND, "--ranks", arguments.ranks, 2)
+    runs.check(_COMMAND, arguments)
+    steps = STEPS if arguments.steps is None else arguments.steps
+    if steps <= LEARNT:
+        raise ConfigurationError(
+            f"{_COMMAND}: --steps must be more than {LEARNT}, before which no code travels, got {steps}"
+        )
+    runs.check_tasks(_COMMAND)
+
+    with runs.folder_of(arguments) as folder:
+        runner = Runner(folder, arguments.ranks, steps)
+
+        def write() -> None:
+            own = runner.finished
+            runs.write(arguments.json, rows_of(own, arguments.ranks), [told_of(each) for each in own.values()])
+
+        where = f"{arguments.ranks} ranks, {steps} steps"
+        limit_s = 60 * (arguments.limit or _MINUTES)
+        runs.run_all(_COMMAND, where, runs_of(exchanges, seeds), runner, limit_s, _results, write)
+    return _show(runner, arguments.ranks)
+
+
+def _results(finished: "Finished") -> str:
+    """Say in a few words what a training has found."""
+    late = finished.late
+    return f", quality {finished.quality:.4f}, {late['wire_bytes'] or 0:,.0f} bytes left rank 0 in a step"
+
+
+def _show(runner: "Runner", ranks: int) -> int:
+    """Print the tables and what they mean; give the exit status."""
+    from mpicomp.bench import rows
+    from mpicomp.bench.jobs import FAILED
+    from mpicomp.bench.learned import GOALS
+    from mpicomp.bench.learned_table import COLUMNS, cells_of, explained, rows_of
+
+    found = rows_of(runner.finished, ranks)
+    for task in dict.fromkeys(row["task"] for row in found):
+        own = [row for row in found if row["task"] == task]
+        better = "lower" if GOALS[task].lower else "higher"
+        print(f"\n{task}, {ranks} ranks, ratio {GOALS[task].ratio}; quality: {better} is better")
+        rows.show([cells_of(row) for row in own], COLUMNS)
+    print("\n" + "\n".join(explained(found, runner.finished)))
+    return int(any(own.status == FAILED for own in runner.finished.values()))
