@@ -215,3 +215,32 @@ def test_damage_stays_where_it_is():
     found = there_and_back(code, values)
     assert np.isnan(found[96:112]).all()
     np.testing.assert_array_equal(np.delete(found, slice(96, 112)), np.delete(expected, slice(96, 112)))
+
+
+def largest_residual(turns, steps=1200, size=1024, count=64):
+    """Run error feedback on gradients whose neighbours go together, with the code's direction taking turns or not."""
+    rng, code = np.random.default_rng(13), made()
+
+    def neighbours():
+        rows = rng.standard_normal((size // 32, 32))
+        for place in range(1, 32):
+            rows[:, place] = 0.6 * rows[:, place - 1] + 0.8 * rows[:, place]
+        return rows.ravel()
+
+    signal, residual = neighbours(), np.zeros(size)
+    for step in range(steps):
+        residual += 0.5 * signal + 0.5 * neighbours()
+        indices = np.sort(np.argpartition(-np.abs(residual), count)[:count])
+        values = residual[indices]
+        if step < 100:
+            code.learn(values[np.newaxis])
+            residual[indices] = 0
+        else:
+            code.turn(step if turns else 0)
+            residual[indices] -= there_and_back(code, values)
+    return np.abs(residual).max()
+
+
+def test_what_is_left_out_does_not_pile_up_where_directions_take_turns():
+    assert largest_residual(turns=True) < 0.3 * largest_residual(turns=False)
+    assert largest_residual(turns=True, steps=2400) < 1.5 * largest_residual(turns=True)
