@@ -127,6 +127,9 @@ class Autoencoder(LearnedCode):
         ranks = 1 if leader is None else len(values)
         if self._weights.size != self.size(ranks):
             self._begin(ranks)
+        targets = values if leader is not None else values.mean(axis=0)
+        if not np.square(targets, dtype=np.float32).sum() > 0:
+            return 0.0
         random = np.random.default_rng([self.seed, self._steps])
         padded = np.zeros((len(values), self._padded(values.shape[1])), np.float32)
         losses = []
@@ -240,12 +243,11 @@ class Autoencoder(LearnedCode):
             targets = values
             own = codes[leader : leader + 1]
             results = torch.cat([decoded(own, worker) for worker in range(len(values))])
-        energy = targets.square().sum()
-        error = (results - targets).square().sum() / energy if float(energy.detach()) > 0 else energy
-        if leader is None or float(codes.detach().square().sum()) == 0:
+        error = (results - targets).square().sum() / targets.square().sum()
+        if leader is None:
             return error, error.detach()
-        alike = (codes - mean).square().sum() / codes.square().sum()
-        return error + _SIMILARITY * alike, error.detach()
+        unlike = (codes - mean).square().sum() / (codes.square().sum() + _TINY)
+        return error + _SIMILARITY * unlike, error.detach()
 
     def _step(self, gradient: NDArray[np.float32]) -> None:
         """Take a step of Adam, unless the gradient is of no use."""
