@@ -84,12 +84,15 @@ class CodeRing:
             np.multiply(decoded, led.frame, out=decoded)
         task = _tell(group)
         sparse = cpu.energy(travels[length : length + rest])
+        coded_energy = cpu.energy(own)
         told = (accumulated.energy, sparse, _product(own, shares), cpu.energy(shares))
         task.send = np.array([told], _TOLD).view(_BYTE)
         task.recv = workspace.array("told", sum(task.counts), _BYTE)
         everyones = (yield task).view(_TOLD)
         factor = _best(everyones, dtype)
         lost = _lost(everyones, factor)
+        with np.errstate(over="ignore", invalid="ignore"):
+            missed = max(coded_energy + factor * (factor * told[3] - 2 * told[2]), 0.0)  # NaN stays
 
         mean, sent = (workspace.array(f"learned {name}", led.values.size, dtype) for name in ("mean", "sent"))
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -109,6 +112,7 @@ class CodeRing:
             kept=float(led.values.size),
             nonfinite=summed.nonfinite or not np.isfinite(mean).all(),
             stale=summed.stale,
+            code_error=1 - gain_of(missed, coded_energy),  # of this rank's share in what is decoded
         )
 
     def _lead(self, numel: int) -> Lead:

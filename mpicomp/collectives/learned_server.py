@@ -62,7 +62,7 @@ class CodeServer:
         task.recv = workspace.array("messages", sum(task.counts), _BYTE)
         decoded = workspace.array("decoded", count, dtype)
         self._decode(common, group.rank, led, decoded)
-        self._write(lead, led, decoded, accumulated, context, task.send)
+        missed = self._write(lead, led, decoded, accumulated, context, task.send)
         messages = yield task
 
         mean, sent = (workspace.array(f"learned {name}", led.values.size, dtype) for name in ("mean", "sent"))
@@ -97,6 +97,7 @@ class CodeServer:
             kept=float(led.values.size),
             nonfinite=bool(flags & NONFINITE) or not np.isfinite(mean).all(),
             stale=bool(flags & STALE),
+            code_error=1 - gain_of(missed, cpu.energy(led.values[coded])),  # of this rank's values, innovation included
         )
 
     def _decode(self, common: NDArray[np.floating], rank: int, led: Led, out: NDArray[np.floating]) -> None:
@@ -113,8 +114,8 @@ class CodeServer:
         accumulated: Accumulated,
         context: Context,
         message: NDArray[np.uint8],
-    ) -> None:
-        """Fill this rank's message."""
+    ) -> float:
+        """Fill this rank's message; give the energy of what neither code nor innovation has of its values."""
         workspace, dtype, coded = context.workspace, accumulated.dtype, lead.selected.coded
         own = led.values[coded]
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -128,7 +129,8 @@ class CodeServer:
         off = workspace.array("innovation.off", places.size, dtype)
         cpu.select_largest(missed, cpu.kth_magnitude(missed, places.size), places, off)
         # Lost is what is not listed, and what is missed of what is coded but for the innovation.
-        left = cpu.energy(led.values) - cpu.energy(missed) + cpu.energy(off)
+        left_out = max(cpu.energy(missed) - cpu.energy(off), 0.0)  # NaN stays
+        left = cpu.energy(led.values) - left_out
         innovation = workspace.array("innovation.values", places.size, dtype)
         cpu.gather(own, places, innovation)
 
@@ -138,6 +140,7 @@ class CodeServer:
         rest[coded.start :] = led.values[coded.stop :]
         selection = Selection(places, innovation)
         write_message(sparse, selection, own.size, self._wire(lead), flags_of(accumulated), accumulated.energy, left)
+        return left_out
 
     def _lead(self, numel: int, dtype: np.dtype[Any]) -> Lead:
         selected = self._compressor.selected(numel)

@@ -175,6 +175,6 @@ def exchange(
         dense_wire_bytes=dense_ring_bytes(bucket.numel, group.size),
         rounds=operations,
         layers=layers,
-        code_error=result.code_error,
+        code_error=result.code_error if result.code_error is None or np.isfinite(result.code_error) else None,
     )
     return Exchanged(plan, result, record, choosing_s, ready, start, end, own_s + end - last, survey, once_wire_bytes)
