@@ -72,6 +72,11 @@ class Settings:
         """Whether compressors may change from step to step."""
         return self.policy.id != "static"
 
+    @property
+    def changes(self) -> bool:
+        """Whether what the second half of a run does may differ from what the first does."""
+        return self.adapts or (self.compressor is not None and self.compressor.settled != self.compressor)
+
 
 @dataclass
 class Outcome:
@@ -88,7 +93,7 @@ class Outcome:
     choosing_s : float
         Mean over them: for choosing plans, and learning what they took. Mostly a part of ``other``.
     late_step_s, late_phases_s : float, dict of str to float
-        Over those of the second half where compressors might change: they are compared with ``own_probe``, which is of
+        Over those of the second half where what is run might change: they are compared with ``own_probe``, which is of
         that half.
     own_probe, dense_probe : Probe or None
         The run's exchange and the fastest dense one by themselves; None where they were not asked for.
@@ -202,7 +207,7 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
     skipped = min(5, settings.steps // 4)  # the first steps compile, agree and grow buffers
     of_slowest = timings.of_slowest(transport)
     half = settings.steps // 2
-    late = max(skipped, half) if settings.adapts else skipped
+    late = max(skipped, half) if settings.changes else skipped
     late_plans = choices.plans(half)
     reducer = optimizer.reducer
     if settings.adapts:
@@ -213,7 +218,7 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
         compressor, ran = reducer.compressor, list(collectives)
         collective = ran[0] if len(ran) == 1 else settings.collective
         probed, named, cost = compressor, settings.collective, reducer.cost
-    own_probe = probe(probed, named, numel, transport, cost=cost) if settings.probes else None
+    own_probe = probe(probed.settled, named, numel, transport, cost=cost) if settings.probes else None
     dense_probe = probe_dense(numel, transport) if settings.probes else None
     totals = _gather(transport, np.array([sent, wire, dense_wire], np.float64)).mean(axis=0)
     layers = choices.layers(_gather(transport, choices.sums()))

@@ -324,3 +324,21 @@ def test_every_goal_agrees_with_its_task():
 
     for task in (Digits, TextLSTM):
         assert task.better == ("lower" if GOALS[task.name].lower else "higher")
+
+
+def test_a_verdict_is_of_what_a_run_comes_to():
+    """A code travels late in a run; what came before would be counted for it, or against it."""
+    pytest.importorskip("torch")
+    from mpicomp.bench.train import Settings
+
+    from mpicomp.policies import get_policy
+
+    changes = {
+        name: Settings(compressor, "auto", get_policy(policy), 300, 0).changes
+        for name, compressor, policy in [
+            ("topk", mpicomp.TopK(), "static"),
+            ("lgc", LGC(), "static"),
+            ("auto", None, "auto"),
+        ]
+    }
+    assert changes == {"topk": False, "lgc": True, "auto": True}

@@ -174,7 +174,9 @@ def test_labs_need_root(arguments, monkeypatch, capsys):
     assert "a lab needs root to make network namespaces" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["kernels", "estimators", "collectives", "training", "regret", "change", "policies"])
+@pytest.mark.parametrize(
+    "name", ["kernels", "estimators", "collectives", "training", "regret", "change", "policies", "learned"]
+)
 def test_the_help_of_each(name, capsys):
     assert main(["bench", name, "--help"]) == 0
     assert f"usage: mpicomp bench {name}" in capsys.readouterr().out
