@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 import pytest
-from worlds import Ranks
+from worlds import Link, Ranks
 
 import mpicomp
 from mpicomp import LGC
@@ -223,6 +223,18 @@ def test_settled():
     assert "lgc: linear code, server" in together.reducers[0].last_step.buckets[0].reason
     placed = LGC().within(["out", "mid", "in"], [100, 10_000, 10])
     assert placed.settled.selected(10_110) == placed.selected(10_110)
+
+
+def test_nothing_comes_between_while_it_learns():
+    """Where any collective may be chosen, dense exchange is none of them: steps would be missing."""
+    together = Ranks(2, LGC(ratio=0.3, code="linear", dense_steps=2, training_steps=20), network=Link(1e-5, 1e9))
+    ran = set()
+    for _ in range(30):
+        together.reduce([{"w": np.ones(1000, np.float32)} for _ in range(2)])
+        record = together.reducers[0].last_step.buckets[0]
+        ran.add((record.compressor["id"], record.collective.partition(":")[0]))
+    assert ran == {("lgc", "learned")}
+    assert "linear code" in record.reason
 
 
 def test_bytes_on_the_wire():
