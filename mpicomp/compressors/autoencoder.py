@@ -15,6 +15,7 @@ from mpicomp.workspace import Workspace
 _CHANNELS = 4  # of the code
 _SLOPE = 0.2  # of the rectifiers
 _SIMILARITY = 0.5  # weight of the second loss, see Autoencoder
+_STRETCH = 4096  # values that an optimizer step looks at
 _DECAY_MEAN, _DECAY_SQUARE, _TINY = 0.9, 0.999, 1e-8  # Adam's
 
 Shape = tuple[int, ...]
@@ -42,7 +43,8 @@ class Autoencoder(LearnedCode):
     learning_rate : float
         Of Adam.
     passes : int
-        Optimizer steps for each step that is learnt from.
+        Optimizer steps for each step that is learnt from. Each looks at a stretch of at most 4096 values: for layers
+        that are the same at all places more of them would teach no more than the next step does.
 
     Notes
     -----
@@ -131,24 +133,25 @@ class Autoencoder(LearnedCode):
         ranks = 1 if leader is None else len(values)
         if self._weights.size != self.size(ranks):
             self._begin(ranks)
-        targets = values if leader is not None else values.mean(axis=0)
-        if not np.square(targets, dtype=np.float32).sum() > 0:
-            return 0.0
         random = np.random.default_rng([self.seed, self._steps])
-        padded = np.zeros((len(values), self._padded(values.shape[1])), np.float32)
-        losses = []
+        stretch = min(values.shape[1], _STRETCH)
+        places = np.zeros((len(values), self._padded(stretch)), np.float32)
         flat = torch.from_numpy(self._weights).requires_grad_()
+        errors = []
         for _ in range(self._passes):
-            shift = int(random.integers(self._stride))
-            for own, moved in zip(values, padded, strict=True):
+            start, shift = random.integers([values.shape[1] - stretch + 1, self._stride])
+            for own, moved in zip(values[:, start : start + stretch], places, strict=True):
                 _move(own, shift, moved)
-            noise = random.standard_normal(padded.shape, np.float32)
-            pair = (torch.from_numpy(own)[:, None] for own in (padded, noise))
+            noise = random.standard_normal(places.shape, np.float32)
+            if not np.square(places if leader is not None else places.mean(axis=0)).sum() > 0:
+                errors.append(0.0)
+                continue
+            pair = (torch.from_numpy(own)[:, None] for own in (places, noise))
             loss, error = self._losses(torch, flat, *pair, leader)
             (gradient,) = torch.autograd.grad(loss, flat)
-            losses.append(float(error))
+            errors.append(float(error))
             self._step(gradient.numpy())
-        return losses[0]
+        return errors[0]
 
     def size(self, ranks: int) -> int:
         """Give the weights and biases of the encoder and of all decoders."""

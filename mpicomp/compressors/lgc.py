@@ -276,10 +276,13 @@ class _Placed(LGC):
     parts: tuple[Part, ...] = field(default=(), kw_only=True)
 
     def within(self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> "LGC":
+        layers = [(name, sum(own)) for name, own in _layers(names, sizes)]
+        coded = [place for place, (name, _) in enumerate(layers) if name not in (self.dense, self.sparse)]
         parts, start = [], 0
-        for name, own in _layers(names, sizes):
-            size = sum(own)
-            travels = "dense" if name == self.dense else "sparse" if name == self.sparse else "coded"
+        for place, (name, size) in enumerate(layers):
+            # What is coded is in one piece, even if parameters of these layers stand in between.
+            between = bool(coded) and coded[0] <= place <= coded[-1]
+            travels = "coded" if between else "dense" if name == self.dense else "sparse"
             parts.append(Part(start, start + size, size if travels == "dense" else kept(self.ratio, size), travels))
             start += size
         return replace(self, parts=tuple(part for part in parts if part.stop > part.start))

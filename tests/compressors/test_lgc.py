@@ -67,6 +67,12 @@ def test_of_few_layers_all_are_coded(sizes):
     assert {part.travels for part in parts(LGC(ratio=0.1), sizes)} == {"coded"}
 
 
+def test_what_is_coded_is_in_one_piece():
+    sizes = {"out.weight": 100, "a": 3000, "in.bias": 4, "b": 3000, "out.bias": 10, "c": 3000, "in.weight": 40}
+    travels = [part.travels for part in parts(LGC(ratio=0.1), sizes)]
+    assert travels == ["sparse", "coded", "coded", "coded", "coded", "coded", "dense"]
+
+
 def test_buckets_of_a_model_know_its_layers():
     names, sizes = ["out", "c", "b", "a", "in"], [500, 9000, 9000, 9000, 20]
     model = LGC(ratio=0.1).within_model(names, sizes)
