@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 Run = TypeVar("Run")
+_Run = TypeVar("_Run", contravariant=True)
 
 
-class Runner(Protocol[Run]):
+class Runner(Protocol[_Run]):
     """Runs one after the other."""
 
-    def run(self, run: Run, left_s: float) -> Any:
+    def run(self, run: _Run, left_s: float) -> Any:
         """Run one in at most so many seconds, and give what became of it."""
 
-    def expected_s(self, run: Run) -> float:
+    def expected_s(self, run: _Run) -> float:
         """Give the seconds that one will take, as far as those before tell; 0 at first."""
         raise NotImplementedError
 

@@ -40,8 +40,8 @@ class LinearCode(LearnedCode):
 
     Notes
     -----
-    It is not in the paper of LGC (arXiv 2103.08870): it is what an autoencoder has to beat, with no training loop and two
-    kilobytes of weights.
+    It is not in the paper of LGC (arXiv 2103.08870): it is what an autoencoder has to beat, with no training loop and
+    two kilobytes of weights.
     """
 
     def __init__(self, workspace: Workspace, seed: int = 0, block: int = 16, kept: int = 4) -> None:
