@@ -15,8 +15,8 @@ from mpicomp.compressors.lgc import LGC
 DENSE = "dense"
 STEPS = 900
 """Of a training, if not told otherwise."""
-LEARNT = LGC().dense_steps + LGC().training_steps
-"""The step from which on codes travel. Bytes and seconds of all exchanges are those from here to the end."""
+PHASES = (LGC().dense_steps, LGC().training_steps)
+"""Steps of the phases before codes travel, if not told otherwise."""
 
 _LOOKS = 20  # at ranks' gradients, in a training
 
@@ -105,11 +105,13 @@ def runs_of(exchanges: Sequence[str], seeds: Mapping[str, Sequence[int]]) -> lis
     ]
 
 
-def words_of(run: Training, steps: int) -> list[str]:
+def words_of(run: Training, steps: int, phases: tuple[int, int] = PHASES) -> list[str]:
     """Give the words after ``mpicomp`` for a training, but for the files that it writes."""
     config = dict(EXCHANGES[run.exchange])
     if config["id"] != DENSE:
         config["ratio"] = GOALS[run.task].ratio
+    if config["id"] == LGC.id:
+        config["dense_steps"], config["training_steps"] = phases
     words = ["train", "--task", run.task, "--seed", str(run.seed), "--steps", str(steps), "--no-verdict"]
     words += ["--compressor", json.dumps(config), "--collective", _COLLECTIVES.get(run.exchange, "learned")]
     return [*words, "--correlation", str(max(1, steps // _LOOKS))]
@@ -148,26 +150,36 @@ class Runner:
     ranks : int
         Of each training, on this host.
     steps : int
-        More than `LEARNT`.
+        More than those of both phases.
+    phases : tuple of int
+        Steps of the phases before codes travel.
     start : callable, optional
         See `mpicomp.bench.jobs.Start`.
     """
 
-    def __init__(self, folder: Path, ranks: int, steps: int, start: Start | None = None) -> None:
+    def __init__(
+        self, folder: Path, ranks: int, steps: int, phases: tuple[int, int] = PHASES, start: Start | None = None
+    ) -> None:
         self.finished: dict[Training, Finished] = {}
+        self.ranks = ranks
         self._folder = Folder(folder, start)
-        self._ranks = ranks
         self._steps = steps
+        self._phases = phases
+
+    @property
+    def learnt(self) -> int:
+        """The step from which on codes travel. Bytes and seconds of all exchanges are those from here to the end."""
+        return sum(self._phases)
 
     def run(self, run: Training, left_s: float) -> Finished:
         """Run one, unless its files are complete, in at most so many seconds."""
-        words = words_of(run, self._steps)
+        words = words_of(run, self._steps, self._phases)
         finished = Finished(run, FAILED, words=words)
         job = Job(
             run.name,
-            lambda: on_one_host(self._ranks, words),
+            lambda: on_one_host(self.ranks, words),
             {"--json": "json", "--metrics": "jsonl"},
-            {"ranks": self._ranks, "words": words},
+            {"ranks": self.ranks, "words": words},
         )
         self._folder.run(job, finished, lambda: self._fill(finished), left_s, self.expected_s(run))
         self.finished[run] = finished
@@ -186,8 +198,8 @@ class Runner:
         try:
             finished.quality = float(outcome["quality"]["value"])
             steps = int(outcome["steps"])
-            finished.late = _late(lines[LEARNT:])
-            learning = [own for own in map(_code_error, lines[:LEARNT]) if own is not None]
+            finished.late = _late(lines[self.learnt :])
+            learning = [own for own in map(_code_error, lines[: self.learnt]) if own is not None]
             finished.buckets = lines[-1]["buckets"]
         except (ValueError, KeyError, TypeError, IndexError):
             return False
@@ -195,7 +207,7 @@ class Runner:
         if learning:
             tenth = max(1, len(learning) // 10)
             finished.errors = (fmean(learning[:tenth]), fmean(learning[-tenth:]))
-        return len(lines) == steps > LEARNT
+        return len(lines) == steps
 
 
 def _late(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpicomp.bench.jobs import CUT, DONE, FAILED
-from mpicomp.bench.learned import DENSE, GOALS, LEARNT, Finished, Training
+from mpicomp.bench.learned import DENSE, GOALS, Finished, Runner, Training
 from mpicomp.bench.learned_bytes import coded_bytes
 from mpicomp.bench.seeds import cell, finite, mean, mean_and_deviation
 
@@ -29,20 +29,13 @@ _MEANS = (
 """Values of a seed of which a row has mean and deviation."""
 
 
-def rows_of(finished: Mapping[Training, Finished], ranks: int) -> list[dict[str, Any]]:
-    """Give a row for each task and exchange; docs/benchmarks.md says what is in it.
-
-    Parameters
-    ----------
-    finished : mapping of Training to Finished
-        What was run so far.
-    ranks : int
-        Of each.
-    """
+def rows_of(runner: Runner) -> list[dict[str, Any]]:
+    """Give a row for each task and exchange of what was run so far; docs/benchmarks.md says what is in it."""
+    finished = runner.finished
     rows = []
     for task in dict.fromkeys(run.task for run in finished):
         own = [run for run in finished if run.task == task]
-        found = [_row(task, name, finished, ranks) for name in dict.fromkeys(run.exchange for run in own)]
+        found = [_row(task, name, runner) for name in dict.fromkeys(run.exchange for run in own)]
         topk = next((row for row in found if row["exchange"] == _TOPK), None)
         for row in found:
             row |= _fewer(row, topk)
@@ -51,8 +44,9 @@ def rows_of(finished: Mapping[Training, Finished], ranks: int) -> list[dict[str,
     return rows
 
 
-def _row(task: str, name: str, finished: Mapping[Training, Finished], ranks: int) -> dict[str, Any]:
+def _row(task: str, name: str, runner: Runner) -> dict[str, Any]:
     """Sum up what the seeds of an exchange came to."""
+    finished = runner.finished
     done = [own for run, own in finished.items() if (run.task, run.exchange, own.status) == (task, name, DONE)]
     values = [_values(own, finished.get(Training(task, DENSE, own.run.seed))) for own in done]
     goal = GOALS[task]
@@ -60,7 +54,7 @@ def _row(task: str, name: str, finished: Mapping[Training, Finished], ranks: int
         "task": task,
         "exchange": name,
         "ratio": goal.ratio if "ratio" in (done[0].outcome["compressor_config"] if done else {}) else None,
-        "ranks": ranks,
+        "ranks": runner.ranks,
         "steps": done[0].outcome["steps"] if done else None,
         "seeds": len(done),
     }
@@ -69,7 +63,8 @@ def _row(task: str, name: str, finished: Mapping[Training, Finished], ranks: int
     dense = None if row["difference"] is None else row["quality"] - row["difference"]
     row["is_within"] = None if dense is None else goal.reaches(row["quality"], dense)
     row["once_bytes"] = mean([own["once_bytes"] for own in values])
-    coded = coded_bytes(done[0].buckets, LGC(ratio=goal.ratio), ranks, LEARNT + 1) if done else None
+    step = runner.learnt + 1  # the one before may broadcast the code
+    coded = coded_bytes(done[0].buckets, LGC(ratio=goal.ratio), runner.ranks, step) if done else None
     row["coded_numel"] = None if coded is None else coded.numel
     row["coded_sent_bytes"] = None if coded is None else coded.sent
     row["coded_least_bytes"] = None if coded is None else coded.sent_least
@@ -187,13 +182,14 @@ def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def explained(rows: Sequence[Mapping[str, Any]], finished: Mapping[Training, Finished]) -> list[str]:
+def explained(rows: Sequence[Mapping[str, Any]], runner: Runner) -> list[str]:
     """Say what the table means, and what was cut or failed."""
+    finished = runner.finished
     limits = "; ".join(f"{task}: {GOALS[task].words}" for task in dict.fromkeys(row["task"] for row in rows))
     lines = [
         "means over seeds, deviations in brackets; seeds are paired: the same model and batches for every exchange",
         f"within: whether the mean quality is within {limits}; difference: from dense with the same seed",
-        f"bytes and seconds are those of a step from step {LEARNT} on, in which codes travel",
+        f"bytes and seconds are those of a step from step {runner.learnt} on, in which codes travel",
         "coded_kB: payload that a rank hands over for the layers that codes cover, mean over ranks; least_kB: of the "
         "rank that has least; coded_wire_kB: what leaves a rank for them; fewer: how many times fewer than topk",
         "wire_kB: what leaves a rank for the whole model; once_kB: for the code, once in the run, in no other number",

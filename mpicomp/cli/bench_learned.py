@@ -30,12 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=int, default=4, metavar="N", help="of each training, on this host (%(default)s)"
     )
+    parser.add_argument("--phases", metavar="D,L", help="dense steps, and steps in which codes are learnt (50,150)")
     runs.add_arguments(parser, _MINUTES, "900")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the trainings one after the other, and print a table for each task; 1 where one failed."""
-    from mpicomp.bench.learned import DENSE, EXCHANGES, GOALS, LEARNT, STEPS, Runner, runs_of
+    from mpicomp.bench.learned import DENSE, EXCHANGES, GOALS, STEPS, Runner, runs_of
     from mpicomp.bench.learned_table import rows_of, told_of
     from mpicomp.cli.options import check_least
     from mpicomp.errors import ConfigurationError
@@ -49,23 +50,40 @@ def run(arguments: argparse.Namespace) -> int:
     check_least(_COMMAND, "--ranks", arguments.ranks, 2)
     runs.check(_COMMAND, arguments)
     steps = STEPS if arguments.steps is None else arguments.steps
-    if steps <= LEARNT:
+    phases = _phases(arguments.phases)
+    if steps <= sum(phases):
         raise ConfigurationError(
-            f"{_COMMAND}: --steps must be more than {LEARNT}, before which no code travels, got {steps}"
+            f"{_COMMAND}: --steps must be more than {sum(phases)}, before which no code travels, got {steps}"
         )
     runs.check_tasks(_COMMAND)
 
     with runs.folder_of(arguments) as folder:
-        runner = Runner(folder, arguments.ranks, steps)
+        runner = Runner(folder, arguments.ranks, steps, phases)
 
         def write() -> None:
-            own = runner.finished
-            runs.write(arguments.json, rows_of(own, arguments.ranks), [told_of(each) for each in own.values()])
+            runs.write(arguments.json, rows_of(runner), [told_of(own) for own in runner.finished.values()])
 
         where = f"{arguments.ranks} ranks, {steps} steps"
         limit_s = 60 * (arguments.limit or _MINUTES)
         runs.run_all(_COMMAND, where, runs_of(exchanges, seeds), runner, limit_s, _results, write)
-    return _show(runner, arguments.ranks)
+    return _show(runner)
+
+
+def _phases(text: str | None) -> tuple[int, int]:
+    """Read the lengths of the phases before codes travel."""
+    from mpicomp.bench.learned import PHASES
+    from mpicomp.cli.options import check_least
+    from mpicomp.errors import ConfigurationError
+
+    if text is None:
+        return PHASES
+    try:
+        dense, learning = (int(word) for word in text.split(","))
+    except ValueError:
+        raise ConfigurationError(
+            f"{_COMMAND}: --phases must be two whole numbers such as 50,150, got {text!r}"
+        ) from None
+    return check_least(_COMMAND, "--phases", dense, 0), check_least(_COMMAND, "--phases", learning)
 
 
 def _results(finished: "Finished") -> str:
@@ -74,18 +92,18 @@ def _results(finished: "Finished") -> str:
     return f", quality {finished.quality:.4f}, {late['wire_bytes'] or 0:,.0f} bytes left rank 0 in a step"
 
 
-def _show(runner: "Runner", ranks: int) -> int:
+def _show(runner: "Runner") -> int:
     """Print the tables and what they mean; give the exit status."""
     from mpicomp.bench import rows
     from mpicomp.bench.jobs import FAILED
     from mpicomp.bench.learned import GOALS
     from mpicomp.bench.learned_table import COLUMNS, cells_of, explained, rows_of
 
-    found = rows_of(runner.finished, ranks)
+    found = rows_of(runner)
     for task in dict.fromkeys(row["task"] for row in found):
         own = [row for row in found if row["task"] == task]
         better = "lower" if GOALS[task].lower else "higher"
-        print(f"\n{task}, {ranks} ranks, ratio {GOALS[task].ratio}; quality: {better} is better")
+        print(f"\n{task}, {runner.ranks} ranks, ratio {GOALS[task].ratio}; quality: {better} is better")
         rows.show([cells_of(row) for row in own], COLUMNS)
-    print("\n" + "\n".join(explained(found, runner.finished)))
+    print("\n" + "\n".join(explained(found, runner)))
     return int(any(own.status == FAILED for own in runner.finished.values()))

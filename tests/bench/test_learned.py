@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mpicomp.bench.jobs import CUT, DONE, FAILED
-from mpicomp.bench.learned import EXCHANGES, GOALS, LEARNT, Runner, Training, runs_of, words_of
+from mpicomp.bench.learned import EXCHANGES, GOALS, PHASES, Runner, Training, runs_of, words_of
 from mpicomp.bench.learned_bytes import coded_bytes
 from mpicomp.bench.learned_table import cells_of, explained, rows_of
 from tables import check_types, documented
@@ -18,6 +18,7 @@ from mpicomp.cli import main
 from mpicomp.compressors.lgc import LGC
 from mpicomp.transport import LocalWorld
 
+LEARNT = sum(PHASES)
 STEPS = LEARNT + 30
 LAYERS = [("last.weight", 100), ("middle.weight", 20_000), ("middle.bias", 80), ("first.weight", 20)]
 """The first one has less than a hundredth of the parameters and travels dense; of the last one no values are coded."""
@@ -98,6 +99,8 @@ def all_of(folder, exchanges=("dense", "topk", "lgc-ring"), seeds=(0, 1), steps=
 
 # What is run
 
+LATE = {"ratio": 0.05, "dense_steps": 20, "training_steps": 60}
+
 
 def test_every_run_is_there_once_and_a_seed_comes_after_the_other():
     runs = runs_of(["dense", "lgc-ring"], {"digits": [0, 1, 2], "text-lstm": [0, 1]})
@@ -117,13 +120,13 @@ def test_every_run_is_there_once_and_a_seed_comes_after_the_other():
         ("dense", {"id": "dense"}, "allreduce"),
         ("topk", {"id": "topk", "ratio": 0.05}, "allgather"),
         ("star-topk", {"id": "topk", "ratio": 0.05}, "star-topk"),
-        ("lgc-ring", {"id": "lgc", "ratio": 0.05}, "learned"),
-        ("lgc-server-selected", {"id": "lgc", "instance": "server", "error": "selected", "ratio": 0.05}, "learned"),
-        ("lgc-linear", {"id": "lgc", "code": "linear", "ratio": 0.05}, "learned"),
+        ("lgc-ring", {"id": "lgc"} | LATE, "learned"),
+        ("lgc-server-selected", {"id": "lgc", "instance": "server", "error": "selected"} | LATE, "learned"),
+        ("lgc-linear", {"id": "lgc", "code": "linear"} | LATE, "learned"),
     ],
 )
 def test_words_for_trainings(exchange, config, collective):
-    words = dict(itertools.pairwise(words_of(Training("digits", exchange, 3), 900)))
+    words = dict(itertools.pairwise(words_of(Training("digits", exchange, 3), 900, (20, 60))))
     assert json.loads(words["--compressor"]) == config
     assert (words["--collective"], words["--seed"], words["--steps"]) == (collective, "3", "900")
     assert words["--correlation"] == "45"
@@ -147,7 +150,7 @@ def test_codes_travel_in_most_of_a_run():
 
 def test_a_row_sums_up_its_seeds(jobs, tmp_path):
     runner = all_of(tmp_path)
-    rows = {row["exchange"]: row for row in rows_of(runner.finished, 4)}
+    rows = {row["exchange"]: row for row in rows_of(runner)}
     assert list(rows) == ["dense", "topk", "lgc-ring"]
     row = rows["lgc-ring"]
     assert (row["task"], row["ratio"], row["ranks"], row["steps"], row["seeds"]) == ("digits", 0.05, 4, STEPS, 2)
@@ -175,7 +178,7 @@ def test_a_row_sums_up_its_seeds(jobs, tmp_path):
 
 
 def test_layers_that_a_code_covers_are_counted_for_all_alike(jobs, tmp_path):
-    rows = {row["exchange"]: row for row in rows_of(all_of(tmp_path).finished, 4)}
+    rows = {row["exchange"]: row for row in rows_of(all_of(tmp_path))}
     assert [row["coded_numel"] for row in rows.values()] == [20_080] * 3
     dense, topk, ring = rows.values()
     assert dense["coded_sent_bytes"] == pytest.approx(4 * 20_080, abs=64)  # flags and a norm ride along
@@ -187,10 +190,19 @@ def test_layers_that_a_code_covers_are_counted_for_all_alike(jobs, tmp_path):
     assert (topk["sent_fewer"], topk["wire_fewer"]) == (1.0, 1.0)
 
 
+def test_shorter_phases_are_longer_codes(jobs, tmp_path):
+    runner = Runner(tmp_path, 4, STEPS, (10, 20))
+    run = Training("digits", "lgc-ring", 0)
+    late = [line for line in (line_of("lgc-ring", {}, "", step) for step in range(STEPS)) if line["step"] >= 30]
+    assert runner.run(run, 1e6).late["wire_bytes"] == statistics.mean(line["wire_bytes"] for line in late)
+    assert '"dense_steps": 10, "training_steps": 20' in " ".join(jobs.commands[0])
+    assert "from step 30 on" in " ".join(explained(rows_of(runner), runner))
+
+
 def test_without_dense_or_topk_there_is_nothing_to_compare_with(jobs, tmp_path):
     jobs.failing["digits-dense-0"] = "mpicomp: lgc: no\n"
     runner = all_of(tmp_path, exchanges=["dense", "lgc-ring"], seeds=[0])
-    dense, ring = rows_of(runner.finished, 4)
+    dense, ring = rows_of(runner)
     assert (dense["seeds"], dense["quality"], dense["error"]) == (0, None, "seed 0: mpicomp: lgc: no")
     assert ring["quality"] == pytest.approx(0.93)
     assert [ring[name] for name in ("difference", "is_within", "once_bytes", "sent_fewer")] == [None] * 4
@@ -203,9 +215,9 @@ def test_without_dense_or_topk_there_is_nothing_to_compare_with(jobs, tmp_path):
 def test_what_has_no_time_left_is_cut(jobs, tmp_path):
     runner = all_of(tmp_path, seeds=[0], left_s=0.0)
     assert {own.status for own in runner.finished.values()} == {CUT}
-    rows = rows_of(runner.finished, 4)
+    rows = rows_of(runner)
     assert rows[0]["error"] == "1 of 1 runs were cut: the time was over"
-    assert "cut, since the time was over: digits, dense, seed 0" in explained(rows, runner.finished)[-1]
+    assert "cut, since the time was over: digits, dense, seed 0" in explained(rows, runner)[-1]
 
 
 def test_what_is_complete_is_not_run_again(jobs, tmp_path):
@@ -216,7 +228,7 @@ def test_what_is_complete_is_not_run_again(jobs, tmp_path):
     second = all_of(tmp_path)
     assert [Path(command[-1]).stem for command in jobs.commands] == ["digits-topk-1"]
     assert {own.status for own in second.finished.values()} == {DONE}
-    assert rows_of(second.finished, 4) == rows_of(first.finished, 4)
+    assert rows_of(second) == rows_of(first)
 
 
 # Bytes of the layers that a code covers
@@ -302,6 +314,9 @@ def test_one_that_fails_is_told_and_the_rest_goes_on(jobs, tmp_path, capsys):
         (["--exchanges", ","], "--exchanges names nothing"),
         (["--tasks", "vgg"], "vgg"),
         (["--steps", str(LEARNT)], f"--steps must be more than {LEARNT}, before which no code travels"),
+        (["--phases", "50"], "--phases must be two whole numbers such as 50,150, got '50'"),
+        (["--phases", "50,0"], "--phases must be at least 1, got 0"),
+        (["--phases", "10,20", "--steps", "30"], "--steps must be more than 30"),
         (["--ranks", "1"], "--ranks must be at least 2, got 1"),
         (["--seeds", "one"], "--seeds must be whole numbers"),
         (["--limit", "0"], "--limit must be minutes above 0"),
