@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite, sqrt
 from typing import Any
 
@@ -207,8 +208,8 @@ def _listed(lead: Lead, indices: NDArray[np.uint32], workspace: Workspace) -> ND
     start = 0
     for part, place in zip(selected.parts, selected.places, strict=True):
         if part.travels == "dense":
-            key = ("dense", part.start, part.stop)
-            listed[place] = workspace.made(key, lambda own=part: np.arange(own.start, own.stop, dtype=np.uint32))
+            bounds = part.start, part.stop
+            listed[place] = workspace.made(("dense", *bounds), partial(np.arange, *bounds, dtype=np.uint32))
         else:
             listed[place] = indices[start : start + part.kept]
             start += part.kept

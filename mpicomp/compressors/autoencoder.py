@@ -146,9 +146,10 @@ class Autoencoder(LearnedCode):
             if not np.square(places if leader is not None else places.mean(axis=0)).sum() > 0:
                 errors.append(0.0)
                 continue
-            pair = (torch.from_numpy(own)[:, None] for own in (places, noise))
-            loss, error = self._losses(torch, flat, *pair, leader)
-            (gradient,) = torch.autograd.grad(loss, flat)
+            inputs = torch.from_numpy(places)[:, None], torch.from_numpy(noise)[:, None]
+            with torch.inference_mode(False), torch.enable_grad():  # whoever averages gradients has them off
+                loss, error = self._losses(torch, flat, *inputs, leader)
+                (gradient,) = torch.autograd.grad(loss, flat)
             errors.append(float(error))
             self._step(gradient.numpy())
         return errors[0]

@@ -80,7 +80,7 @@ class Selected:
     @property
     def coded_count(self) -> int:
         """Elements that are coded."""
-        return self.coded.stop - self.coded.start
+        return sum(part.kept for part in self.parts if part.travels == "coded")
 
     @property
     def places(self) -> list[slice]:

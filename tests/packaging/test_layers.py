@@ -25,7 +25,14 @@ LAYERS = [
 # Who may import what from outside, at whatever place in the file.
 HOMES = {
     "mpi4py": ("mpicomp/transport/mpi", "mpicomp/abort.py", "mpicomp/doctor/"),
-    "torch": ("mpicomp/torch/", "mpicomp/compressors/autoencoder.py", "bench/train.py", "bench/trainers.py", "bench/gloo.py", "bench/tasks/"),
+    "torch": (
+        "mpicomp/torch/",
+        "mpicomp/compressors/autoencoder.py",
+        "bench/train.py",
+        "bench/trainers.py",
+        "bench/gloo.py",
+        "bench/tasks/",
+    ),
     "cupy": (),
 }
 
