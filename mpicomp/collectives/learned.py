@@ -76,7 +76,7 @@ class Learned(Scheme[LGC]):
     How many exchanges a bucket has behind it is in its memory; a step that was undone does not count. Where the bucket
     is another one than memory tells of, or a code with a decoder for each rank was learnt among more or fewer of them,
     it begins with the first phase. A bucket with too few values for the code stays in the second phase, and nothing is
-    gathered.
+    gathered; one that holds nothing but the first layer stays in the first.
 
     Parameters
     ----------
@@ -111,9 +111,9 @@ class Learned(Scheme[LGC]):
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """Give the rounds of a step if the bucket's memory began with step 0; see `Scheme.rounds`."""
-        if step < self.compressor.dense_steps:
-            return self._sum.rounds(numel, dtype, group, step)
         selected = self.compressor.selected(numel)
+        if step < self.compressor.dense_steps or not selected.indices:
+            return self._sum.rounds(numel, dtype, group, step)
         code = self.compressor.make_code(Workspace())
         able = selected.coded_count >= code.least
         learnt = self.compressor.dense_steps + self.compressor.training_steps
@@ -130,12 +130,12 @@ class Learned(Scheme[LGC]):
         selected = compressor.selected(accumulated.numel)
         known = _Known.remembered(self._of(selected, context), context)
         held = context.workspace.made(("learned", known.of), lambda: _Held(self._fresh(context)))
-        if known.steps < compressor.dense_steps:
+        if known.steps < compressor.dense_steps or not selected.indices:
             result = yield from self._sum.exchange(accumulated, context)
             result.note = "lgc: dense"
         elif selected.coded_count < held.code.least:
             result, _ = yield from self._exchange_values(selected, accumulated, context)
-            result.note = f"lgc: no code, which takes {held.code.least} values, and {selected.coded_count} are selected"
+            result.note = _why_not(selected, held.code)
         elif known.steps < compressor.dense_steps + compressor.training_steps:
             result, values = yield from self._exchange_values(selected, accumulated, context)
             everyones = yield from _collected(values, selected, context)
@@ -227,6 +227,13 @@ class Learned(Scheme[LGC]):
         """Give the shape of the broadcast of weights."""
         size = code.size(group.size if self.compressor.instance == "server" else 1)
         return Round("bcast", (size,), _WEIGHT, root=_TRAINER, once=True)
+
+
+def _why_not(selected: Selected, code: LearnedCode) -> str:
+    """Say why a bucket has no code."""
+    if not selected.coded_count:
+        return "lgc: no code, since no layer but the last and the first is in the bucket"
+    return f"lgc: no code, which takes {code.least} values, and {selected.coded_count} are selected"
 
 
 def _collect(selected: Selected, dtype: np.dtype[Any], group: Group) -> Round:

@@ -333,6 +333,22 @@ def test_few_values_stay_sparse_and_the_record_says_why():
 
 
 @pytest.mark.parametrize("instance", ["ring", "server"])
+def test_every_parameter_may_have_a_bucket_of_its_own(instance):
+    together = Ranks(2, lgc(instance=instance), bucket_bytes=1)
+    rng, before = np.random.default_rng(10), np.zeros(1053)
+    for _ in range(DENSE + LEARNING + 3):
+        own = gradients(rng, 2)
+        mean = flat(together.reduce([cut(array) for array in own])[0])
+        after = sum(np.concatenate([r.residual(name).ravel() for name in SHAPES]) for r in together.reducers)
+        np.testing.assert_allclose(2 * mean + after, sum(own) + before, rtol=0, atol=1e-12)
+        before = after
+    notes = [bucket.reason.partition("; ")[2] for bucket in together.reducers[0].last_step.buckets]
+    coded, none = f"lgc: autoencoder code, {instance}", "lgc: no code, since no layer but the last and the first"
+    for note, start in zip(notes, [none, none, coded, coded, "lgc: dense"], strict=True):
+        assert note.startswith(start)
+
+
+@pytest.mark.parametrize("instance", ["ring", "server"])
 def test_what_only_follows_is_the_same_on_ranks_that_round_sums_on_their_own(instance):
     together = Ranks(3, lgc(instance=instance), identical_sums=False)
     rng = np.random.default_rng(7)
