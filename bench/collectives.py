@@ -193,7 +193,9 @@ class _Bench:
         dense_plans += [plan for plan in named if plan not in dense_plans]
         dense = self._expect(dense_plans, numel)
         others = [
-            self._expect(plans_of(compressor, settings.collectives, flat) if compressor != Dense() else [], numel)
+            self._expect(
+                plans_of(compressor.settled, settings.collectives, flat) if compressor != Dense() else [], numel
+            )
             for compressor in settings.compressors
         ]
         everything = [*dense, *(timing for own in others for timing in own)]
