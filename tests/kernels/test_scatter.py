@@ -45,7 +45,7 @@ def test_gather_and_subtract():
 
 
 def test_a_product_is_rounded_before_it_is_added():
-    """Ranks add up the mean for themselves: on hosts with and without a fused multiply-add it has to have the same bits."""
+    """Ranks add up the mean for themselves: with and without a fused multiply-add it has to have the same bits."""
     rng = np.random.default_rng(3)
     for dtype in (np.float32, np.float64):
         out, values = rng.normal(size=(2, 5000)).astype(dtype)
