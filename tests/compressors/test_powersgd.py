@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from worlds import Link, Ranks
 
 import mpicomp
 from mpicomp.compressors.powersgd import Matrix, orthonormal
@@ -203,6 +204,18 @@ def test_parameters_that_cannot_be(settings, text):
 def test_it_does_not_fit_other_collectives():
     with pytest.raises(IncompatiblePairError, match="use low-rank"):
         mpicomp.Reducer("powersgd", "allgather", comm=LocalWorld(1).transports[0])
+
+
+@pytest.mark.parametrize("shapes", [{"w": (400, 300), "b": (400,)}, {"b": (20_000,)}, {"w": (600, 500)}], ids=str)
+def test_the_collective_is_chosen_for_buckets_of_any_length(shapes):
+    """A cost model times schemes on arrays of its own lengths, into which a bucket's matrices do not fit."""
+    together = Ranks(2, mpicomp.PowerSGD(rank=2), network=Link(latency=1e-4, bits=1e7))
+    for step in range(3):
+        together.reduce([gradients(step, rank, shapes) for rank in range(2)])
+    bucket = together.reducers[0].last_step.buckets[0]
+    assert bucket.collective.startswith("low-rank")
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
+    assert (bucket.gain < 1) == bool(matrices)
 
 
 @pytest.mark.mpi
