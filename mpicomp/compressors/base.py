@@ -140,6 +140,13 @@ class Compressor(ABC):
         """
         return self
 
+    def of_length(self, numel: int) -> "Compressor":
+        """Give the compressor for an array of another length than its bucket's, on which its speed can be measured.
+
+        Itself, unless it is bound to the shapes of its bucket.
+        """
+        return self
+
     @abstractmethod
     def wire_bytes_per_element(self, itemsize: int) -> float:
         """Bytes of message for one element of the array that is compressed, on the average, headers left out."""
