@@ -127,6 +127,11 @@ class Compressor(ABC):
         return False
 
     @property
+    def gives_mean(self) -> bool:
+        """Whether what it delivers stands for the mean of gradients, so that a dense step may take its place."""
+        return True
+
+    @property
     def entry(self) -> Entry:
         """What happens to gradients before they are added to the residual: nothing, if not said otherwise."""
         return Entry()

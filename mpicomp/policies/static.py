@@ -53,7 +53,7 @@ class Static(Policy):
             levels: list[tuple[Compressor, list[str]]] = [
                 (own, [self._pinned] if self._pinned else names_for(own, transport.group))
             ]
-            if self._pinned is None and own != Dense():
+            if self._pinned is None and own != Dense() and own.gives_mean:
                 levels.append((Dense(), names_for(Dense(), transport.group)))
             ladders.append(levels)
         yield from self._carriers.start(ladders, shapes, transport)
