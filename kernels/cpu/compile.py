@@ -16,3 +16,13 @@ def kernel(function: Function) -> Function:
     """
     compiled: Function = numba.njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})(function)
     return cached(compiled)
+
+
+def exact(function: Function) -> Function:
+    """Compile as `kernel` does, but so that every processor rounds alike: for what ranks work out for themselves.
+
+    A product and a sum that some processors can do in one go are done in two, and no sum changes its order.
+    """
+    # Said, since what is left out would be taken over from the first kernel that calls the function.
+    compiled: Function = numba.njit(nogil=True, fastmath=False)(function)
+    return cached(compiled)
