@@ -12,6 +12,8 @@ from mpicomp.kernels.cpu.lanes import LANES, add_signed, negative, put_signed
 from mpicomp.kernels.cpu.moments import _sums
 from numpy.typing import NDArray
 
+_PART = 4096  # elements that stay in the first-level cache
+
 
 def pack_signs(
     array: NDArray[np.floating],
@@ -85,20 +87,23 @@ def _scale(array, total):  # type: ignore[no-untyped-def]
 
 @kernel
 def _pack_signs(array, bits, block, scales, words, sent):  # type: ignore[no-untyped-def]
-    # A block is read twice: for its mean, and from the first-level cache for its signs.
+    # A part of a block is read twice: for its sums, and from the first-level cache for its signs.
     lost = 0.0
     for number in range(scales.size):
         start = number * block
         part = array[start : start + block]
-        total, energy = _sums(part)
+        own = words[start // LANES : (start + block) // LANES]
+        total = energy = 0.0
+        for first in range(0, part.size, _PART):
+            more, squares = _sums(part[first : first + _PART])
+            total, energy = total + more, energy + squares
+            _signs(bits[start + first : start + min(first + _PART, part.size)], own[first // LANES :])
         single = _scale(part, total)
         scales[number] = single
         wide = np.float64(single)
         left = energy - wide * (2 * total - part.size * wide)
         if not left < 0:  # both were rounded; NaN stays
             lost += left
-        own = words[start // LANES : (start + block) // LANES]
-        _signs(bits[start : start + block], own)
         if sent is not None:
             _put(own, array.dtype.type(single), sent[start : start + block])
     return lost
@@ -109,7 +114,7 @@ def _signs(bits, words):  # type: ignore[no-untyped-def]
     whole = bits.size // LANES
     for w in range(whole):
         words[w] = negative(bits, w * LANES)
-    if whole < words.size:
+    if whole * LANES < bits.size:
         word = np.uint64(0)
         one, shift = bits.dtype.type(1), bits.dtype.type(8 * bits.itemsize - 1)
         for i in range(whole * LANES, bits.size):

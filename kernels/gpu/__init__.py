@@ -1,8 +1,9 @@
 """CUDA kernels for contiguous one-dimensional CuPy arrays of float32 or float64.
 
-What stands in `mpicomp.kernels.cpu` under the same name gives the same result. Everything goes into the current
-stream, and nothing waits: a number that a CPU function returns is a 0-d device array here, and whoever makes a Python
-number of it waits for it. Numbers that kernels are told may be such arrays, too.
+What stands in `mpicomp.kernels.cpu` under the same name gives the same result, but for numbers that are subnormal as
+float32: CuPy has every source compiled so that they are treated as zero. Everything goes into the current stream, and
+nothing waits: a number that a CPU function returns is a 0-d device array here, and whoever makes a Python number of it
+waits for it. Numbers that kernels are told may be such arrays, too.
 
 Importing this compiles nothing and needs no CuPy; a source is compiled when one of its kernels is first launched on a
 device. Scratch of single functions comes from CuPy's memory pool, that of `topk` and `sidco` from a `Workspace`.
@@ -12,7 +13,10 @@ from mpicomp.kernels.cpu import BINS, GROUP, edges, fields_of, mask_of, words_of
 from mpicomp.kernels.gpu.accumulate import accumulate, accumulate_candidates, is_finite
 from mpicomp.kernels.gpu.bits import magnitude_bits, magnitude_of
 from mpicomp.kernels.gpu.cast import narrow, widen, widen_add
+from mpicomp.kernels.gpu.countsketch import sketch_add, sketch_clear, sketch_estimate
+from mpicomp.kernels.gpu.exponents import pack_exponents, unpack_exponents, unpack_exponents_add
 from mpicomp.kernels.gpu.fields import pack_fields, pack_objections, settle_levels, unpack_fields
+from mpicomp.kernels.gpu.grid import pack_grid, pack_range, unpack_grid, unpack_grid_add
 from mpicomp.kernels.gpu.moments import Moments, logarithms
 from mpicomp.kernels.gpu.scatter import clear_at, gather, scatter_add, subtract_at
 from mpicomp.kernels.gpu.select import kth_magnitude, select_candidates, select_largest
@@ -49,8 +53,11 @@ __all__ = [
     "mask_of",
     "momentum",
     "narrow",
+    "pack_exponents",
     "pack_fields",
+    "pack_grid",
     "pack_objections",
+    "pack_range",
     "pack_signs",
     "pack_votes",
     "scale",
@@ -62,11 +69,18 @@ __all__ = [
     "settle_levels",
     "share_rounding",
     "sidco",
+    "sketch_add",
+    "sketch_clear",
+    "sketch_estimate",
     "spectrum",
     "subtract_at",
     "tail",
     "topk",
+    "unpack_exponents",
+    "unpack_exponents_add",
     "unpack_fields",
+    "unpack_grid",
+    "unpack_grid_add",
     "unpack_signs",
     "unpack_signs_add",
     "unpack_votes",

@@ -2,17 +2,9 @@
 
 constexpr u32 SIGN = 0x80000000u;
 constexpr u32 INFINITE_FLOAT = 0x7f800000u;
-constexpr u32 LARGEST_FLOAT = 0x7f7fffffu;
 constexpr u32 NORMAL_HALF = 113u << 23;  // float32 bits of 2^-14, the smallest normal half
 constexpr u32 BIASES = 112u << 23;       // between the exponents of half and float32
 constexpr u32 ONE_HALF = 126u << 23;     // adding 0.5 rounds to a multiple of 2^-24, the step of subnormal halves
-
-__device__ __forceinline__ u32 single_of(Real value) {
-  u32 bits = __float_as_uint((float)value);
-  if ((bits & ~SIGN) == INFINITE_FLOAT && (as_word(value) & MASK) < INFINITE)
-    bits = (bits & SIGN) | LARGEST_FLOAT;  // a float64 beyond float32
-  return bits;
-}
 
 template <bool BF16>
 __device__ __forceinline__ u16 half_of(u32 bits) {
@@ -37,11 +29,16 @@ __device__ __forceinline__ u16 half_of(u32 bits) {
 template <bool BF16>
 __device__ __forceinline__ float float_of(u16 half) {
   if (BF16) return __uint_as_float((u32)half << 16);
-  const u32 magnitude = (half & 0x7fffu) << 13;
-  // Taken as a float32 the shifted bits are too small by the difference of the biases, subnormals too.
-  const u32 bits = magnitude >= 0x7c00u << 13
-                       ? magnitude | INFINITE_FLOAT
-                       : __float_as_uint(__uint_as_float(magnitude) * 5192296858534827628530496329220096.0f);
+  const u32 magnitude = half & 0x7fffu;
+  u32 bits = magnitude << 13;
+  if (magnitude >= 0x7c00) {
+    bits |= INFINITE_FLOAT;
+  } else if (magnitude >= 0x400) {
+    bits += BIASES;
+  } else {
+    // Subnormal. Taken as a float32 the shifted bits would be so, too, and CuPy has those treated as zero.
+    bits = __float_as_uint((float)magnitude * 5.9604644775390625e-8f);
+  }
   return __uint_as_float(bits | (half & 0x8000u) << 16);
 }
 
@@ -66,7 +63,7 @@ __device__ __forceinline__ void narrow(const Word* array, i64 size, u16* out, Wo
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {
         const Real value = as_real(items.item[r][j]);
-        halves.item[j] = half_of<BF16>(single_of(value));
+        halves.item[j] = half_of<BF16>(__float_as_uint(single_of(value)));
         const float seen = float_of<BF16>(halves.item[j]);
         const double error = (double)value - (double)seen;
         sum[0] += error * error;

@@ -68,6 +68,30 @@ __device__ __forceinline__ int lane_of_thread() { return threadIdx.x & 31; }
 __device__ __forceinline__ int warp_of_thread() { return threadIdx.x >> 5; }
 __device__ __forceinline__ bool aligned(const void* pointer) { return ((u64)pointer & 15) == 0; }
 
+// The nearest float32, but of what is finite at most the largest one.
+[[maybe_unused]] constexpr float LARGEST_FLOAT = 3.402823466385288598e38f;
+__device__ __forceinline__ float single_of(float value) { return value; }
+__device__ __forceinline__ float single_of(double value) {
+  const float single = (float)value;
+  const bool beyond = (__float_as_uint(single) & 0x7fffffffu) == 0x7f800000u &&
+                      (as_word(value) & ~(1ull << 63)) < 0x7ff0000000000000ull;
+  return beyond ? copysignf(LARGEST_FLOAT, single) : single;
+}
+
+// A product that is rounded before anything is added to it. What ranks work out for themselves needs it: the compiler
+// does both in one go where it can, and another processor may not.
+__device__ __forceinline__ float product(float first, float second) { return __fmul_rn(first, second); }
+__device__ __forceinline__ double product(double first, double second) { return __dmul_rn(first, second); }
+
+// 32 random bits of an element, of which the upper ones are the best; the host makes `low` and `high` of a key. The
+// CPU's random.py has the same hash.
+__device__ __forceinline__ u32 draw(u32 index, u32 low, u32 high) {
+  u32 word = index ^ low;
+  word = (word ^ word >> 16) * 0x7feb352du;
+  word = (word ^ word >> 15 ^ high) * 0x846ca68bu;
+  return word ^ word >> 16;
+}
+
 template <typename T>
 __device__ __forceinline__ T larger(T first, T second) {
   return first > second ? first : second;

@@ -18,12 +18,9 @@ __device__ __forceinline__ double whole_below(double value) { return floor(value
 __device__ __forceinline__ float nearest_whole(float value) { return rintf(value); }
 __device__ __forceinline__ double nearest_whole(double value) { return rint(value); }
 
-// From 0 to below 1; the CPU's random.py has the same hash.
+// From 0 to below 1.
 __device__ __forceinline__ float share_of(u32 index, u32 low, u32 high) {
-  u32 word = index ^ low;
-  word = (word ^ word >> 16) * 0x7feb352du;
-  word = (word ^ word >> 15 ^ high) * 0x846ca68bu;
-  return (float)((word ^ word >> 16) >> 8) * 5.9604644775390625e-8f;
+  return (float)(draw(index, low, high) >> 8) * 5.9604644775390625e-8f;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) pack_fields(
@@ -34,9 +31,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_fields(
   for (i64 w = (i64)blockIdx.x * THREADS + threadIdx.x; w < count; w += (i64)gridDim.x * THREADS) {
     const Places places = places_of(w, count, fields);
     u64 word = 0;
-    for (i64 field = 0; field < fields; ++field) {
-      const i64 i = places.first + field * places.distance;
-      if (i >= size) break;
+    i64 i = places.first;
+    for (i64 shift = 0; shift < fields * width && i < size; shift += width, i += places.distance) {
       const int level = levels ? levels[i] : 0;
       const Real step = as_real(steps[level]), exact = as_real(array[i]) * as_real(inverses[level]);
       Real inside = exact > -end ? exact : -end;  // NaN too
@@ -46,10 +42,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_fields(
         whole = whole_below(inside);
         if (inside - whole > (Real)share_of((u32)i, (u32)low, (u32)high)) whole += 1;
       }
-      word |= (u64)((i64)whole + limit) << (field * width);
-      sent[i] = as_word(whole * step);
+      word |= (u64)((i64)whole + limit) << shift;
       const double missed = ((double)exact - (double)whole) * (double)step;
       sum[0] += missed * missed;
+      sent[i] = as_word(whole * step);
     }
     words[w] = word;
   }

@@ -1,7 +1,6 @@
 // One bit an element: its sign, and for each block of elements the one magnitude that stands for all of them.
 
 constexpr int SIGN_PLACE = 8 * (int)sizeof(Word) - 1;
-constexpr float LARGEST_FLOAT = 3.402823466385288598e38f;
 
 __device__ __forceinline__ bool is_number(double value) { return (as_word(value) & ~(1ull << 63)) < 0x7ff0000000000000ull; }
 
@@ -26,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_signs(
       for (i64 i = start + threadIdx.x; i < stop; i += THREADS) mean += (double)as_real(array[i] & MASK) * share;
       mean = block_sum(mean);
     }
-    const float single = is_number(mean) && mean > (double)LARGEST_FLOAT ? LARGEST_FLOAT : (float)mean;
+    const float single = single_of(mean);
     if (threadIdx.x == 0) {
       const double wide = (double)single, left = energy - wide * (2 * total - (double)length * wide);
       scales[number] = single;
@@ -50,7 +49,7 @@ __device__ __forceinline__ void unpack(
     const float* scales, const u64* words, i64 block, double factor, Word* out, i64 size) {
   const i64 step = (i64)gridDim.x * THREADS;
   for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < size; i += step) {
-    const Real value = (Real)(factor * (double)scales[i / block]);
+    const Real value = (Real)product(factor, (double)scales[i / block]);
     const Real own = words[i / 64] >> (i % 64) & 1 ? -value : value;
     out[i] = as_word(ADD ? as_real(out[i]) + own : own);
   }

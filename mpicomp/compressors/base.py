@@ -128,6 +128,11 @@ class Compressor(ABC):
         return False
 
     @property
+    def gives_mean(self) -> bool:
+        """Whether what it delivers stands for the mean of gradients, so that a dense step may take its place."""
+        return True
+
+    @property
     def entry(self) -> Entry:
         """What happens to gradients before they are added to the residual: nothing, if not said otherwise."""
         return Entry()
@@ -147,6 +152,13 @@ class Compressor(ABC):
         """Give the compressor for a bucket of these parameters: itself, unless their names or shapes matter to it.
 
         Without shapes each has one dimension.
+        """
+        return self
+
+    def of_length(self, numel: int) -> "Compressor":
+        """Give the compressor for an array of another length than its bucket's, on which its speed can be measured.
+
+        Itself, unless it is bound to the shapes of its bucket.
         """
         return self
 

@@ -82,6 +82,11 @@ class FetchSGD(Sketch):
         """A residual would keep what is in the table already."""
         return False
 
+    @property
+    def gives_mean(self) -> bool:
+        """Not with momentum: it is delivered with that in it, and a dense step would be without."""
+        return not self.momentum
+
     def wire_bytes_per_element(self, itemsize: int) -> float:
         """Give the table in a bucket of 2**20 elements."""
         numel = 1 << 20

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from math import prod
+from math import isqrt, prod
 from typing import Any, ClassVar
 
 import numpy as np
@@ -150,6 +150,12 @@ class _Shaped(PowerSGD):
     @property
     def matrices(self) -> tuple[Matrix, ...]:
         return self.found
+
+    def of_length(self, numel: int) -> PowerSGD:
+        if not self.found:
+            return self  # dense, whatever the length
+        rows = isqrt(numel)
+        return self.within([""], [rows * (numel // rows)], [(rows, numel // rows)])
 
     def get_config(self) -> dict[str, Any]:
         return {"id": self.id} | _parameters(self)

@@ -58,6 +58,11 @@ class SignSGD(Compressor):
         return False
 
     @property
+    def gives_mean(self) -> bool:
+        """No: signs of one size, whatever that of gradients."""
+        return False
+
+    @property
     def contractive(self) -> bool:
         """No: what is delivered may be many times what there was."""
         return False

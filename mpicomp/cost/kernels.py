@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Context, Group, Scheme
+from mpicomp.collectives import Context, Group, Scheme, bind
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.compressors.base import Compressor, SharedSparsifier, Sparsifier
 from mpicomp.transport.local import LocalWorld
@@ -82,6 +82,9 @@ def _arrays(numel: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
 
 
 def _median(scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[], float]) -> float:
+    compressor = scheme.compressor.of_length(numel)
+    if compressor is not scheme.compressor:
+        scheme = bind(compressor, scheme.id)
     transport = LocalWorld(1).transports[0]
     gradient, residual = _arrays(numel)
     buffer = np.empty(numel + TAIL, np.float32)

@@ -57,7 +57,7 @@ class Static(Policy):
                 (own, [self._pinned] if self._pinned else names_for(own, transport.group))
             ]
             # What has to be run from the first step on, to become what it is, cannot be left out now and then.
-            if self._pinned is None and own != Dense() and own == own.settled:
+            if self._pinned is None and own != Dense() and own.gives_mean and own == own.settled:
                 levels.append((Dense(), names_for(Dense(), transport.group)))
             ladders.append(levels)
         yield from self._carriers.start(ladders, shapes, transport)

@@ -52,7 +52,8 @@ def test_layers_of_different_size_have_magnitudes_of_their_own():
 
 def test_it_is_carried_in_two_phases_and_by_nothing_that_sums():
     assert fitting(OneBit)[0] == "two-phase"
-    with pytest.raises(IncompatiblePairError, match=r"onebit: does not fit collective 'allreduce'.*use two-phase, packed-allgather or "):
+    fits = r"onebit: does not fit collective 'allreduce'.*use two-phase, packed-allgather or "
+    with pytest.raises(IncompatiblePairError, match=fits):
         mpicomp.Reducer(OneBit(), "allreduce", comm=Ranks(1).world.transports[0])
 
 

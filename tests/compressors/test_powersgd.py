@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from worlds import Link, Ranks
 
 import mpicomp
 from mpicomp.collectives import Context, bind
@@ -355,6 +356,18 @@ def test_what_is_kept_back_stays_bounded(compressor):
         norms.append(max(np.linalg.norm(reducer.residual("w")) for reducer in reducers))
     assert reducers[0].last_step.buckets[0].layers.ratios[0] < 0.7
     assert max(norms[500:]) < 1.2 * max(norms[100:500])
+
+
+@pytest.mark.parametrize("shapes", [{"w": (400, 300), "b": (400,)}, {"b": (20_000,)}, {"w": (600, 500)}], ids=str)
+def test_the_collective_is_chosen_for_buckets_of_any_length(shapes):
+    """A cost model times schemes on arrays of its own lengths, into which a bucket's matrices do not fit."""
+    together = Ranks(2, mpicomp.PowerSGD(rank=2), network=Link(latency=1e-4, bits=1e7))
+    for step in range(3):
+        together.reduce([gradients(step, rank, shapes) for rank in range(2)])
+    bucket = together.reducers[0].last_step.buckets[0]
+    assert bucket.collective.startswith("low-rank")
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
+    assert (bucket.gain < 1) == bool(matrices)
 
 
 @pytest.mark.mpi

@@ -16,6 +16,7 @@ class Emulated:
     cupy = standin
     emulated = True
     quiet = staticmethod(standin.no_synchronisation)
+    flushing = staticmethod(standin.flushing)
 
 
 class Device:
@@ -23,6 +24,7 @@ class Device:
 
     emulated = False
     quiet = staticmethod(contextlib.nullcontext)
+    flushing = staticmethod(contextlib.nullcontext)
 
     def __init__(self):
         self.cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
@@ -38,7 +40,7 @@ class Place:
     """Puts arrays where kernels find them, and gets them back."""
 
     def __init__(self, kind):
-        self.cupy, self.emulated, self.quiet = kind.cupy, kind.emulated, kind.quiet
+        self.cupy, self.emulated, self.quiet, self.flushing = kind.cupy, kind.emulated, kind.quiet, kind.flushing
 
     def put(self, array, shift=0):
         """Copy to the device, ``shift`` elements behind an aligned address."""

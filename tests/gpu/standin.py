@@ -28,6 +28,7 @@ seeds = itertools.count(1)
 _GUARD = 512
 _RUBBISH = 0xC9
 _quiet = False
+_flushing = False
 
 
 @contextlib.contextmanager
@@ -39,6 +40,17 @@ def no_synchronisation():
         yield
     finally:
         _quiet = False
+
+
+@contextlib.contextmanager
+def flushing():
+    """Let kernels read and write subnormal numbers as zero, as CuPy has float32 treated, whatever it is asked for."""
+    global _flushing
+    _flushing = True
+    try:
+        yield
+    finally:
+        _flushing = False
 
 
 def _synchronise():
@@ -149,7 +161,8 @@ class RawModule:
             text += f'extern "C" const char* signature_{name}() {{ return emulator::signature(&{name}); }}\n'
             text += (
                 f'extern "C" const char* run_{name}(const uint64_t* words, unsigned blocks, unsigned threads, '
-                f"uint64_t seed) {{ return emulator::run(&{name}, words, blocks, threads, seed); }}\n"
+                "uint64_t seed, int flushing) { "
+                f"return emulator::run(&{name}, words, blocks, threads, seed, flushing); }}\n"
             )
         key = hashlib.sha256((text + str(options) + EMULATOR.read_text()).encode()).hexdigest()[:16]
         library = folder / f"{key}.so"
@@ -194,7 +207,8 @@ class _Kernel:
                 words.append(argument % 2**64)
         launches.append(self.name)
         seed = next(seeds) * 0x9E3779B97F4A7C15 % 2**64
-        error = self._run((ctypes.c_uint64 * len(words))(*words), grid[0], block[0], ctypes.c_uint64(seed))
+        given = (ctypes.c_uint64 * len(words))(*words)
+        error = self._run(given, grid[0], block[0], ctypes.c_uint64(seed), _flushing)
         if error:
             raise RuntimeError(f"{self.name}: {error.decode()}")
         for memory in memories:

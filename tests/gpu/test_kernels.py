@@ -357,6 +357,23 @@ def test_every_16_bit_number_widens(place, dtype, wire, shift):
     np.testing.assert_array_equal(total.get(), own_total)
 
 
+def test_small_halves_stay_where_subnormal_numbers_are_zero(place, dtype):
+    """Gradients below 6e-5 are subnormal as halves, and CuPy has kernels treat what is subnormal as float32 as zero."""
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    halves = halves[halves & 0x7C00 != 0x7C00]
+    array = halves.view(np.float16).astype(dtype)
+    out, wide = place.empty(halves.size, np.uint16), place.empty(halves.size, dtype)
+    sent, total = place.empty(halves.size, dtype), place.put(np.ones(halves.size, dtype))
+    with place.flushing():
+        gpu.narrow(place.put(array), "fp16", out, sent)
+        gpu.widen(out, "fp16", wide)
+        gpu.widen_add(out, "fp16", total)
+    np.testing.assert_array_equal(out.get(), halves)
+    np.testing.assert_array_equal(sent.get(), array)
+    np.testing.assert_array_equal(wide.get(), array)
+    np.testing.assert_array_equal(total.get(), 1 + array)
+
+
 @pytest.mark.parametrize("size", [0, 1, 1025, 70_000])
 @pytest.mark.parametrize("stride", [1, 3])
 def test_spectrum(place, dtype, size, stride):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from mpicomp.kernels import cpu, gpu
 from mpicomp.kernels.gpu.compile import THREADS
+from mpicomp.kernels.gpu.countsketch import PART, ROWS
 from mpicomp.kernels.gpu.select import Field, Rule, Source, Turn
 from mpicomp.kernels.gpu.sidco import CORRECTIONS, LIMIT, SAMPLE, SLACK, SMALL, seen
 from mpicomp.kernels.gpu.workspace import Fit
@@ -59,6 +60,26 @@ def test_every_source_compiles_without_a_spilled_register(architectures, source,
     assert set(re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", done.stderr)) == {"0"}
 
 
+@pytest.mark.parametrize("real", ["float", "double"])
+@pytest.mark.parametrize("source", ["exponents", "fields", "grid", "signs"])
+def test_what_ranks_decode_is_rounded_after_every_product(architectures, source, real, tmp_path):
+    """A mean must have the same bits on ranks whose processors cannot multiply and add in one go."""
+    nvcc, _ = architectures
+    (tmp_path / "source.cu").write_text((FOLDER / "common.cuh").read_text() + (FOLDER / f"{source}.cu").read_text())
+    command = [nvcc, "-arch=compute_80", "-std=c++17", f"-DREAL={real}", "-ptx"]
+    command += ["-o", str(tmp_path / "source.ptx"), str(tmp_path / "source.cu")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    entries = (tmp_path / "source.ptx").read_text().split(".entry ")[1:]
+    decoders = [entry for entry in entries if entry.startswith("unpack")]
+    assert decoders
+    for entry in decoders:
+        name = entry.partition("(")[0]
+        assert "fma." not in entry, f"{name} multiplies and adds in one go"
+        # The assembler may join what does not say how it rounds.
+        assert not re.search(r"\bmul\.f", entry) or not re.search(r"\badd\.f", entry), f"{name} leaves it open"
+
+
 def test_what_kernels_name_is_what_the_host_names():
     """The host knows fields of device structures by their place, and sizes of tiles by their value."""
     common, select = (FOLDER / "common.cuh").read_text(), (FOLDER / "select.cu").read_text()
@@ -75,6 +96,9 @@ def test_what_kernels_name_is_what_the_host_names():
     spectrum = (FOLDER / "spectrum.cu").read_text()
     assert f"constexpr int BINS = {cpu.BINS};" in spectrum
     assert f"constexpr int SEEN = {cpu.GROUP};" in spectrum
+    sketch = (FOLDER / "countsketch.cu").read_text()
+    assert f"constexpr int ROWS = {ROWS};" in sketch
+    assert f"constexpr int PART = {PART};" in sketch
 
 
 def test_numbers_of_the_estimate_are_those_of_the_compressor():

@@ -42,3 +42,15 @@ def test_gather_and_subtract():
     assert values.tolist() == [1, 4]
     cpu.subtract_at(indices, np.array([0.5, 4.0]), array)
     assert array.tolist() == [0, 0.5, 2, 3, 0, 5]
+
+
+def test_a_product_is_rounded_before_it_is_added():
+    """Ranks add up the mean for themselves: with and without a fused multiply-add it has to have the same bits."""
+    rng = np.random.default_rng(3)
+    for dtype in (np.float32, np.float64):
+        out, values = rng.normal(size=(2, 5000)).astype(dtype)
+        indices = rng.permutation(5000).astype(np.uint32)
+        expected = out.copy()
+        expected[indices] += values * dtype(1 / 3)
+        assert cpu.scatter_add(indices, values, 1 / 3, out)
+        np.testing.assert_array_equal(out, expected)

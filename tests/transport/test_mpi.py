@@ -6,7 +6,7 @@ import pytest
 from mpicomp.collectives import Round
 
 pytestmark = pytest.mark.mpi
-DTYPES = [np.uint8, np.uint32, np.int64, np.float32, np.float64]
+DTYPES = [np.uint8, np.uint32, np.int64, np.uint64, np.float32, np.float64]
 SIZES = [(0,) * 6, (5,) * 6, (3, 0, 7, 1, 2, 0), (0, 400, 1, 0, 0, 9)]
 
 
