@@ -53,6 +53,7 @@ OWN = [
     mpicomp.CountSketch(ratio=0.05, wire=None),
     mpicomp.CountSketch(ratio=0.02, rows=1, columns=0.3, candidates=1, wire="bf16"),
     mpicomp.LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=3),
+    mpicomp.LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=3, wire="bf16"),
     mpicomp.LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=3, instance="server"),
     mpicomp.MaxNorm(bits=8, rounding="nearest"),
     mpicomp.MaxNorm(bits=[3, 5, 12], rounding="nearest"),

@@ -107,7 +107,8 @@ class Learned(Scheme[LGC]):
     @classmethod
     def upon(cls, compressor: Compressor) -> Compressor:
         """Arrays and codes are summed by a dense collective."""
-        return Dense()
+        assert isinstance(compressor, LGC)
+        return Dense(wire=compressor.wire)
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """Give the rounds of a step if the bucket's memory began with step 0; see `Scheme.rounds`."""

@@ -17,8 +17,9 @@ from mpicomp.compressors.lgc import LGC
 from mpicomp.kernels import cpu
 
 _TOLD = np.dtype([("energy", "<f8"), ("sparse", "<f8"), ("match", "<f8"), ("decoded", "<f8")])
-"""Squared norms of a rank's whole array and of what travels as it is; then, of what is coded, the product of its values
-with its share of what is decoded, and the squared norm of this share, both before it is scaled.
+"""Squared norms of a rank's whole array and of what is not coded, of which rounding is taken off; then, of what is
+coded, the product of its values with its share of what is decoded, and the squared norm of this share, both before it
+is scaled.
 """
 _BYTE = np.dtype(np.uint8)
 
@@ -84,6 +85,9 @@ class CodeRing:
             np.multiply(decoded, led.frame, out=decoded)
         task = _tell(group)
         sparse = cpu.energy(travels[length : length + rest])
+        if self._compressor.wire is not None:
+            np.subtract(travels[length : length + rest], summed.sent[length:], out=travels[length : length + rest])
+            sparse -= cpu.energy(travels[length : length + rest])
         coded_energy = cpu.energy(own)
         told = (accumulated.energy, sparse, _product(own, shares), cpu.energy(shares))
         task.send = np.array([told], _TOLD).view(_BYTE)

@@ -162,6 +162,10 @@ class Compressor(ABC):
         """
         return self
 
+    def expected(self, numel: int) -> int:
+        """Give the number of elements of ``numel`` that are to be expected to be sent, for costs and for room."""
+        return numel
+
     @abstractmethod
     def wire_bytes_per_element(self, itemsize: int) -> float:
         """Bytes of message for one element of the array that is compressed, on the average, headers left out."""
@@ -231,7 +235,7 @@ class Sparsifier(Compressor):
         return None
 
     def expected(self, numel: int) -> int:
-        """Give the number of elements that is to be expected, for costs and for room."""
+        """See `Compressor.expected`."""
         return self.count(numel) or kept(getattr(self, "ratio", 0.01), numel)
 
     def wire_for(self, count: int, numel: int) -> Wire:
@@ -296,6 +300,10 @@ class SharedSparsifier(Compressor):
     @abstractmethod
     def count(self, numel: int) -> int:
         """Give the number of elements sent out of ``numel``."""
+
+    def expected(self, numel: int) -> int:
+        """See `Compressor.expected`."""
+        return self.count(numel)
 
     @abstractmethod
     def positions(self, numel: int, scope: Scope, out: NDArray[np.uint32]) -> None:

@@ -3,6 +3,7 @@
 What is here says what is selected and how it is coded; `mpicomp.collectives.learned` says who sends what when.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
@@ -140,6 +141,9 @@ class LGC(Compressor):
         How many optimizer steps each step of the second phase makes.
     backward : bool
         Whether parameters come in the order of backward, the last layer first, as those of `mpicomp.torch` do.
+    wire : {None, "fp16", "bf16"}
+        How codes, values and all that is dense travel, with ``instance="ring"`` alone. The 16-bit forms are summed in
+        at least float32, as those of `mpicomp.Dense` are, and what rounding takes stays in the residual.
 
     Notes
     -----
@@ -184,6 +188,7 @@ class LGC(Compressor):
     learning_rate: float = 0.01
     passes: int = 4
     backward: bool = True
+    wire: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", check_ratio("lgc", self.ratio))
@@ -203,6 +208,11 @@ class LGC(Compressor):
             for own in channels:
                 _check_least(f"channels in {name}", own, 1)
             object.__setattr__(self, name, tuple(channels))
+        check_choice("lgc", "wire", self.wire, (None, "fp16", "bf16"))
+        if self.wire is not None and self.instance == "server":
+            raise ConfigurationError(
+                f"lgc: wire={self.wire!r} is for sums of codes, which instance='server' has none of; leave wire out"
+            )
         if len(self.encoder) != len(self.decoder):
             raise ConfigurationError(
                 "lgc: encoder and decoder must have as many layers, "
@@ -216,15 +226,24 @@ class LGC(Compressor):
 
     @property
     def settled(self) -> "LGC":
-        """Give one that has a code at its second step: what it takes then is what it takes in the long run."""
-        return replace(self, dense_steps=0, training_steps=1)
+        """Give one that has a code at its second step, if it ever has: what it takes then is what it goes on taking."""
+        return self if self == self.learning else replace(self, dense_steps=0, training_steps=1)
+
+    @property
+    def learning(self) -> "LGC":
+        """Give one that learns at every step. What it has learnt is there for this one: memories are the same."""
+        return replace(self, dense_steps=0, training_steps=sys.maxsize)
+
+    def expected(self, numel: int) -> int:
+        """Give the number of elements that are selected or travel dense."""
+        return self.selected(numel).count
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
         """Give the code, and the indices as if all ranks sent them, in a bucket of 2**20 elements."""
         numel = 1 << 20
         selected = self.selected(numel)
         coded = selected.count
-        code = self.make_code(Workspace()).length(coded) * itemsize
+        code = self.make_code(Workspace()).length(coded) * (itemsize if self.wire is None else 2)
         innovation = kept(self.innovation, coded) * (itemsize + 1) if self.instance == "server" else 0
         signs = coded / 8 if self.signs else 0
         return (code + innovation + signs + index_bytes(selected.indices, numel)) / numel

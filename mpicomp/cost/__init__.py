@@ -2,7 +2,6 @@
 
 from mpicomp.cost.calibrate import calibrate, measure_kernels, share_model
 from mpicomp.cost.formulas import Terms
-from mpicomp.cost.kernels import kept_of
 from mpicomp.cost.model import CostModel
 from mpicomp.cost.network import Network, seen_by_some
 from mpicomp.cost.plans import Candidates, Prediction
@@ -15,7 +14,6 @@ __all__ = [
     "Prediction",
     "Terms",
     "calibrate",
-    "kept_of",
     "measure_kernels",
     "probe_link",
     "seen_by_some",

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives import Context, Group, Scheme, bind
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import Compressor, SharedSparsifier, Sparsifier
 from mpicomp.transport.local import LocalWorld
 from mpicomp.workspace import Workspace
 
@@ -57,21 +56,14 @@ def measure_alone(
     short, long = (_median(scheme, numel, feedback, clock) for numel in _NUMELS)
     per_kept = 0.0
     if other is not None:
-        counts = [kept_of(each.compressor, many) for each in (scheme, other)]
+        counts = [each.compressor.expected(many) for each in (scheme, other)]
         per_kept = max(0.0, (_median(other, many, feedback, clock) - long) / (counts[1] - counts[0]))
         # What a length takes apart from what is kept of it cannot be less than nothing.
         per_kept = min(per_kept, 0.9 * long / counts[0])
-        short -= per_kept * kept_of(scheme.compressor, few)
+        short -= per_kept * scheme.compressor.expected(few)
         long -= per_kept * counts[0]
     per_element = max(long - short, 0.1 * long) / (many - few)
     return max(short - few * per_element, 0.0), per_element, per_kept
-
-
-def kept_of(compressor: Compressor, numel: int) -> int:
-    """Give the number of elements of ``numel`` that a compressor is expected to keep; all where it selects none."""
-    if isinstance(compressor, Sparsifier):
-        return compressor.expected(numel)
-    return compressor.count(numel) if isinstance(compressor, SharedSparsifier) else numel
 
 
 @functools.lru_cache(maxsize=len(_NUMELS))
@@ -82,7 +74,7 @@ def _arrays(numel: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
 
 
 def _median(scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[], float]) -> float:
-    compressor = scheme.compressor.of_length(numel)
+    compressor = scheme.compressor.settled.of_length(numel)
     if compressor is not scheme.compressor:
         scheme = bind(compressor, scheme.id)
     transport = LocalWorld(1).transports[0]

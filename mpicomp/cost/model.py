@@ -1,19 +1,23 @@
 """The cost model: what a plan will take, learnt from what plans took."""
 
 import json
+import math
 import os
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpicomp.collectives import Group, Scheme
-from mpicomp.cost.kernels import Alone, kept_of
+from mpicomp.cost.kernels import Alone
 from mpicomp.cost.network import Network, seen_by_some
 from mpicomp.cost.plans import Candidates, Learnt
 from mpicomp.errors import ConfigurationError
 
 SCHEMA = 2
+
+_LATER = 1 << 30  # a step in the long run: first ones may be others
 
 
 class CostModel:
@@ -59,11 +63,11 @@ class CostModel:
             Whether what is learnt of a compressor at one ratio shall count for its other ratios.
         """
         views = seen_by_some(group)
-        shapes = [[scheme.rounds(numel, dtype, view) for view in views] for scheme in schemes]
+        shapes = [[scheme.rounds(numel, dtype, view, _LATER) for view in views] for scheme in schemes]
         alone = []
         for scheme in schemes:
             own = self.kernels[scheme_key(scheme, ladder)]
-            alone.append(own.seconds(numel, kept_of(scheme.compressor, numel)))
+            alone.append(own.seconds(numel, scheme.compressor.expected(numel)))
         return Candidates(
             self.network,
             np.array([self.network.coefficients(of_plan, views) for of_plan in shapes]),
@@ -72,6 +76,18 @@ class CostModel:
             [_learnt_of(self.kernels_learnt, scheme_key(scheme, ladder), numel, Learnt.kernels) for scheme in schemes],
             [_learnt_of(self.rounds_learnt, plan_key(scheme, ladder), numel, Learnt.rounds) for scheme in schemes],
         )
+
+    def own_work(self, scheme: Scheme[Any], numel: int) -> float:
+        """Give the seconds of a scheme's own work on a ladder of ratios, from other compressors' where it never ran.
+
+        What was not measured takes none.
+        """
+        own = self.kernels.get(scheme_key(scheme, ladder=True))
+        if own is None:
+            return 0.0
+        errors = [own.error for lengths in self.speeds_learnt.values() for own in lengths.values() if own.runs]
+        slower = math.exp(statistics.median(errors)) if errors else 1.0  # than alone: other ranks take memory and cores
+        return slower * own.seconds(numel, scheme.compressor.expected(numel))
 
     def to_json(self) -> dict[str, Any]:
         """Give a JSON-able object that `from_json` takes."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives import Group, Scheme, bind, variants
 from mpicomp.compressors import Compressor
-from mpicomp.cost import Candidates, CostModel, Network, kept_of, measure_kernels, probe_link, seen_by_some, share_model
+from mpicomp.cost import Candidates, CostModel, Network, measure_kernels, probe_link, seen_by_some, share_model
 from mpicomp.policies.policy import Plan, Shape, Told
 from mpicomp.transport.base import Asked, Transport
 
@@ -72,7 +72,7 @@ class Rows:
 
     def level(self, compressor: Compressor) -> int:
         """Give the level that keeps about as much as a compressor does."""
-        kept = math.log(max(kept_of(compressor, self.numel), 1))
+        kept = math.log(max(compressor.expected(self.numel), 1))
         return int(np.abs(np.log(self.kept[: self.dense]) - kept).argmin())
 
     def alike(self, first: int, second: int) -> bool:
@@ -295,7 +295,7 @@ def _rows(ladder: Sequence[tuple[Compressor, Sequence[str]]], numel: int) -> Row
     for level, (compressor, names) in enumerate(ladder):
         schemes += [bind(compressor, name) for name in names]
         levels += [level] * len(names)
-    kept = np.array([max(1, kept_of(compressor, numel)) for compressor, _ in ladder], float)
+    kept = np.array([max(1, compressor.expected(numel)) for compressor, _ in ladder], float)
     return Rows(schemes, np.array(levels), kept, numel)
 
 

@@ -5,18 +5,20 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives import Group, Scheme, bind
-from mpicomp.compressors import QSGD, Compressor, Dense, OneBit, Quantiser, TopK
+from mpicomp.collectives.star_topk import StarTopk
+from mpicomp.compressors import LGC, QSGD, Compressor, Dense, OneBit, Quantiser, TopK
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.policies.balance import Balance, delay_for
-from mpicomp.policies.carriers import Carriers, names_for
+from mpicomp.policies.carriers import Carriers, Rows, names_for
+from mpicomp.policies.codes import TEMPLATES, Codes, late_under
 from mpicomp.policies.delays import Delays, Lateness, first_ratio, over
 from mpicomp.policies.levels import at_ratio, check_adaptable, ladder, lost_share
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told, feedback_of
@@ -54,7 +56,8 @@ class Joint(Policy):
     80)`` of these are allowed: this is the same as a gain of at least ``1 / (1 + delay)``, a target that is high at
     first and falls as training goes on and signal becomes less.
 
-    Candidates are top-k at many ratios, signs, four bits an element, and dense. Seconds come from the cost model, in
+    Candidates are top-k at many ratios, signs, four bits an element, and dense, and now and then it is asked whether a
+    code would pay that has to be learnt first (`mpicomp.policies.codes`). Seconds come from the cost model, in
     the order in which buckets become ready. How late gradients are under each ratio is learnt from the gains of the
     steps before (`mpicomp.policies.delays`), and how much later each collective makes them; under a quantiser it is at
     first told from what it leaves out of a gradient. How much of gradients is signal is told by small sketches
@@ -84,13 +87,21 @@ class Joint(Policy):
             raise ConfigurationError(f"auto: fidelity must be in (0, 1], got {self.fidelity!r}")
 
     def adopt(self, named: Named) -> None:
-        """See `Policy.adopt`. A compressor that was named gives all but the ratio, and dense stays a candidate."""
-        self.compressor = TopK() if named.compressor is None else named.compressor
-        self._wires = [self.compressor] if named.compressor is not None else [TopK(wire="bf16"), TopK()]
+        """See `Policy.adopt`. A compressor that was named gives all but the ratio, and dense stays a candidate.
+
+        LGC gives its ratio too, and it is learnt where that is predicted to pay.
+        """
         self._pinned = None if named.collective == "auto" else named.collective
-        dense_only = not self._carries(named) or self.compressor.id == "dense" or self.fidelity == 1
-        if self._pinned is not None and not dense_only:
-            self._wires = [own for own in self._wires if _fits(own, self._pinned)]
+        self.compressor = TopK() if named.compressor is None else named.compressor
+        families = _families(named.compressor)
+        self._wires, self._quantisers, codes = (
+            [own for own in family if self._pinned is None or _fits(own, self._pinned)] for family in families
+        )
+        compresses = bool(self._wires or self._quantisers or codes)
+        if not compresses:
+            assert self._pinned is not None
+            bind(Dense() if named.compressor is None else self.compressor, self._pinned)  # says what does not fit
+        dense_only = not compresses or self.compressor.id == "dense" or self.fidelity == 1
         if named.feedback is False and not dense_only:
             if named.compressor is not None:
                 raise ConfigurationError(
@@ -98,13 +109,14 @@ class Joint(Policy):
                     "policy='static'"
                 )
             dense_only = True
-        if not dense_only:
+        if isinstance(named.compressor, LGC):
+            named.compressor.check_installed()
+        elif not dense_only:
             check_adaptable("auto", self.compressor)
         self.feedback = feedback_of(self.compressor, named.feedback)
         self._compresses = not dense_only
-        self._quantisers: list[Quantiser] = []
-        if named.compressor is None and not dense_only:
-            self._quantisers = [own for own in _QUANTISERS if self._pinned is None or _fits(own, self._pinned)]
+        self._chooses = False  # whether there is anything but dense: not where there is one rank
+        self._codes = Codes(codes)
         self._ladder = self._ratios = np.array([])  # of a wire; of all levels that have one
         self._dense = [Dense()]
         self._carriers = Carriers("auto", self.feedback, named.cost)
@@ -119,6 +131,7 @@ class Joint(Policy):
         self._restored: dict[str, tuple[Delays, dict[str, Lateness]]] = {}
         self._allowed: list[NDArray[np.int64]] = []
         self._lossy: list[dict[str, NDArray[np.int64]]] = []  # rows of collectives that leave something out
+        self._renewed = False  # whether there are other plans since the last step
         self._reason = "careful until gradients have been looked at"
         self._age = 0
         self._forget()
@@ -146,7 +159,7 @@ class Joint(Policy):
 
     def survey(self, bucket: int) -> Survey | None:
         """See `Policy.survey`: sketches, and now and then spectra, of which the first are a bucket's first guess."""
-        if not self._ratios.size:
+        if not self._chooses:
             return None
         if self._step % _LOOKS == 0:
             return self._both
@@ -158,29 +171,43 @@ class Joint(Policy):
         known = zip(self._delays, self._lateness, strict=True)
         self._restored |= {shape.names[0]: own for shape, own in zip(self._shapes, known, strict=True)}
         self._shapes = list(shapes)
+        self._codes.start(shapes)
         self._restore()
         self._forget()
         self._ready = self._before = None
         self._beside.clear()
-        if self._compresses and transport.group.size > 1:
+        self._chooses = self._compresses and transport.group.size > 1
+        if self._chooses:
             self._ladder = np.array(ladder(_LEAST, _MOST, _STEP))
             self._ratios = np.tile(self._ladder, len(self._wires))
             narrow = any(getattr(own, "wire", None) == "bf16" for own in self._wires)
             self._dense = [Dense(wire="bf16"), Dense()] if narrow else [Dense()]
-        yield from self._carriers.start([self._levels(transport.group) for _ in shapes], shapes, transport)
-        self._lossy = [_rows_of_kinds(rows.schemes) for rows in self._carriers.rows]
-        self._allowed = [self._dense_rows(bucket) for bucket in range(len(shapes))]
+        yield from self._begin(transport)
+
+    def _begin(self, transport: Transport) -> Generator[Asked, Any, None]:
+        """Set up all plans, from dense ones on. Collective, as rounds."""
+        levels = [self._levels(transport.group, bucket) for bucket in range(len(self._shapes))]
+        yield from self._carriers.start(levels, self._shapes, transport)
+        self._lossy = [_rows_of_kinds(rows, self._ratios.size) for rows in self._carriers.rows]
+        self._allowed = [self._dense_rows(bucket) for bucket in range(len(self._shapes))]
+        self._renewed = False
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.refresh`. Better plans are sought now and then, and at once where the network has changed."""
         changed = yield from self._carriers.refresh(transport)
+        if self._renewed:
+            yield from self._begin(transport)
+            self._due = True
+        if self._codes.due:
+            self._due |= yield from self._ask_for_codes(transport)
         if changed or self._due or (self._carriers.awake and self._step >= self._thought + _THINKS):
             self._due, self._thought = False, self._step
             self._think()
 
     def plan(self, bucket: int) -> Plan:
         """See `Policy.plan`."""
-        return self._carriers.plan(bucket, self._allowed[bucket], self._reason)
+        reason = "learning a code that is predicted to pay" if self._codes.learns(bucket) else self._reason
+        return self._carriers.plan(bucket, self._allowed[bucket], reason)
 
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
         """See `Policy.deliver`."""
@@ -189,6 +216,7 @@ class Joint(Policy):
         self._age += 1
         self._step += 1
         self._unseen += 1
+        self._codes.pass_step([bucket for bucket in range(len(delivered)) if self._learnt(bucket)])
         if not self._carriers.awake:
             return
         steps, self._unseen = self._unseen, 0
@@ -200,9 +228,9 @@ class Joint(Policy):
                 continue
             if level >= self._ratios.size:
                 self._delays[bucket].observe(None, 1.0, own.energy, own.gain, steps)
-                quantiser = self._lateness[bucket].get(rows.schemes[row].compressor.id)
-                if quantiser is not None:
-                    quantiser.observe(own.gain, steps)
+                whole = self._lateness[bucket].get(rows.schemes[row].compressor.id)
+                if whole is not None and not self._codes.learns(bucket):
+                    whole.observe(own.gain, steps)
                 continue
             scheme = rows.schemes[row]
             factor = self._factors.get(_kind(scheme), _UNSEEN) if scheme.leaves_out else 1.0
@@ -230,8 +258,8 @@ class Joint(Policy):
             sizes = self._shapes[bucket].sizes
             spectra = Spectra(sizes, rows[:, : self._spectrum.width(sizes)])
             shares = self._losses.shares(rows[:, self._spectrum.width(sizes) :])
-            for lateness, share in zip(self._lateness[bucket].values(), shares, strict=True):
-                lateness.guess(share)
+            for quantiser, share in zip(self._quantisers, shares, strict=True):
+                self._lateness[bucket][quantiser.id].guess(share)
             self._due |= self._delays[bucket].ratio is None
             self._delays[bucket].guess(float(lost_share(self.compressor, spectra, [first_ratio()])[0]))
 
@@ -247,6 +275,7 @@ class Joint(Policy):
             "delays": delays,
             "quantisers": lateness,
             "signal": self._signal.state(),
+            "codes": self._codes.state(),
         }
         return {"age": self._age, "highest_lr": self._highest, **known}
 
@@ -264,6 +293,9 @@ class Joint(Policy):
             )
             for name, own in state.get("delays", {}).items()
         }
+        if "codes" in state:
+            self._codes.give(state["codes"])
+            self._renewed = any(self._codes.has(bucket) for bucket in range(len(self._shapes)))
         self._restore()
         self._signal.give(state.get("signal"))
         self._carriers.give(cost)
@@ -273,27 +305,31 @@ class Joint(Policy):
         known = [self._restored.pop(shape.names[0], (Delays(), {})) for shape in self._shapes]
         self._delays = [delays for delays, _ in known]
         self._lateness = [
-            {quantiser.id: lateness.get(quantiser.id, Lateness()) for quantiser in self._quantisers}
-            for _, lateness in known
+            {name: lateness.get(name, Lateness()) for name in self._whole(bucket)}
+            for bucket, (_, lateness) in enumerate(known)
         ]
 
-    def _carries(self, named: Named) -> bool:
-        """Tell whether the collective that was named carries the compressor; where it was not, it may carry dense."""
-        if self._pinned is None or _fits(self.compressor, self._pinned):
-            return True
-        bind(Dense() if named.compressor is None else self.compressor, self._pinned)  # says what does not fit
-        return False
+    def _whole(self, bucket: int) -> list[str]:
+        """Name what has no ratio and makes gradients late, in the order of levels."""
+        return [own.id for own in self._quantisers] + [own.id for own in self._codes.forms(bucket)[1:]]
 
-    def _levels(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
+    def _learnt(self, bucket: int) -> bool:
+        """Tell whether the step that has just ended was one in which a bucket's code was learnt."""
+        if not self._codes.learns(bucket):
+            return False
+        rows = self._carriers.rows[bucket]
+        return rows.schemes[self._carriers.row(bucket)].compressor == self._codes.forms(bucket)[0]
+
+    def _levels(self, group: Group, bucket: int) -> list[tuple[Compressor, Sequence[str]]]:
         levels: list[tuple[Compressor, Sequence[str]]] = []
         for wire, ratio in itertools.product(self._wires, self._ladder.tolist()):
             own = at_ratio(wire, ratio)
             # A second wire is for fast networks, where what matters is the time that own work takes.
             whole = wire is not self._wires[0]
             levels.append((own, [self._pinned] if self._pinned else names_for(own, group, whole)))
-        if self._ratios.size:
-            for quantiser in self._quantisers:
-                levels.append((quantiser, [self._pinned] if self._pinned else names_for(quantiser, group)))
+        if self._chooses:
+            for own in (*self._quantisers, *self._codes.forms(bucket)):
+                levels.append((own, self._names(own, group)))
         for dense in self._dense:
             pinned = self._pinned is not None and _fits(dense, self._pinned)
             levels.append((dense, [str(self._pinned)] if pinned else names_for(dense, group)))
@@ -302,6 +338,10 @@ class Joint(Policy):
     def _dense_rows(self, bucket: int) -> NDArray[np.int64]:
         levels = self._carriers.rows[bucket].levels
         return np.flatnonzero(levels > levels[-1] - len(self._dense))
+
+    def _names(self, compressor: Compressor, group: Group) -> list[str]:
+        """Give what may carry a compressor."""
+        return [self._pinned] if self._pinned else names_for(compressor, group)
 
     def _fastest_dense(self, bucket: int) -> int:
         rows = self._dense_rows(bucket)
@@ -321,13 +361,30 @@ class Joint(Policy):
     def _think(self) -> None:
         """Seek better plans with what is known now."""
         buckets = range(len(self._shapes))
-        dense = [self._fastest_dense(bucket) for bucket in buckets]
-        longest = self._longest()
-        inflow = sum(own.inflow for own in self._delays)
-        if not self._ratios.size or longest <= 0 or inflow <= 0 or any(own.ratio is None for own in self._delays):
+        balance = self._balance()
+        if balance is None:
             self._allowed, self._delay = [self._dense_rows(bucket) for bucket in buckets], 0.0
             return
-        balance = Balance(
+        choice = self._best(balance)
+        self._allowed = [
+            np.flatnonzero(own <= own[row] * (1 + 1e-9)) for own, row in zip(balance.delays, choice, strict=True)
+        ]
+        delays = [float(own[row]) for own, row in zip(balance.delays, choice, strict=True)]
+        for bucket in filter(self._codes.learns, buckets):
+            self._allowed[bucket] = self._carriers.rows[bucket].of(self._ratios.size + len(self._quantisers))
+            delays[bucket] = self._late_values(bucket, self._codes.ratio)
+        self._delay = sum(own * weight for own, weight in zip(delays, balance.weights, strict=True))
+        signal = f"{balance.signal:.2g} of the energy is signal"
+        self._reason = f"delay {self._delay:.2g} of at most {balance.longest:.2g} steps, {signal}"
+
+    def _balance(self) -> Balance | None:
+        """Weigh what is known of all rows; None where too little is."""
+        longest = self._longest()
+        inflow = sum(own.inflow for own in self._delays)
+        if not self._chooses or longest <= 0 or inflow <= 0 or any(own.ratio is None for own in self._delays):
+            return None
+        buckets = range(len(self._shapes))
+        return Balance(
             delays=[self._late(bucket) for bucket in buckets],
             seconds=[self._carriers.seconds(bucket) for bucket in buckets],
             weights=[own.inflow / inflow for own in self._delays],
@@ -337,18 +394,35 @@ class Joint(Policy):
             longest=longest,
             signal=self._signal.share or 1.0,
         )
+
+    def _best(self, balance: Balance) -> list[int]:
+        """Give the row of every bucket that is to run: others than those that run where it is worth it."""
+        buckets = range(len(self._shapes))
+        dense = [self._fastest_dense(bucket) for bucket in buckets]
         choice, now = balance.best(), [self._carriers.row(bucket) for bucket in buckets]
         pays = (1 - _PAYS) * balance.worth(dense)
         if balance.worth(choice) > pays:
             choice = dense
         if balance.allows(now) and balance.worth(now) <= min(pays, (1 + _WORTH) * balance.worth(choice)):
             choice = now
-        self._allowed = [
-            np.flatnonzero(own <= own[row] * (1 + 1e-9)) for own, row in zip(balance.delays, choice, strict=True)
-        ]
-        self._delay = balance.delay(choice)
-        signal = f"{balance.signal:.2g} of the energy is signal"
-        self._reason = f"delay {self._delay:.2g} of at most {longest:.2g} steps, {signal}"
+        return choice
+
+    def _ask_for_codes(self, transport: Transport) -> Generator[Asked, Any, bool]:
+        """Take up a learned code where it pays; tell whether one was. Collective, as rounds."""
+        balance, cost = self._balance(), self._carriers.cost
+        if balance is None or cost is None or not self._carriers.measured:
+            return False
+        worth = (1 - _PAYS) * balance.worth(self._best(balance))
+
+        def names(code: LGC) -> list[str]:
+            return self._names(code, transport.group)
+
+        taken = yield from self._codes.ask(balance, worth, self._late_values, names, cost, transport)
+        if taken:
+            for lateness in self._lateness:
+                lateness.setdefault(LGC.id, Lateness())
+            yield from self._begin(transport)
+        return taken
 
     def _longest(self) -> float:
         """Give the longest delay that may be, in steps; 0 until it is known how much of gradients is signal."""
@@ -359,24 +433,56 @@ class Joint(Policy):
     def _late(self, bucket: int) -> NDArray[np.float64]:
         """Give the delay of each of a bucket's rows; infinite where it is too far below the ratio that is known."""
         rows, known = self._carriers.rows[bucket], self._delays[bucket]
-        down = _DOWN if known.steady else 0
-        lowest = int(np.searchsorted(self._ladder, (known.ratio or 0) * (1 - 1e-6))) - down
         delays = np.zeros(rows.kept.size)
         delays[: self._ratios.size] = known.at(self._ratios)
-        delays[: self._ratios.size][self._ratios < self._ladder[max(0, lowest)]] = math.inf
-        quantised = [own.delay for own in self._lateness[bucket].values()]
-        delays[self._ratios.size : self._ratios.size + len(quantised)] = quantised
+        delays[: self._ratios.size][self._ratios < self._lowest(bucket)] = math.inf
+        whole = [self._lateness[bucket][own.id].delay for own in self._quantisers]
+        if self._codes.has(bucket):
+            whole += [math.inf, self._late_code(bucket)]  # one that learns runs when it has to
+        delays[self._ratios.size : self._ratios.size + len(whole)] = whole
         late: NDArray[np.float64] = delays[rows.levels]
         for kind, own in self._lossy[bucket].items():
             late[own] *= self._factors.get(kind, _UNSEEN)
         return late
 
+    def _lowest(self, bucket: int) -> float:
+        """Give the lowest ratio whose delay is known well enough; where none ever runs, there is no better guess."""
+        if not self._ratios.size:
+            return 0.0
+        known = self._delays[bucket]
+        down = _DOWN if known.steady else 0
+        return float(self._ladder[max(0, int(np.searchsorted(self._ladder, (known.ratio or 0) * (1 - 1e-6))) - down)])
 
-def _rows_of_kinds(schemes: Sequence[Scheme[Any]]) -> dict[str, NDArray[np.int64]]:
-    """Give the rows of each collective that leaves something out."""
+    def _late_values(self, bucket: int, ratio: float) -> float:
+        """Give the delay where the values travel that the indices of one rank select; infinite where it is not known.
+
+        Until star-topk ran it is taken to be as that of anything that leaves something out.
+        """
+        late = float(self._delays[bucket].at(np.array(ratio))) * self._factors.get(StarTopk.id, _UNSEEN)
+        return late if ratio >= self._lowest(bucket) else math.inf
+
+    def _late_code(self, bucket: int) -> float:
+        """Give the delay under a bucket's learned code; infinite before it was learnt."""
+        if self._codes.learns(bucket):
+            return math.inf
+        known = self._lateness[bucket][LGC.id]
+        return known.delay if known.ran else late_under(self._late_values(bucket, self._codes.ratio))
+
+
+def _families(named: Compressor | None) -> tuple[list[Compressor], list[Quantiser], list[LGC]]:
+    """Give what has a ratio, what is sent in few bits, and the codes that may be learnt."""
+    if named is None:
+        return [TopK(wire="bf16"), TopK()], list(_QUANTISERS), list(TEMPLATES)
+    if isinstance(named, LGC):
+        return [], [], [replace(named, dense_steps=0)]
+    return [named], [], []
+
+
+def _rows_of_kinds(rows: Rows, levels: int) -> dict[str, NDArray[np.int64]]:
+    """Give the rows of each collective that leaves something out, of so many levels: the first ones, with ratios."""
     kinds: dict[str, list[int]] = {}
-    for row, scheme in enumerate(schemes):
-        if scheme.leaves_out:
+    for row, (scheme, level) in enumerate(zip(rows.schemes, rows.levels, strict=True)):
+        if scheme.leaves_out and level < levels:
             kinds.setdefault(_kind(scheme), []).append(row)
     return {kind: np.array(own) for kind, own in kinds.items()}
 

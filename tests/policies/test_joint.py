@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from trainings import Training
 from worlds import Link, Ranks
 
 import mpicomp
@@ -9,50 +10,7 @@ from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.policies import get_policy
 from mpicomp.policies.balance import behind
 
-SHAPES = {"embedding": (300, 40), "weight": (64, 50), "bias": (64,)}
 SLOW, FAST, NO_TIME = Link(1e-5, 2e6), Link(1e-5, 10e9), Link(1e-9, 1e15)
-
-
-class Training:
-    """Ranks that reduce gradients with long tails; there is a step's worth of computing between two of them.
-
-    A share of their energy is the same on all ranks and in all steps, the rest is noise.
-    """
-
-    def __init__(self, size, network, *args, computing=0.02, signal=0.02, **settings):
-        self.signal = signal
-        self.ranks = Ranks(size, *args, network=network, **settings)
-        self.random = np.random.default_rng(1)
-        self.computing = computing
-        self.scale = {name: self.random.pareto(3, shape) for name, shape in SHAPES.items()}
-        self.common = {name: own * self.random.standard_normal(own.shape) for name, own in self.scale.items()}
-
-    def gradients(self):
-        def one(name, scale):
-            noise = scale * self.random.standard_normal(scale.shape)
-            return (self.signal**0.5 * self.common[name] + (1 - self.signal) ** 0.5 * noise).astype(np.float32)
-
-        return [{name: one(name, scale) for name, scale in self.scale.items()} for _ in self.ranks.reducers]
-
-    def step(self, lr=0.1):
-        for end in self.ranks.world.transports:
-            end.seconds += self.computing
-        gradients = self.gradients()
-        known = self.ranks.reducers[0].last_step is not None
-        before = {name: self.ranks.residual_sum(name) for name in SHAPES if known}
-        means = self.ranks.reduce(gradients, lr)
-        records = [[b.to_json() for b in reducer.last_step.buckets] for reducer in self.ranks.reducers]
-        plans = [[(b["collective"], b["compressor"], b["reason"], b["gain"]) for b in own] for own in records]
-        assert all(own == plans[0] for own in plans)
-        for name in SHAPES:
-            assert all((own[name] == means[0][name]).all() for own in means)
-            given = np.sum([own[name].astype(np.float64) for own in gradients], axis=0) + before.get(name, 0)
-            taken = len(means) * means[0][name].astype(np.float64) + self.ranks.residual_sum(name)
-            np.testing.assert_allclose(taken, given, rtol=1e-4, atol=1e-3)
-        return self.ranks.reducers[0].last_step.buckets
-
-    def run(self, steps, lr=0.1):
-        return [self.step(lr) for _ in range(steps)]
 
 
 def ratios(steps):
@@ -180,6 +138,13 @@ def test_a_named_collective_carries_what_it_can(collective):
     assert sparse == {collective}
 
 
+def test_a_named_collective_for_few_bits():
+    steps = Training(4, Link(1e-5, 2e7), None, "two-phase", signal=0.6).run(80)
+    ran = {(own.compressor["id"], own.collective) for buckets in steps for own in buckets}
+    assert {name for name, _ in ran} <= {"dense", "onebit", "qsgd"}
+    assert {collective for name, collective in ran if name != "dense"} == {"two-phase"}
+
+
 def test_a_named_collective_for_dense_arrays_makes_it_dense():
     steps = Training(4, SLOW, None, "ring").run(30)
     assert {(own.compressor["id"], own.collective) for buckets in steps for own in buckets} == {("dense", "ring")}
@@ -240,7 +205,7 @@ def test_without_feedback_nothing_may_be_late():
 
 def test_a_collective_that_carries_neither():
     with pytest.raises(IncompatiblePairError):
-        Ranks(2, None, "two-phase")
+        Ranks(2, None, "low-rank")
     with pytest.raises(IncompatiblePairError):
         Ranks(2, "topk", "ring", "auto")
     with pytest.raises(IncompatiblePairError):

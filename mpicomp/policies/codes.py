@@ -1,0 +1,228 @@
+"""Learned codes in the joint choice: taken up where they are predicted to pay for all that they cost."""
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from mpicomp.collectives import Group, bind
+from mpicomp.collectives.round import Round
+from mpicomp.compressors import LGC, get_compressor
+from mpicomp.cost import CostModel, measure_kernels, seen_by_some
+from mpicomp.policies.balance import Balance
+from mpicomp.policies.policy import Shape
+from mpicomp.transport.base import Asked, Transport
+from mpicomp.workspace import Workspace
+
+_RATIOS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
+_LATER = 3.5  # times the delay of the values themselves, under either code: 2.6 to 4.3 on digits, see docs/learned.md
+_FIRST, _AGAIN = 2, 2  # times the steps in which it learns, then times the steps so far: when a code is thought of
+
+TEMPLATES = tuple(
+    LGC(ratio=ratio, code=kind, dense_steps=0, wire=wire)
+    for kind, wire, ratio in product(("linear", "autoencoder"), ("bf16", None), _RATIOS)
+)
+"""The codes that may be taken up where none was named."""
+
+
+class Codes:
+    """The learned code of a run, if there is one: which buckets have it, and for how many steps it has been learnt.
+
+    A code saves nothing until it was learnt and given to all ranks, and how long a training will still go on nobody
+    says. It is taken to go on for as many steps as it has gone on so far: over these a code has to pay for the steps in
+    which it is learnt, for the broadcast and for its own work. It is asked for when twice as many steps were done as it
+    takes to learn one, and again whenever they have doubled; one at most is taken up. When it was learnt it is one of
+    the plans, no more: how late it makes gradients is seen then, and what is worse than others is not run.
+
+    Parameters
+    ----------
+    templates : sequence of LGC
+        Which may be taken up, without dense steps, since gradients have been looked at by then; possibly none.
+    """
+
+    def __init__(self, templates: Sequence[LGC]) -> None:
+        self._templates = list(templates)
+        self._agreed = False  # whether those are left that every rank can learn
+        self._code: LGC | None = None
+        self._learnt: dict[str, int] = {}  # steps, by the first parameter of each bucket that has it
+        self._steps = 0
+        self._ask = _FIRST * max((own.training_steps for own in templates), default=0)
+        self._shapes: list[Shape] = []
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to ask for a code."""
+        return bool(self._templates) and self._code is None and self._steps >= self._ask
+
+    @property
+    def ratio(self) -> float:
+        """Of the code that was taken up; only where one was."""
+        assert self._code is not None
+        return self._code.ratio
+
+    def start(self, shapes: Sequence[Shape]) -> None:
+        """Take up new buckets: others than before have to learn anew, if they are to."""
+        if self._shapes and list(shapes) != self._shapes:
+            self._code, self._learnt = None, {}
+        self._shapes = list(shapes)
+
+    def has(self, bucket: int) -> bool:
+        """Tell whether a bucket has a code, learnt or not."""
+        return self._shapes[bucket].names[0] in self._learnt
+
+    def learns(self, bucket: int) -> bool:
+        """Tell whether a bucket's code is being learnt."""
+        if not self.has(bucket):
+            return False
+        assert self._code is not None
+        return self._learnt[self._shapes[bucket].names[0]] < self._code.training_steps
+
+    def forms(self, bucket: int) -> list[LGC]:
+        """Give the compressors of a bucket that has a code: one that learns, and one whose code is learnt."""
+        if not self.has(bucket):
+            return []
+        assert self._code is not None
+        return [self._placed(own, self._shapes[bucket]) for own in (self._code.learning, self._code)]
+
+    def pass_step(self, learning: Sequence[int]) -> None:
+        """Count a step that was delivered, in which the codes of some buckets were learnt."""
+        self._steps += 1
+        for bucket in learning:
+            self._learnt[self._shapes[bucket].names[0]] += 1
+
+    def ask(
+        self,
+        balance: Balance,
+        worth: float,
+        late: Callable[[int, float], float],
+        names: Callable[[LGC], Sequence[str]],
+        cost: CostModel,
+        transport: Transport,
+    ) -> Generator[Asked, Any, bool]:
+        """Take up the code that is predicted to pay most, if one does; tell whether it was. Collective, as rounds.
+
+        Own work is measured only where a code would pay if it took none.
+
+        Parameters
+        ----------
+        balance : Balance
+            All other plans.
+        worth : float
+            Of plans with a code, what it has to be below; see `Balance.worth`.
+        late : callable
+            Gives the steps by which a bucket's gradients are late where the values travel that one rank's indices
+            select, for a bucket and a ratio.
+        names : callable
+            Gives the collectives that may carry a code.
+        cost : CostModel
+            Of this network.
+        transport : Transport
+            Among the ranks.
+        """
+        if not self._agreed:
+            yield from self._agree(transport)
+        group = transport.group
+        best = self._best(balance, worth, late, names, cost, group)
+        if best is not None:
+            forms = [form for code in self._templates for form in (code.learning, code)]
+            schemes = [bind(form, name) for form in forms for name in names(form)]
+            yield from measure_kernels(cost, schemes, True, transport, ladder=True)
+            best = self._best(balance, worth, late, names, cost, group)
+        self._ask = _AGAIN * self._steps
+        if best is not None:
+            self._code, buckets = best
+            self._learnt = {self._shapes[bucket].names[0]: 0 for bucket in buckets}
+        return best is not None
+
+    def state(self) -> dict[str, Any]:
+        """Give what has to survive a restart, JSON-able. What was learnt is in the memory of buckets."""
+        config = None if self._code is None else self._code.get_config()
+        return {"steps": self._steps, "ask": self._ask, "code": config, "learnt": dict(self._learnt)}
+
+    def give(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` gave."""
+        self._steps, self._ask = int(state["steps"]), int(state["ask"])
+        code = None if state["code"] is None else get_compressor(state["code"])
+        assert code is None or isinstance(code, LGC)
+        self._code = code
+        self._learnt = {str(name): int(steps) for name, steps in state["learnt"].items()}
+
+    def _agree(self, transport: Transport) -> Generator[Asked, Any, None]:
+        """Leave out what some rank cannot learn. Collective: a round of a byte."""
+        ranks = transport.group.size
+        own = np.array([find_spec("torch") is not None], np.uint8)
+        everyones = yield Round("allgatherv", [1] * ranks, own.dtype, send=own, recv=np.empty(ranks, np.uint8))
+        if not everyones.all():
+            self._templates = [own for own in self._templates if own.code == "linear"]
+        self._agreed = True
+
+    def _best(
+        self,
+        balance: Balance,
+        worth: float,
+        late: Callable[[int, float], float],
+        names: Callable[[LGC], Sequence[str]],
+        cost: CostModel,
+        group: Group,
+    ) -> tuple[LGC, list[int]] | None:
+        """Give the best code and the buckets that it pays for; None where none is good enough. See `ask`."""
+        best = None
+        buckets = range(len(self._shapes))
+        for code in self._templates:
+            delays = [late_under(late(bucket, code.ratio)) for bucket in buckets]
+            seconds = [
+                self._seconds(code, bucket, names, cost, group) if math.isfinite(delays[bucket]) else math.inf
+                for bucket in buckets
+            ]
+            with_it = replace(
+                balance,
+                delays=[np.append(*own) for own in zip(balance.delays, delays, strict=True)],
+                seconds=[np.append(*own) for own in zip(balance.seconds, seconds, strict=True)],
+            )
+            choice = with_it.best()
+            own = [bucket for bucket in buckets if choice[bucket] == balance.delays[bucket].size]
+            if own and with_it.worth(choice) < worth:
+                best, worth = (code, own), with_it.worth(choice)
+        return best
+
+    def _seconds(
+        self, code: LGC, bucket: int, names: Callable[[LGC], Sequence[str]], cost: CostModel, group: Group
+    ) -> float:
+        """Give the mean seconds of a code over as many steps as were done; infinite for a bucket with too few values.
+
+        In the first of these steps it is learnt and in one it is given to all ranks. Own work that was not measured
+        takes none.
+        """
+        shape, taught = self._shapes[bucket], code.training_steps
+        placed = self._placed(code, shape)
+        if placed.selected(shape.numel).coded_count < placed.make_code(Workspace()).least:
+            return math.inf
+        views = seen_by_some(group)
+        seconds = math.inf
+        for name in names(code):
+            scheme, learning = bind(placed, name), bind(placed.learning, name)
+
+            def rounds_s(step: int, scheme: Any = scheme) -> float:
+                of_ranks = [scheme.rounds(shape.numel, shape.dtype, view, step) for view in views]
+                return cost.network.seconds(cost.network.coefficients(of_ranks, views))
+
+            learning_s = rounds_s(0) + cost.own_work(learning, shape.numel)
+            giving_s = rounds_s(taught) - rounds_s(taught + 1)
+            coded_s = rounds_s(taught + 1) + cost.own_work(scheme, shape.numel)
+            mean_s = (taught * learning_s + giving_s + (self._steps - taught) * coded_s) / self._steps
+            seconds = min(seconds, mean_s)
+        return seconds
+
+    def _placed(self, code: LGC, shape: Shape) -> LGC:
+        names = [name for own in self._shapes for name in own.names]
+        sizes = [size for own in self._shapes for size in own.sizes]
+        return code.within_model(names, sizes).within(shape.names, shape.sizes, shape.shapes)
+
+
+def late_under(late: float) -> float:
+    """Give the steps by which gradients are late under a code that was not run yet, from those of its values."""
+    return _LATER * late

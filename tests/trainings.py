@@ -1,0 +1,48 @@
+"""Trainings under simulated networks: gradients with long tails, some of which is signal."""
+
+import numpy as np
+from worlds import Ranks
+
+SHAPES = {"embedding": (300, 40), "weight": (64, 50), "bias": (64,)}
+
+
+class Training:
+    """Ranks that reduce gradients with long tails; there is a step's worth of computing between two of them.
+
+    A share of their energy is the same on all ranks and in all steps, the rest is noise.
+    """
+
+    def __init__(self, size, network, *args, computing=0.02, signal=0.02, shapes=SHAPES, **settings):
+        self.signal = signal
+        self.ranks = Ranks(size, *args, network=network, **settings)
+        self.random = np.random.default_rng(1)
+        self.computing = computing
+        self.scale = {name: self.random.pareto(3, shape) for name, shape in shapes.items()}
+        self.common = {name: own * self.random.standard_normal(own.shape) for name, own in self.scale.items()}
+
+    def gradients(self):
+        def one(name, scale):
+            noise = scale * self.random.standard_normal(scale.shape)
+            return (self.signal**0.5 * self.common[name] + (1 - self.signal) ** 0.5 * noise).astype(np.float32)
+
+        return [{name: one(name, scale) for name, scale in self.scale.items()} for _ in self.ranks.reducers]
+
+    def step(self, lr=0.1):
+        for end in self.ranks.world.transports:
+            end.seconds += self.computing
+        gradients = self.gradients()
+        known = self.ranks.reducers[0].last_step is not None
+        before = {name: self.ranks.residual_sum(name) for name in self.scale if known}
+        means = self.ranks.reduce(gradients, lr)
+        records = [[b.to_json() for b in reducer.last_step.buckets] for reducer in self.ranks.reducers]
+        plans = [[(b["collective"], b["compressor"], b["reason"], b["gain"]) for b in own] for own in records]
+        assert all(own == plans[0] for own in plans)
+        for name in self.scale:
+            assert all((own[name] == means[0][name]).all() for own in means)
+            given = np.sum([own[name].astype(np.float64) for own in gradients], axis=0) + before.get(name, 0)
+            taken = len(means) * means[0][name].astype(np.float64) + self.ranks.residual_sum(name)
+            np.testing.assert_allclose(taken, given, rtol=1e-4, atol=1e-3)
+        return self.ranks.reducers[0].last_step.buckets
+
+    def run(self, steps, lr=0.1):
+        return [self.step(lr) for _ in range(steps)]
