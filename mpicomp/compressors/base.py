@@ -128,8 +128,11 @@ class Compressor(ABC):
         return False
 
     @property
-    def gives_mean(self) -> bool:
-        """Whether what it delivers stands for the mean of gradients, so that a dense step may take its place."""
+    def replaceable(self) -> bool:
+        """Whether a dense step may take its place now and then.
+
+        Not where it delivers something else than a mean of gradients, nor where it learns from what it exchanges.
+        """
         return True
 
     @property

@@ -83,7 +83,7 @@ class FetchSGD(Sketch):
         return False
 
     @property
-    def gives_mean(self) -> bool:
+    def replaceable(self) -> bool:
         """Not with momentum: it is delivered with that in it, and a dense step would be without."""
         return not self.momentum
 

@@ -225,6 +225,11 @@ class LGC(Compressor):
         return True
 
     @property
+    def replaceable(self) -> bool:
+        """No: it learns from every step of its first phases."""
+        return False
+
+    @property
     def settled(self) -> "LGC":
         """Give one that has a code at its second step, if it ever has: what it takes then is what it goes on taking."""
         return self if self == self.learning else replace(self, dense_steps=0, training_steps=1)

@@ -1,7 +1,7 @@
 """Low rank: a matrix travels as the product of two thin ones."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import isqrt, prod
 from typing import Any, ClassVar
@@ -113,6 +113,11 @@ class PowerSGD(Compressor):
     def feedback(self) -> bool:
         """What the projection leaves out has to be kept."""
         return True
+
+    @property
+    def settled(self) -> "PowerSGD":
+        """Give one that compresses from the first step on."""
+        return replace(self, start_step=0)
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

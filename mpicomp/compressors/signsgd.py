@@ -58,8 +58,8 @@ class SignSGD(Compressor):
         return False
 
     @property
-    def gives_mean(self) -> bool:
-        """No: signs of one size, whatever that of gradients."""
+    def replaceable(self) -> bool:
+        """No: it delivers signs of one size, whatever that of gradients."""
         return False
 
     @property

@@ -20,8 +20,8 @@ from mpicomp.transport.base import Asked, Transport
 class Static(Policy):
     """One compressor as it was named, carried by the collective that was named.
 
-    With the collective ``"auto"`` it is the one of least predicted time, exchanges without compression among them, but
-    for compressors whose first steps are others than the later ones.
+    With the collective ``"auto"`` it is the one of least predicted time, exchanges without compression among them where
+    these may take its place.
     """
 
     id: ClassVar[str] = "static"
@@ -56,8 +56,7 @@ class Static(Policy):
             levels: list[tuple[Compressor, list[str]]] = [
                 (own, [self._pinned] if self._pinned else names_for(own, transport.group))
             ]
-            # What has to be run from the first step on, to become what it is, cannot be left out now and then.
-            if self._pinned is None and own != Dense() and own.gives_mean and own == own.settled:
+            if self._pinned is None and own != Dense() and own.replaceable:
                 levels.append((Dense(), names_for(Dense(), transport.group)))
             ladders.append(levels)
         yield from self._carriers.start(ladders, shapes, transport)

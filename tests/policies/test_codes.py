@@ -123,7 +123,7 @@ def test_it_goes_on_after_a_restart(after):
 
 
 def test_a_named_collective_for_codes(monkeypatch):
-    """Where nothing but codes and dense is left, the ratio and the wire are chosen, of codes that all ranks can learn."""
+    """Where nothing but codes and dense is left, ratio and wire are chosen, of codes that all ranks can learn."""
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     steps = Training(3, SLOW, collective="learned", computing=0.001, shapes=SHAPES).run(480)
     ran = {(own.compressor["id"], own.collective.partition(":")[0]) for buckets in steps for own in buckets}
