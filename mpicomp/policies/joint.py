@@ -93,10 +93,10 @@ class Joint(Policy):
         """
         self._pinned = None if named.collective == "auto" else named.collective
         self.compressor = TopK() if named.compressor is None else named.compressor
-        families = _families(named.compressor)
-        self._wires, self._quantisers, codes = (
-            [own for own in family if self._pinned is None or _fits(own, self._pinned)] for family in families
-        )
+        wires, quantisers, codes = _families(named.compressor)
+        self._wires = [own for own in wires if self._fits(own)]
+        self._quantisers = [own for own in quantisers if self._fits(own)]
+        codes = [own for own in codes if self._fits(own)]
         compresses = bool(self._wires or self._quantisers or codes)
         if not compresses:
             assert self._pinned is not None
@@ -320,6 +320,15 @@ class Joint(Policy):
         rows = self._carriers.rows[bucket]
         return rows.schemes[self._carriers.row(bucket)].compressor == self._codes.forms(bucket)[0]
 
+    def _fits(self, compressor: Compressor) -> bool:
+        """Tell whether the collective that was named carries a compressor; any does where none was."""
+        if self._pinned is not None:
+            try:
+                bind(compressor, self._pinned)
+            except IncompatiblePairError:
+                return False
+        return True
+
     def _levels(self, group: Group, bucket: int) -> list[tuple[Compressor, Sequence[str]]]:
         levels: list[tuple[Compressor, Sequence[str]]] = []
         for wire, ratio in itertools.product(self._wires, self._ladder.tolist()):
@@ -331,8 +340,7 @@ class Joint(Policy):
             for own in (*self._quantisers, *self._codes.forms(bucket)):
                 levels.append((own, self._names(own, group)))
         for dense in self._dense:
-            pinned = self._pinned is not None and _fits(dense, self._pinned)
-            levels.append((dense, [str(self._pinned)] if pinned else names_for(dense, group)))
+            levels.append((dense, self._names(dense, group) if self._fits(dense) else names_for(dense, group)))
         return levels
 
     def _dense_rows(self, bucket: int) -> NDArray[np.int64]:
@@ -417,7 +425,7 @@ class Joint(Policy):
         def names(code: LGC) -> list[str]:
             return self._names(code, transport.group)
 
-        taken = yield from self._codes.ask(balance, worth, self._late_values, names, cost, transport)
+        taken: bool = yield from self._codes.ask(balance, worth, self._late_values, names, cost, transport)
         if taken:
             for lateness in self._lateness:
                 lateness.setdefault(LGC.id, Lateness())
@@ -485,15 +493,6 @@ def _rows_of_kinds(rows: Rows, levels: int) -> dict[str, NDArray[np.int64]]:
         if scheme.leaves_out and level < levels:
             kinds.setdefault(_kind(scheme), []).append(row)
     return {kind: np.array(own) for kind, own in kinds.items()}
-
-
-def _fits(compressor: Compressor, collective: str) -> bool:
-    """Tell whether a collective carries a compressor."""
-    try:
-        bind(compressor, collective)
-    except IncompatiblePairError:
-        return False
-    return True
 
 
 def _kind(scheme: Scheme[Any]) -> str:
