@@ -48,7 +48,6 @@ class CountSketch(Sketch):
     - Each step has hashes of its own. With the same ones at every step elements that share cells hide each other for as
       long as they are kept back: 8 % of the energy in place of 13.
     - Momentum is off unless asked for.
-
     - Numbers travel in 16 bits unless asked otherwise. On the task ``digits`` 2 bytes an element for twice as large a
       table and twice as many candidates lost 0.4 points to dense exchange where 4 bytes lost 2.
 
