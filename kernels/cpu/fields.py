@@ -178,13 +178,23 @@ def _width(largest: int) -> int:
 
 
 @kernel
+def _spread(levels, table, out):  # type: ignore[no-untyped-def]
+    """Write each element's entry of a table. A pass for each entry vectorises, where looking them up does not."""
+    out[: levels.size] = table[0]
+    for level in range(1, table.size):
+        own = table[level]
+        for i in range(levels.size):
+            out[i] = own if levels[i] == level else out[i]
+
+
+@kernel
 def _round(part, levels, first, inverses, steps, weights, limit, low, high, codes, sent):  # type: ignore[no-untyped-def]
     number = part.dtype.type
     inverse, step, weight = inverses[0], steps[0], weights[0]
     missed = number(0)  # in units of the first grid: squares neither vanish nor overflow
     for i in range(part.size):
         if levels is not None:
-            inverse, step, weight = inverses[levels[i]], steps[levels[i]], weights[levels[i]]
+            inverse, step, weight = inverses[i], steps[i], weights[i]
         exact = part[i] * inverse
         inside = exact if exact > -limit else -limit  # NaN too
         inside = inside if inside < limit else limit
@@ -206,6 +216,7 @@ def _round(part, levels, first, inverses, steps, weights, limit, low, high, code
 @kernel
 def _pack_fields(array, levels, inverses, steps, weights, limit, fields, width, low, high, words, sent):  # type: ignore[no-untyped-def]
     codes = np.empty(SPAN, np.uint32)
+    grid = np.empty((3, SPAN), array.dtype)
     units = 0.0
     for place in range(0, words.size, SPAN):
         own = words[place : place + SPAN]
@@ -215,11 +226,19 @@ def _pack_fields(array, levels, inverses, steps, weights, limit, fields, width, 
             last = min(first + own.size, array.size)
             if first >= last:
                 break
-            grids = None if levels is None else levels[first:last]
-            units += _round(
-                array[first:last], grids, np.uint32(first), inverses, steps, weights, limit, low, high, codes,
-                sent[first:last],
-            )  # fmt: skip
+            if levels is None:
+                units += _round(
+                    array[first:last], None, np.uint32(first), inverses, steps, weights, limit, low, high, codes,
+                    sent[first:last],
+                )  # fmt: skip
+            else:
+                _spread(levels[first:last], inverses, grid[0])
+                _spread(levels[first:last], steps, grid[1])
+                _spread(levels[first:last], weights, grid[2])
+                units += _round(
+                    array[first:last], levels, np.uint32(first), grid[0], grid[1], grid[2], limit, low, high, codes,
+                    sent[first:last],
+                )  # fmt: skip
             shift = np.uint64(field * width)
             for k in range(last - first):
                 own[k] |= np.uint64(codes[k]) << shift
@@ -230,14 +249,17 @@ def _pack_fields(array, levels, inverses, steps, weights, limit, fields, width, 
 def _unpack_fields(words, levels, factors, offset, fields, width, out):  # type: ignore[no-untyped-def]
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
     factor = factors[0]
+    grid = np.empty(SPAN, out.dtype)
     for place in range(0, words.size, SPAN):
         own = words[place : place + SPAN]
         for field in range(fields):
             first = place * fields + field * own.size
             shift = np.uint64(field * width)
+            if levels is not None:
+                _spread(levels[first : first + own.size], factors, grid)
             for k in range(min(own.size, out.size - first)):
                 if levels is not None:
-                    factor = factors[levels[first + k]]
+                    factor = grid[k]
                 total = np.int32(np.int32((own[k] >> shift) & mask) - offset)
                 out[first + k] = out.dtype.type(total) * factor
 
@@ -258,11 +280,16 @@ def _pack_objections(array, inverse, limit, fields, width, words):  # type: igno
 @kernel
 def _settle_levels(words, fields, width, level, levels):  # type: ignore[no-untyped-def]
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
+    objects = np.empty(SPAN, np.uint32)
     for place in range(0, words.size, SPAN):
         own = words[place : place + SPAN]
         for field in range(fields):
             first = place * fields + field * own.size
             shift = np.uint64(field * width)
-            for k in range(min(own.size, levels.size - first)):
-                if (own[k] >> shift) & mask == np.uint64(0):
-                    levels[first + k] = level
+            part = levels[first : first + own.size]
+            # Narrowed in two steps, and chosen by a product: so both loops vectorise, and no branch is mispredicted.
+            for k in range(part.size):
+                objects[k] = np.uint32((own[k] >> shift) & mask)
+            for k in range(part.size):
+                stays = np.uint8(objects[k] != np.uint32(0))
+                part[k] = part[k] * stays + level * (np.uint8(1) - stays)

@@ -54,12 +54,16 @@ class PowerSGD(Compressor):
         Power iterations in a step. Each sends both factors: it takes two sums, and as many bytes as the first one. With
         a warm start one is enough where gradients change slowly; more of them come nearer to the best approximation
         of this rank, never beyond it.
+    rows : int, optional
+        A matrix with more rows is cut in several of at most this many, each of which has this rank: more directions for
+        more bytes. What a matrix of many rows holds, as an embedding does, has little in common.
     wire : {None, "fp16", "bf16"}
         How factors travel; the 16-bit forms are summed in at least float32.
 
     Notes
     -----
-    Names and defaults are those of PyTorch's hook, but for ``start_step``, which is 1000 there, and ``iterations``.
+    Names and defaults are those of PyTorch's hook, but for ``start_step``, which is 1000 there, ``iterations`` and
+    ``rows``.
     Different from the paper and published code:
 
     - What a rank has sent is the product of the common factor with its **own** other one, not with the mean: so
@@ -92,11 +96,14 @@ class PowerSGD(Compressor):
     warm_start: bool = True
     layers: Mapping[str, int] | None = None
     iterations: int = 1
+    rows: int | None = None
     wire: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 1), ("start_step", 0), ("iterations", 1)):
             _check_least(name, getattr(self, name), least)
+        if self.rows is not None:
+            _check_least("rows", self.rows, 1)
         if self.layers is not None:
             if not isinstance(self.layers, Mapping):
                 raise ConfigurationError(f"powersgd: layers must map names to ranks, got {self.layers!r}")
@@ -134,12 +141,21 @@ class PowerSGD(Compressor):
         for name, size, shape in zip(names, sizes, shapes or [(size,) for size in sizes], strict=True):
             if len(shape) > 1 and size:
                 rows, columns = shape[0], prod(shape[1:])
-                rank = min(self.rank_of(name), rows, columns)
-                sent = (rows + columns) * rank * self.iterations
-                if sent * self.min_compression_rate < rows * columns:
-                    found.append(Matrix(start, rows, columns, rank))
+                most = self.rows or rows
+                parts = [(first, min(most, rows - first)) for first in range(0, rows, most)]
+                found += [
+                    Matrix(start + first * columns, own, columns, rank)
+                    for first, own in parts
+                    if (rank := self._rank_within(name, own, columns))
+                ]
             start += size
         return _Shaped(**_parameters(self), found=tuple(found))
+
+    def _rank_within(self, name: str, rows: int, columns: int) -> int:
+        """Give the rank at which a matrix is sent; 0 where it travels dense."""
+        rank = min(self.rank_of(name), rows, columns)
+        saves = (rows + columns) * rank * self.iterations * self.min_compression_rate < rows * columns
+        return rank if saves else 0
 
     def rank_of(self, name: str) -> int:
         """Give the rank that a parameter of this name is asked for, however small it is."""
@@ -172,7 +188,7 @@ def _check_least(name: str, value: object, least: int) -> None:
 
 
 def _parameters(compressor: PowerSGD) -> dict[str, Any]:
-    names = ("rank", "min_compression_rate", "start_step", "warm_start", "layers", "iterations", "wire")
+    names = ("rank", "min_compression_rate", "start_step", "warm_start", "layers", "iterations", "rows", "wire")
     return {name: getattr(compressor, name) for name in names}
 
 

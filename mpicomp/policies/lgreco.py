@@ -131,6 +131,11 @@ class LGreCo(Adaptive):
                 f"{self.id}: chooses settings of layers by itself, so {self.compressor.id} cannot have them; "
                 "leave layers out, or use policy='static'"
             )
+        if isinstance(self.compressor, PowerSGD) and self.compressor.rows is not None:
+            raise ConfigurationError(
+                f"{self.id}: tells errors of whole matrices, and rows={self.compressor.rows} cuts them; "
+                "leave rows out, or use policy='static'"
+            )
 
     @property
     def listens(self) -> bool:

@@ -247,6 +247,28 @@ def test_nothing_is_lost_with_a_rank_for_every_layer(size):
         np.testing.assert_allclose(delivered + kept, put_in, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_matrix_in_several_is_what_each_of_them_is(size):
+    """Ten rows in parts of at most four against parameters of four, four and two rows: bit for bit."""
+
+    def whole(step, rank):
+        return {"w": gradients(step, rank, {"w": (10, 20)})["w"], "b": gradients(step, rank)["b"]}
+
+    def cut(step, rank):
+        own = whole(step, rank)
+        return {"w0": own["w"][:4], "w1": own["w"][4:8], "w2": own["w"][8:], "b": own["b"]}
+
+    means, reducers = run(mpicomp.PowerSGD(rank=1, rows=4), size, 4, make=whole)
+    parts, others = run(mpicomp.PowerSGD(rank=1), size, 4, make=cut)
+    for mean, part in zip(means, parts, strict=True):
+        assert mean["w"].tobytes() == b"".join(part[name].tobytes() for name in ("w0", "w1", "w2"))
+        assert mean["b"].tobytes() == part["b"].tobytes()
+    assert reducers[0].last_step.sent_bytes == others[0].last_step.sent_bytes
+    # A part of one row saves nothing, and goes dense.
+    [alone] = run(mpicomp.PowerSGD(rank=1, rows=3), 1, 1, make=lambda *_: {"w": np.ones((4, 20), np.float32)})[1]
+    assert alone.last_step.buckets[0].ratio_reached == (3 + 20 + 20) / 80
+
+
 def test_the_first_steps_may_be_dense():
     means, reducers = run(mpicomp.PowerSGD(rank=1, start_step=2), 2, 3)
     for step in range(2):
@@ -324,6 +346,7 @@ def test_the_basis_is_orthonormal_whatever_it_is_made_of():
         ({"rank": 2.0}, "rank must be an integer of at least 1, got 2.0"),
         ({"layers": ["a"]}, r"layers must map names to ranks, got \['a'\]"),
         ({"layers": {"a": 1.5}}, r"layers\['a'\] must be an integer of at least 1, got 1.5"),
+        ({"rows": 0}, "rows must be an integer of at least 1, got 0"),
         ({"wire": "fp8"}, "wire must be None, 'fp16' or 'bf16'"),
     ],
 )

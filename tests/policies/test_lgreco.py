@@ -344,6 +344,7 @@ def test_settings_that_cannot_be(settings, text):
         ("randomk", "which randomk has not"),
         (mpicomp.TopK(layers={"a": 0.5}), "chooses settings of layers by itself, so topk cannot have them"),
         (mpicomp.PowerSGD(layers={"a": 2}), "chooses settings of layers by itself, so powersgd cannot have them"),
+        (mpicomp.PowerSGD(rows=64), "tells errors of whole matrices, and rows=64 cuts them"),
     ],
 )
 def test_compressors_that_it_cannot_work_with(compressor, text):
