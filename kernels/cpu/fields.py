@@ -89,11 +89,9 @@ def pack_fields(
     (0.25, [-4.0, 2.0, 4.0], '0x860')
     """
     low, high = (None, None) if key is None else halves(key)
-    weights = steps / steps[0]
     number = array.dtype.type
     units = _pack_fields(
-        array, levels, inverses, steps, weights, number(limit), fields_of(largest), _width(largest), low, high, words,
-        sent,
+        array, levels, inverses, steps, number(limit), fields_of(largest), _width(largest), low, high, words, sent
     )  # fmt: skip
     with np.errstate(over="ignore", invalid="ignore"):
         return float(np.square(np.float64(steps[0])) * units)
@@ -182,19 +180,19 @@ def _spread(levels, table, out):  # type: ignore[no-untyped-def]
     """Write each element's entry of a table. A pass for each entry vectorises, where looking them up does not."""
     out[: levels.size] = table[0]
     for level in range(1, table.size):
-        own = table[level]
+        own, number = table[level], np.uint8(level)
         for i in range(levels.size):
-            out[i] = own if levels[i] == level else out[i]
+            out[i] = own if levels[i] == number else out[i]
 
 
 @kernel
-def _round(part, levels, first, inverses, steps, weights, limit, low, high, codes, sent):  # type: ignore[no-untyped-def]
+def _round(part, levels, first, inverses, steps, unit, limit, low, high, codes, sent):  # type: ignore[no-untyped-def]
     number = part.dtype.type
-    inverse, step, weight = inverses[0], steps[0], weights[0]
+    inverse, step = inverses[0], steps[0]
     missed = number(0)  # in units of the first grid: squares neither vanish nor overflow
     for i in range(part.size):
         if levels is not None:
-            inverse, step, weight = inverses[i], steps[i], weights[i]
+            inverse, step = inverses[i], steps[i]
         exact = part[i] * inverse
         inside = exact if exact > -limit else -limit  # NaN too
         inside = inside if inside < limit else limit
@@ -208,15 +206,15 @@ def _round(part, levels, first, inverses, steps, weights, limit, low, high, code
             whole = below + (number(1) if inside - below > share else number(0))
         codes[i] = np.uint32(np.int32(whole + limit))
         sent[i] = whole * step
-        error = (exact - whole) * weight
+        error = (part[i] - sent[i]) * unit
         missed += error * error
     return np.float64(missed)
 
 
 @kernel
-def _pack_fields(array, levels, inverses, steps, weights, limit, fields, width, low, high, words, sent):  # type: ignore[no-untyped-def]
+def _pack_fields(array, levels, inverses, steps, limit, fields, width, low, high, words, sent):  # type: ignore[no-untyped-def]
     codes = np.empty(SPAN, np.uint32)
-    grid = np.empty((3, SPAN), array.dtype)
+    grid = np.empty((2, SPAN), array.dtype)
     units = 0.0
     for place in range(0, words.size, SPAN):
         own = words[place : place + SPAN]
@@ -228,16 +226,15 @@ def _pack_fields(array, levels, inverses, steps, weights, limit, fields, width, 
                 break
             if levels is None:
                 units += _round(
-                    array[first:last], None, np.uint32(first), inverses, steps, weights, limit, low, high, codes,
+                    array[first:last], None, np.uint32(first), inverses, steps, inverses[0], limit, low, high, codes,
                     sent[first:last],
                 )  # fmt: skip
             else:
                 _spread(levels[first:last], inverses, grid[0])
                 _spread(levels[first:last], steps, grid[1])
-                _spread(levels[first:last], weights, grid[2])
                 units += _round(
-                    array[first:last], levels, np.uint32(first), grid[0], grid[1], grid[2], limit, low, high, codes,
-                    sent[first:last],
+                    array[first:last], levels, np.uint32(first), grid[0], grid[1], inverses[0], limit, low, high,
+                    codes, sent[first:last],
                 )  # fmt: skip
             shift = np.uint64(field * width)
             for k in range(last - first):
