@@ -318,7 +318,7 @@ class Joint(Policy):
         if not self._codes.learns(bucket):
             return False
         rows = self._carriers.rows[bucket]
-        return rows.schemes[self._carriers.row(bucket)].compressor == self._codes.forms(bucket)[0]
+        return bool(rows.schemes[self._carriers.row(bucket)].compressor == self._codes.forms(bucket)[0])
 
     def _fits(self, compressor: Compressor) -> bool:
         """Tell whether the collective that was named carries a compressor; any does where none was."""
