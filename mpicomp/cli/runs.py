@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -147,13 +148,28 @@ def run_all(
     """
     begin = time.monotonic()
     print(f"{command}: {len(runs)} runs, {where}, at most {limit_s / 60:.0f} minutes", flush=True)
-    for place, own in enumerate(runs, 1):
-        finished = runner.run(own, limit_s - (time.monotonic() - begin))
-        passed = time.monotonic() - begin
-        left = sum(runner.expected_s(other) for other in runs[place:])
-        rest = f"{len(runs) - place} left, about {min(left, max(0.0, limit_s - passed)) / 60:.0f} minutes"
-        print(f"{passed:6.0f} s  {place}/{len(runs)}  {own}: {_came_to(finished, results)}; {rest}", flush=True)
-        write()
+    with _terminated():
+        for place, own in enumerate(runs, 1):
+            finished = runner.run(own, limit_s - (time.monotonic() - begin))
+            passed = time.monotonic() - begin
+            left = sum(runner.expected_s(other) for other in runs[place:])
+            rest = f"{len(runs) - place} left, about {min(left, max(0.0, limit_s - passed)) / 60:.0f} minutes"
+            print(f"{passed:6.0f} s  {place}/{len(runs)}  {own}: {_came_to(finished, results)}; {rest}", flush=True)
+            write()
+
+
+@contextlib.contextmanager
+def _terminated() -> Iterator[None]:
+    """Have SIGTERM, which batch systems send, end this process as an error does: what it has started ends with it."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _came_to(finished: Any, results: Callable[[Any], str]) -> str:

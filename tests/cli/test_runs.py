@@ -1,0 +1,44 @@
+"""Benchmarks that start trainings: whoever ends them ends these, too."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PARENT = """
+import os, sys
+from pathlib import Path
+from mpicomp.bench.jobs import execute
+from mpicomp.cli.runs import run_all
+
+CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+
+class Runner:
+    def run(self, run, left_s):
+        execute([sys.executable, "-c", CHILD], os.environ, Path(sys.argv[1]), left_s)
+
+    def expected_s(self, run):
+        return 0.0
+
+run_all("bench", "here", ["only"], Runner(), 60.0, str, lambda: None)
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, None)])
+def test_a_signal_ends_what_was_started(number, status, tmp_path):
+    log = tmp_path / "log"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(log)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    while not (log.exists() and log.read_text().strip()):
+        time.sleep(0.05)
+    child = int(log.read_text())
+    parent.send_signal(number)
+    parent.communicate()
+    assert parent.returncode == (-signal.SIGINT if status is None else status)
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
