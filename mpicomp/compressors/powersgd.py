@@ -133,7 +133,9 @@ class PowerSGD(Compressor):
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
         """Give both factors' elements for a square matrix of 2**20."""
-        return 2 * self.rank * self.iterations / (1 << 10) * (itemsize if self.wire is None else 2)
+        side = 1 << 10
+        rows = min(self.rows or side, side)
+        return (1 / rows + 1 / side) * self.rank * self.iterations * (itemsize if self.wire is None else 2)
 
     def within(self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> "PowerSGD":
         """Give the compressor for a bucket of these parameters; see `Compressor.within`."""

@@ -141,6 +141,12 @@ def test_bytes_are_those_of_the_factors():
     assert record.ratio_reached == (left + right) / record.numel
 
 
+def test_bytes_of_parts_of_a_square_matrix():
+    assert mpicomp.PowerSGD(rank=2).wire_bytes_per_element(4) == 2 * 2 / 1024 * 4
+    parts = 16 * (64 + 1024) * 2  # of 64 rows each
+    assert mpicomp.PowerSGD(rank=2, rows=64).wire_bytes_per_element(4) == parts / 1024**2 * 4
+
+
 def test_bytes_grow_with_the_iterations():
     compressor = mpicomp.PowerSGD(rank=1, min_compression_rate=0.5, iterations=3)
     _, (first, *_) = run(compressor, 3, 2)
