@@ -198,7 +198,7 @@ class Joint(Policy):
         if self._renewed:
             yield from self._begin(transport)
             self._due = True
-        if self._codes.due:
+        if self._chooses and self._codes.due:
             self._due |= yield from self._ask_for_codes(transport)
         if changed or self._due or (self._carriers.awake and self._step >= self._thought + _THINKS):
             self._due, self._thought = False, self._step
