@@ -9,49 +9,12 @@ from mpicomp.errors import ConfigurationError, NonFiniteError
 from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
+from optimizers import Replicas  # noqa: E402, it needs torch
 
 BLOCK = mpicomp.OneBit().block
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class Replicas:
-    """N models with an optimizer each, that step together in one process."""
-
-    def __init__(self, make, ranks, **settings):
-        self.world = LocalWorld(ranks)
-        self.models = [make() for _ in range(ranks)]
-        self.optimizers = [
-            mpicomp.torch.OneBitAdam(model.named_parameters(), comm=end, **settings)
-            for model, end in zip(self.models, self.world.transports, strict=True)
-        ]
-
-    def step(self):
-        with torch.no_grad():
-            self.world.run([optimizer.rounds() for optimizer in self.optimizers])
-
-    def train(self, loss_of, steps):
-        """Give the mean loss of every step; ``loss_of`` gets a model, a rank and a step."""
-        losses = []
-        for step in steps:
-            total = 0.0
-            for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-                optimizer.zero_grad()
-                loss = loss_of(model, rank, step)
-                loss.backward()
-                total += loss.item()
-            self.step()
-            losses.append(total / len(self.models))
-        return losses
-
-    def bits(self):
-        return [b"".join(p.detach().numpy().tobytes() for p in model.parameters()) for model in self.models]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Reference:
@@ -136,7 +99,7 @@ def gradients_of_squares(parameters, rank, step):
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_the_warmup_is_adam_on_the_large_batch(ranks, weight_decay):
-    together = Replicas(linear, ranks, lr=0.01, betas=(0.8, 0.99), weight_decay=weight_decay)
+    together = Replicas(mpicomp.torch.OneBitAdam, linear, ranks, lr=0.01, betas=(0.8, 0.99), weight_decay=weight_decay)
     plain = linear()
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01, betas=(0.8, 0.99), weight_decay=weight_decay)
     for step in range(20):
@@ -154,7 +117,7 @@ def test_the_warmup_is_adam_on_the_large_batch(ranks, weight_decay):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_it_is_what_the_reference_says(ranks, weight_decay):
     settings = {"lr": 0.01, "weight_decay": weight_decay, "warmup_steps": 5}
-    together = Replicas(linear, ranks, **settings)
+    together = Replicas(mpicomp.torch.OneBitAdam, linear, ranks, **settings)
     start = {name: value.detach().numpy() for name, value in linear().named_parameters()}
     reference = Reference(start, ranks, **settings)
     for step in range(40):
@@ -183,7 +146,7 @@ def classify(model, rank, step):
 
 def test_it_learns_about_as_well_as_adam():
     ranks, steps = 4, 800
-    together = Replicas(network, ranks, lr=3e-3, warmup_steps=150)
+    together = Replicas(mpicomp.torch.OneBitAdam, network, ranks, lr=3e-3, warmup_steps=150)
     losses = together.train(classify, range(steps))
     plain = network()
     optimizer = torch.optim.Adam(plain.parameters(), lr=3e-3)
@@ -201,7 +164,7 @@ def test_it_learns_about_as_well_as_adam():
 
 def test_residuals_stay_bounded():
     """In a thousand steps what is kept back grows to what signs need in order to stand for layers, and no further."""
-    together = Replicas(linear, 3, lr=0.02, warmup_steps=10)
+    together = Replicas(mpicomp.torch.OneBitAdam, linear, 3, lr=0.02, warmup_steps=10)
     energies = []
     for step in range(1000):
         together.train(squares, [step])
@@ -214,7 +177,10 @@ def test_residuals_stay_bounded():
 @pytest.mark.parametrize("at", [3, 10, 11, 25])
 def test_it_resumes_bit_for_bit(at):
     settings = {"lr": 0.01, "warmup_steps": 10}
-    together, again = Replicas(linear, 3, **settings), Replicas(linear, 3, **settings)
+    together, again = (
+        Replicas(mpicomp.torch.OneBitAdam, linear, 3, **settings),
+        Replicas(mpicomp.torch.OneBitAdam, linear, 3, **settings),
+    )
     together.train(squares, range(at))
     for model, other, optimizer, resumed in zip(
         together.models, again.models, together.optimizers, again.optimizers, strict=True
@@ -246,7 +212,7 @@ def of_rows(model, rank, step):
 
 
 def test_what_had_no_gradient_in_the_warmup_does_not_run_away():
-    together = Replicas(Rare, 2, lr=0.01, warmup_steps=20)
+    together = Replicas(mpicomp.torch.OneBitAdam, Rare, 2, lr=0.01, warmup_steps=20)
     before = Rare()
     losses = together.train(of_rows, range(600))
     model = together.models[0]
@@ -258,7 +224,7 @@ def test_what_had_no_gradient_in_the_warmup_does_not_run_away():
 
 
 def test_one_rank_alone():
-    together = Replicas(linear, 1, lr=0.02, warmup_steps=20)
+    together = Replicas(mpicomp.torch.OneBitAdam, linear, 1, lr=0.02, warmup_steps=20)
     losses = together.train(squares, range(400))
     assert losses[0] > 30
     assert np.mean(losses[-50:]) < 2  # the noise alone is 1
@@ -322,7 +288,7 @@ def test_parameters_without_gradients_and_sixteen_bits():
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_bad_gradient_changes_nothing(steps):
-    together = Replicas(linear, 2, lr=0.01, warmup_steps=2)
+    together = Replicas(mpicomp.torch.OneBitAdam, linear, 2, lr=0.01, warmup_steps=2)
     together.train(squares, range(steps))
     before = together.bits()
     states = [copy.deepcopy(optimizer.state_dict()) for optimizer in together.optimizers]

@@ -11,47 +11,9 @@ from mpicomp.errors import ConfigurationError, NonFiniteError
 from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
+from optimizers import Replicas  # noqa: E402, it needs torch
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class Replicas:
-    """N models with an optimizer each, that step together in one process."""
-
-    def __init__(self, make, ranks, **settings):
-        self.world = LocalWorld(ranks)
-        self.models = [make() for _ in range(ranks)]
-        self.optimizers = [
-            mpicomp.torch.SketchedAMSGrad(model.named_parameters(), comm=end, **settings)
-            for model, end in zip(self.models, self.world.transports, strict=True)
-        ]
-
-    def step(self):
-        with torch.no_grad():
-            self.world.run([optimizer.rounds() for optimizer in self.optimizers])
-
-    def train(self, loss_of, steps):
-        """Give the mean loss of every step; ``loss_of`` gets a model, a rank and a step."""
-        losses = []
-        for step in steps:
-            total = 0.0
-            for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-                optimizer.zero_grad()
-                loss = loss_of(model, rank, step)
-                loss.backward()
-                total += loss.item()
-            self.step()
-            losses.append(total / len(self.models))
-        return losses
-
-    def bits(self):
-        return [b"".join(p.detach().numpy().tobytes() for p in model.parameters()) for model in self.models]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Reference:
@@ -127,7 +89,9 @@ SKETCH = mpicomp.CountSketch(ratio=0.02, rows=3, columns=0.1, candidates=4, wire
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_it_is_what_the_reference_says(ranks, weight_decay):
-    together = Replicas(linear, ranks, lr=0.01, weight_decay=weight_decay, compressor=SKETCH)
+    together = Replicas(
+        mpicomp.torch.SketchedAMSGrad, linear, ranks, lr=0.01, weight_decay=weight_decay, compressor=SKETCH
+    )
     start = {name: value.detach().numpy() for name, value in linear().named_parameters()}
     reference = Reference(start, ranks, SKETCH, weight_decay=weight_decay)
     for step in range(12):
@@ -148,7 +112,9 @@ def test_it_is_what_the_reference_says(ranks, weight_decay):
 
 def test_it_learns_about_as_well_as_amsgrad():
     ranks, steps = 2, 300
-    together = Replicas(linear, ranks, lr=0.05, compressor=mpicomp.CountSketch(ratio=0.02, columns=0.03))
+    together = Replicas(
+        mpicomp.torch.SketchedAMSGrad, linear, ranks, lr=0.05, compressor=mpicomp.CountSketch(ratio=0.02, columns=0.03)
+    )
     losses = together.train(squares, range(steps))
     plain = linear()
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.05, amsgrad=True)
@@ -165,7 +131,7 @@ def test_it_learns_about_as_well_as_amsgrad():
 
 
 def test_residuals_stay_bounded():
-    together = Replicas(linear, 2, lr=0.02)
+    together = Replicas(mpicomp.torch.SketchedAMSGrad, linear, 2, lr=0.02)
     energies = []
     for step in range(1000):
         together.train(squares, [step])
@@ -178,7 +144,10 @@ def test_residuals_stay_bounded():
 @pytest.mark.parametrize("at", [1, 7])
 def test_it_resumes_bit_for_bit(at):
     settings = {"lr": 0.01, "compressor": SKETCH}
-    together, again = Replicas(linear, 3, **settings), Replicas(linear, 3, **settings)
+    together, again = (
+        Replicas(mpicomp.torch.SketchedAMSGrad, linear, 3, **settings),
+        Replicas(mpicomp.torch.SketchedAMSGrad, linear, 3, **settings),
+    )
     together.train(squares, range(at))
     for model, other, optimizer, resumed in zip(
         together.models, again.models, together.optimizers, again.optimizers, strict=True
@@ -256,7 +225,7 @@ def test_parameters_of_several_types_and_strides_and_without_gradients():
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_bad_gradient_changes_nothing(steps):
-    together = Replicas(linear, 2, lr=0.01)
+    together = Replicas(mpicomp.torch.SketchedAMSGrad, linear, 2, lr=0.01)
     together.train(squares, range(steps))
     before = together.bits()
     states = [copy.deepcopy(optimizer.state_dict()) for optimizer in together.optimizers]
