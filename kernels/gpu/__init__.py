@@ -12,7 +12,9 @@ device. Scratch of single functions comes from CuPy's memory pool, that of `topk
 from mpicomp.kernels.cpu import BINS, GROUP, edges, fields_of, mask_of, words_of
 from mpicomp.kernels.gpu.accumulate import accumulate, accumulate_candidates, is_finite
 from mpicomp.kernels.gpu.bits import magnitude_bits, magnitude_of
+from mpicomp.kernels.gpu.blocks import decode_blocks, encode_blocks
 from mpicomp.kernels.gpu.cast import narrow, widen, widen_add
+from mpicomp.kernels.gpu.convolution import conv_double, conv_halve, conv_mix, conv_room
 from mpicomp.kernels.gpu.countsketch import sketch_add, sketch_clear, sketch_estimate
 from mpicomp.kernels.gpu.exponents import pack_exponents, unpack_exponents, unpack_exponents_add
 from mpicomp.kernels.gpu.fields import pack_fields, pack_objections, settle_levels, unpack_fields
@@ -40,7 +42,13 @@ __all__ = [
     "accumulate",
     "accumulate_candidates",
     "clear_at",
+    "conv_double",
+    "conv_halve",
+    "conv_mix",
+    "conv_room",
+    "decode_blocks",
     "edges",
+    "encode_blocks",
     "energy",
     "fields_of",
     "gather",
