@@ -111,7 +111,7 @@ def test_estimators_take_gradients_of_ones_own(tmp_path, capsys):
         ([*TRAINING, "--exchange", "topq-inline"], "unknown name 'topq'; did you mean 'topk'?"),
         ([*TRAINING, "--exchange", "topk:allgathr"], "unknown name 'allgathr'; did you mean 'allgather'?"),
         ([*TRAINING, "--exchange", "topk:ring"], "topk: does not fit collective 'ring'"),
-        ([*TRAINING, "--exchange", "auto:two-phase"], "dense: does not fit collective 'two-phase'"),
+        ([*TRAINING, "--exchange", "auto:low-rank"], "dense: does not fit collective 'low-rank'"),
         ([*TRAINING, "--exchange", "replay:/nonexistent/m.jsonl"], "replay: '/nonexistent/m.jsonl' cannot be read"),
         ([*TRAINING, "--exchange", "ddp-inline"], "'ddp' has no other collective and no form in line"),
         ([*TRAINING, "--exchange", ","], "bench training: --exchange names nothing"),
