@@ -9,12 +9,14 @@ import time
 import pytest
 
 PARENT = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from mpicomp.bench.jobs import execute
 from mpicomp.cli.runs import run_all
 
 CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
 
 class Runner:
     def run(self, run, left_s):
