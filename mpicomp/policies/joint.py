@@ -317,8 +317,11 @@ class Joint(Policy):
         """Tell whether the step that has just ended was one in which a bucket's code was learnt."""
         if not self._codes.learns(bucket):
             return False
-        rows = self._carriers.rows[bucket]
-        return bool(rows.schemes[self._carriers.row(bucket)].compressor == self._codes.forms(bucket)[0])
+        return self._carriers.row(bucket) in self._learning_rows(bucket)
+
+    def _learning_rows(self, bucket: int) -> NDArray[np.int64]:
+        """Give the rows in which a bucket's code is learnt, if it has one."""
+        return self._carriers.rows[bucket].of(self._ratios.size + len(self._quantisers))
 
     def _fits(self, compressor: Compressor) -> bool:
         """Tell whether the collective that was named carries a compressor; any does where none was."""
@@ -379,7 +382,7 @@ class Joint(Policy):
         ]
         delays = [float(own[row]) for own, row in zip(balance.delays, choice, strict=True)]
         for bucket in filter(self._codes.learns, buckets):
-            self._allowed[bucket] = self._carriers.rows[bucket].of(self._ratios.size + len(self._quantisers))
+            self._allowed[bucket] = self._learning_rows(bucket)
             delays[bucket] = self._late_values(bucket, self._codes.ratio)
         self._delay = sum(own * weight for own, weight in zip(delays, balance.weights, strict=True))
         signal = f"{balance.signal:.2g} of the energy is signal"
