@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
@@ -27,6 +27,32 @@ TEMPLATES = tuple(
     for kind, wire, ratio in product(("linear", "autoencoder"), ("bf16", None), _RATIOS)
 )
 """The codes that may be taken up where none was named."""
+
+
+@dataclass(frozen=True)
+class Rivals:
+    """What a code has to beat, and by what it is judged.
+
+    Attributes
+    ----------
+    balance : Balance
+        All other plans.
+    worth : float
+        Of plans with a code, what it has to be below; see `Balance.worth`.
+    late : callable
+        Gives the steps by which a bucket's gradients are late where the values travel that one rank's indices select,
+        for a bucket and a ratio.
+    names : callable
+        Gives the collectives that may carry a code.
+    cost : CostModel
+        Of this network.
+    """
+
+    balance: Balance
+    worth: float
+    late: Callable[[int, float], float]
+    names: Callable[[LGC], Sequence[str]]
+    cost: CostModel
 
 
 class Codes:
@@ -94,44 +120,20 @@ class Codes:
         for bucket in learning:
             self._learnt[self._shapes[bucket].names[0]] += 1
 
-    def ask(
-        self,
-        balance: Balance,
-        worth: float,
-        late: Callable[[int, float], float],
-        names: Callable[[LGC], Sequence[str]],
-        cost: CostModel,
-        transport: Transport,
-    ) -> Generator[Asked, Any, bool]:
+    def ask(self, rivals: Rivals, transport: Transport) -> Generator[Asked, Any, bool]:
         """Take up the code that is predicted to pay most, if one does; tell whether it was. Collective, as rounds.
 
         Own work is measured only where a code would pay if it took none.
-
-        Parameters
-        ----------
-        balance : Balance
-            All other plans.
-        worth : float
-            Of plans with a code, what it has to be below; see `Balance.worth`.
-        late : callable
-            Gives the steps by which a bucket's gradients are late where the values travel that one rank's indices
-            select, for a bucket and a ratio.
-        names : callable
-            Gives the collectives that may carry a code.
-        cost : CostModel
-            Of this network.
-        transport : Transport
-            Among the ranks.
         """
         if not self._agreed:
             yield from self._agree(transport)
         group = transport.group
-        best = self._best(balance, worth, late, names, cost, group)
+        best = self._best(rivals, group)
         if best is not None:
             forms = [form for code in self._templates for form in (code.learning, code)]
-            schemes = [bind(form, name) for form in forms for name in names(form)]
-            yield from measure_kernels(cost, schemes, True, transport, ladder=True)
-            best = self._best(balance, worth, late, names, cost, group)
+            schemes = [bind(form, name) for form in forms for name in rivals.names(form)]
+            yield from measure_kernels(rivals.cost, schemes, True, transport, ladder=True)
+            best = self._best(rivals, group)
         self._ask = _AGAIN * self._steps
         if best is not None:
             self._code, buckets = best
@@ -160,22 +162,14 @@ class Codes:
             self._templates = [own for own in self._templates if own.code == "linear"]
         self._agreed = True
 
-    def _best(
-        self,
-        balance: Balance,
-        worth: float,
-        late: Callable[[int, float], float],
-        names: Callable[[LGC], Sequence[str]],
-        cost: CostModel,
-        group: Group,
-    ) -> tuple[LGC, list[int]] | None:
-        """Give the best code and the buckets that it pays for; None where none is good enough. See `ask`."""
-        best = None
+    def _best(self, rivals: Rivals, group: Group) -> tuple[LGC, list[int]] | None:
+        """Give the best code and the buckets that it pays for; None where none is good enough."""
+        best, worth, balance = None, rivals.worth, rivals.balance
         buckets = range(len(self._shapes))
         for code in self._templates:
-            delays = [late_under(late(bucket, code.ratio)) for bucket in buckets]
+            delays = [late_under(rivals.late(bucket, code.ratio)) for bucket in buckets]
             seconds = [
-                self._seconds(code, bucket, names, cost, group) if math.isfinite(delays[bucket]) else math.inf
+                self._seconds(code, bucket, rivals, group) if math.isfinite(delays[bucket]) else math.inf
                 for bucket in buckets
             ]
             with_it = replace(
@@ -189,9 +183,7 @@ class Codes:
                 best, worth = (code, own), with_it.worth(choice)
         return best
 
-    def _seconds(
-        self, code: LGC, bucket: int, names: Callable[[LGC], Sequence[str]], cost: CostModel, group: Group
-    ) -> float:
+    def _seconds(self, code: LGC, bucket: int, rivals: Rivals, group: Group) -> float:
         """Give the mean seconds of a code over as many steps as were done; infinite for a bucket with too few values.
 
         In the first of these steps it is learnt and in one it is given to all ranks. Own work that was not measured
@@ -201,9 +193,9 @@ class Codes:
         placed = self._placed(code, shape)
         if placed.selected(shape.numel).coded_count < placed.make_code(Workspace()).least:
             return math.inf
-        views = seen_by_some(group)
+        cost, views = rivals.cost, seen_by_some(group)
         seconds = math.inf
-        for name in names(code):
+        for name in rivals.names(code):
             scheme, learning = bind(placed, name), bind(placed.learning, name)
 
             def rounds_s(step: int, scheme: Any = scheme) -> float:

@@ -18,7 +18,7 @@ from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.policies.balance import Balance, delay_for
 from mpicomp.policies.carriers import Carriers, Rows, names_for
-from mpicomp.policies.codes import TEMPLATES, Codes, late_under
+from mpicomp.policies.codes import TEMPLATES, Codes, Rivals, late_under
 from mpicomp.policies.delays import Delays, Lateness, first_ratio, over
 from mpicomp.policies.levels import at_ratio, check_adaptable, ladder, lost_share
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told, feedback_of
@@ -428,7 +428,8 @@ class Joint(Policy):
         def names(code: LGC) -> list[str]:
             return self._names(code, transport.group)
 
-        taken: bool = yield from self._codes.ask(balance, worth, self._late_values, names, cost, transport)
+        rivals = Rivals(balance, worth, self._late_values, names, cost)
+        taken: bool = yield from self._codes.ask(rivals, transport)
         if taken:
             for lateness in self._lateness:
                 lateness.setdefault(LGC.id, Lateness())
