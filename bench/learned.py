@@ -127,7 +127,7 @@ class Finished(Ended[Training]):
         On all held-out data, in the end.
     late : mapping
         Of the steps in which codes travel, as rank 0 has seen them: ``wire_bytes`` and ``sent_bytes`` (means),
-        ``kernels_s`` (mean of what exchanges compute), ``step_s`` (median) and ``code_error`` (mean, or None).
+        ``kernels_s`` (what exchanges compute) and ``step_s`` (medians), and ``code_error`` (mean, or None).
     errors : tuple of float or None
         Of the code, in the first and the last tenth of the steps in which it is learnt; None where none is.
     buckets : list of dict
@@ -215,7 +215,7 @@ def _late(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     return {
         "wire_bytes": fmean(line["wire_bytes"] for line in lines),
         "sent_bytes": fmean(line["sent_bytes"] for line in lines),
-        "kernels_s": fmean(line["phases_s"]["compress"] + line["phases_s"]["decode"] for line in lines),
+        "kernels_s": median(line["phases_s"]["compress"] + line["phases_s"]["decode"] for line in lines),
         "step_s": median(line["seconds"] for line in lines),
         "code_error": fmean(errors) if errors else None,
     }
