@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from mpicomp.bench.exchanges import Plan, Residuals, Runner, share
-from mpicomp.bench.kernels import Gradients
+from mpicomp.bench.gradients import Gradients
 
 from mpicomp.compressors import Compressor
 from mpicomp.transport import Transport

@@ -21,7 +21,7 @@ from mpicomp.bench.exchanges import (
     Runner,
     in_turn,
 )
-from mpicomp.bench.kernels import Gradients
+from mpicomp.bench.gradients import Gradients
 from mpicomp.bench.sampling import LEAST, is_narrow, median_interval, ratio_interval
 
 from mpicomp.collectives import bind, variants

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from mpicomp.bench.feedback import DTYPE, make_bucket
-from mpicomp.bench.kernels import Gradients, Settled
+from mpicomp.bench.gradients import Gradients, Settled
 from mpicomp.bench.sketch import Check, judge, statement
 from numpy.typing import NDArray
 

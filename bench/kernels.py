@@ -1,17 +1,16 @@
 """How long compressors and their kernels take, in multiples of one memcpy of the array."""
 
-import gc
 import importlib
 import importlib.util
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mpicomp.bench.feedback import DTYPE, Selecting, make_bucket, write_plain
+from mpicomp.bench.gradients import POOL, Gradients, Settled
+from mpicomp.bench.turns import Kernel, rows_of, take_turns
 from mpicomp.kernels import cpu
 from numpy.typing import NDArray
 
@@ -38,13 +37,8 @@ STRIDE = 8
 SUITED = {"threshold": {"limit": 14.0}}
 """Parameters without which a compressor has no sensible ratio on these gradients: here about 1 %."""
 
-_POOL = 2  # arrays of gradients
-_SLACK = 1 << 20  # elements by which they are longer than a gradient, which begins anywhere in there
 _SMALL = 1 << 18  # elements of the array on which a residual is brought to its steady state
-_TURNOVERS = 2  # of the residual, each of 1 / ratio steps: its spread stays the same from the first on
-_MOST_STEPS = 5000
 _WARM = 20  # steps of a compressor at full length that are not timed: it finds its bounds and stages
-_SLOW = 20  # copies from which on a kernel is repeated less often
 _LIMIT = 1 << 32  # elements; indices travel in 32 bits
 
 
@@ -97,7 +91,7 @@ def check_memory(settings: Settings) -> None:
         raise ConfigurationError(f"bench kernels: --numel must be below 2**32, got {settings.numel}")
     # Gradients, the bucket, the copy, magnitudes, the rivals' results and, for each ratio, a sum and a mean; what
     # quantisers send, which they share, and a mean.
-    arrays = _POOL + 2 + 1 + 1 + 6 + 2 * len(settings.ratios) + 2
+    arrays = POOL + 2 + 1 + 1 + 6 + 2 * len(settings.ratios) + 2
     needed, free = arrays * settings.numel * DTYPE.itemsize, _available_bytes()
     if free is not None and needed > free:
         raise ConfigurationError(
@@ -124,126 +118,6 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
         kernel.warm()
     take_turns(kernels, copy, settings.repeats)
     return rows_of(kernels, copy, settings.numel)
-
-
-class Gradients:
-    """Laplace-distributed arrays that are as good as fresh: each is a random part of a longer one.
-
-    Parameters
-    ----------
-    numel : int
-        Their length.
-    seed : int
-        Of what is drawn.
-    put : callable
-        Brings an array to where it is needed; it stays where it is if not told otherwise.
-    """
-
-    def __init__(self, numel: int, seed: int = 0, put: Callable[[NDArray[np.float32]], Any] = np.asarray) -> None:
-        self.numel = numel
-        self._random = np.random.default_rng(seed)
-        self._pool = [put(self._laplace(numel + min(numel, _SLACK) + 64)) for _ in range(_POOL)]
-
-    def fresh(self) -> Any:
-        """Give a gradient; not to be written to."""
-        array = self._pool[self._random.integers(_POOL)]
-        start = int(self._random.integers((array.size - self.numel) // 16)) * 16  # where a cache line begins
-        return array[start : start + self.numel]
-
-    def _laplace(self, size: int) -> NDArray[np.float32]:
-        array = np.empty(size, np.float32)
-        for start in range(0, size, 1 << 20):  # by pieces: what is taken away needs memory too
-            part = array[start : start + (1 << 20)]
-            self._random.standard_exponential(out=part, dtype=np.float32)
-            part -= self._random.standard_exponential(part.size, dtype=np.float32)
-        return array
-
-
-def steps_to_settle(compressor: Compressor) -> int:
-    """Give the number of steps after which a residual is in its steady state."""
-    return min(_MOST_STEPS, int(_TURNOVERS / getattr(compressor, "ratio", 0.01)) + 1)
-
-
-class Settled:
-    """Error feedback on a short array that has reached its steady state, where thresholds do not rise any more.
-
-    A long array's residual is like the short one's, repeated. That is how a compressor gets its own steady state, which
-    is far away (in ``1 / ratio`` steps every element is sent once), and how it keeps it while others take their turns.
-
-    Parameters
-    ----------
-    compressor : Sparsifier, SharedSparsifier or Quantiser
-        Its ratio tells how many steps it takes.
-    gradients : Gradients
-        Short ones.
-    """
-
-    def __init__(self, compressor: Sparsifier | SharedSparsifier | Quantiser, gradients: Gradients) -> None:
-        self._gradients = gradients
-        self._bucket = make_bucket(gradients.numel, compressor, compressor.feedback)
-        self._selecting = Selecting(compressor, gradients.numel)
-        for _ in range(steps_to_settle(compressor)):
-            self.advance()
-
-    def advance(self) -> None:
-        """Do one more step: some compressors swing between too much and too little."""
-        self._selecting.step(self._bucket, self._gradients.fresh(), message=False)
-
-    def give(self, bucket: Bucket, shift: int = 0) -> None:
-        """Make the residual of a long array like this one's, which may begin elsewhere."""
-        for (_, own), (_, residual) in zip(self._bucket.residuals(), bucket.residuals(), strict=True):
-            if own.size:
-                tile = np.roll(own, shift)
-                whole = residual.size - residual.size % tile.size
-                residual[:whole].reshape(-1, tile.size)[:] = tile
-                residual[whole:] = tile[: residual.size - whole]
-
-
-@dataclass
-class Kernel(ABC):
-    """Something that is timed."""
-
-    name: str
-    ratio: float | None = field(default=None, kw_only=True)
-    threads: int | None = field(default=1, kw_only=True)
-    seconds: list[float] = field(default_factory=list, init=False)
-
-    def warm(self) -> None:
-        """Compile, touch memory, come to a steady state."""
-        for _ in range(2):
-            self.prepare()
-            self.run()
-
-    def prepare(self) -> None:  # noqa: B027, most have nothing to prepare
-        """Do what comes before a call and is not timed."""
-
-    @abstractmethod
-    def run(self) -> None:
-        """Do what is timed."""
-
-    def reset(self) -> None:
-        """Forget what was measured."""
-        self.seconds.clear()
-
-    def facts(self) -> dict[str, Any]:
-        """Give what its row has besides seconds."""
-        return {}
-
-    def row(self, numel: int, unit: float) -> dict[str, Any]:
-        """Give its row, in units of ``unit`` seconds."""
-        low, median, high = (float(value) for value in np.percentile(self.seconds, [25, 50, 75]))
-        empty = {"ratio_reached": None, "bits_per_index": None, "config": None}
-        return {
-            "name": self.name,
-            "numel": numel,
-            "ratio": self.ratio,
-            "median_s": median,
-            "copies": median / unit,
-            "p25_s": low,
-            "p75_s": high,
-            "repeats": len(self.seconds),
-            "threads": self.threads,
-        } | (empty | self.facts())
 
 
 @dataclass
@@ -486,58 +360,6 @@ def _ranks(
         selection = compressor.select(accumulated, scope)
         messages.append(write_plain(selection, accumulated, scope))
     return accumulated.array(), selection.indices, messages
-
-
-def clock(kernel: Kernel) -> float:
-    """Give the seconds of a call."""
-    start = time.perf_counter()
-    kernel.run()
-    return time.perf_counter() - start
-
-
-def take_turns(kernels: Sequence[Kernel], copy: Kernel, repeats: int, clock: Callable[[Kernel], float] = clock) -> None:
-    """Time all kernels, round after round, and a copy before each call.
-
-    Parameters
-    ----------
-    kernels : sequence of Kernel
-        Warm. They receive their seconds.
-    copy : Kernel
-        Receives as many as all of them together.
-    repeats : int
-        Of what is not slow.
-    clock : callable
-        Times a call.
-    """
-
-    def timed(kernel: Kernel) -> float:
-        kernel.prepare()
-        return clock(kernel)
-
-    copy.warm()
-    unit = min(timed(copy) for _ in range(3))
-    times = [repeats if timed(kernel) < _SLOW * unit else min(repeats, max(3, repeats // 4)) for kernel in kernels]
-    for kernel in kernels:
-        kernel.reset()
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        for turn in range(repeats):
-            for kernel, own in zip(kernels, times, strict=True):
-                if turn * own // repeats != (turn + 1) * own // repeats:
-                    kernel.prepare()
-                    copy.seconds.append(timed(copy))
-                    kernel.seconds.append(clock(kernel))
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def rows_of(kernels: Sequence[Kernel], copy: Kernel, numel: int) -> list[dict[str, Any]]:
-    """Give the rows of kernels that were timed, that of the copy first."""
-    unit = float(np.median(copy.seconds))
-    return [kernel.row(numel, unit) for kernel in [copy, *kernels]]
 
 
 def _available_bytes() -> int | None:

@@ -9,16 +9,9 @@ from typing import Any
 
 import numpy as np
 from mpicomp.bench.feedback import DTYPE
-from mpicomp.bench.kernels import (
-    RANKS,
-    STRIDE,
-    Gradients,
-    Kernel,
-    Settings,
-    rows_of,
-    steps_to_settle,
-    take_turns,
-)
+from mpicomp.bench.gradients import Gradients, steps_to_settle
+from mpicomp.bench.kernels import RANKS, STRIDE, Settings
+from mpicomp.bench.turns import Kernel, rows_of, take_turns
 from mpicomp.kernels import gpu
 
 from mpicomp.compressors import Compressor
