@@ -169,7 +169,9 @@ class Codes:
         for code in self._templates:
             delays = [late_under(rivals.late(bucket, code.ratio)) for bucket in buckets]
             seconds = [
-                self._seconds(code, bucket, rivals, group) if math.isfinite(delays[bucket]) else math.inf
+                self._seconds(code, bucket, rivals.names, rivals.cost, group)
+                if math.isfinite(delays[bucket])
+                else math.inf
                 for bucket in buckets
             ]
             with_it = replace(
@@ -183,7 +185,9 @@ class Codes:
                 best, worth = (code, own), with_it.worth(choice)
         return best
 
-    def _seconds(self, code: LGC, bucket: int, rivals: Rivals, group: Group) -> float:
+    def _seconds(
+        self, code: LGC, bucket: int, names: Callable[[LGC], Sequence[str]], cost: CostModel, group: Group
+    ) -> float:
         """Give the mean seconds of a code over as many steps as were done; infinite for a bucket with too few values.
 
         In the first of these steps it is learnt and in one it is given to all ranks. Own work that was not measured
@@ -193,9 +197,9 @@ class Codes:
         placed = self._placed(code, shape)
         if placed.selected(shape.numel).coded_count < placed.make_code(Workspace()).least:
             return math.inf
-        cost, views = rivals.cost, seen_by_some(group)
+        views = seen_by_some(group)
         seconds = math.inf
-        for name in rivals.names(code):
+        for name in names(code):
             scheme, learning = bind(placed, name), bind(placed.learning, name)
 
             def rounds_s(step: int, scheme: Any = scheme) -> float:
