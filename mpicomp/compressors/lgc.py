@@ -136,7 +136,7 @@ class LGC(Compressor):
         Channels of the autoencoder; see `mpicomp.compressors.autoencoder.Autoencoder`. The published ones are
         ``[64, 128, 256, 64]`` and ``[32, 64, 128, 32]``.
     learning_rate : float
-        Of the autoencoder's training.
+        Of the autoencoder's training, at first; see `mpicomp.compressors.autoencoder.Autoencoder`.
     passes : int
         How many optimizer steps each step of the second phase makes.
     backward : bool
