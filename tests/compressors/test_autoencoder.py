@@ -191,6 +191,20 @@ def test_it_goes_on_as_if_it_had_never_stopped(leader):
     assert [second.learn(own, leader) for own in steps[3:]] == errors
 
 
+def test_the_learning_rate_falls():
+    """Where every gradient is the same, so are the steps of Adam, but for their rate: half of it after a hundred."""
+    code = Autoencoder(Workspace(), learning_rate=0.01, **SMALL)
+    code.learn(common(np.random.default_rng(0), 2, 100, 0.1))
+    weights = [code.weights().astype(np.float64)]
+    code.load({"weights": weights[0], "moments": np.zeros((2, weights[0].size)), "steps": 0})
+    for _ in range(201):
+        code._step(np.ones(weights[0].size, np.float32))
+        weights.append(code.weights().astype(np.float64))
+    steps = -np.diff(weights, axis=0)
+    for place, rate in ((0, 0.01), (50, 0.01 / 1.5), (100, 0.005), (200, 0.01 / 3)):
+        np.testing.assert_allclose(steps[place], rate, rtol=1e-3)
+
+
 def test_a_seed_is_all_there_is_to_chance():
     values = common(np.random.default_rng(0), 2, 5000, 0.1)  # more than a step looks at
     made = [Autoencoder(Workspace(), seed=seed) for seed in (5, 5, 6)]
