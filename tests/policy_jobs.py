@@ -66,17 +66,6 @@ def quality_of(task, rate, step, steps):
     return 6 - 3 * share if task == "text-lstm" else 0.5 + 0.4 * share
 
 
-def stand_in(monkeypatch):
-    """Let no process be started."""
-    found = Jobs()
-    monkeypatch.setattr("mpicomp.bench.jobs.execute", found)
-    monkeypatch.setattr("mpicomp.bench.jobs.find_launcher", lambda: Path("/bin/mpiexec"))
-    monkeypatch.setattr("mpicomp.bench.jobs.find_mpi", lambda launcher: "mpich")
-    monkeypatch.setattr("mpicomp.bench.networks.check_lab", lambda command: None)
-    monkeypatch.setattr("mpicomp.cli.runs.check_tasks", lambda command: None)
-    return found
-
-
 def all_of(folder, policies=("dense", "static", "auto"), networks=(SLOW, FAST), seeds=(0, 1), steps=None, left_s=1e6):
     runner = Runner(folder, 4, steps)
     for run in runs_of(policies, networks, {"text-lstm": list(seeds)}):

@@ -11,6 +11,7 @@ from mpicomp.bench.jobs import CUT, DONE, FAILED
 from mpicomp.bench.learned import EXCHANGES, GOALS, PHASES, Runner, Training, runs_of, words_of
 from mpicomp.bench.learned_bytes import coded_bytes
 from mpicomp.bench.learned_table import cells_of, explained, rows_of
+from no_processes import stand_in
 from tables import check_types, documented
 
 import mpicomp
@@ -82,12 +83,7 @@ class Jobs:
 
 @pytest.fixture
 def jobs(monkeypatch):
-    found = Jobs()
-    monkeypatch.setattr("mpicomp.bench.jobs.execute", found)
-    monkeypatch.setattr("mpicomp.bench.jobs.find_launcher", lambda: Path("/bin/mpiexec"))
-    monkeypatch.setattr("mpicomp.bench.jobs.find_mpi", lambda launcher: "mpich")
-    monkeypatch.setattr("mpicomp.cli.runs.check_tasks", lambda command: None)
-    return found
+    return stand_in(monkeypatch, Jobs())
 
 
 def all_of(folder, exchanges=("dense", "topk", "lgc-ring"), seeds=(0, 1), steps=STEPS, left_s=1e6):

@@ -8,12 +8,13 @@ from mpicomp.bench.jobs import CUT, DONE, FAILED
 from mpicomp.bench.policies import Timing, Training
 from mpicomp.bench.policy_runs import Runner
 from mpicomp.bench.policy_table import explained, rows_of
-from policy_jobs import CHOOSING_S, FAST, SLOW, all_of, names_of, stand_in
+from no_processes import stand_in
+from policy_jobs import CHOOSING_S, FAST, SLOW, Jobs, all_of, names_of
 
 
 @pytest.fixture
 def jobs(monkeypatch):
-    return stand_in(monkeypatch)
+    return stand_in(monkeypatch, Jobs())
 
 
 def test_a_lab_for_each_network_and_a_launcher_on_one_host(jobs, tmp_path, monkeypatch):

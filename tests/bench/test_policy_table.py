@@ -7,12 +7,13 @@ import pytest
 from mpicomp.bench.policies import runs_of
 from mpicomp.bench.policy_runs import Runner
 from mpicomp.bench.policy_table import cells_of, mean_over_steps, rows_of, smoothed, steps_to
-from policy_jobs import CHOOSING_S, FAST, SLOW, all_of, stand_in
+from no_processes import stand_in
+from policy_jobs import CHOOSING_S, FAST, SLOW, Jobs, all_of
 
 
 @pytest.fixture
 def jobs(monkeypatch):
-    return stand_in(monkeypatch)
+    return stand_in(monkeypatch, Jobs())
 
 
 def slowly(curve, target, lower):

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from policy_jobs import names_of, stand_in
+from no_processes import stand_in
+from policy_jobs import Jobs, names_of
 from tables import check_types, documented
 
 from mpicomp.cli import main
@@ -11,7 +12,7 @@ from mpicomp.cli import main
 
 @pytest.fixture
 def jobs(monkeypatch):
-    return stand_in(monkeypatch)
+    return stand_in(monkeypatch, Jobs())
 
 
 def test_the_command(jobs, tmp_path, capsys):
