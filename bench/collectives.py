@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from mpicomp.bench.apart import settings_apart
 from mpicomp.bench.exchanges import (
     CHOOSING,
     COMPRESS,
@@ -81,6 +82,8 @@ class Timing:
         Elements.
     ranks, hosts : int
         That took part.
+    settings : str
+        What tells its compressor from others of the same name; see `mpicomp.bench.apart.settings_apart`.
     expected_s : float or None
         What a cost model predicted before it was run.
     runner : Runner or None
@@ -95,6 +98,7 @@ class Timing:
     numel: int
     ranks: int
     hosts: int
+    settings: str = ""
     expected_s: float | None = None
     runner: Runner | None = None
     first: int = 0
@@ -192,27 +196,28 @@ class _Bench:
         named = plans_of(Dense(), settings.collectives, flat) if Dense() in settings.compressors else []
         dense_plans += [plan for plan in named if plan not in dense_plans]
         dense = self._expect(dense_plans, numel)
+        apart = settings_apart([compressor.get_config() for compressor in settings.compressors])
         others = [
             self._expect(
-                plans_of(compressor.settled, settings.collectives, flat) if compressor != Dense() else [], numel
+                plans_of(compressor.settled, settings.collectives, flat) if compressor != Dense() else [], numel, words
             )
-            for compressor in settings.compressors
+            for compressor, words in zip(settings.compressors, apart, strict=True)
         ]
         everything = [*dense, *(timing for own in others for timing in own)]
         self._time_all(dense, everything, [], gradients)
         rows = _rows(dense, dense)
         done(rows)
-        for compressor, own in zip(settings.compressors, others, strict=True):
+        for compressor, words, own in zip(settings.compressors, apart, others, strict=True):
             self._time_all(own, [*dense, *own], dense, gradients)
             if settings.auto:
-                own.append(self._auto(compressor, [*dense, *own], dense, gradients))
+                own.append(self._auto(Plan(compressor, AUTO), words, [*dense, *own], dense, gradients))
             rows += _rows(own, dense)
             done(rows)
         return rows
 
-    def _expect(self, plans: Sequence[Plan], numel: int) -> list[Timing]:
+    def _expect(self, plans: Sequence[Plan], numel: int, settings: str = "") -> list[Timing]:
         """Predict plans, and put them in the order in which they are worth trying."""
-        timings = [Timing(plan, numel, self.ranks, self.hosts) for plan in plans]
+        timings = [Timing(plan, numel, self.ranks, self.hosts, settings) for plan in plans]
         model = self._copy()
         if model is not None and plans:
             schemes = [bind(plan.compressor.within([""], [numel]), plan.collective) for plan in plans]
@@ -287,7 +292,7 @@ class _Bench:
         return stopped
 
     def _auto(
-        self, compressor: Compressor, fixed: Sequence[Timing], dense: Sequence[Timing], gradients: Gradients
+        self, plan: Plan, settings: str, fixed: Sequence[Timing], dense: Sequence[Timing], gradients: Gradients
     ) -> Timing:
         """Time ``auto`` in its steady state, in turn with the best fixed plan and the best dense one.
 
@@ -295,8 +300,8 @@ class _Bench:
         """
         numel, limit = gradients.numel, self.settings.limit_s
         best, best_dense = (min(timings, key=lambda timing: timing.median_s) for timings in (fixed, dense))
-        timing = Timing(Plan(compressor, AUTO), numel, self.ranks, self.hosts)
-        timing.runner = auto = self._runner(timing.plan, gradients, self._copy())
+        timing = Timing(plan, numel, self.ranks, self.hosts, settings)
+        timing.runner = auto = self._runner(plan, gradients, self._copy())
         plans = [best.plan]
         if best_dense.plan != best.plan and best_dense.median_s <= _TOO_SLOW * best.median_s:
             plans.append(best_dense.plan)
@@ -388,7 +393,8 @@ def _without_garbage() -> Iterator[None]:
 def _title(timing: Timing) -> str:
     ratio = getattr(timing.plan.compressor, "ratio", None)
     at = "" if ratio is None else f" at {ratio:g}"
-    return f"{timing.numel:,} elements, {timing.plan.compressor.id}{at}, {timing.plan.collective}"
+    which = f" ({timing.settings})" if timing.settings else ""
+    return f"{timing.numel:,} elements, {timing.plan.compressor.id}{at}{which}, {timing.plan.collective}"
 
 
 def _outcome(timing: Timing) -> str:
@@ -416,7 +422,8 @@ def _row(timing: Timing, base: float) -> dict[str, Any]:
     row["predicted_s"] = row["first_predicted_s"] = timing.expected_s
     if runner is not None:
         row |= _measured(timing, runner, base)
-    return row | dict.fromkeys(_OF_AUTO) | timing.facts | {"config": plan.compressor.get_config()}
+    row |= dict.fromkeys(_OF_AUTO) | timing.facts
+    return row | {"settings": timing.settings or None, "config": plan.compressor.get_config()}
 
 
 _MEASURED = (

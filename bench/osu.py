@@ -27,14 +27,16 @@ def blocks(rows: Sequence[Mapping[str, Any]], where: str) -> str:
     where : str
         Ranks and hosts, for the blocks' headings.
     """
-    plans: dict[tuple[str, Any, str], list[Mapping[str, Any]]] = {}
+    plans: dict[tuple[str, Any, str | None, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["median_s"] is not None:
-            plans.setdefault((row["compressor"], row["ratio"], row["collective"]), []).append(row)
+            plan = row["compressor"], row["ratio"], row["settings"], row["collective"]
+            plans.setdefault(plan, []).append(row)
     lines = []
-    for (compressor, ratio, collective), own in plans.items():
+    for (compressor, ratio, settings, collective), own in plans.items():
         at = "" if ratio is None else f" at ratio {ratio:g}"
-        lines += [f"# mpicomp {compressor}{at}, {collective}: float32, {where}"]
+        which = "" if settings is None else f" ({settings})"
+        lines += [f"# mpicomp {compressor}{at}{which}, {collective}: float32, {where}"]
         lines += [HEADER + "".join(name.rjust(14) for name in (*_MORE, *_LAST))]
         lines += [_line(row) for row in sorted(own, key=lambda row: int(row["numel"]))]
         lines += [""]

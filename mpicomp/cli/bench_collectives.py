@@ -230,20 +230,28 @@ class _Printer:
             return 1 if wrong else 0
         print()
         print(osu.blocks(found, self.where))
-        rows.show(found, _COLUMNS)
+        rows.show(found, _columns(found, _COLUMNS))
         chosen = [row for row in found if row["chosen"] is not None]
         if chosen:
             print()
-            rows.show(chosen, _AUTO_COLUMNS)
+            rows.show(chosen, _columns(chosen, _AUTO_COLUMNS))
         not_run = sum(row["median_s"] is None for row in found)
         if not_run:
             print(f"\nnot run, since they are predicted to take 20 times the best and more than --limit: {not_run}")
         for row in wrong:
+            plan = " ".join(filter(None, (row["compressor"], row["settings"], row["collective"])))
             print(
-                f"\nWRONG: {row['compressor']} {row['collective']} with {row['numel']} elements: the mean is not what "
+                f"\nWRONG: {plan} with {row['numel']} elements: the mean is not what "
                 f"the gradients add up to, or differs between ranks (error {row['error']:.2g})"
             )
         return 1 if wrong else 0
+
+
+def _columns(found: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Mapping[str, str]:
+    """Give the columns of a table, with settings behind the name where something differs in them."""
+    if all(row["settings"] is None for row in found):
+        return columns
+    return {"compressor": columns["compressor"], "settings": ""} | dict(columns)
 
 
 def _count(number: int, what: str) -> str:

@@ -8,7 +8,7 @@ from mpicomp.bench.exchanges import Plan
 from mpicomp.bench.osu import HEADER, blocks
 from mpicomp.bench.sketch import Check
 
-from mpicomp import Dense, TopK
+from mpicomp import Dense, SIDCo, TopK
 from mpicomp.collectives import variants
 from mpicomp.transport import LocalWorld
 
@@ -75,8 +75,8 @@ def scripted(monkeypatch):
         if expected is not None:
             original = collectives._Bench._expect
 
-            def expect(self, plans, numel):
-                timings = original(self, plans, numel)
+            def expect(self, plans, numel, settings=""):
+                timings = original(self, plans, numel, settings)
                 for timing in timings:
                     timing.expected_s = expected[timing.plan.collective]
                 return sorted(timings, key=lambda timing: timing.expected_s)
@@ -275,6 +275,20 @@ def test_text_that_reads_like_osu(rows):
             mean, low, high = map(float, own[1:4])
             assert low <= mean <= high
             assert int(own[4]) >= 1
+
+
+def test_configurations_of_one_compressor_are_told_apart():
+    compressors = [TopK(ratio=0.1), TopK(ratio=0.2), TopK(ratio=0.1, wire="bf16"), SIDCo(ratio=0.1)]
+    found = run(Settings([50], compressors, ["allgather"], False, 0.01))
+    rows = [row for row in found if row["compressor"] != "dense"]
+    assert [row["settings"] for row in rows] == ["wire=None", "wire=None", "wire=bf16", None]
+    headings = [line for line in blocks(rows, "1 rank on 1 host").splitlines() if line.startswith("# mpicomp ")]
+    assert headings == [
+        "# mpicomp topk at ratio 0.1 (wire=None), allgather: float32, 1 rank on 1 host",
+        "# mpicomp topk at ratio 0.2 (wire=None), allgather: float32, 1 rank on 1 host",
+        "# mpicomp topk at ratio 0.1 (wire=bf16), allgather: float32, 1 rank on 1 host",
+        "# mpicomp sidco at ratio 0.1, allgather: float32, 1 rank on 1 host",
+    ]
 
 
 @pytest.mark.mpi(min_size=2)
