@@ -4,26 +4,15 @@ import contextlib
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from mpicomp.bench.apart import settings_apart
-from mpicomp.bench.exchanges import (
-    CHOOSING,
-    COMPRESS,
-    DECODE,
-    EXCHANGE,
-    SECONDS,
-    SENT,
-    WIRE,
-    Plan,
-    Residuals,
-    Runner,
-    in_turn,
-)
+from mpicomp.bench.exchanges import Plan, Residuals, Runner, in_turn
 from mpicomp.bench.gradients import Gradients
-from mpicomp.bench.sampling import LEAST, is_narrow, median_interval, ratio_interval
+from mpicomp.bench.sampling import LEAST, is_narrow, ratio_interval
+from mpicomp.bench.timing import Timing, rows_of
 
 from mpicomp.collectives import bind, variants
 from mpicomp.compressors import Compressor, Dense
@@ -68,52 +57,6 @@ class Settings:
     collectives: Sequence[str] | None = None
     auto: bool = True
     limit_s: float = 10.0
-
-
-@dataclass
-class Timing:
-    """A plan that was timed, or was not worth it.
-
-    Attributes
-    ----------
-    plan : Plan
-        Which.
-    numel : int
-        Elements.
-    ranks, hosts : int
-        That took part.
-    settings : str
-        What tells its compressor from others of the same name; see `mpicomp.bench.apart.settings_apart`.
-    expected_s : float or None
-        What a cost model predicted before it was run.
-    runner : Runner or None
-        What its steps were; None where it was not run.
-    first : int
-        The first of its steps that counts.
-    stopped : str or None
-        What ended the timing: ``"interval"``, ``"limit"`` or ``"once"``.
-    """
-
-    plan: Plan
-    numel: int
-    ranks: int
-    hosts: int
-    settings: str = ""
-    expected_s: float | None = None
-    runner: Runner | None = None
-    first: int = 0
-    stopped: str | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def samples(self) -> list[float]:
-        """Seconds of the steps that count, on the slowest rank."""
-        return self.runner.slowest()[self.first :] if self.runner else []
-
-    @property
-    def median_s(self) -> float:
-        """Their median, infinite where there are none."""
-        return float(np.median(self.samples)) if self.runner else np.inf
 
 
 def measure(
@@ -205,13 +148,13 @@ class _Bench:
         ]
         everything = [*dense, *(timing for own in others for timing in own)]
         self._time_all(dense, everything, [], gradients)
-        rows = _rows(dense, dense)
+        rows = rows_of(dense, dense)
         done(rows)
         for compressor, words, own in zip(settings.compressors, apart, others, strict=True):
             self._time_all(own, [*dense, *own], dense, gradients)
             if settings.auto:
                 own.append(self._auto(Plan(compressor, AUTO), words, [*dense, *own], dense, gradients))
-            rows += _rows(own, dense)
+            rows += rows_of(own, dense)
             done(rows)
         return rows
 
@@ -241,11 +184,11 @@ class _Bench:
             if place > 0 and timing.expected_s is not None:
                 longest = max(_HOPELESS * min(predicted), self.settings.limit_s)
                 if timing.expected_s > longest:
-                    self.say(f"{_title(timing)}: not run, predicted to take {timing.expected_s:.3g} s")
+                    self.say(f"{timing.title}: not run, predicted to take {timing.expected_s:.3g} s")
                     continue
             best = min((other.median_s for other in [*before, *timings[:place]]), default=np.inf)
             self._time(timing, best, gradients)
-            self.say(f"{_title(timing)}: {_outcome(timing)}")
+            self.say(f"{timing.title}: {timing.outcome}")
 
     def _time(self, timing: Timing, best: float, gradients: Gradients) -> None:
         """Time one plan."""
@@ -339,7 +282,7 @@ class _Bench:
         }
         for runner in runners:
             runner.close()
-        self.say(f"{_title(timing)}: {_outcome(timing)}, ran {timing.facts['chosen']}, best is {best.plan.name}")
+        self.say(f"{timing.title}: {timing.outcome}, ran {timing.facts['chosen']}, best is {best.plan.name}")
         return timing
 
     def _compile(self, plan: Plan) -> None:
@@ -388,123 +331,3 @@ def _without_garbage() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _title(timing: Timing) -> str:
-    ratio = getattr(timing.plan.compressor, "ratio", None)
-    at = "" if ratio is None else f" at {ratio:g}"
-    which = f" ({timing.settings})" if timing.settings else ""
-    return f"{timing.numel:,} elements, {timing.plan.compressor.id}{at}{which}, {timing.plan.collective}"
-
-
-def _outcome(timing: Timing) -> str:
-    number = len(timing.samples)
-    return f"{1e3 * timing.median_s:.4g} ms, {number} {'sample' if number == 1 else 'samples'} ({timing.stopped})"
-
-
-def _rows(timings: Sequence[Timing], dense: Sequence[Timing]) -> list[dict[str, Any]]:
-    base = min(timing.median_s for timing in dense)
-    return [_row(timing, base) for timing in timings]
-
-
-def _row(timing: Timing, base: float) -> dict[str, Any]:
-    """Give a plan's row; ``base`` is the median of the best dense one."""
-    plan, runner = timing.plan, timing.runner
-    row: dict[str, Any] = {
-        "compressor": plan.compressor.id,
-        "ratio": getattr(plan.compressor, "ratio", None),
-        "collective": plan.collective,
-        "numel": timing.numel,
-        "ranks": timing.ranks,
-        "hosts": timing.hosts,
-    }
-    row |= dict.fromkeys(_MEASURED) | {"samples": 0, "stopped": None}
-    row["predicted_s"] = row["first_predicted_s"] = timing.expected_s
-    if runner is not None:
-        row |= _measured(timing, runner, base)
-    row |= dict.fromkeys(_OF_AUTO) | timing.facts
-    return row | {"settings": timing.settings or None, "config": plan.compressor.get_config()}
-
-
-_MEASURED = (
-    "median_s",
-    "p95_s",
-    "wire_bytes",
-    "predicted_s",
-    "speedup",
-    "error",
-    "correct",
-    "low_s",
-    "high_s",
-    "p99_s",
-    "samples",
-    "stopped",
-    "span_s",
-    "rank_mean_s",
-    "rank_min_s",
-    "rank_max_s",
-    "compress_s",
-    "exchange_s",
-    "decode_s",
-    "choosing_s",
-    "sent_bytes",
-    "gain",
-    "algbw_gb_s",
-    "busbw_gb_s",
-    "wirebw_gb_s",
-    "first_predicted_s",
-)
-_OF_AUTO = (
-    "chosen",
-    "best",
-    "best_s",
-    "regret",
-    "regret_low",
-    "regret_high",
-    "best_dense",
-    "best_dense_s",
-    "behind_dense",
-)
-
-
-def _measured(timing: Timing, runner: Runner, base: float) -> dict[str, Any]:
-    """Give what a row holds of a plan that was run."""
-    steps = np.array(runner.steps[timing.first :])  # steps, ranks, fields
-    seconds = timing.samples
-    slowest = steps[np.arange(len(steps)), steps[:, :, SECONDS].argmax(axis=1)]
-    phases = np.median(slowest, axis=0)
-    median = timing.median_s
-    p95, p99 = (float(np.percentile(seconds, share, method="inverted_cdf")) for share in (95, 99))
-    low, high = median_interval(seconds) or (None, None)
-    of_ranks = steps[:, :, SECONDS].mean(axis=0)
-    wire = float(np.median(steps[:, :, WIRE].mean(axis=1)))
-    algbw = 4 * timing.numel / median / 1e9
-    predictions = [value for value in runner.predicted[timing.first : len(runner.steps)] if value is not None]
-    gains = [value for value in runner.gains[timing.first : len(runner.steps)] if value is not None]
-    return {
-        "median_s": median,
-        "p95_s": p95,
-        "wire_bytes": wire,
-        "predicted_s": float(np.median(predictions)) if predictions else None,
-        "speedup": base / median,
-        "error": max(check.error for check in runner.checks),
-        "correct": all(check.correct for check in runner.checks),
-        "low_s": low,
-        "high_s": high,
-        "p99_s": p99,
-        "samples": len(seconds),
-        "stopped": timing.stopped,
-        "span_s": float(np.median(runner.spans()[timing.first :])),
-        "rank_mean_s": float(of_ranks.mean()),
-        "rank_min_s": float(of_ranks.min()),
-        "rank_max_s": float(of_ranks.max()),
-        "compress_s": float(phases[COMPRESS]),
-        "exchange_s": float(phases[EXCHANGE]),
-        "decode_s": float(phases[DECODE]),
-        "choosing_s": float(phases[CHOOSING]),
-        "sent_bytes": float(np.median(steps[:, :, SENT].mean(axis=1))),
-        "gain": float(np.median(gains)) if gains else None,
-        "algbw_gb_s": algbw,
-        "busbw_gb_s": algbw * 2 * (timing.ranks - 1) / timing.ranks,
-        "wirebw_gb_s": wire / median / 1e9,
-    }
