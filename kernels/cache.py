@@ -189,11 +189,13 @@ def local_folder() -> Path | None:
     """Give a folder of this user that only processes of this host share; None where none can be made.
 
     A temporary folder is mostly of the host itself. In case it is not, its name has what the kernel draws when it
-    starts: hosts of an emulated cluster, which have names of their own on one machine, share it.
+    starts. Hosts of an emulated cluster share it: each shows another such name to MPI, and the machine's own is in
+    ``MPICOMP_BOOT_ID``.
     """
     try:
         base = Path(tempfile.gettempdir())
-        boot = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
+        boot = os.environ.get("MPICOMP_BOOT_ID")
+        boot = boot or (_BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname())
     except OSError:
         return None
     return private(base / f"mpicomp-{os.getuid()}-{boot}")

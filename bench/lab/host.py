@@ -6,7 +6,7 @@ import signal
 import uuid
 from collections.abc import Mapping
 
-from mpicomp.bench.lab import namespaces
+from mpicomp.bench.lab import launch, namespaces
 
 
 def start(name: str, sysctls: Mapping[str, str], hosts_file: str) -> int:
@@ -67,7 +67,7 @@ def _furnish(name: str, sysctls: Mapping[str, str], hosts_file: str) -> None:
     with contextlib.suppress(OSError):
         with open("/dev/shm/.boot_id", "w", encoding="ascii") as file:
             file.write(f"{uuid.uuid4()}\n")
-        namespaces.mount("/dev/shm/.boot_id", "/proc/sys/kernel/random/boot_id", None, namespaces.MS_BIND)
+        namespaces.mount("/dev/shm/.boot_id", str(launch.BOOT_ID), None, namespaces.MS_BIND)
     with contextlib.suppress(OSError):
         os.unlink("/dev/shm/.boot_id")
     for path, value in sysctls.items():

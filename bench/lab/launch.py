@@ -10,6 +10,8 @@ from mpicomp.bench.lab.errors import LabError
 from mpicomp.bench.lab.network import HEAD_ADDRESS, control_address
 from mpicomp.bench.lab.settings import MPIS, Settings
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 def find_launcher() -> Path:
     """Return the mpiexec beside the running Python."""
@@ -92,6 +94,9 @@ def environment(mpi: str, hosts: int, ppn: int, caller: Mapping[str, str]) -> di
     defaults["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     if ranks > cores:
         defaults["MPICOMP_NAPS"] = "1"
+    # Hosts have boot ids of their own, and would each compile what is compiled already on this machine.
+    if BOOT_ID.exists():
+        defaults["MPICOMP_BOOT_ID"] = BOOT_ID.read_text().strip()
     for name, value in defaults.items():
         result.setdefault(name, value)
     return result

@@ -215,6 +215,22 @@ def test_no_temporary_file_stays(lab, number):
     assert done.stdout.split("\n", 1)[1] == "", done.stdout
 
 
+def test_hosts_share_what_is_compiled(lab, tmp_path):
+    program = """
+import numpy as np
+from mpicomp.kernels import cpu
+from mpicomp.kernels.cpu import select
+
+cpu.kth_magnitude(np.array([3, -5, 1, 4], np.float32), 2)
+print("compiled" if sum(select._kth_magnitude.stats.cache_misses.values()) else "loaded")
+"""
+    surroundings = {"TMPDIR": str(tmp_path), "NUMBA_CACHE_DIR": "", "XDG_CACHE_HOME": ""}
+    for words in (["compiled", "loaded"], ["loaded", "loaded"]):
+        done = lab("--hosts", "2", command=["python", "-c", program], environment=surroundings)
+        assert sorted(done.stdout.split()) == words, done.stderr
+    assert len(list(tmp_path.glob("mpicomp-*"))) == 1
+
+
 def test_two_labs_side_by_side(lab):
     marker = uuid.uuid4().hex
     first = start_waiting(marker)
