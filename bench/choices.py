@@ -92,12 +92,14 @@ class Choices:
         self.ratios: list[float] = []
         """Kept fraction of the whole in every step."""
         self._steps: list[list[tuple[tuple[str, str], int, float]]] = []  # plan, elements, kept fraction of buckets
+        self._energies: list[tuple[float, float]] = []  # that wait after a step, and that were sent in it
         self._numels: dict[str, int] = {}
         self._sums: defaultdict[str, Any] = defaultdict(lambda: np.zeros(4))
 
     def add(self, record: StepRecord) -> None:
         """Take up one step."""
         self.ratios.append(kept_share(record))
+        self._energies.append(_energies(record))
         self._steps.append([])
         for bucket in record.buckets:
             plan = json.dumps(bucket.compressor), bucket.collective
@@ -108,6 +110,14 @@ class Choices:
                 self._numels[name] = int(numel)
                 looked_at = np.isfinite(gain)
                 self._sums[name] += (1, ratio, looked_at, gain if looked_at else 0.0)
+
+    def delay(self, first: int = 0) -> float | None:
+        """Give the steps by which gradients were late from a step on; None where nothing was sent.
+
+        That is the energy that waits in residuals over the energy that a step sends, in the mean of these steps.
+        """
+        waits, sent = np.sum(self._energies[first:], axis=0) if self._energies[first:] else (0.0, 0.0)
+        return float(waits / sent) if sent > 0 else None
 
     def plans(self, first: int = 0) -> list[Ran]:
         """Give the plans that were run from a step on, from the one that has carried most."""
@@ -140,6 +150,14 @@ class Choices:
         for name, (steps, ratio, looked_at, gain) in zip(self._sums, everyones.sum(axis=0).tolist(), strict=True):
             found.append(Layer(name, self._numels[name], ratio / steps, gain / looked_at if looked_at else None))
         return found
+
+
+def _energies(record: StepRecord) -> tuple[float, float]:
+    """Give the energy that waits after a step, and what was sent in it; 0 of what is not known or was undone."""
+    known = [(own.gain, own.energy) for own in record.buckets if not record.skipped]
+    waits = sum((1 - gain) * energy for gain, energy in known if gain is not None and energy is not None)
+    sent = sum(gain * energy for gain, energy in known if gain is not None and energy is not None)
+    return waits, sent
 
 
 def leading(plans: Sequence[Ran]) -> Ran:

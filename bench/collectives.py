@@ -116,6 +116,12 @@ def plans_of(compressor: Compressor, names: Sequence[str] | None, flat: bool) ->
     return plans
 
 
+def may_choose(plan: Plan) -> bool:
+    """Tell whether ``auto`` may run a plan of a compressor that was named: see `mpicomp.policies.Static`."""
+    others = (bind(plan.compressor, name).leaves_out for name in variants(plan.compressor))
+    return not bind(plan.compressor, plan.collective).leaves_out or all(others)
+
+
 class _Bench:
     """What stays the same from cell to cell."""
 
@@ -237,12 +243,13 @@ class _Bench:
     def _auto(
         self, plan: Plan, settings: str, fixed: Sequence[Timing], dense: Sequence[Timing], gradients: Gradients
     ) -> Timing:
-        """Time ``auto`` in its steady state, in turn with the best fixed plan and the best dense one.
+        """Time ``auto`` in its steady state, in turn with the best plan that it may choose and the best dense one.
 
         Those are run without a cost model, so that what measuring and choosing cost counts against ``auto``.
         """
         numel, limit = gradients.numel, self.settings.limit_s
-        best, best_dense = (min(timings, key=lambda timing: timing.median_s) for timings in (fixed, dense))
+        choosable = [timing for timing in fixed if may_choose(timing.plan)]
+        best, best_dense = (min(timings, key=lambda timing: timing.median_s) for timings in (choosable, dense))
         timing = Timing(plan, numel, self.ranks, self.hosts, settings)
         timing.runner = auto = self._runner(plan, gradients, self._copy())
         plans = [best.plan]

@@ -157,7 +157,7 @@ class Runner:
         self._last = None
 
     def close(self) -> None:
-        """Give back what it holds, but for what was measured. Collective."""
+        """Release what it holds, but for what was measured."""
         if self._reducer is not None:
             self._reducer.close()
         self._reducer = None

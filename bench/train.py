@@ -105,6 +105,9 @@ class Outcome:
         What was sent of each parameter, mean over ranks and steps.
     correlations : Correlations or None
         What ranks' gradients had in common; None where they were not compared.
+    delay : float or None
+        Steps by which gradients were late in the second half of the run; see `Choices.delay`. None without error
+        feedback, where what is left out does not come later.
     """
 
     quality: float
@@ -132,6 +135,7 @@ class Outcome:
     late_plans: list[Ran]
     layers: list[Layer]
     correlations: Correlations | None = None
+    delay: float | None = None
 
 
 @dataclass
@@ -210,6 +214,9 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
     late = max(skipped, half) if settings.changes else skipped
     late_plans = choices.plans(half)
     reducer = optimizer.reducer
+    delay = choices.delay(half)
+    if not reducer.feedback and delay != 0:
+        delay = None
     if settings.adapts:
         plan = leading(late_plans)
         compressor, collective = plan.compressor, plan.collective
@@ -251,6 +258,7 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
         late_plans=late_plans,
         layers=layers,
         correlations=correlations,
+        delay=delay,
     )
 
 

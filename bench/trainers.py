@@ -108,7 +108,7 @@ class Alone:
         return self._task.evaluate(self._model)
 
     def close(self) -> None:
-        """Give back what it holds of MPI. Collective."""
+        """Release what it holds of MPI."""
 
     def _synchronize(self) -> None:
         """Wait until the gradients are their mean."""
@@ -150,7 +150,7 @@ class Ours(Alone):
         return self._plans.most_common(1)[0][0]
 
     def close(self) -> None:
-        """Give back what it holds of MPI. Collective."""
+        """Release what it holds of MPI."""
         self._optimizer.close()
 
     def _synchronize(self) -> None:

@@ -3,6 +3,8 @@
 from mpicomp.bench.choices import chosen_table
 from mpicomp.bench.train import PHASES, Outcome
 
+from mpicomp.compressors import Compressor, Dense
+
 _NOISE = 0.03  # differences below this share of a step say nothing
 _ALWAYS = 0.95  # of what is exchanged; the rest was explored
 
@@ -31,13 +33,42 @@ def dense_step_s(outcome: Outcome) -> float | None:
 
 
 def judge(outcome: Outcome) -> str:
-    """Say in one sentence whether compression paid: where plans changed, in the second half of the run."""
+    """Say whether compression paid in seconds, and how late it made gradients; of where plans changed, the second half.
+
+    What a delay costs in quality only a dense run beside this one could tell, so that is said, too.
+    """
     if outcome.ranks == 1:
         return "one rank: nothing was exchanged, so there was nothing to gain; start it with mpiexec -n 4"
+    compressed = [plan.share for plan in outcome.late_plans if not _is_exact(plan.compressor)]
+    seconds = _judge_seconds(outcome)
+    return f"{seconds}; {_late(outcome.delay)}" if sum(compressed) >= 1 - _ALWAYS else seconds
+
+
+def _is_exact(compressor: Compressor) -> bool:
+    return compressor == Dense()
+
+
+def _late(delay: float | None) -> str:
+    """Say how late gradients are, and what is not known of it."""
+    late = (
+        "no delay to measure, since there is no error feedback"
+        if delay is None
+        else f"delay {_steps(delay)} steps: so many steps' worth of gradient energy wait in residuals"
+    )
+    return f"{late}; quality was not compared with dense exchange"
+
+
+def _steps(delay: float) -> str:
+    if 0 < delay < 0.01:
+        return "under 0.01"
+    return f"{delay:.0f}" if delay >= 10 else f"{delay:.2g}"
+
+
+def _judge_seconds(outcome: Outcome) -> str:
     times = outcome.dense_wire_bytes / outcome.wire_bytes if outcome.wire_bytes else float("inf")
     dense, own = dense_step_s(outcome), outcome.late_step_s
     fewer = f"{times:.1f} times fewer bytes left each rank than with a dense ring"
-    if outcome.compressor.id == "dense" and outcome.compressor.get_config()["wire"] is None:
+    if _is_exact(outcome.compressor):
         if not outcome.adapts:
             return f"dense exchange: nothing was compressed; a step took {own:.3f} s"
         share = sum(plan.share for plan in outcome.late_plans if plan.compressor.id == "dense")
@@ -51,12 +82,12 @@ def judge(outcome: Outcome) -> str:
     ratio = dense / own
     if ratio > 1 + _NOISE:
         return (
-            f"compression paid: a step took {own:.3f} s, {_faster(ratio)} than "
+            f"compression paid in seconds: a step took {own:.3f} s, {_faster(ratio)} than "
             f"the {dense:.3f} s with a dense exchange here, and {fewer}"
         )
     if ratio < 1 - _NOISE:
         return (
-            f"compression did not pay: a step took {own:.3f} s, with a dense exchange it would take "
+            f"compression did not pay in seconds: a step took {own:.3f} s, with a dense exchange it would take "
             f"{dense:.3f} s here, although {fewer}; use --compressor dense on this network"
         )
     return f"compression made no difference to the time of a step ({own:.3f} s), and {fewer}"
@@ -90,6 +121,9 @@ def table(outcome: Outcome, quality_name: str, steps: int) -> str:
         )
     if outcome.gain is not None:
         lines.append(f"gain (share of the accumulated gradient's energy that was sent): {outcome.gain:.3f}")
+    if outcome.delay is not None:
+        late = "energy that waits in residuals over what a step sends, second half"
+        lines.append(f"delay ({late}): {outcome.delay:.3g} steps")
     lines.append(chosen_table(outcome.plans, outcome.layers))
     if outcome.correlations is not None:
         lines.append(outcome.correlations.table())

@@ -26,6 +26,7 @@ import _sitebuiltins
 import atexit
 import contextlib
 import faulthandler
+import io
 import os
 import sys
 import threading
@@ -70,7 +71,7 @@ def install() -> bool:
         Whether the hooks are set.
     """
     global _installed_in
-    if not _wanted():
+    if not wanted():
         return False
     if _installed_in == os.getpid():
         return True
@@ -95,6 +96,10 @@ def end_job(status: int) -> None:
         # A stream that is closed or broken must not keep the job from ending.
         with contextlib.suppress(Exception):
             stream.flush()
+    if isinstance(sys.stderr, io.StringIO):
+        # The hook of torch.distributed collects what this one prints, and would pass it on when it is too late.
+        with contextlib.suppress(Exception):
+            print(sys.stderr.getvalue(), end="", file=sys.__stderr__, flush=True)
     # MPI_Abort may itself get stuck behind another thread's call. This timer needs neither the interpreter
     # nor its lock.
     with contextlib.suppress(Exception):
@@ -152,7 +157,8 @@ def meet(note: bytes = b"", limit_s: float = GRACE_S) -> dict[int, bytes]:
     return notes
 
 
-def _wanted() -> bool:
+def wanted() -> bool:
+    """Tell whether the job is to be ended where a rank fails: ``MPICOMP_ABORT`` is not 0."""
     return os.environ.get("MPICOMP_ABORT") != "0"
 
 
@@ -266,5 +272,5 @@ def _replace_exit() -> None:
 
 
 _launch = launcher.detect()
-if _launch is not None and _launch.size > 1 and _wanted():
+if _launch is not None and _launch.size > 1 and wanted():
     _replace_exit()

@@ -1,5 +1,7 @@
 """Checkpoints of ranks inside one process, for tests."""
 
+import json
+import struct
 import sys
 from pathlib import Path
 
@@ -85,6 +87,28 @@ def bits(tensor):
 
 def file_of(folder, rank, number=1):
     return folder / f"{number:08d}" / f"rank-{rank:05d}.safetensors"
+
+
+def write_before(path, about, tree="null", arrays=(), **metadata):
+    """Write a rank's file as mpicomp did before there were checksums.
+
+    ``about`` and ``tree`` are JSON, or what is made JSON of; each array is its name, dtype in safetensors, and array.
+    """
+    text = [own if isinstance(own, str) else json.dumps(own) for own in (about, tree)]
+    entries = {"__metadata__": {"mpicomp": text[0], "state": text[1], **metadata}}
+    body = b""
+    for name, dtype, array in arrays:
+        start, body = len(body), body + array.tobytes()
+        entries[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [start, len(body)]}
+    head = json.dumps(entries).encode()
+    head += b" " * (-len(head) % 8)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(struct.pack("<Q", len(head)) + head + body)
+
+
+def about(**changes):
+    """Return what the file of a checkpoint's only rank said of itself before there were checksums."""
+    return {"schema": 1, "mpicomp": "0.1.0", "checkpoint": 1, "token": 7, "ranks": 1, "rank": 0} | changes
 
 
 def gradients(step, rank, size=20):

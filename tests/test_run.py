@@ -1,6 +1,7 @@
 """The test harness: what it does when a parallel test fails, hangs or is left out."""
 
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -78,6 +79,71 @@ def test_an_expected_failure_ends_nothing(mpiexec, suite):
     ended = pytest_of(mpiexec, suite("@pytest.mark.xfail\n" + FAILING.format("assert False") + PASSING), 2)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "1 passed, 1 xfailed" in ended.stdout
+
+
+OUTCOMES = """
+def test_fine():
+    pass
+@pytest.mark.xfail
+def test_known():
+    assert False
+@pytest.mark.xfail(strict=True)
+def test_known_and_strict():
+    assert False
+@pytest.mark.xfail(reason="but it does")
+def test_better():
+    pass
+@pytest.mark.skip(reason="not today")
+def test_never():
+    pass
+def test_not_here():
+    pytest.skip("not here either")
+@pytest.mark.slow
+def test_slow():
+    pass
+"""
+
+
+def outcome(folder, *arguments):
+    """Run the harness in a process of its own; give its status and the lines that it ends with."""
+    command = [sys.executable, str(folder / "run.py"), *arguments, str(folder)]
+    environ = {name: value for name, value in run.os.environ.items() if not name.startswith(("PMI", "OMPI_", "PRTE_"))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environ)
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_skips_and_expected_failures_are_said_and_are_not_passed(suite):
+    status, lines = outcome(suite(OUTCOMES), "--only", "serial")
+    assert (status, lines[-2:]) == (0, ["3 skipped, 2 failed as expected", "2 passed, 0 failed"])
+    assert any("not today" in line for line in lines)
+    status, lines = outcome(suite(OUTCOMES + "def test_bad():\n    assert False\n"), "--only", "serial", "--slow")
+    assert (status, lines[-2:]) == (1, ["2 skipped, 2 failed as expected", "3 passed, 1 failed"])
+
+
+PARALLEL = (
+    PASSING
+    + """
+@pytest.mark.mpi(min_size=2)
+def test_two(comm):
+    pass
+@pytest.mark.mpi(min_size=9)
+def test_nine(comm):
+    pass
+@pytest.mark.mpi
+@pytest.mark.xfail
+def test_known(comm):
+    assert False
+@pytest.mark.mpi
+@pytest.mark.skipif(True, reason="never")
+def test_never(comm):
+    pass
+"""
+)
+
+
+def test_parallel_tests_that_ran_at_no_number_of_ranks_are_skipped(suite):
+    status, lines = outcome(suite(PARALLEL), "--only", "parallel", "--ranks", "1,2")
+    assert (status, lines[-2:]) == (0, ["2 skipped, 2 failed as expected", "3 passed, 0 failed"])
 
 
 def test_parallel_tests_are_counted(suite, tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ class MagnitudeLimit(mpicomp.Sparsifier):
     limit: float = 1e-3
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.limit >= 0:
             raise ConfigurationError(f"magnitude-limit: limit must be at least 0, got {self.limit!r}")
 

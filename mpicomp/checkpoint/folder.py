@@ -1,19 +1,42 @@
 """The folder of a job's checkpoints, which rank 0 alone changes.
 
 Each checkpoint is a folder of its own, ``00000012``; one that is being written, or removed, is called
-``00000012.part``.
+``00000012.part``. What else is there stays as it is, folders that somebody else named by a number among them: which
+ones mpicomp has made is told by the headers of the files in them.
 """
 
 import contextlib
 import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
-from mpicomp.checkpoint.file import RankFile, file_name
+from mpicomp.checkpoint.file import LAST, RankFile, file_name, header_of, is_file_name
 from mpicomp.errors import CheckpointError
 
-_NAME = re.compile(r"([0-9]{8,})(\.part)?")
+_NAME = re.compile(r"([0-9]{8,18})(\.part)?")
+_NO_DATE = "00"
+"""How a folder's name begins that is a checkpoint's though nothing in it says so: as that of the first million."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A checkpoint, or what is left of one.
+
+    Attributes
+    ----------
+    path : Path
+        Its folder.
+    named : int
+        The number in the folder's name.
+    number : int
+        That in its files, which says how new it is: somebody may have copied it under another name.
+    """
+
+    path: Path
+    named: int
+    number: int
 
 
 def complete_folder(folder: Path, number: int) -> Path:
@@ -26,25 +49,66 @@ def part_folder(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.part"
 
 
-def _list(folder: Path) -> tuple[list[int], list[Path]]:
-    """Give the numbers of the checkpoints, oldest first, and the folders of those that are half written."""
-    numbers, parts = [], []
+def _list(folder: Path) -> tuple[list[_Found], list[_Found]]:
+    """Give the checkpoints, oldest first, and those that are half written."""
+    complete: list[_Found] = []
+    parts: list[_Found] = []
     for path in folder.iterdir():
         match = _NAME.fullmatch(path.name)
-        if match and match[2]:
-            parts.append(path)
-        elif match:
-            numbers.append(int(match[1]))
-    return sorted(numbers), parts
+        if match and f"{int(match[1]):08d}" == match[1] and path.is_dir():
+            number = _number(path, int(match[1]))
+            if number is not None:
+                (parts if match[2] else complete).append(_Found(path, int(match[1]), number))
+    # Of two copies the one that was not renamed.
+    return sorted(complete, key=lambda own: (own.number, own.named == own.number, own.named)), parts
+
+
+def _number(path: Path, named: int) -> int | None:
+    """Give the number of the checkpoint in a folder; None where it has none."""
+    try:
+        names = sorted(os.listdir(path))
+    except OSError:
+        return None
+    files = [path / name for name in names if is_file_name(name)]
+    for header in map(header_of, files):
+        if header is not None:
+            return header.checkpoint
+    # A crash may leave an empty folder or torn files.
+    return named if path.name.startswith(_NO_DATE) and (files or not names) else None
+
+
+def _remove(found: _Found, to: Path | None = None) -> None:
+    """Remove a folder, as far as one may, if mpicomp has made it and all that is in it.
+
+    It is renamed before where ``to`` says so: what is left of it then has no name to be loaded by.
+    """
+    with contextlib.suppress(OSError):
+        with os.scandir(found.path) as entries:
+            if found.path.is_symlink() or not all(_is_own(entry, found.named) for entry in entries):
+                return
+        shutil.rmtree(found.path if to is None else found.path.rename(to), ignore_errors=True)
+
+
+def _is_own(entry: os.DirEntry[str], number: int) -> bool:
+    """Tell whether something in a folder is a rank's file of the checkpoint with that number, or an empty one."""
+    if not is_file_name(entry.name) or not entry.is_file(follow_symlinks=False):
+        return False
+    header = header_of(Path(entry))
+    return entry.stat().st_size == 0 if header is None else header.checkpoint == number
 
 
 def begin(folder: Path) -> int:
     """Clean up after a crash, make the folder to write into, and give the new checkpoint's number."""
     folder.mkdir(parents=True, exist_ok=True)
-    numbers, parts = _list(folder)
+    taken = set(os.listdir(folder))
+    complete, parts = _list(folder)
     for part in parts:
-        shutil.rmtree(part, ignore_errors=True)
-    number = max([0, *numbers, *(int(part.stem) for part in parts)]) + 1
+        _remove(part)
+    number = max([0, *(own.number for own in complete + parts)]) + 1
+    while not taken.isdisjoint((complete_folder(folder, number).name, part_folder(folder, number).name)):
+        number += 1
+    if number > LAST:
+        raise CheckpointError(f"save_checkpoint: the last number that there is was used in '{folder}'; empty it")
     part_folder(folder, number).mkdir()
     return number
 
@@ -61,11 +125,11 @@ def finish(folder: Path, number: int, ranks: int) -> None:
 
 
 def drop_older(folder: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints, as far as one may; what is left of one has no name to be loaded by."""
+    """Remove all but the newest checkpoints, as far as one may."""
     with contextlib.suppress(OSError):
-        for number in _list(folder)[0][:-keep]:
-            complete_folder(folder, number).rename(part_folder(folder, number))
-            shutil.rmtree(part_folder(folder, number), ignore_errors=True)
+        complete = [own for own in _list(folder)[0] if own.named == own.number]
+        for own in complete[:-keep]:
+            _remove(own, part_folder(folder, own.named))
 
 
 def _sync(folder: Path) -> None:
@@ -80,10 +144,14 @@ def _sync(folder: Path) -> None:
 def newest(folder: Path) -> list[int]:
     """Give the name of the newest checkpoint, and its number, token and ranks; zeros where there is none."""
     try:
-        numbers, _ = _list(folder)
+        complete, _ = _list(folder)
     except FileNotFoundError:
-        numbers = []
-    if not numbers:
+        complete = []
+    if not complete:
         return [0, 0, 0, 0]
-    header = RankFile(complete_folder(folder, numbers[-1]) / file_name(0)).header
-    return [numbers[-1], header.checkpoint, header.token, header.ranks]
+    path = complete[-1].path
+    header = RankFile(path / file_name(0)).header
+    last = path / file_name(header.ranks - 1)
+    if not last.exists():  # nobody counts up to a number that only a damaged file has
+        RankFile(last)
+    return [complete[-1].named, header.checkpoint, header.token, header.ranks]

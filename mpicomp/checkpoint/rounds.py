@@ -17,7 +17,7 @@ from mpicomp.checkpoint.shares import STATES, reducers, shared_anew, weights
 from mpicomp.collectives import Group, Round
 from mpicomp.errors import CheckpointError, ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree
-from mpicomp.transport import Transport
+from mpicomp.transport.connect import connect
 
 Folder = str | os.PathLike[str]
 Rounds = Generator[Round, Any, Any]
@@ -27,7 +27,8 @@ def save_checkpoint(folder: Folder, state: Any, comm: Any = None, keep: int = 1)
     """Write every rank's state, as a new checkpoint below a folder.
 
     Collective over ``comm``. An error on one rank is raised on all of them; it, and a crash at any moment, leaves the
-    checkpoints before as they were. The next call removes what was left half written.
+    checkpoints before as they were. The next call removes what was left half written. What else lies in the folder is
+    left alone, also where its name is a number.
 
     Parameters
     ----------
@@ -84,7 +85,8 @@ def load_checkpoint(folder: Folder, comm: Any = None) -> Any:
     Raises
     ------
     CheckpointError
-        Where the checkpoint is incomplete, torn or made of files of several ones: the same on all ranks.
+        Where the checkpoint is incomplete, torn, changed since it was written, or made of files of several ones: the
+        same on all ranks.
     """
     return _run(comm, lambda group: load_rounds(folder, group))
 
@@ -93,39 +95,39 @@ def save_rounds(folder: Folder, state: Any, keep: int, group: Group) -> Rounds:
     """Do what `save_checkpoint` does as a generator of rounds, for ranks that live in one process."""
     signature, problem = None, None
     try:
+        path = _path(folder, "save_checkpoint")
         if type(keep) is not int or keep < 1:
             raise ConfigurationError(f"save_checkpoint: keep must be at least 1, got {keep!r}")
         tree, arrays = encode(state)
         members = [
-            Described(f"{path}[{kind!r}][{name!r}]", array.dtype.name, array.shape)
-            for path, own in reducers(state)
+            Described(f"{place}[{kind!r}][{name!r}]", array.dtype.name, array.shape)
+            for place, own in reducers(state)
             for kind in STATES
             for name, array in own[kind].items()
         ]
-        signature = Signature({"folder": os.fspath(folder), "keep": keep}, members)
-    except MpicompError as error:
-        problem = error
+        signature = Signature({"folder": str(path), "keep": keep}, members)
+    except Exception as error:  # whatever it is, the others have to know
+        problem = _problem(error, "save_checkpoint: state cannot be stored")
     yield from agree(signature, problem, group, "save_checkpoint")
 
-    folder = Path(folder)
     mine = [0, 0]
     if group.rank == 0:
         try:
-            mine = [begin(folder), secrets.randbits(62)]
-        except OSError as error:
-            problem = CheckpointError(f"save_checkpoint: cannot write below '{folder}': {error}")
+            mine = [begin(path), secrets.randbits(62)]
+        except Exception as error:
+            problem = _problem(error, f"save_checkpoint: cannot write below '{path}'")
     number, token = yield from _from_rank_0(mine, problem, group)
-    part = part_folder(folder, number)
+    part = part_folder(path, number)
     try:
         try:
             write_file(part / file_name(group.rank), Header(number, token, group.size, group.rank), tree, arrays)
-        except Exception as error:  # whatever it is, the others have to know
+        except Exception as error:
             problem = _not_saved(f"cannot write the file of rank {group.rank}: {error}")
         yield from agree(None, problem, group)
         if group.rank == 0:
             try:
-                finish(folder, number, group.size)
-            except (OSError, CheckpointError) as error:
+                finish(path, number, group.size)
+            except Exception as error:
                 problem = _not_saved(str(error))
         yield from agree(None, problem, group)
     except MpicompError:
@@ -133,46 +135,58 @@ def save_rounds(folder: Folder, state: Any, keep: int, group: Group) -> Rounds:
             shutil.rmtree(part, ignore_errors=True)
         raise
     if group.rank == 0:
-        drop_older(folder, keep)
+        drop_older(path, keep)
 
 
 def load_rounds(folder: Folder, group: Group) -> Rounds:
     """Do what `load_checkpoint` does as a generator of rounds, for ranks that live in one process."""
-    yield from agree(Signature({"folder": os.fspath(folder)}, []), None, group, "load_checkpoint")
-    folder = Path(folder)
-    problem: MpicompError | None = None
+    signature, problem = None, None
+    try:
+        path = _path(folder, "load_checkpoint")
+        signature = Signature({"folder": str(path)}, [])
+    except Exception as error:  # whatever it is, the others have to know
+        problem = _problem(error, "load_checkpoint: folder cannot be used")
+    yield from agree(signature, problem, group, "load_checkpoint")
+
     mine = [0, 0, 0, 0]
     if group.rank == 0:
         try:
-            mine = newest(folder)
-        except OSError as error:
-            problem = CheckpointError(f"load_checkpoint: cannot look into '{folder}': {error}")
-        except CheckpointError as error:
-            problem = error
+            mine = newest(path)
+        except Exception as error:
+            problem = _problem(error, f"load_checkpoint: cannot look into '{path}'")
     name, number, token, ranks = yield from _from_rank_0(mine, problem, group)
     if ranks == 0:
         return None
     state = None
     try:
-        state = _read(complete_folder(folder, name), Header(number, token, ranks, 0), group)
-    except CheckpointError as error:
-        problem = error
-    except Exception as error:  # whatever it is, the others have to know
-        problem = CheckpointError(f"load_checkpoint: '{folder}' cannot be read: {type(error).__name__}: {error}")
+        state = _read(complete_folder(path, name), Header(number, token, ranks, 0), group)
+    except Exception as error:
+        problem = _problem(error, f"load_checkpoint: '{path}' cannot be read")
     yield from agree(None, problem, group)
     return state
 
 
 def _run(comm: Any, rounds: Callable[[Group], Rounds]) -> Any:
-    if isinstance(comm, Transport):
-        return comm.run(rounds(comm.group))
-    from mpicomp.transport.mpi import MPITransport  # starts MPI
-
-    transport = MPITransport(comm)
+    transport = connect(comm)
     try:
         return transport.run(rounds(transport.group))
     finally:
-        transport.close()
+        if transport is not comm:
+            transport.close()
+
+
+def _path(folder: Any, subsystem: str) -> Path:
+    if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str):
+        raise ConfigurationError(f"{subsystem}: folder must be a str or a path, got {folder!r}")
+    return Path(folder)
+
+
+def _problem(error: Exception, what: str) -> MpicompError:
+    """Give an error that all ranks can be told of: one of mpicomp as it is."""
+    if isinstance(error, MpicompError):
+        return error
+    text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return CheckpointError(f"{what}: {text}")
 
 
 def _from_rank_0(

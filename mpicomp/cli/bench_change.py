@@ -18,9 +18,9 @@ _COMMAND = "bench change"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description = (
-        "Run auto step after step in a lab whose bandwidth changes, and show what it ran; then time all fixed plans at "
-        "each bandwidth, and tell after how many steps auto ran the best. Started with mpiexec or srun it makes no "
-        "lab: it runs auto among these ranks for as long, while you change their network."
+        "Run auto step after step in a lab whose bandwidth changes, and show what it ran; then time the fixed plans "
+        "that it may choose at each bandwidth, and tell after how many steps auto ran the best. Started with mpiexec "
+        "or srun it makes no lab: it runs auto among these ranks for as long, while you change their network."
     )
     parser.add_argument("--hosts", type=int, default=4, metavar="N", help="of the lab (%(default)s)")
     parser.add_argument(
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     launch = launcher.detect()
     if arguments.json is not None and (launch is None or launch.rank == 0):
         check_writable(_COMMAND, arguments.json)
-    return _in_labs(arguments) if launch is None else _among_ranks(arguments, compressors[0])
+    return (_in_labs if launch is None else _among_ranks)(arguments, compressors[0])
 
 
 def _among_ranks(arguments: argparse.Namespace, compressor: "Compressor") -> int:
@@ -70,10 +70,12 @@ def _among_ranks(arguments: argparse.Namespace, compressor: "Compressor") -> int
     return 0
 
 
-def _in_labs(arguments: argparse.Namespace) -> int:
+def _in_labs(arguments: argparse.Namespace, compressor: "Compressor") -> int:
     """Run auto in a lab that changes, then the fixed plans in labs that do not."""
     from mpicomp.bench.change import Step, lines_of, medians_of, phases_of
     from mpicomp.bench.networks import Network, check_lab, rows_in_lab, run_in_lab
+    from mpicomp.collectives import Group
+    from mpicomp.policies.carriers import names_for
 
     networks = [Network.read(f"{word}/{arguments.latency}") for word in arguments.bandwidths.split(",")]
     check_lab(_COMMAND)
@@ -89,11 +91,13 @@ def _in_labs(arguments: argparse.Namespace) -> int:
         run_in_lab(arguments.hosts, networks[0], words, ["--schedule", str(schedule)], lambda line: None)
         steps = [Step(**step) for step in json.loads(path.read_text())["steps"]]
     fixed = {}
+    # Auto chooses among these and dense ones, which are timed in any case.
+    names = ",".join(names_for(compressor, Group(0, arguments.hosts), whole=True))
     for network in dict.fromkeys(networks):
         found, _ = rows_in_lab(
             arguments.hosts,
             network,
-            [*options, "--limit", str(arguments.limit), "--collective", "all"],
+            [*options, "--limit", str(arguments.limit), "--collective", names],
             lambda line: None,
         )
         fixed[network.bandwidth] = medians_of(found)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp.collectives.round import Group, Round
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of, is_finite, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Selection, Sparsifier
@@ -60,9 +60,9 @@ class Allgather(Scheme[Sparsifier]):
         start = 0
         for rank, size in enumerate(sizes):
             try:
-                sparse = read_message(received[start : start + size], numel, dtype, workspace)
+                sparse = read_message(received[start : start + size], numel, dtype, workspace, counts[rank])
             except MessageError as error:
-                raise MessageError(f"allgather: from rank {rank}: {error}") from error
+                return undelivered(accumulated, MessageError(f"allgather: from rank {rank}: {error}"), False)
             start += size
             mean.add(sparse.selection.indices, sparse.selection.values, 1 / group.size)
             flags |= sparse.flags
@@ -74,7 +74,7 @@ class Allgather(Scheme[Sparsifier]):
             energy=energy,
             gain=gain_of(lost, energy),
             kept=sum(counts) / group.size,
-            nonfinite=bool(flags & NONFINITE),
+            nonfinite=bool(flags & NONFINITE) or not is_finite(mean.array, energy, group.size),
             stale=bool(flags & STALE),
         )
 

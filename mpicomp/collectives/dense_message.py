@@ -1,14 +1,35 @@
-"""The dense message: a header, then the array's numbers in full or in 16 bits."""
+"""The message of all elements: a header, then the array's numbers in full or in 16 bits, packed, or votes.
+
+======  =====  ===========================================================================================
+offset  bytes  what
+======  =====  ===========================================================================================
+0       1      version, 1
+1       1      flags, as in the sparse message
+2       2      length in words of 8 bytes, this header among them, modulo 65536
+4       4      elements
+8       8      energy: squared L2 norm of the sender's whole array
+16      8      lost: energy of what is not sent of it, and of what rounding takes away from what is; or a norm
+24      ..     the elements; a multiple of 8 bytes
+======  =====  ===========================================================================================
+
+Numbers are little-endian.
+"""
 
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
+from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 
-HEADER = np.dtype([("flags", "<u4"), ("zero", "<u4"), ("energy", "<f8"), ("lost", "<f8")])
-"""Flags as in the sparse message; squared L2 norms of the sender's whole array and of what is not sent of it."""
+VERSION = 1
+HEADER_BYTES = 24
+
+_FIELDS = np.dtype([("version", "u1"), ("flags", "u1"), ("words", "<u2"), ("count", "<u4")])
+_WORD = 8  # bytes
+_KNOWN = NONFINITE | STALE | DAMAGED
 
 
 def dense_bytes(numel: int, dtype: np.dtype[Any], wire: str | None) -> int:
@@ -21,18 +42,68 @@ def dense_bytes(numel: int, dtype: np.dtype[Any], wire: str | None) -> int:
     (40, 32)
     """
     payload = numel * (dtype.itemsize if wire is None else 2)
-    return HEADER.itemsize + -(-payload // 8) * 8
+    return HEADER_BYTES + -(-payload // 8) * 8
 
 
-def write_header(message: NDArray[np.uint8], flags: int, energy: float, lost: float) -> None:
-    """Fill the header of a message."""
-    message[: HEADER.itemsize].view(HEADER)[0] = (flags, 0, energy, lost)
+def write_header(message: NDArray[np.uint8], count: int, flags: int, energy: float, lost: float) -> None:
+    """Fill the header of a message of ``count`` elements."""
+    words = message.size // _WORD % (1 << 16)
+    message[: _FIELDS.itemsize].view(_FIELDS)[0] = (VERSION, flags, words, count)
+    message[_FIELDS.itemsize : HEADER_BYTES].view("<f8")[:] = energy, lost
 
 
-def read_header(message: NDArray[np.uint8]) -> tuple[int, float, float]:
-    """Give the flags, the energy and the lost energy."""
-    header = message[: HEADER.itemsize].view(HEADER)[0]
-    return int(header["flags"]), float(header["energy"]), float(header["lost"])
+def read_header(message: NDArray[np.uint8], count: int) -> tuple[int, float, float]:
+    """Return the flags, the energy and the lost energy of a message that has to have ``count`` elements.
+
+    Raises
+    ------
+    MessageError
+        Where a field is not what it has to be.
+
+    Examples
+    --------
+    >>> message = np.zeros(32, np.uint8)
+    >>> write_header(message, 3, NONFINITE, 14.0, 0.0)
+    >>> read_header(message, 3)
+    (1, 14.0, 0.0)
+    >>> read_header(message, 4)
+    Traceback (most recent call last):
+    mpicomp.errors.MessageError: message: 4 elements are expected, got 3
+    """
+    if message.size < HEADER_BYTES:
+        raise MessageError(f"message: at least {HEADER_BYTES} bytes are needed, got {message.size}")
+    version, flags, words, elements = message[: _FIELDS.itemsize].view(_FIELDS)[0].tolist()
+    if version != VERSION:
+        raise MessageError(f"message: version must be {VERSION}, got {version}; run one mpicomp on all ranks")
+    if flags > _KNOWN:
+        raise MessageError(f"message: flags must be below {_KNOWN + 1}, got {flags}")
+    if elements != count:
+        raise MessageError(f"message: {count} elements are expected, got {elements}")
+    if words != message.size // _WORD % (1 << 16):
+        raise MessageError(
+            f"message: it has {message.size} bytes, of which its sender has written {words} words of {_WORD} "
+            f"(modulo {1 << 16})"
+        )
+    energy, lost = message[_FIELDS.itemsize : HEADER_BYTES].view("<f8").tolist()
+    return flags, energy, lost
+
+
+def read_headers(messages: NDArray[np.uint8], count: int) -> tuple[int, float, float]:
+    """Do so for one message a rank, shape (ranks, bytes): all flags together, and sums.
+
+    Raises
+    ------
+    MessageError
+        As `read_header` does; it names the first rank with something wrong.
+    """
+    flags, energy, lost = 0, 0.0, 0.0
+    for rank, message in enumerate(messages):
+        try:
+            told = read_header(message, count)
+        except MessageError as error:
+            raise MessageError(f"from rank {rank}: {error}") from error
+        flags, energy, lost = flags | told[0], energy + told[1], lost + told[2]
+    return flags, energy, lost
 
 
 def pack(
@@ -80,4 +151,4 @@ def add(message: NDArray[np.uint8], wire: str | None, out: NDArray[np.floating])
 
 
 def _payload(message: NDArray[np.uint8], size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    return message[HEADER.itemsize : HEADER.itemsize + size * dtype.itemsize].view(dtype)
+    return message[HEADER_BYTES : HEADER_BYTES + size * dtype.itemsize].view(dtype)

@@ -14,6 +14,8 @@ from mpicomp.compressors.powersgd import Matrix, orthonormal
 from mpicomp.errors import NonFiniteError
 from mpicomp.workspace import Workspace
 
+_FARTHEST = 2.0**-20  # times the largest number: two models further apart are told, since steps towards it may overflow
+
 
 class Gossip:
     """What one rank knows of its neighbours' models, and how it goes on.
@@ -120,12 +122,13 @@ class Gossip:
             graph=self._graph,
         )
 
+        limit = np.finfo(self._dtype).max * _FARTHEST
         for number, other in enumerate(self._neighbours):
             # The lower rank's first on both, so that both have the same bits, signs of zeros among them.
             low, high = (mine, theirs) if self._place < other else (theirs, mine)
             with np.errstate(invalid="ignore", over="ignore"):
                 np.subtract(low[number], high[number], out=difference[number])
-            if not np.isfinite(difference[number]).all():
+            if not (np.abs(difference[number]) < limit).all():
                 raise NonFiniteError(
                     f"gossip: the model of rank {self._place} or that of its neighbour {other} holds NaN or infinity, "
                     "or they are that far apart; nothing was taken over"

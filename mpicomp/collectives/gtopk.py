@@ -6,18 +6,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.round import Group, Round
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.collectives.scheme import (
+    Context,
+    Exchange,
+    Result,
+    Scheme,
+    check_undamaged,
+    far_from_largest,
+    flags_of,
+    gain_of,
+    undelivered,
+)
 from mpicomp.collectives.selections import added, less, parted
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Selection, Sparsifier
 from mpicomp.compressors.message import (
+    DAMAGED,
     NONFINITE,
     STALE,
     Sparse,
     capacity_bytes,
     message_bytes,
     read_padded,
+    write_damaged,
     write_message,
 )
 from mpicomp.compressors.wire import Wire
@@ -66,7 +78,7 @@ class Gtopk(Scheme[Sparsifier]):
             ask.recv = workspace.array("counts", group.size, _COUNT)
             count = int((yield ask).max())
         wire, room = self.compressor.wire_for(count, numel), self._room(count, numel, dtype)
-        node = _Node(selection, count, accumulated, workspace)
+        node = _Node(selection, count, accumulated, context)
         message = workspace.array("message", room, _BYTE)
 
         for hop in _hops(group, room):
@@ -77,12 +89,19 @@ class Gtopk(Scheme[Sparsifier]):
                 hop.recv = workspace.array("incoming", room, _BYTE)
             incoming = yield hop
             if hop.peers[1] is not None:
-                node.merge(_read(incoming, hop.peers[1], numel, dtype, workspace))
+                try:
+                    node.merge(_read(incoming, hop.peers[1], numel, dtype, workspace))
+                except MessageError as error:
+                    node.problem = error
         spread = Round("bcast", (room,), _BYTE, recv=workspace.array("incoming", room, _BYTE))
         if group.rank == 0:
             node.write(message, wire)
             spread.send = message
-        total = _read((yield spread), 0, numel, dtype, workspace)
+        try:
+            total = _read((yield spread), 0, numel, dtype, workspace)
+        except MessageError as error:
+            return undelivered(accumulated, error, stale=False)
+        check_undamaged("gtopk", total.flags, node.problem)
 
         mean = SparseMean.cleared(workspace, numel, dtype)
         mean.add(total.selection.indices, total.selection.values, 1 / group.size)
@@ -114,14 +133,18 @@ class _Node:
     ----------
     sent : Selection
         What it passes on, less what it was given.
+    problem : MessageError or None
+        What is wrong with what it was given last.
     """
 
-    def __init__(self, selection: Selection, count: int, accumulated: Accumulated, workspace: Workspace) -> None:
+    def __init__(self, selection: Selection, count: int, accumulated: Accumulated, context: Context) -> None:
         self.sent = selection
+        self.problem: MessageError | None = None
         self._held = selection
         self._count = count
         self._accumulated = accumulated
-        self._workspace = workspace
+        self._workspace = context.workspace
+        self._ranks = context.group.size
         self._flags = flags_of(accumulated)
         self._energy = accumulated.energy
         self._lost = 0.0  # by the ranks above
@@ -141,9 +164,17 @@ class _Node:
     def write(self, message: NDArray[np.uint8], wire: Wire) -> None:
         """Write the message to the next rank; nothing is merged afterwards."""
         array = self._accumulated.array()
+        if self.problem is not None or self._flags & DAMAGED:
+            write_damaged(message)
+            return
         if wire.values is not None:
             self._round(wire.values)
         lost = max(0.0, self._accumulated.energy + cpu.norm_change(array, self.sent.indices, self.sent.values))
+        if not far_from_largest(self._energy * self._ranks**4, array.dtype):
+            # What was given may add up to more than the largest number where what is held on the way does not.
+            with np.errstate(over="ignore", invalid="ignore"):
+                left = array[self.sent.indices] - self.sent.values
+            self._flags |= NONFINITE * (not np.isfinite(left).all())
         size = message_bytes(self._held.indices.size, array.size, array.dtype, wire)
         message[size:] = 0
         write_message(

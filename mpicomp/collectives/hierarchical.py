@@ -1,6 +1,7 @@
 """Dense inside a host, through its shared memory; another collective, compressed, between hosts."""
 
 from collections import Counter
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -9,16 +10,30 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.round import ACROSS, HOST, Group, Round, parts_of
 from mpicomp.collectives.scatter_reduce import ScatterReduce
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, gain_of
+from mpicomp.collectives.scheme import (
+    Context,
+    Exchange,
+    Result,
+    Scheme,
+    cause_of,
+    check_undamaged,
+    far_from_largest,
+    gain_of,
+    undelivered,
+)
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.compressors.base import Compressor, Selection, Sparsifier
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.message import DAMAGED
+from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
 
 _NUMBER = np.dtype(np.float64)
-_REPORT = 5
-"""Numbers that an owner tells its host of its slice: energy, lost energy, kept elements, non-finite, stale."""
+_REPORT = 7
+"""Numbers that an owner tells its host of its slice: energy, lost energy, kept elements, non-finite, stale; whether
+some owner of the slice was sent a damaged message, and whether this one was and those on other hosts do not know.
+"""
 
 
 class Hierarchical(Scheme[Compressor]):
@@ -62,9 +77,9 @@ class Hierarchical(Scheme[Compressor]):
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
         """Refuse what is tied to places or ranks: ratios by layer, velocities that what was sent clears, and votes.
 
-        Sketches are refused, too: built upon a hierarchical sum they have one table, of all ranks.
+        Sketches and factors are refused, too: built upon a hierarchical sum they have one table, and whole matrices.
         """
-        if compressor.message in ("votes", "sketch"):
+        if compressor.message in ("votes", "sketch", "factors"):
             return False
         if isinstance(compressor, type):
             return super().carries(compressor)
@@ -104,8 +119,8 @@ class Hierarchical(Scheme[Compressor]):
         host, across = _groups(group)
         if host.size == 1:
             assert across is not None
-            result = yield from self._between_hosts(accumulated, context, across)
-            return _put_together(self._report(result, True), result.mean, result.sent)
+            result, damaged = yield from self._between_hosts(accumulated, context, across)
+            return _put_together(self._report(result, damaged, True), result.mean, result.sent, result.problem)
         return (yield from self._exchange(accumulated, context, host, across))
 
     def _exchange(self, accumulated: Accumulated, context: Context, host: Group, across: Group | None) -> Exchange:
@@ -127,16 +142,16 @@ class Hierarchical(Scheme[Compressor]):
         scatter.recv = workspace.array("incoming", width * host.size, dtype)
         incoming = (yield scatter).reshape(host.size, width)
 
-        report = np.zeros(_REPORT if owner else 0)
+        report, problem = np.zeros(_REPORT if owner else 0), None
         mean = incoming.reshape(-1)[:0]
         sent: NDArray[np.floating] | Selection = accumulated.array()
         if self._sparse:
             sent = Selection(np.empty(0, np.uint32), mean)
         if owner and self._exchanged(owned):
             assert across is not None
-            part = self._part(accumulated, incoming, own, workspace)
-            result = yield from self._between_hosts(part, context, across)
-            report, mean = self._report(result, last), result.mean
+            part = self._part(accumulated, incoming, own, group.hosts, workspace)
+            result, damaged = yield from self._between_hosts(part, context, across)
+            report, mean, problem = self._report(result, damaged, last), result.mean, result.problem
             if isinstance(result.sent, Selection):
                 indices = workspace.array("indices", result.sent.indices.size, np.uint32)
                 np.add(result.sent.indices, np.uint32(own.start), out=indices)
@@ -145,7 +160,7 @@ class Hierarchical(Scheme[Compressor]):
                 kept_back = part.array()
                 sent = workspace.array("sent", numel, dtype)
                 sent[:] = accumulated.array()
-                with np.errstate(invalid="ignore"):
+                with np.errstate(over="ignore", invalid="ignore"):
                     np.subtract(kept_back, result.sent, out=kept_back)
                     np.subtract(sent[own], kept_back, out=sent[own])
         if self._sparse:
@@ -158,7 +173,7 @@ class Hierarchical(Scheme[Compressor]):
         reports = yield tell
         gather.send = mean
         gather.recv = workspace.array("mean", numel, dtype)
-        return _put_together(reports, (yield gather), sent)
+        return _put_together(reports, (yield gather), sent, problem)
 
     @property
     def _sparse(self) -> bool:
@@ -169,7 +184,7 @@ class Hierarchical(Scheme[Compressor]):
         return owned > 0 or not self._sparse
 
     def _part(
-        self, accumulated: Accumulated, incoming: NDArray[np.floating], own: slice, workspace: Workspace
+        self, accumulated: Accumulated, incoming: NDArray[np.floating], own: slice, hosts: int, workspace: Workspace
     ) -> Accumulated:
         """Sum an owned slice over the host, in rank order.
 
@@ -181,6 +196,8 @@ class Hierarchical(Scheme[Compressor]):
             What the ranks sent; overwritten.
         own : slice
             The slice's place.
+        hosts : int
+            How many there are.
         workspace : Workspace
             This scheme's.
         """
@@ -196,14 +213,23 @@ class Hierarchical(Scheme[Compressor]):
                 buffer = accumulated.with_tail(*[0.0] * TAIL)[own.start : own.stop + TAIL]
                 pieces = [Piece(0, incoming[-1, :owned])]
                 return Accumulated(buffer, total[:owned], pieces, stale > 0, accumulated.threads)
-            buffer = workspace.array("slice", owned + TAIL, accumulated.dtype)
-            np.add(total[:owned], incoming[-1, :owned], out=buffer[:owned])
-        if total.size == owned and self.compressor != Dense():
-            energy = cpu.energy(buffer[:owned])  # what the rounding of this slice is a share of
-        return Accumulated.ready(buffer, energy, lost, nonfinite == 0, stale > 0)
+        buffer = workspace.array("slice", owned + TAIL, accumulated.dtype)
+        moments = cpu.accumulate(incoming[-1, :owned], total[:owned], buffer[:owned], accumulated.threads)
+        if total.size == owned:
+            energy = moments.energy  # what the rounding of this slice is a share of
+        finite = nonfinite == 0 and moments.finite
+        if finite and self.compressor != Dense():
+            # What is kept back of the host's sum is taken from what the owner has sent of its own array.
+            finite = _differ_finitely(buffer[:owned], accumulated.array()[own], moments.energy, hosts)
+        return Accumulated.ready(buffer, energy, lost, finite, stale > 0)
 
-    def _between_hosts(self, part: Accumulated, context: Context, across: Group) -> Exchange:
-        """Run the inner collective among the owners of a slice, and divide its mean by ranks in place of hosts."""
+    def _between_hosts(
+        self, part: Accumulated, context: Context, across: Group
+    ) -> Generator[Round, NDArray[Any], tuple[Result, bool]]:
+        """Run the inner collective among the owners of a slice, and divide its mean by ranks in place of hosts.
+
+        Tell also whether one of them was sent a damaged message, where all of them know.
+        """
         inner = replace(
             context,
             group=across,
@@ -212,26 +238,32 @@ class Hierarchical(Scheme[Compressor]):
         )
         exchange = self._inner.exchange(part, inner)
         received: Any = None
+        result: Result
         while True:
             try:
                 task = exchange.send(received)
             except StopIteration as stop:
-                result: Result = stop.value
+                result = stop.value
                 break
+            except MessageError as error:
+                result = undelivered(part, error, stale=False)
+                result.problem = cause_of(error)
+                return result, True
             if isinstance(task, Round):  # not one that was started before and is now waited for
                 task.group = ACROSS
             received = yield task
         if context.group.size > context.group.hosts:
             cpu.scale(result.mean, context.group.hosts / context.group.size)
-        return result
+        return result, False
 
-    def _report(self, result: Result, last: bool) -> NDArray[np.float64]:
+    def _report(self, result: Result, damaged: bool, last: bool) -> NDArray[np.float64]:
         """Give what an owner tells its host: numbers that are the same on all hosts."""
         with np.errstate(invalid="ignore", over="ignore"):
             lost = (1 - np.float64(result.gain)) * result.energy
         # With dense messages the last slice's energy is that of the ranks' whole arrays.
         energy = result.energy if self._sparse or last else 0.0
-        return np.array([energy, lost, result.kept, result.nonfinite, result.stale], _NUMBER)
+        alone = result.problem is not None and not (damaged or result.stale)
+        return np.array([energy, lost, result.kept, result.nonfinite, result.stale, damaged, alone], _NUMBER)
 
 
 def _groups(group: Group) -> tuple[Group, Group | None]:
@@ -246,11 +278,41 @@ def _slices(numel: int, group: Group) -> list[int]:
     return parts_of(numel, owners)[::-1]
 
 
+def _differ_finitely(total: NDArray[np.floating], array: NDArray[np.floating], energy: float, hosts: int) -> bool:
+    """Tell whether whatever is kept back of a host's sum can be taken from an array, if all hosts say so.
+
+    Parameters
+    ----------
+    total, array : arrays
+        The sum, and the owner's own array.
+    energy : float
+        Squared norm of the sum.
+    hosts : int
+        An owner also answers for what the mean over hosts loses, times their number.
+    """
+    if far_from_largest((energy + cpu.energy(array)) * hosts**2, array.dtype):
+        return True
+    top = max(float(np.abs(own).max(initial=0)) for own in (total, array))
+    return 16 * hosts * top < float(np.finfo(array.dtype).max)
+
+
 def _put_together(
-    reports: NDArray[np.float64], mean: NDArray[np.floating], sent: NDArray[np.floating] | Selection
+    reports: NDArray[np.float64],
+    mean: NDArray[np.floating],
+    sent: NDArray[np.floating] | Selection,
+    problem: MessageError | None,
 ) -> Result:
-    """Give the result from what the owners of a host have told; all hosts' owners tell the same."""
-    energy, lost, kept, nonfinite, stale = (float(number) for number in reports.reshape(-1, _REPORT).sum(axis=0))
+    """Give the result from what the owners of a host have told; all hosts' owners tell the same, but of the last.
+
+    ``problem`` is what this rank could not read as an owner.
+    """
+    told = (float(number) for number in reports.reshape(-1, _REPORT).sum(axis=0))
+    energy, lost, kept, nonfinite, stale, damaged, alone = told
+    if problem is not None:
+        problem = MessageError(f"hierarchical: between hosts: {problem}")
+    check_undamaged("hierarchical", DAMAGED * (damaged > 0), problem)
+    if alone > 0 and problem is None:
+        problem = MessageError("hierarchical: the owner of a slice on this rank's host was sent a damaged message")
     return Result(
         mean=mean,
         sent=sent,
@@ -259,4 +321,5 @@ def _put_together(
         kept=kept,
         nonfinite=nonfinite > 0,
         stale=stale > 0,
+        problem=problem,
     )

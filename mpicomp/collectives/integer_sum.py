@@ -7,22 +7,24 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.collectives.dense_message import HEADER_BYTES, read_header, write_header
 from mpicomp.collectives.round import Group, Round
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, check_undamaged, flags_of, gain_of
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import SharedQuantiser
-from mpicomp.compressors.message import NONFINITE, STALE
-from mpicomp.errors import ConfigurationError
+from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
+from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.kernels import cpu
 
 _BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.uint64)
-_HEADER = np.dtype([("flags", "<u4"), ("zero", "<u4"), ("energy", "<f8"), ("norm", "<f8")])
 _MOST = 2**31 - 1
 """What a field may hold: a wider one would take as many bits as a float32."""
 _FINEST = 2**24 - 1
 """Up to this float32 counts."""
 _PARTS = 2.0**40
 """Parts of the total energy in which ranks tell what they have lost, so that it is summed as integers too."""
+_DAMAGED = 2**47
+"""More than all parts that ranks tell: a rank that could not read a header adds it to its own."""
 
 
 class IntegerSum(Scheme[SharedQuantiser]):
@@ -59,7 +61,7 @@ class IntegerSum(Scheme[SharedQuantiser]):
                 f"integer-sum: integers up to {limit} from {group.size} ranks need fields of {largest.bit_length()} "
                 f"bits, and 31 are the most; use fewer bits"
             )
-        tell = Round("allgatherv", [_HEADER.itemsize] * group.size, _BYTE)
+        tell = Round("allgatherv", [HEADER_BYTES] * group.size, _BYTE)
         ask = Round("allreduce", (len(finer) * cpu.words_of(numel, group.size),), _WORD)
         add = Round("allreduce", (cpu.words_of(numel, largest) + 1,), _WORD)
         return [tell, ask, add] if finer else [tell, add]
@@ -73,13 +75,10 @@ class IntegerSum(Scheme[SharedQuantiser]):
         largest = 2 * limit * group.size
         tell, *asked, add = self.rounds(numel, dtype, group)
 
-        own = np.array([(flags_of(accumulated), 0, accumulated.energy, self.compressor.reach(array))], _HEADER)
-        tell.send = own.view(_BYTE)
+        tell.send = workspace.array("header", HEADER_BYTES, _BYTE)
+        write_header(tell.send, numel, flags_of(accumulated), accumulated.energy, self.compressor.reach(array))
         tell.recv = workspace.array("headers", sum(tell.counts), _BYTE)
-        headers = (yield tell).view(_HEADER)
-        flags = int(np.bitwise_or.reduce(headers["flags"]))
-        energy = sum(headers["energy"].tolist())
-        norm = float(headers["norm"].max())
+        flags, energy, norm, problem = _read((yield tell).reshape(group.size, -1), numel)
 
         steps = _clipped(norm, scales[-1] * group.size, dtype) / scales
         inverses = (1 / steps).astype(dtype)
@@ -91,10 +90,11 @@ class IntegerSum(Scheme[SharedQuantiser]):
         sent = workspace.array("sent", numel, dtype)
         key = context.key(shared=False) if self.compressor.stochastic else None
         lost = cpu.pack_fields(array, inverses, steps.astype(dtype), limit, largest, key, words[:-1], sent, levels)
-        words[-1] = _parts_of(lost + accumulated.lost, energy, group.size)
+        words[-1] = _parts_of(lost + accumulated.lost, energy, group.size) + _DAMAGED * (problem is not None)
         add.send = words
         add.recv = workspace.array("sums", words.size, _WORD)
         sums = yield add
+        check_undamaged(self.id, DAMAGED * (int(sums[-1]) >= _DAMAGED), problem)
 
         mean = workspace.array("mean", numel, dtype)
         factors = (steps / group.size).astype(dtype)
@@ -141,8 +141,24 @@ def _clipped(norm: float, points: float, dtype: np.dtype[Any]) -> float:
     return min(max(norm, points * float(limits.tiny)), float(limits.max) / 2)
 
 
+def _read(messages: NDArray[np.uint8], numel: int) -> tuple[int, float, float, MessageError | None]:
+    """Return what the ranks' headers tell: flags, the energy, the largest norm, and what is wrong with one of them."""
+    flags, energies, norms = 0, [], []
+    problem: MessageError | None = None
+    for rank, message in enumerate(messages):
+        try:
+            told = read_header(message, numel)
+        except MessageError as error:
+            problem = problem or MessageError(f"integer-sum: from rank {rank}: {error}")
+            continue
+        flags |= told[0]
+        energies.append(told[1])
+        norms.append(told[2])
+    return flags, sum(energies), float(np.max(norms, initial=0.0)), problem
+
+
 def _parts_of(lost: float, energy: float, ranks: int) -> int:
     """Give lost energy as parts of the total, so that the sum over ranks fits into 64 bits; 0 where it is unknown."""
     if not (energy > 0 and math.isfinite(energy) and lost >= 0):
         return 0
-    return int(min(lost / energy * _PARTS, float(2**63 // ranks)))
+    return int(min(lost / energy * _PARTS, (_DAMAGED - 1) // ranks))

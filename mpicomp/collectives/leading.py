@@ -61,11 +61,6 @@ class Leading(Scheme[Sparsifier]):
             The leader's selection; not looked at elsewhere.
         accumulated, context
             As in `Scheme.exchange`.
-
-        Raises
-        ------
-        MessageError
-            On all ranks, where the indices cannot be read.
         """
         workspace, numel = context.workspace, accumulated.numel
         share = self._share(leader, count, numel)
@@ -81,9 +76,13 @@ class Leading(Scheme[Sparsifier]):
         if coded:
             code = indices
             indices = workspace.array("indices", count, np.uint32)
-            if not cpu.decode_indices(code, count, numel, indices):
-                raise MessageError(f"{self.id}: the indices from rank {leader} are damaged")
-        return (yield from exchange_at(indices, 1.0, accumulated, context, self._sum))
+            right = cpu.decode_indices(code, count, numel, indices)
+        else:
+            right = cpu.ascending_below(indices, numel)
+        problem = None
+        if not right:
+            problem = MessageError(f"{self.id}: from rank {leader}: indices do not ascend below {numel}")
+        return (yield from exchange_at(indices, 1.0, accumulated, context, self._sum, problem))
 
     def _share(self, leader: int, count: int, numel: int) -> Round:
         if self.compressor.wire_for(count, numel).indices == "plain":

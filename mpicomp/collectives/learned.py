@@ -178,7 +178,7 @@ class Learned(Scheme[LGC]):
     ) -> Generator[Round, NDArray[Any], tuple[Result, NDArray[np.floating]]]:
         """Average the values at one rank's indices as they are; give this rank's, too."""
         led = yield from follow(Lead(selected, accumulated.numel), accumulated, context)
-        result = yield from exchange_at(led.indices, 1.0, accumulated, context, self._sum)
+        result = yield from exchange_at(led.indices, 1.0, accumulated, context, self._sum, led.problem)
         return result, led.values
 
     def _learn(

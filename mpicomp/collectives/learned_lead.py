@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 from typing import Any
 
 import numpy as np
@@ -96,12 +96,15 @@ class Led:
         What coded values are divided by; the same on all ranks.
     code : array of uint8
         The leader's code.
+    problem : MessageError or None
+        What is wrong with what this rank was sent; values are then zeros, and the frame is one.
     """
 
     indices: NDArray[np.uint32]
     values: NDArray[np.floating]
     frame: NDArray[np.floating]
     code: NDArray[np.uint8]
+    problem: MessageError | None = None
 
 
 def leader_of(context: Context) -> int:
@@ -122,11 +125,6 @@ def follow(
         See `Scheme.exchange`.
     code : LearnedCode, optional
         Of the leader, where the code is a part of the message.
-
-    Raises
-    ------
-    MessageError
-        On all ranks, where indices cannot be read.
     """
     workspace = context.workspace
     leader = leader_of(context)
@@ -137,11 +135,17 @@ def follow(
     task.recv = workspace.array("led", task.counts[0], _BYTE)
     received = yield task
     scales, signs, told, indices = lead.cut(received)
-    listed = _listed(lead, _decoded(lead, indices, leader, workspace), workspace)
-    values = _gathered(listed, accumulated, workspace)
     frame = workspace.array("frame", lead.selected.coded_count * lead.frame, accumulated.dtype)
-    if lead.frame:
-        _unpack_frame(lead, scales.view(np.float64), signs.view(np.uint64), frame)
+    try:
+        listed = _listed(lead, _decoded(lead, indices, leader, workspace), workspace)
+        values = _gathered(listed, accumulated, workspace)
+        if lead.frame:
+            _check_scales(scales.view(np.float64), leader)
+            _unpack_frame(lead, scales.view(np.float64), signs.view(np.uint64), frame)
+    except MessageError as error:
+        frame[:] = 1
+        none = np.zeros(lead.selected.count, accumulated.dtype)
+        return Led(np.arange(none.size, dtype=np.uint32), none, frame, told, error)
     return Led(listed, values, frame, told)
 
 
@@ -192,10 +196,13 @@ def _plain(lead: Lead) -> bool:
 def _decoded(lead: Lead, message: NDArray[np.uint8], leader: int, workspace: Workspace) -> NDArray[np.uint32]:
     count = lead.selected.indices
     if _plain(lead):
-        return message.view(np.uint32)[:count]
-    indices: NDArray[np.uint32] = workspace.array("lead.indices", count, np.uint32)
-    if not cpu.decode_indices(message, count, lead.numel, indices):
-        raise MessageError(f"learned: the indices from rank {leader} are damaged")
+        indices: NDArray[np.uint32] = message.view(np.uint32)[:count]
+        right = cpu.ascending_below(indices, lead.numel)
+    else:
+        indices = workspace.array("lead.indices", count, np.uint32)
+        right = cpu.decode_indices(message, count, lead.numel, indices)
+    if not right:
+        raise MessageError(f"learned: from rank {leader}: indices do not ascend below {lead.numel}")
     return indices
 
 
@@ -221,6 +228,13 @@ def _gathered(listed: NDArray[np.uint32], accumulated: Accumulated, workspace: W
     if not cpu.gather(accumulated.array(), listed, values):
         raise MessageError(f"learned: an index that all ranks were told is not below {accumulated.numel}")
     return values
+
+
+def _check_scales(scales: NDArray[np.float64], leader: int) -> None:
+    """Raise where values cannot be divided by what they are said to be relative to."""
+    for scale in scales.tolist():
+        if not 0 < scale < inf:
+            raise MessageError(f"learned: from rank {leader}: scales must be positive numbers, got {scale}")
 
 
 def _pack_frame(

@@ -7,13 +7,14 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.learned_lead import Lead, follow, leader_of, relative
 from mpicomp.collectives.round import Group, Round
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, gain_of
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, check_undamaged, far_from_largest, gain_of
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.base import Selection
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.learned_code import LearnedCode
 from mpicomp.compressors.lgc import LGC
+from mpicomp.compressors.message import DAMAGED
 from mpicomp.kernels import cpu
 
 _TOLD = np.dtype([("energy", "<f8"), ("sparse", "<f8"), ("match", "<f8"), ("decoded", "<f8")])
@@ -21,6 +22,7 @@ _TOLD = np.dtype([("energy", "<f8"), ("sparse", "<f8"), ("match", "<f8"), ("deco
 coded, the product of its values with its share of what is decoded, and the squared norm of this share, both before it
 is scaled.
 """
+_DAMAGED = -1.0  # in place of the last of them, where a rank could not read what it was sent
 _BYTE = np.dtype(np.uint8)
 
 
@@ -90,11 +92,16 @@ class CodeRing:
             sparse -= cpu.energy(travels[length : length + rest])
         coded_energy = cpu.energy(own)
         told = (accumulated.energy, sparse, _product(own, shares), cpu.energy(shares))
+        problem = led.problem or summed.problem
+        if problem is not None:
+            told = (*told[:3], _DAMAGED)
         task.send = np.array([told], _TOLD).view(_BYTE)
         task.recv = workspace.array("told", sum(task.counts), _BYTE)
         everyones = (yield task).view(_TOLD)
+        check_undamaged("learned", DAMAGED * bool((everyones["decoded"] == _DAMAGED).any()), problem)
         factor = _best(everyones, dtype)
         lost = _lost(everyones, factor)
+        finite = _is_finite(everyones, factor, dtype)
         with np.errstate(over="ignore", invalid="ignore"):
             missed = max(coded_energy + factor * (factor * told[3] - 2 * told[2]), 0.0)  # NaN stays
 
@@ -114,7 +121,7 @@ class CodeRing:
             energy=summed.energy,
             gain=gain_of(lost, float(everyones["energy"].sum())),
             kept=float(led.values.size),
-            nonfinite=summed.nonfinite or not np.isfinite(mean).all(),
+            nonfinite=summed.nonfinite or not finite or not np.isfinite(mean).all(),
             stale=summed.stale,
             code_error=1 - gain_of(missed, coded_energy),  # of this rank's share in what is decoded
         )
@@ -135,13 +142,21 @@ def _product(first: NDArray[np.floating], second: NDArray[np.floating]) -> float
 
 def _best(everyones: NDArray[Any], dtype: np.dtype[Any]) -> float:
     """Give the factor for decoded values that leaves least of what is coded, over all ranks; never a negative one."""
-    match, decoded = float(everyones["match"].sum()), float(everyones["decoded"].sum())
     # Not a number, or infinite: some rank has flagged it, or the mean will be found to be.
-    return float(dtype.type(match / decoded)) if match > 0 and decoded > 0 else 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        match, decoded = float(everyones["match"].sum()), float(everyones["decoded"].sum())
+        return float(dtype.type(match / decoded)) if match > 0 and decoded > 0 else 0.0
+
+
+def _is_finite(everyones: NDArray[Any], factor: float, dtype: np.dtype[Any]) -> bool:
+    """Tell whether what each rank has sent, and what stays in its residual, are finite; all ranks find the same."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        energies = everyones["energy"] + factor * factor * everyones["decoded"]
+    return all(far_from_largest(energy, dtype) for energy in energies.tolist())
 
 
 def _lost(everyones: NDArray[Any], factor: float) -> float:
     """Give the energy of what is not delivered, over all ranks."""
     with np.errstate(over="ignore", invalid="ignore"):
         unsent = everyones["energy"] - everyones["sparse"] - 2 * factor * everyones["match"]
-        return float(np.maximum(unsent + factor**2 * everyones["decoded"], 0).sum())
+        return float(np.maximum(unsent + factor * factor * everyones["decoded"], 0).sum())

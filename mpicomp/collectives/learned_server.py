@@ -7,13 +7,30 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.learned_lead import Lead, Led, follow, leader_of
 from mpicomp.collectives.round import Group, Round
-from mpicomp.collectives.scheme import Context, Exchange, Result, flags_of, gain_of
+from mpicomp.collectives.scheme import (
+    Context,
+    Exchange,
+    Result,
+    check_undamaged,
+    far_from_largest,
+    flags_of,
+    gain_of,
+    undelivered,
+)
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Selection, kept
 from mpicomp.compressors.learned_code import LearnedCode
 from mpicomp.compressors.lgc import LGC
-from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, write_message
+from mpicomp.compressors.message import (
+    DAMAGED,
+    NONFINITE,
+    STALE,
+    message_bytes,
+    read_message,
+    write_damaged,
+    write_message,
+)
 from mpicomp.compressors.wire import Wire, compact
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
@@ -60,6 +77,10 @@ class CodeServer:
         task = self._gather(lead, dtype, group)
         task.send = workspace.array("message", task.counts[0], _BYTE)
         task.recv = workspace.array("messages", sum(task.counts), _BYTE)
+        if led.problem is not None:
+            write_damaged(self._parts(lead, task.send, dtype)[2])
+            yield task
+            check_undamaged("learned", DAMAGED, led.problem)
         decoded = workspace.array("decoded", count, dtype)
         self._decode(common, group.rank, led, decoded)
         missed = self._write(lead, led, decoded, accumulated, context, task.send)
@@ -69,13 +90,15 @@ class CodeServer:
         values = workspace.array("relative", led.values.size, dtype)
         mean[:] = 0
         flags, energy, lost = 0, 0.0, 0.0
+        unread: MessageError | None = None
         for rank, message in enumerate(messages.reshape(group.size, -1)):
             stored, rest, sparse = self._parts(lead, message, dtype)
             self._decode(common, rank, led, values[coded])
             try:
-                told = read_message(sparse, count, dtype, workspace)
+                told = read_message(sparse, count, dtype, workspace, self._innovations(lead))
             except MessageError as error:
-                raise MessageError(f"learned: from rank {rank}: {error}") from error
+                unread = unread or MessageError(f"learned: from rank {rank}: {error}")
+                continue
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
                 np.multiply(values[coded], dtype.type(stored[0]), out=values[coded])
                 values[coded][told.selection.indices] = told.selection.values
@@ -85,6 +108,11 @@ class CodeServer:
             if rank == group.rank:
                 sent[:] = values
             flags, energy, lost = flags | told.flags, energy + told.energy, lost + told.lost
+            # What a rank has sent, and what stays in its residual, are finite with these; all ranks find the same.
+            flags |= NONFINITE * (not far_from_largest(told.energy + told.lost, dtype))
+        check_undamaged("learned", flags, None)
+        if unread is not None:
+            return undelivered(accumulated, unread, stale=False)
         with np.errstate(under="ignore", invalid="ignore"):
             np.multiply(mean, dtype.type(1 / group.size), out=mean)
         whole = SparseMean.cleared(workspace, accumulated.numel, dtype)

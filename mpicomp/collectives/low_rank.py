@@ -1,17 +1,19 @@
 """Sums of thin factors, one after the other."""
 
+import math
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.round import Group, Round
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, far_from_largest, undelivered
 from mpicomp.collectives.stacks import multiply, stacked
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.base import Compressor, Selection
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.powersgd import PowerSGD, orthonormal
+from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 
 
@@ -64,6 +66,7 @@ class LowRank(Scheme[PowerSGD]):
         numel, dtype, workspace = accumulated.numel, accumulated.dtype, context.workspace
         left_size, right_size, rest_size = self._left_size, self._right_size, numel - self._held
         array = accumulated.array()
+        finite = accumulated.finite and _projects_finitely(array, accumulated.energy)
         left = workspace.array("left", left_size + rest_size + TAIL, dtype)
         right = workspace.array("right", right_size + TAIL, dtype)
         kept_rest = workspace.array("rest", 2 * rest_size, dtype).reshape(2, rest_size)
@@ -72,15 +75,19 @@ class LowRank(Scheme[PowerSGD]):
         self._begin(rights, context)
         self._copy_rest(array, left[left_size:])
         nonfinite = stale = False
+        problem: MessageError | None = None
         rest_lost = 0.0
         for iteration in range(self.compressor.iterations):
             for own, factor, product in zip(matrices, rights, lefts, strict=True):
                 multiply(own, factor, product)
             size = left_size + (rest_size if iteration == 0 else 0)
             energy = cpu.energy(left[:size])
-            part = Accumulated.ready(left[: size + TAIL], energy, 0.0, accumulated.finite, accumulated.stale)
+            ask = accumulated.stale or problem is not None
+            part = Accumulated.ready(left[: size + TAIL], energy, 0.0, finite, ask)
             first = yield from self._sum.exchange(part, context)
             assert not isinstance(first.sent, Selection)
+            problem = problem or first.problem
+            ask = accumulated.stale or problem is not None
             if iteration == 0:
                 rest = left[left_size:size]
                 kept_rest[0], kept_rest[1] = first.mean[left_size:], first.sent[left_size:]
@@ -91,13 +98,16 @@ class LowRank(Scheme[PowerSGD]):
                 multiply(own.transpose(0, 2, 1), basis, product)
             # The bases are orthonormal, so the factors have the energy of what is projected.
             lost = max(0.0, accumulated.energy - cpu.energy(right[:right_size]) + rest_lost)
-            part = Accumulated.ready(right, accumulated.energy, lost, accumulated.finite, accumulated.stale)
+            part = Accumulated.ready(right, accumulated.energy, lost, finite, ask)
             second = yield from self._sum.exchange(part, context)
+            problem = problem or second.problem
             nonfinite = nonfinite or first.nonfinite or second.nonfinite
             stale = stale or first.stale or second.stale
             if iteration + 1 < self.compressor.iterations:
                 self._scale(self._rights(second.mean), rights, context)
 
+        if problem is not None:
+            return undelivered(accumulated, problem, stale)
         assert not isinstance(second.sent, Selection)
         mean, sent = (workspace.array(name, numel, dtype) for name in ("low-rank mean", "low-rank sent"))
         for whole, factors in ((mean, second.mean), (sent, second.sent)):
@@ -197,6 +207,14 @@ def _parts(array: NDArray[np.floating], shapes: list[tuple[int, int, int]]) -> l
         parts.append(array[place : place + size].reshape(shape))
         place += size
     return parts
+
+
+def _projects_finitely(array: NDArray[np.floating], energy: float) -> bool:
+    """Tell whether all projections of an array, and what they leave, are finite: none is longer than the array."""
+    if far_from_largest(energy, array.dtype):
+        return True
+    longest = float(np.abs(array).max()) * math.sqrt(array.size)
+    return 16 * longest < float(np.finfo(array.dtype).max)
 
 
 def _finite(factors: NDArray[np.floating]) -> NDArray[np.floating]:

@@ -5,9 +5,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.dense_message import HEADER, read_header, write_header
+from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
+from mpicomp.collectives.owners import read_answers, read_sent
 from mpicomp.collectives.round import Group, Round, parts_of
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, undelivered
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.compressors.signsgd import SignSGD
@@ -34,7 +35,7 @@ class MajorityVote(Scheme[SignSGD]):
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """One alltoallv and one allgatherv of bytes; see `Scheme.rounds`."""
         parts = parts_of(-(-numel // _SIGNS), group.size)
-        counts = [HEADER.itemsize + count * _WORD.itemsize for count in parts]
+        counts = [HEADER_BYTES + count * _WORD.itemsize for count in parts]
         return [Round(operation, counts, _BYTE) for operation in ("alltoallv", "allgatherv")]
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
@@ -51,28 +52,27 @@ class MajorityVote(Scheme[SignSGD]):
         outgoing = workspace.array("outgoing", places[-1], _BYTE)
         for rank in range(group.size):
             message = outgoing[places[rank] : places[rank + 1]]
-            write_header(message, flags_of(accumulated), accumulated.energy, 0.0)
-            message[HEADER.itemsize :].view(_WORD)[:] = signs[bounds[rank] : bounds[rank + 1]]
+            write_header(message, parts[rank], flags_of(accumulated), accumulated.energy, 0.0)
+            message[HEADER_BYTES:].view(_WORD)[:] = signs[bounds[rank] : bounds[rank + 1]]
         size = scatter.counts[group.rank]
         scatter.send = outgoing
         scatter.recv = workspace.array("incoming", size * group.size, _BYTE)
         incoming = (yield scatter).reshape(group.size, size)
 
-        headers = incoming[:, : HEADER.itemsize].reshape(-1).view(HEADER)
+        flags, energy, _, problem = read_sent(self.id, incoming, parts[group.rank])
         reply = workspace.array("reply", size, _BYTE)
-        cpu.majority(incoming[:, HEADER.itemsize :].view(_WORD), reply[HEADER.itemsize :].view(_WORD))
-        flags = int(np.bitwise_or.reduce(headers["flags"]))
-        write_header(reply, flags, float(headers["energy"].sum()), 0.0)
+        cpu.majority(incoming[:, HEADER_BYTES:].view(_WORD), reply[HEADER_BYTES:].view(_WORD))
+        write_header(reply, parts[group.rank], flags, energy, 0.0)
         gather.send = reply
         gather.recv = workspace.array("replies", places[-1], _BYTE)
         replies = yield gather
 
-        flags, energy = 0, 0.0
+        flags, energy, _, problem = read_answers(self.id, replies, scatter.counts, parts, problem)
+        if problem is not None:
+            return undelivered(accumulated, problem, stale=False)
         for rank in range(group.size):
             message = replies[places[rank] : places[rank + 1]]
-            seen, energy, _ = read_header(message)  # all owners say the same energy
-            flags |= seen
-            signs[bounds[rank] : bounds[rank + 1]] = message[HEADER.itemsize :].view(_WORD)
+            signs[bounds[rank] : bounds[rank + 1]] = message[HEADER_BYTES:].view(_WORD)
         mean = workspace.array("mean", numel, dtype)
         cpu.unpack_votes(signs, self.compressor.scale, mean)
         return Result(

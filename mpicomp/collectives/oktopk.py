@@ -10,12 +10,30 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.regions import even_bounds, mean_bounds, overlaps, quantiles
 from mpicomp.collectives.round import Group, Round, parts_of
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.collectives.scheme import (
+    Context,
+    Exchange,
+    Result,
+    Scheme,
+    check_undamaged,
+    flags_of,
+    gain_of,
+    undelivered,
+)
 from mpicomp.collectives.selections import added, common, less, parted, room
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Selection, Sparsifier
-from mpicomp.compressors.message import NONFINITE, STALE, Sparse, message_bytes, read_message, write_message
+from mpicomp.compressors.message import (
+    DAMAGED,
+    NONFINITE,
+    STALE,
+    Sparse,
+    message_bytes,
+    read_message,
+    write_damaged,
+    write_message,
+)
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
@@ -101,6 +119,8 @@ class _Step:
         self.numel = accumulated.numel
         self.dtype = accumulated.dtype
         self.state = _remembered(context.memory, self.numel, self.group.size)
+        self.flags = flags_of(accumulated)
+        self.problem: MessageError | None = None
 
     def run(self) -> Exchange:
         """See `Scheme.exchange`."""
@@ -123,7 +143,9 @@ class _Step:
         if self._worth_sharing(counts, even):
             held = yield from self._share_out(chosen, counts, even)
             counts, spans = even, [(0, self.numel)] * ranks
+        before = self.problem
         delivered, owners_lost = yield from self._gather(held, counts, spans, energy, kept)
+        check_undamaged("oktopk", self.flags, before)
         mean = SparseMean.cleared(self.workspace, self.numel, self.dtype)
         mean.add(delivered.indices, delivered.values, 1.0)
 
@@ -132,12 +154,12 @@ class _Step:
         if error is not None:
             sent = less(sent, Selection(chosen.indices, error), self.workspace, "sent.rounded")
             lost = yield from self._tell_lost(sent)
+            check_undamaged("oktopk", DAMAGED * math.isnan(lost), self.problem)
         self.state["exchanges"] += 1
         self.context.memory["oktopk"] = self.state
 
-        flags = 0
-        for message in arrived:
-            flags |= message.flags
+        if self.problem is not None:
+            return undelivered(self.accumulated, self.problem, stale=False)
         # Sums can be infinite where no rank's value is; they reach every threshold.
         infinite = cpu.count_reaching(delivered.values, cpu.magnitude_bits(np.inf, self.dtype)) > 0
         total = sum(message.energy for message in arrived)
@@ -147,8 +169,8 @@ class _Step:
             energy=total,
             gain=gain_of(lost, total),
             kept=float(delivered.indices.size),
-            nonfinite=bool(flags & NONFINITE) or infinite,
-            stale=bool(flags & STALE),
+            nonfinite=bool(self.flags & NONFINITE) or infinite,
+            stale=bool(self.flags & STALE),
         )
 
     def _scatter(
@@ -276,9 +298,10 @@ class _Step:
         return everything, sum(part.lost for part in messages)
 
     def _tell_lost(self, sent: Selection) -> Generator[Round, NDArray[Any], float]:
-        """Give the energy that all ranks lost, each of which knows its own."""
+        """Give the energy that all ranks lost, each of which knows its own; NaN where one has read what is damaged."""
         lost = self.accumulated.energy + cpu.norm_change(self.accumulated.array(), sent.indices, sent.values)
-        tell = Round("allgatherv", [1] * self.group.size, _ENERGY, send=np.array([max(0.0, lost)]))
+        lost = max(0.0, lost) if self.problem is None else math.nan
+        tell = Round("allgatherv", [1] * self.group.size, _ENERGY, send=np.array([lost]))
         tell.recv = self.workspace.array("lost", self.group.size, _ENERGY)
         return float((yield tell).sum())
 
@@ -287,11 +310,14 @@ class _Step:
 
     def _write(self, part: Selection, span: _Span, out: NDArray[np.uint8], energy: float, kept: float) -> None:
         """Write a message with indices that count from where a span begins."""
+        if self.problem is not None or self.flags & DAMAGED:
+            write_damaged(out)
+            return
         length = span[1] - span[0]
         indices = self.workspace.array("relative", part.indices.size, np.uint32)
         np.subtract(part.indices, np.uint32(span[0]), out=indices)
         wire = self.scheme.compressor.wire_for(indices.size, length)
-        write_message(out, Selection(indices, part.values), length, wire, flags_of(self.accumulated), energy, kept)
+        write_message(out, Selection(indices, part.values), length, wire, self.flags, energy, kept)
 
     def _read(
         self,
@@ -301,15 +327,20 @@ class _Step:
         spans: Sequence[_Span],
         name: str,
     ) -> list[Sparse]:
-        """Read one message a rank, one behind the other into the room of a name."""
+        """Read one message a rank, one behind the other into the room of a name; note flags, and what is wrong."""
         whole = room(self.workspace, name, sum(counts), self.dtype)
         messages = []
         bounds = pairwise([0, *accumulate(counts)])
         for rank, (message, span, (start, stop)) in enumerate(zip(_cut(received, sizes), spans, bounds, strict=True)):
             try:
-                sparse = read_message(message, span[1] - span[0], self.dtype, self.workspace)
+                sparse = read_message(message, span[1] - span[0], self.dtype, self.workspace, stop - start)
             except MessageError as error:
-                raise MessageError(f"oktopk: from rank {rank}: {error}") from error
+                self.problem = self.problem or MessageError(f"oktopk: from rank {rank}: {error}")
+                sparse = Sparse(room(self.workspace, name, 0, self.dtype), 0, 0.0, 0.0)
+            self.flags |= sparse.flags
+            if sparse.selection.indices.size < stop - start:  # damaged, and nothing of it will be delivered
+                messages.append(sparse)
+                continue
             own = Selection(whole.indices[start:stop], whole.values[start:stop])
             np.add(sparse.selection.indices, np.uint32(span[0]), out=own.indices)
             own.values[:] = sparse.selection.values

@@ -4,12 +4,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.dense_message import HEADER, read_header, write_header
+from mpicomp.collectives.dense_message import HEADER_BYTES, read_headers, write_header
 from mpicomp.collectives.round import Group, Round
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of, is_finite, undelivered
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Quantiser
 from mpicomp.compressors.message import NONFINITE, STALE
+from mpicomp.errors import MessageError
 
 _BYTE = np.dtype(np.uint8)
 
@@ -27,7 +28,7 @@ class PackedAllgather(Scheme[Quantiser]):
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """One allgatherv of bytes; see `Scheme.rounds`."""
-        return [Round("allgatherv", [HEADER.itemsize + self.compressor.packed_bytes(numel)] * group.size, _BYTE)]
+        return [Round("allgatherv", [HEADER_BYTES + self.compressor.packed_bytes(numel)] * group.size, _BYTE)]
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         """Pack, gather, decode; see `Scheme.exchange`."""
@@ -37,27 +38,26 @@ class PackedAllgather(Scheme[Quantiser]):
         size = gather.counts[group.rank]
         sent = workspace.array("sent", numel, dtype)
         message = workspace.array("message", size, _BYTE)
-        lost = compressor.pack(accumulated.array(), message[HEADER.itemsize :], sent, context.key(False))
-        write_header(message, flags_of(accumulated), accumulated.energy, lost + accumulated.lost)
+        lost = compressor.pack(accumulated.array(), message[HEADER_BYTES:], sent, context.key(False))
+        write_header(message, numel, flags_of(accumulated), accumulated.energy, lost + accumulated.lost)
         gather.send = message
         gather.recv = workspace.array("messages", size * group.size, _BYTE)
         messages = (yield gather).reshape(group.size, size)
 
+        try:
+            flags, energy, lost = read_headers(messages, numel)
+        except MessageError as error:
+            return undelivered(accumulated, MessageError(f"packed-allgather: {error}"), False)
         mean = workspace.array("mean", numel, dtype)
         mean[:] = 0
-        flags, energy, lost = 0, 0.0, 0.0
         for own in messages:
-            compressor.unpack_add(own[HEADER.itemsize :], 1 / group.size, mean)
-            seen, own_energy, own_lost = read_header(own)
-            flags |= seen
-            energy += own_energy
-            lost += own_lost
+            compressor.unpack_add(own[HEADER_BYTES:], 1 / group.size, mean)
         return Result(
             mean=mean,
             sent=sent,
             energy=energy,
             gain=gain_of(lost, energy),
             kept=float(numel),
-            nonfinite=bool(flags & NONFINITE),
+            nonfinite=bool(flags & NONFINITE) or not is_finite(mean, energy, group.size),
             stale=bool(flags & STALE),
         )

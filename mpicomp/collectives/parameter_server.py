@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.dense_message import add, dense_bytes, pack, read_header, unpack, write_header
+from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, write_header
+from mpicomp.collectives.owners import read_answers, read_sent
 from mpicomp.collectives.round import Group, Round
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of, is_finite, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor, Selection, Sparsifier
@@ -76,20 +77,19 @@ class ParameterServer(Scheme[Compressor]):
         sent = array if wire is None else workspace.array("sent", numel, dtype)
         gather.send = workspace.array("message", size, _BYTE)
         lost = accumulated.lost + pack(array, wire, gather.send, sent)
-        write_header(gather.send, flags_of(accumulated), accumulated.energy, lost)
+        write_header(gather.send, numel, flags_of(accumulated), accumulated.energy, lost)
         reply.recv = workspace.array("reply", size, _BYTE)
         mean = workspace.array("mean", numel, dtype)
         if group.rank == _SERVER:
             gather.recv = workspace.array("messages", size * group.size, _BYTE)
         messages = yield gather
+        problem: MessageError | None = None
         if group.rank == _SERVER:
             reply.send = workspace.array("answer", size, _BYTE)
             mean[:] = 0
-            flags, energy, lost = 0, 0.0, 0.0
             for message in messages.reshape(group.size, size):
                 add(message, wire, mean)
-                own_flags, own_energy, own_lost = read_header(message)
-                flags, energy, lost = flags | own_flags, energy + own_energy, lost + own_lost
+            flags, energy, lost, problem = read_sent(self.id, messages.reshape(group.size, size), numel)
             if not cpu.is_finite(cpu.scale(mean, 1 / group.size), dtype):
                 flags |= NONFINITE
             delivered = mean if wire is None else workspace.array("delivered", numel, dtype)
@@ -97,10 +97,12 @@ class ParameterServer(Scheme[Compressor]):
             if wire is not None:
                 # The second rounding was of the mean: it took its error from every rank's share of it.
                 lost += cpu.share_rounding(mean, delivered, group.size, array, sent)
-            write_header(reply.send, flags, energy, lost)
+            write_header(reply.send, numel, flags, energy, lost)
         answer = yield reply
+        flags, energy, lost, unread = read_answers(self.id, answer, [size], [numel], problem)
+        if unread is not None:
+            return undelivered(accumulated, unread, stale=False)
         unpack(answer, wire, mean)
-        flags, energy, lost = read_header(answer)
         return _result(mean, sent, float(numel), flags, energy, lost)
 
     def _exchange_sparse(self, compressor: Sparsifier, accumulated: Accumulated, context: Context) -> Exchange:
@@ -129,7 +131,7 @@ class ParameterServer(Scheme[Compressor]):
         answer, problem = None, None
         if group.rank == _SERVER:
             try:
-                count, answer = _average(messages, sizes, numel, dtype, workspace)
+                count, answer = _average(messages, sizes, counts, numel, dtype, workspace)
                 tell.send = np.array([count], _COUNT)
             except MessageError as error:
                 problem = error
@@ -144,10 +146,16 @@ class ParameterServer(Scheme[Compressor]):
         received = yield reply
         if _as_dense(told, numel, dtype):
             mean = workspace.array("mean", numel, dtype)
+            flags, energy, lost, problem = read_answers(self.id, received, reply.counts, [numel], None)
+            if problem is not None:
+                return undelivered(accumulated, problem, stale=False)
             unpack(received, None, mean)
-            flags, energy, lost = read_header(received)
         else:
-            union = read_message(received, numel, dtype, workspace)
+            try:
+                union = read_message(received, numel, dtype, workspace, told)
+            except MessageError as error:
+                problem = MessageError(f"parameter-server: from rank {_SERVER}: {error}")
+                return undelivered(accumulated, problem, stale=False)
             sparse_mean = SparseMean.cleared(workspace, numel, dtype)
             sparse_mean.add(union.selection.indices, union.selection.values, 1.0)
             mean = sparse_mean.array
@@ -156,15 +164,20 @@ class ParameterServer(Scheme[Compressor]):
 
 
 def _average(
-    messages: NDArray[np.uint8], sizes: Sequence[int], numel: int, dtype: np.dtype[Any], workspace: Workspace
+    messages: NDArray[np.uint8],
+    sizes: Sequence[int],
+    counts: Sequence[int],
+    numel: int,
+    dtype: np.dtype[Any],
+    workspace: Workspace,
 ) -> tuple[int, NDArray[np.uint8]]:
     """Give the number of elements in the union of sparse messages, and the reply that holds their mean."""
     mean = SparseMean.cleared(workspace, numel, dtype)
     flags, energy, lost = 0, 0.0, 0.0
     start, room = 0, 0
-    for rank, size in enumerate(sizes):
+    for rank, (size, expected) in enumerate(zip(sizes, counts, strict=True)):
         try:
-            sparse = read_message(messages[start : start + size], numel, dtype, workspace)
+            sparse = read_message(messages[start : start + size], numel, dtype, workspace, expected)
         except MessageError as error:
             raise MessageError(f"parameter-server: from rank {rank}: {error}") from error
         start += size
@@ -173,13 +186,14 @@ def _average(
         flags |= sparse.flags
         energy += sparse.energy
         lost += sparse.lost
+    flags |= NONFINITE * (not is_finite(mean.array, energy, len(sizes)))
     room = min(room, numel)
     union = Selection(workspace.array("union", room, np.uint32), workspace.array("union", room, dtype))
     count = cpu.select_above(mean.array, 0.0, 0, union.indices, union.values, 0)
     answer = workspace.array("answer", _reply(count, numel, dtype).counts[0], _BYTE)
     if _as_dense(count, numel, dtype):
         pack(mean.array, None, answer, mean.array)
-        write_header(answer, flags, energy, lost)
+        write_header(answer, numel, flags, energy, lost)
     else:
         union = Selection(union.indices[:count], union.values[:count])
         with np.errstate(invalid="ignore"):

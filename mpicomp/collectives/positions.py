@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.base import Selection
@@ -19,8 +19,11 @@ def exchange_at(
     accumulated: Accumulated,
     context: Context,
     inner: Scheme[Any],
+    problem: MessageError | None = None,
 ) -> Exchange:
     """Average the values at some positions with another collective, as if they were the whole array.
+
+    Where positions are wrong this rank takes part with zeros, and asks all ranks to agree anew.
 
     Parameters
     ----------
@@ -32,24 +35,29 @@ def exchange_at(
         As in `Scheme.exchange`.
     inner : Scheme
         The other collective; its compressor sends all elements.
-
-    Raises
-    ------
-    MessageError
-        Where an index is out of range.
+    problem : MessageError or None
+        What is wrong with the indices, of which then only the number counts.
     """
     array, dtype = accumulated.array(), accumulated.dtype
     buffer = context.workspace.array("positions", indices.size + TAIL, dtype)
     values = buffer[: indices.size]
-    if not cpu.gather(array, indices, values):
-        raise MessageError(f"{inner.id}: an index of the ranks' common positions is not below {accumulated.numel}")
-    if isinstance(weights, np.ndarray) or weights != 1:
-        np.multiply(values, weights, out=values, casting="same_kind")
+    if problem is None and not cpu.gather(array, indices, values):
+        problem = MessageError(f"{inner.id}: an index of the ranks' common positions is not below {accumulated.numel}")
+    if problem is not None:
+        values[:] = 0
+        lost = 0.0
+    elif isinstance(weights, np.ndarray) or weights != 1:
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.multiply(values, weights, out=values, casting="same_kind")
         lost = _lost(array, indices, values, accumulated.energy)
     else:
         lost = max(0.0, accumulated.energy - cpu.energy(values))
-    part = Accumulated.ready(buffer, accumulated.energy, lost, accumulated.finite, accumulated.stale)
+    stale = accumulated.stale or problem is not None
+    part = Accumulated.ready(buffer, accumulated.energy, lost, accumulated.finite, stale)
     result = yield from inner.exchange(part, context)
+    problem = problem or result.problem
+    if problem is not None:
+        return undelivered(accumulated, problem, result.stale)
     assert not isinstance(result.sent, Selection)
     mean = SparseMean.cleared(context.workspace, accumulated.numel, dtype)
     mean.add(indices, result.mean, 1.0)
@@ -67,4 +75,5 @@ def exchange_at(
 def _lost(array: NDArray[np.floating], indices: NDArray[np.uint32], sent: NDArray[np.floating], energy: float) -> float:
     """Give the energy of ``array - sent``, which may be more than that of the array."""
     exact = array[indices]
-    return energy - cpu.energy(exact) + cpu.energy(exact - sent)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return energy - cpu.energy(exact) + cpu.energy(exact - sent)

@@ -56,7 +56,8 @@ def mean_of_rows(
     start = 0
     for count in counts:  # in rank order, so that all ranks round alike
         part = slice(start, start + count)
-        total[np.searchsorted(which, everyones[part])] += values[part]
+        with np.errstate(over="ignore", invalid="ignore"):  # who asks looks at the mean
+            total[np.searchsorted(which, everyones[part])] += values[part]
         start += count
     total /= group.size
     return which, total

@@ -4,9 +4,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.dense_message import HEADER, add, dense_bytes, pack, read_header, unpack, write_header
+from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, write_header
+from mpicomp.collectives.owners import read_answers, read_sent
 from mpicomp.collectives.round import Group, Round, parts_of
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of, undelivered
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.message import NONFINITE, STALE
@@ -49,42 +50,39 @@ class ScatterReduce(Scheme[Dense]):
             part = slice(bounds[rank], bounds[rank + 1])
             message = outgoing[places[rank] : places[rank + 1]]
             lost = pack(array[part], wire, message, sent[part])
-            write_header(message, flags_of(accumulated), accumulated.energy, lost + left_out)
+            write_header(message, parts[rank], flags_of(accumulated), accumulated.energy, lost + left_out)
             left_out = 0.0  # said once
         size = scatter.counts[group.rank]
         scatter.send = outgoing
         scatter.recv = workspace.array("incoming", size * group.size, np.uint8)
         incoming = (yield scatter).reshape(group.size, size)
 
-        headers = incoming[:, : HEADER.itemsize].reshape(-1).view(HEADER)
+        flags, energy, lost, problem = read_sent(self.id, incoming, parts[group.rank])
         mine = slice(bounds[group.rank], bounds[group.rank + 1])
         total = workspace.array("total", parts[group.rank], dtype)
         total[:] = 0
         for message in incoming:
             add(message, wire, total)
         top = cpu.scale(total, 1 / group.size)
-        flags = int(np.bitwise_or.reduce(headers["flags"])) | NONFINITE * (not cpu.is_finite(top, dtype))
+        flags |= NONFINITE * (not cpu.is_finite(top, dtype))
 
         reply = workspace.array("reply", size, np.uint8)
         delivered = total if wire is None else workspace.array("delivered", total.size, dtype)
         pack(total, wire, reply, delivered)
-        lost = float(headers["lost"].sum())
         if wire is not None and total.size:
             # The second rounding was of the mean: it took its error from every rank's share of it.
             lost += cpu.share_rounding(total, delivered, group.size, array[mine], sent[mine])
-        write_header(reply, flags, float(headers["energy"].sum()), lost)
+        write_header(reply, parts[group.rank], flags, energy, lost)
         gather.send = reply
         gather.recv = workspace.array("replies", places[-1], np.uint8)
         replies = yield gather
 
+        flags, energy, lost, problem = read_answers(self.id, replies, scatter.counts, parts, problem)
+        if problem is not None:
+            return undelivered(accumulated, problem, stale=False)
         mean = workspace.array("mean", numel, dtype)
-        flags, energy, lost = 0, 0.0, 0.0
         for rank in range(group.size):
-            message = replies[places[rank] : places[rank + 1]]
-            unpack(message, wire, mean[bounds[rank] : bounds[rank + 1]])
-            seen, energy, own_lost = read_header(message)  # all owners say the same energy
-            flags |= seen
-            lost += own_lost
+            unpack(replies[places[rank] : places[rank + 1]], wire, mean[bounds[rank] : bounds[rank + 1]])
         return Result(
             mean=mean,
             sent=sent,

@@ -1,5 +1,6 @@
 """What a scheme is: a compressor bound to a collective, written as a generator of rounds."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 from mpicomp.collectives.round import Group, Round
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor, Scope, Selection
-from mpicomp.compressors.message import NONFINITE, STALE
+from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
+from mpicomp.errors import MessageError
 
 Exchange = Generator[Round, NDArray[Any], "Result"]
 """Yields rounds, is sent what they received, and returns a `Result`."""
@@ -55,6 +57,9 @@ class Result:
         that of zeros. As this rank can tell, so it may differ between ranks; None where it cannot.
     note : str
         What the record is to say of the step beside why its plan was taken; empty where there is nothing to say.
+    problem : MessageError or None
+        What this rank, and perhaps no other, could not read; nothing else then means anything but ``stale``. The others
+        know of it where they are told that the exchange is stale; where they are not, it was in the last message.
     """
 
     mean: NDArray[np.floating]
@@ -67,6 +72,7 @@ class Result:
     thinned: Sequence[tuple[int, int, int]] = ()
     code_error: float | None = None
     note: str = ""
+    problem: MessageError | None = None
 
 
 CompressorType = TypeVar("CompressorType", bound=Compressor)
@@ -116,12 +122,93 @@ class Scheme(ABC, Generic[CompressorType]):
 
     @abstractmethod
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
-        """Average over the ranks; see `Result`. ``accumulated`` is not empty."""
+        """Average over the ranks; see `Result`. ``accumulated`` is not empty.
+
+        Raises
+        ------
+        MessageError
+            On all ranks, where one of them could not read what it was sent: that rank takes part to the end, and says
+            so in what it sends. There the error has a cause, which says what was wrong.
+        """
 
 
 def flags_of(accumulated: Accumulated) -> int:
     """Give the flags that this rank puts into a header."""
     return NONFINITE * (not accumulated.finite) | STALE * accumulated.stale
+
+
+def undelivered(accumulated: Accumulated, problem: MessageError, stale: bool) -> Result:
+    """Return the result of an exchange in which this rank could not read what it was sent.
+
+    Parameters
+    ----------
+    accumulated : Accumulated
+        Of the exchange.
+    problem : MessageError
+        What was wrong.
+    stale : bool
+        Whether all ranks were told to agree anew.
+    """
+    return Result(
+        mean=np.zeros(accumulated.numel, accumulated.dtype),
+        sent=accumulated.array(),
+        energy=accumulated.energy,
+        gain=math.nan,
+        kept=0.0,
+        nonfinite=False,
+        stale=stale,
+        problem=problem,
+    )
+
+
+def check_undamaged(collective: str, flags: int, problem: MessageError | None) -> None:
+    """Raise on all ranks, at the end of an exchange, where some rank could not read what it was sent.
+
+    Parameters
+    ----------
+    collective : str
+        Its name.
+    flags : int
+        Of all ranks; see `mpicomp.compressors.message`.
+    problem : MessageError or None
+        What this rank could not read.
+    """
+    if flags & DAMAGED:
+        raise MessageError(f"{collective}: some rank was sent a damaged message") from problem
+
+
+def cause_of(error: MessageError) -> MessageError | None:
+    """Return what this rank could not read, of an error that is raised on all of them."""
+    return error.__cause__ if isinstance(error.__cause__, MessageError) else None
+
+
+def is_finite(mean: NDArray[np.floating], energy: float, ranks: int) -> bool:
+    """Tell whether all of a mean is finite; it is looked at only where so much energy allows for anything else.
+
+    Parameters
+    ----------
+    mean : array
+        Of what ranks have sent; the same on all of them, as ``energy`` is.
+    energy : float
+        Of what they have sent it from, over all ranks.
+    ranks : int
+        How many there are.
+    """
+    return far_from_largest(energy * ranks, mean.dtype) or bool(np.isfinite(mean).all())
+
+
+def far_from_largest(energy: float, dtype: np.dtype[Any]) -> bool:
+    """Tell whether arrays of this squared norm cannot come near the largest number, whatever is done to them.
+
+    There is a factor of 16 between: sums of a few of them, and what rounding adds, are finite too. The squared norm of
+    a sum over ranks is at most that of all ranks' arrays together, times the ranks.
+
+    Examples
+    --------
+    >>> far_from_largest(1e74, np.dtype(np.float32)), far_from_largest(1e75, np.dtype(np.float32))
+    (True, False)
+    """
+    return 16 * math.sqrt(energy) < float(np.finfo(dtype).max) if energy >= 0 else False
 
 
 def gain_of(lost: float, energy: float) -> float:

@@ -65,7 +65,7 @@ class Sketched(Scheme[CountSketch]):
         table = first.mean.reshape(self.compressor.table(array.size))
         count = self.compressor.count(array.size)
         indices, _ = largest_estimates(table, key, array.size, count, context.workspace)
-        result = yield from exchange_at(indices, 1.0, accumulated, context, self._sum)
+        result = yield from exchange_at(indices, 1.0, accumulated, context, self._sum, first.problem)
         result.nonfinite |= first.nonfinite  # a cell may overflow where no value does
         return result
 

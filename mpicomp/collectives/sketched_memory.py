@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.round import Group, Round
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, undelivered
 from mpicomp.collectives.sketched import largest_estimates, sum_of_tables
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
@@ -67,6 +67,8 @@ class SketchedMemory(Scheme[FetchSGD]):
         key = before["key"]
         first = yield from sum_of_tables(self.compressor, accumulated.array(), key, accumulated, context, self._sum)
 
+        if first.problem is not None:
+            return undelivered(accumulated, first.problem, first.stale)
         # What is remembered is not written to, so that a step can be undone by forgetting what it gives.
         turn = 1 - before["turn"]
         velocity, error = (
@@ -75,11 +77,12 @@ class SketchedMemory(Scheme[FetchSGD]):
         with np.errstate(over="ignore", invalid="ignore"):
             np.multiply(before["velocity"], accumulated.dtype.type(self.compressor.momentum), out=velocity)
             np.add(velocity, first.mean.reshape(shape), out=velocity)
-            np.add(before["error"], velocity, out=error)
+        flat = before["error"].reshape(-1).astype(velocity.dtype, copy=False)
+        moments = cpu.accumulate(velocity.reshape(-1), flat, error.reshape(-1), accumulated.threads)
         indices, values = largest_estimates(error, key, numel, self.compressor.count(numel), workspace)
         mean = SparseMean.cleared(workspace, numel, accumulated.dtype)
         mean.add(indices, values, 1.0)
-        nonfinite = first.nonfinite or not np.isfinite(values).all()
+        nonfinite = first.nonfinite or not moments.finite  # estimates are medians: few cells do not show in them
         if not nonfinite and not first.stale:
             for table in (velocity, error):
                 cpu.sketch_clear(indices, key, table)

@@ -5,9 +5,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.dense_message import HEADER, read_header, write_header
+from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
+from mpicomp.collectives.owners import read_answers, read_sent
 from mpicomp.collectives.round import Group, Round, parts_of
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of, undelivered
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Quantiser
 from mpicomp.compressors.message import NONFINITE, STALE
@@ -34,7 +35,7 @@ class TwoPhase(Scheme[Quantiser]):
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """One alltoallv and one allgatherv of bytes; see `Scheme.rounds`."""
         parts = parts_of(numel, group.size)
-        counts = [HEADER.itemsize + self.compressor.packed_bytes(count) for count in parts]
+        counts = [HEADER_BYTES + self.compressor.packed_bytes(count) for count in parts]
         return [Round(operation, counts, _BYTE) for operation in ("alltoallv", "allgatherv")]
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
@@ -56,25 +57,25 @@ class TwoPhase(Scheme[Quantiser]):
             message = outgoing[places[rank] : places[rank + 1]]
             lost = 0.0
             if rank != group.rank:  # behind the header to itself stands nothing that is read
-                lost = compressor.pack(array[part], message[HEADER.itemsize :], sent[part], context.key(False, rank))
-            write_header(message, flags_of(accumulated), accumulated.energy, lost + left_out)
+                lost = compressor.pack(array[part], message[HEADER_BYTES:], sent[part], context.key(False, rank))
+            write_header(message, parts[rank], flags_of(accumulated), accumulated.energy, lost + left_out)
             left_out = 0.0  # said once
         size = scatter.counts[group.rank]
         scatter.send = outgoing
         scatter.recv = workspace.array("incoming", size * group.size, _BYTE)
         incoming = (yield scatter).reshape(group.size, size)
 
-        headers = incoming[:, : HEADER.itemsize].reshape(-1).view(HEADER)
+        flags, energy, others_lost, problem = read_sent(self.id, incoming, parts[group.rank])
         share = 1 / group.size
         total = workspace.array("total", parts[group.rank], dtype)
         np.multiply(array[mine], dtype.type(share), out=total)
         for rank, message in enumerate(incoming):
             if rank != group.rank:
-                compressor.unpack_add(message[HEADER.itemsize :], share, total)
+                compressor.unpack_add(message[HEADER_BYTES:], share, total)
 
         reply = workspace.array("reply", size, _BYTE)
         delivered = workspace.array("delivered", total.size, dtype)
-        compressor.pack(total, reply[HEADER.itemsize :], delivered, context.key(False, group.rank))
+        compressor.pack(total, reply[HEADER_BYTES:], delivered, context.key(False, group.rank))
         # This packing was of the mean: it took its error from every rank's share of it.
         sent[mine] = array[mine]
         lost = cpu.share_rounding(total, delivered, group.size, array[mine], sent[mine])
@@ -82,20 +83,19 @@ class TwoPhase(Scheme[Quantiser]):
         if not finite:  # squares of finite numbers overflow too, and are then not worth a fast answer
             with np.errstate(over="ignore", invalid="ignore"):
                 finite = bool(np.isfinite(array[mine] - sent[mine]).all())
-        flags = int(np.bitwise_or.reduce(headers["flags"])) | NONFINITE * (not finite)
-        write_header(reply, flags, float(headers["energy"].sum()), lost + float(headers["lost"].sum()))
+        flags |= NONFINITE * (not finite)
+        write_header(reply, parts[group.rank], flags, energy, lost + others_lost)
         gather.send = reply
         gather.recv = workspace.array("replies", places[-1], _BYTE)
         replies = yield gather
 
+        flags, energy, lost, problem = read_answers(self.id, replies, scatter.counts, parts, problem)
+        if problem is not None:
+            return undelivered(accumulated, problem, stale=False)
         mean = workspace.array("mean", numel, dtype)
-        flags, energy, lost = 0, 0.0, 0.0
         for rank in range(group.size):
             message = replies[places[rank] : places[rank + 1]]
-            compressor.unpack(message[HEADER.itemsize :], mean[bounds[rank] : bounds[rank + 1]])
-            seen, energy, own_lost = read_header(message)  # all owners say the same energy
-            flags |= seen
-            lost += own_lost
+            compressor.unpack(message[HEADER_BYTES:], mean[bounds[rank] : bounds[rank + 1]])
         return Result(
             mean=mean,
             sent=sent,

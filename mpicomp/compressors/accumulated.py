@@ -207,7 +207,8 @@ class Accumulated:
                 cpu.momentum(flat, self._scale, before, velocity.factor, velocity.nesterov, after, out[part])
                 flat = out[part]
             elif self._scale != 1:
-                np.multiply(flat, flat.dtype.type(self._scale), out=out[part])
+                with np.errstate(over="ignore", invalid="ignore"):
+                    np.multiply(flat, flat.dtype.type(self._scale), out=out[part])
                 flat = out[part]
             yield part, flat
 

@@ -1,6 +1,7 @@
 """Max-norm quantisers: a uniform grid that all ranks share, up to the largest element that any of them has."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -95,7 +96,12 @@ class MaxNorm(SharedQuantiser):
 
     def reach(self, array: NDArray[np.floating]) -> float:
         """Give the norm; see `SharedQuantiser.reach`."""
-        return largest(array) if self.norm == "max" else math.sqrt(cpu.energy(array))
+        if self.norm == "max":
+            return largest(array)
+        energy = cpu.energy(array)
+        if math.isinf(energy) and math.isfinite(top := largest(array)):  # squares of finite numbers overflow too
+            return min(top * math.sqrt(cpu.energy(array / top)), sys.float_info.max)
+        return math.sqrt(energy)
 
 
 def check_bits(subsystem: str, bits: object) -> int | tuple[int, ...]:

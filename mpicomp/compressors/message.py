@@ -4,7 +4,8 @@
 offset      bytes  what
 ==========  =====  =======================================================================================
 0           1      version, 2
-1           1      flags: 1 non-finite, 2 stale (see `mpicomp.reducer`)
+1           1      flags: 1 non-finite, 2 stale (see `mpicomp.reducer`), 4 damaged: the sender could not read what it
+                   was sent, and nothing but flags is to be read of this
 2           1      values: 1 float32, 2 float64, 3 fp16, 4 bf16
 3           1      indices: 1 plain, 2 elias-fano
 4           4      count c, unsigned
@@ -33,6 +34,7 @@ from mpicomp.workspace import Workspace
 VERSION = 2
 NONFINITE = 1
 STALE = 2
+DAMAGED = 4
 
 _HEADER = np.dtype(
     [
@@ -45,6 +47,7 @@ _HEADER = np.dtype(
         ("lost", "<f8"),
     ]
 )
+_KNOWN = NONFINITE | STALE | DAMAGED
 _VALUES = {"float32": 1, "float64": 2, "fp16": 3, "bf16": 4}
 _INDICES = {"plain": 1, "elias-fano": 2}
 
@@ -170,7 +173,14 @@ def write_message(
     return rounding
 
 
-def read_message(message: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], workspace: Workspace) -> Sparse:
+def write_damaged(out: NDArray[np.uint8]) -> None:
+    """Fill a message of whatever length with nothing but that this rank could not read what it was sent."""
+    out[: _HEADER.itemsize].view(_HEADER)[0] = (VERSION, DAMAGED, 0, 0, 0, 0.0, 0.0)
+
+
+def read_message(
+    message: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], workspace: Workspace, expected: int | None = None
+) -> Sparse:
     """Read a message, without copying what is stored as it is.
 
     Parameters
@@ -183,20 +193,27 @@ def read_message(message: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], w
         The array's dtype: float32 or float64.
     workspace : Workspace
         Where what has to be decoded goes, as ``decoded.indices`` and ``decoded.values``.
+    expected : int, optional
+        How many values there have to be, where that is known.
 
     Returns
     -------
     Sparse
-        Its indices ascend and are below ``numel``. Valid while the message is there and until the next one is read with
-        the same workspace.
+        Its indices ascend and are below ``numel``; it has none where the message is `DAMAGED`. Valid while the message
+        is there and until the next one is read with the same workspace.
 
     Raises
     ------
     MessageError
         Where a field, the length or an index is not what it has to be.
     """
-    header, stored, coding = _header_of(message, numel, dtype)
+    header = _header_of(message)
+    if header["flags"] & DAMAGED:
+        return Sparse(Selection(np.empty(0, np.uint32), np.empty(0, dtype)), int(header["flags"]), 0.0, 0.0)
+    stored, coding = _layout_of(header, numel, dtype)
     count = int(header["count"])
+    if expected is not None and count != expected:
+        raise MessageError(f"message: {expected} values are expected, got {count}")
     halved = stored in ("fp16", "bf16")
     middle, end = _parts(count, numel, 2 if halved else dtype.itemsize, coding)
     if message.size != end:
@@ -219,26 +236,45 @@ def read_message(message: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], w
 
 
 def read_padded(room: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], workspace: Workspace) -> Sparse:
-    """Read the message that a longer piece of memory begins with; see `read_message` and `capacity_bytes`."""
-    header, stored, coding = _header_of(room, numel, dtype)
+    """Read the message that a longer piece of memory begins with; see `read_message` and `capacity_bytes`.
+
+    How many values there have to be is not known here, so that padding is looked at: it has to be zero.
+    """
+    header = _header_of(room)
+    if header["flags"] & DAMAGED:
+        return read_message(room, numel, dtype, workspace)
+    stored, coding = _layout_of(header, numel, dtype)
     itemsize = 2 if stored in ("fp16", "bf16") else dtype.itemsize
-    return read_message(room[: _parts(int(header["count"]), numel, itemsize, coding)[1]], numel, dtype, workspace)
+    count = int(header["count"])
+    middle, end = _parts(count, numel, itemsize, coding)
+    sparse = read_message(room[:end], numel, dtype, workspace)
+    behind = middle + 4 * count if coding == "plain" else end
+    if room[_HEADER.itemsize + count * itemsize : middle].any() or room[behind:end].any():
+        raise MessageError(f"message: it has more than {count} values")
+    return sparse
 
 
-def _header_of(message: NDArray[np.uint8], numel: int, dtype: np.dtype[Any]) -> tuple[Any, str, str]:
-    """Give a message's header, and how its values and indices are stored; see `read_message` for what is refused."""
+def _header_of(message: NDArray[np.uint8]) -> Any:
+    """Return a message's header; see `read_message` for what is refused."""
     if message.size < _HEADER.itemsize:
         raise MessageError(f"message: at least {_HEADER.itemsize} bytes are needed, got {message.size}")
     header = message[: _HEADER.itemsize].view(_HEADER)[0]
     if header["version"] != VERSION:
         raise MessageError(f"message: version must be {VERSION}, got {header['version']}; run one mpicomp on all ranks")
+    if header["flags"] > _KNOWN:
+        raise MessageError(f"message: flags must be below {_KNOWN + 1}, got {header['flags']}")
+    return header
+
+
+def _layout_of(header: Any, numel: int, dtype: np.dtype[Any]) -> tuple[str, str]:
+    """Return how a message's values and indices are stored; see `read_message` for what is refused."""
     stored = _name_of(header["values"], _VALUES, "values")
     coding = _name_of(header["indices"], _INDICES, "indices")
     if stored in ("float32", "float64") and stored != dtype.name:
         raise MessageError(f"message: values must be {dtype.name} or have 16 bits, got {stored}")
     if header["count"] > numel:
         raise MessageError(f"message: {header['count']} values do not come from {numel} elements")
-    return header, stored, coding
+    return stored, coding
 
 
 def _itemsize(dtype: np.dtype[Any], wire: Wire) -> int:

@@ -1,6 +1,5 @@
 """Signs alone, of which the majority of ranks decides."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +8,8 @@ import numpy as np
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.registry import register_compressor
 from mpicomp.errors import ConfigurationError
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @register_compressor
@@ -48,8 +49,10 @@ class SignSGD(Compressor):
 
     def __post_init__(self) -> None:
         number = isinstance(self.scale, (int, float, np.integer, np.floating)) and not isinstance(self.scale, bool)
-        if not number or not 0 < self.scale < math.inf:
-            raise ConfigurationError(f"signsgd: scale must be a positive number, got {self.scale!r}")
+        if not number or not 0 < self.scale <= _LARGEST:
+            raise ConfigurationError(
+                f"signsgd: scale must be a positive number, got {self.scale!r}; at most {_LARGEST!r}, as a float32"
+            )
         object.__setattr__(self, "scale", float(self.scale))
 
     @property

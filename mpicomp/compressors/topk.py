@@ -134,10 +134,11 @@ def largest_of_parts(accumulated: Accumulated, scope: Scope, parts: Sequence[tup
     # Nothing is learnt from infinity and NaN, which no checkpoint in JSON could hold either.
     thresholds = [threshold if math.isfinite(threshold) else 0.0 for _, threshold in outcomes]
     scope.memory["thresholds"] = thresholds
-    scope.memory["bounds"] = [
+    found = [
         entry.bound_for_next(k, now, then)
         for entry, (_, _, k), now, then in zip(candidates, parts, thresholds, before, strict=True)
     ]
+    scope.memory["bounds"] = [bound if math.isfinite(bound) else 0.0 for bound in found]
     if len(outcomes) == 1:
         return outcomes[0][0]
     count = sum(k for _, _, k in parts)

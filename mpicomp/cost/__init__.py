@@ -1,6 +1,6 @@
 """What a plan will take: links, operations and kernels are measured, and every step teaches."""
 
-from mpicomp.cost.calibrate import calibrate, measure_kernels, share_model
+from mpicomp.cost.calibrate import calibrate, first_says, measure_kernels, share_model
 from mpicomp.cost.formulas import Terms
 from mpicomp.cost.model import CostModel
 from mpicomp.cost.network import Network, seen_by_some
@@ -14,6 +14,7 @@ __all__ = [
     "Prediction",
     "Terms",
     "calibrate",
+    "first_says",
     "measure_kernels",
     "probe_link",
     "seen_by_some",

@@ -39,7 +39,8 @@ def share_model(given: CostModel | str | None, transport: Transport) -> Generato
     Raises
     ------
     ConfigurationError
-        On all ranks, where rank 0 cannot read the file, or where the model is of another number of hosts.
+        On all ranks, where rank 0 was given something else or cannot read the file, or where the model is of another
+        number of hosts.
     """
     group = transport.group
     content: dict[str, Any] = {}
@@ -61,6 +62,13 @@ def share_model(given: CostModel | str | None, transport: Transport) -> Generato
     if transport.family is not None:
         _remembered[_layout(transport)] = model
     return model
+
+
+def first_says(flag: bool, transport: Transport) -> Generator[Asked, Any, bool]:
+    """Give all ranks what rank 0 says. Collective over all ranks, as a round of a byte."""
+    send = np.array([flag], _BYTE) if transport.group.rank == 0 else None
+    said = yield Round("bcast", (1,), _BYTE, send=send, recv=np.empty(1, _BYTE))
+    return bool(said[0])
 
 
 def measure_kernels(
@@ -105,7 +113,9 @@ def measure_kernels(
 
 
 def _first_rank_knows(given: CostModel | str | None, transport: Transport) -> dict[str, Any]:
-    model = CostModel.load(given) if isinstance(given, str) else given
+    model = CostModel.load(given) if isinstance(given, str | os.PathLike) else given
+    if not isinstance(model, CostModel | None):
+        raise ConfigurationError(f"cost: must be a CostModel or the name of a file, got {given!r}")
     hosts = transport.group.hosts
     if model is not None and model.network.hosts != hosts:
         raise ConfigurationError(

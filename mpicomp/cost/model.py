@@ -119,7 +119,7 @@ class CostModel:
             model.speeds_learnt = _learnt_from_json(content["speeds_learnt"])
             model.kernels_learnt = _learnt_from_json(content["kernels_learnt"])
             model.rounds_learnt = _learnt_from_json(content["rounds_learnt"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"cost: this is not a cost model that this mpicomp wrote ({error}); write one with "
                 "`mpicomp bench collectives --calibrate FILE`"
@@ -135,7 +135,7 @@ class CostModel:
         os.replace(part, path)
 
     @classmethod
-    def load(cls, path: str) -> "CostModel":
+    def load(cls, path: "str | os.PathLike[str]") -> "CostModel":
         """Read one from a file.
 
         Raises
@@ -146,7 +146,7 @@ class CostModel:
         try:
             with open(path, encoding="utf-8") as file:
                 content = json.load(file)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigurationError(f"cost: '{path}' cannot be read: {error}") from None
         return cls.from_json(content)
 

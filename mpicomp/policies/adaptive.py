@@ -44,8 +44,7 @@ class Adaptive(Policy):
         self._pinned = None if named.collective == "auto" else named.collective
         if self._pinned is not None:
             bind(self.compressor, self._pinned)  # what does not fit is refused here
-        predicts = self._pinned is None or named.cost is not None
-        self._carriers = Carriers(self.id, self.feedback, named.cost, predicts)
+        self._carriers = Carriers(self.id, self.feedback, named.cost, self._pinned is not None)
         self._shapes: list[Shape] = []
 
     def check_compressor(self) -> None:

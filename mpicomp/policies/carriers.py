@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives import Group, Scheme, bind, variants
 from mpicomp.compressors import Compressor
-from mpicomp.cost import Candidates, CostModel, Network, measure_kernels, probe_link, seen_by_some, share_model
+from mpicomp.cost import (
+    Candidates,
+    CostModel,
+    Network,
+    first_says,
+    measure_kernels,
+    probe_link,
+    seen_by_some,
+    share_model,
+)
 from mpicomp.policies.policy import Plan, Shape, Told
 from mpicomp.transport.base import Asked, Transport
 
@@ -106,18 +115,20 @@ class Carriers:
     feedback : bool
         Whether there is a residual.
     given : CostModel, str or None
-        What is known, or the file that it is in. None: it is measured before the first step.
-    predicts : bool
-        False knows nothing of seconds, and takes the first collective that fits.
+        What is known, or the file that it is in; that of rank 0 counts. None: it is measured before the first step.
+    pinned : bool
+        Whether the collective is named: then nothing is measured, and seconds are predicted only where rank 0 was given
+        what is known.
     """
 
-    def __init__(self, name: str, feedback: bool, given: CostModel | str | None, predicts: bool = True) -> None:
+    def __init__(self, name: str, feedback: bool, given: CostModel | str | None, pinned: bool = False) -> None:
         self.cost: CostModel | None = None
         self.rows: list[Rows] = []
         self._name = name
         self._feedback = feedback
         self._given = given
-        self._predicts = predicts
+        self._pinned = pinned
+        self._is_given = given is not None
         self._turns: list[_Turn] = []
         self._guesses: list[NDArray[np.float64]] = []
         self._changed = False
@@ -170,7 +181,10 @@ class Carriers:
         group = transport.group
         self.rows = [_rows(ladder, shape.numel) for ladder, shape in zip(ladders, shapes, strict=True)]
         self._turns = [_Turn(0, known=True) for _ in self.rows]
-        if group.size == 1 or not transport.probes or not self._predicts:
+        predicts = group.size > 1 and transport.probes
+        if predicts and self._pinned:  # ranks may have been given different things: rank 0 decides for all
+            predicts = yield from first_says(self._is_given, transport)
+        if not predicts:
             self._guesses = [_guess(rows, shape, group) for rows, shape in zip(self.rows, shapes, strict=True)]
             return
         self.cost = yield from share_model(self.cost or self._given, transport)
@@ -320,11 +334,12 @@ def names_for(compressor: Compressor, group: Group, whole: bool = False) -> list
     group : Group
         Where a group has one rank, or there is one group, what is built of both is left out.
     whole : bool
-        Whether only those are meant that deliver all that every rank's compressor has selected.
+        Whether only those are meant that deliver all that every rank's compressor has selected, where there are any.
     """
     flat = group.hosts in (1, group.size)
     names = [name for name in variants(compressor) if not (flat and "hierarchical" in name)]
-    return [name for name in names if not (whole and bind(compressor, name).leaves_out)]
+    delivering = [name for name in names if not bind(compressor, name).leaves_out] if whole else []
+    return delivering or names
 
 
 def _choose(candidates: Candidates, among: NDArray[np.int64], before: int, curious: bool) -> tuple[int, str, bool]:

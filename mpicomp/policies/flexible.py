@@ -41,6 +41,9 @@ class Option:
 class Flexible(Policy):
     """Chooses a ratio, and allgather, star-topk or dense, by seconds and by gain.
 
+    It names these collectives itself, as the paper does, although star-topk leaves out what the leading rank has not
+    selected: its gain says so.
+
     An option is a ratio with a kind of collective, or dense. Its objectives are the seconds that all buckets together
     are predicted to take, their own work and the exchange, and 1 over the gain. Of the options that no other one
     beats in both one is chosen: the least weighted objective, or the knee. All buckets then have the same ratio and
@@ -108,6 +111,8 @@ class Flexible(Policy):
         """See `Policy.adopt`. Where no compressor was named it is top-k."""
         self.compressor = TopK() if named.compressor is None else named.compressor
         check_adaptable(self.id, self.compressor)
+        if self.solver == "nsga2":
+            pareto.check_installed()  # later a rank that lacks it would fail alone
         self.feedback = feedback_of(self.compressor, named.feedback)
         self._pinned = None if named.collective == "auto" else named.collective
         if self._pinned is not None:

@@ -1,6 +1,7 @@
 """Several objectives at once: what nothing else beats in all of them, and one choice among that."""
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,14 @@ def knee(objectives: Objectives) -> int:
     return int(normalised(objectives).sum(axis=1).argmin())
 
 
+def check_installed() -> None:
+    """Raise where what `evolve` takes is not installed."""
+    if find_spec("pymoo") is None:
+        raise ConfigurationError(
+            "pareto: NSGA-II needs pymoo, which is not installed; pip install 'mpicomp[nsga]', or use solver='exact'"
+        )
+
+
 def evolve(
     evaluate: Callable[[NDArray[np.float64]], Objectives], least: Sequence[float], most: Sequence[float]
 ) -> NDArray[np.float64]:
@@ -86,16 +95,12 @@ def evolve(
     ConfigurationError
         Where pymoo is not installed.
     """
-    try:
-        from pymoo.algorithms.moo.nsga2 import NSGA2
-        from pymoo.core.problem import Problem
-        from pymoo.operators.crossover.sbx import SBX
-        from pymoo.operators.mutation.pm import PM
-        from pymoo.optimize import minimize
-    except ImportError:
-        raise ConfigurationError(
-            "pareto: NSGA-II needs pymoo, which is not installed; pip install 'mpicomp[nsga]', or use solver='exact'"
-        ) from None
+    check_installed()
+    from pymoo.algorithms.moo.nsga2 import NSGA2
+    from pymoo.core.problem import Problem
+    from pymoo.operators.crossover.sbx import SBX
+    from pymoo.operators.mutation.pm import PM
+    from pymoo.optimize import minimize
 
     class _Problem(Problem):  # type: ignore[misc]  # pymoo has no types
         def _evaluate(self, x: NDArray[np.float64], out: dict[str, Any], *_: Any, **__: Any) -> None:

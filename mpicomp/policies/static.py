@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives import bind
+from mpicomp.collectives import bind, fitting
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.policies.carriers import Carriers, names_for
@@ -20,8 +20,9 @@ from mpicomp.transport.base import Asked, Transport
 class Static(Policy):
     """One compressor as it was named, carried by the collective that was named.
 
-    With the collective ``"auto"`` it is the one of least predicted time, exchanges without compression among them where
-    these may take its place.
+    With the collective ``"auto"`` it is the one of least predicted time among those that deliver all that every rank
+    has selected, exchanges without compression among them where these may take its place. Others deliver less than the
+    compressor's name promises, which seconds do not tell: they run where they are named.
     """
 
     id: ClassVar[str] = "static"
@@ -31,10 +32,10 @@ class Static(Policy):
         self.compressor = Dense() if named.compressor is None else named.compressor
         self.feedback = feedback_of(self.compressor, named.feedback)
         self._pinned = None if named.collective == "auto" else named.collective
-        if self._pinned is not None:
-            bind(self.compressor, self._pinned)  # what does not fit is refused here
-        predicts = self._pinned is None or named.cost is not None
-        self._carriers = Carriers("static" if self._pinned else "auto", self.feedback, named.cost, predicts)
+        # What does not fit, or needs what is not installed, is refused here: later a rank might fail alone.
+        bind(self.compressor, self._pinned or fitting(self.compressor)[0])
+        pinned = self._pinned is not None
+        self._carriers = Carriers("static" if pinned else "auto", self.feedback, named.cost, pinned)
 
     @property
     def cost(self) -> CostModel | None:
@@ -53,9 +54,8 @@ class Static(Policy):
         compressor = self.compressor.within_model(names, [size for shape in shapes for size in shape.sizes])
         for shape in shapes:
             own = compressor.within(shape.names, shape.sizes, shape.shapes)
-            levels: list[tuple[Compressor, list[str]]] = [
-                (own, [self._pinned] if self._pinned else names_for(own, transport.group))
-            ]
+            names_of_own = [self._pinned] if self._pinned else names_for(own, transport.group, whole=True)
+            levels: list[tuple[Compressor, list[str]]] = [(own, names_of_own)]
             if self._pinned is None and own != Dense() and own.replaceable:
                 levels.append((Dense(), names_for(Dense(), transport.group)))
             ladders.append(levels)

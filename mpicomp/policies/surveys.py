@@ -217,7 +217,10 @@ def _beside(matrix: NDArray[np.floating], most: int) -> NDArray[np.float64]:
     directions = min(*matrix.shape, most + _SPARE)
     right = np.random.default_rng(0).standard_normal((matrix.shape[1], directions)).astype(matrix.dtype)
     for _ in range(_ROUNDS):
-        right = matrix.T @ orthonormal(matrix @ orthonormal(right))
+        with np.errstate(over="ignore", invalid="ignore"):
+            right = matrix.T @ orthonormal(matrix @ orthonormal(right))
+        if not np.isfinite(right).all():  # products of the largest numbers overflow
+            return np.full(most, np.nan)
     squares = np.linalg.svd(right.astype(np.float64), compute_uv=False) ** 2
     left: NDArray[np.float64] = np.maximum(energy - np.cumsum(squares[:most]), 0.0)
     return left

@@ -5,9 +5,9 @@ It costs rounds of its own and so happens only at the first step and when some r
 
 import hashlib
 import json
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from mpicomp import errors
 from mpicomp.arrays import Described
 from mpicomp.collectives.round import Group, Round
 from mpicomp.errors import DisagreementError, MpicompError
+from mpicomp.transport import Transport
+
+Made = TypeVar("Made")
 
 _BYTE = np.dtype(np.uint8)
 
@@ -74,6 +77,35 @@ def agree(
     bounds = np.concatenate(([0], np.cumsum(counts)))
     reports = [json.loads(everything[bounds[rank] : bounds[rank + 1]].tobytes()) for rank in range(group.size)]
     raise _difference(reports, subsystem)
+
+
+def together(make: Callable[[], Made], transport: Transport, subsystem: str) -> Made:
+    """Return what ``make`` makes, or raise on all ranks what it raises on some. Collective.
+
+    Ranks that live in one process take turns, so there each raises its own.
+
+    Parameters
+    ----------
+    make : callable
+        Communicates with nobody.
+    transport : Transport
+        Of all ranks.
+    subsystem : str
+        Who asks, for the message.
+    """
+    problem: MpicompError | None = None
+    try:
+        made = make()
+    except MpicompError as error:
+        problem = error
+    except BaseException as error:
+        transport.break_off(error)
+        raise
+    if transport.concurrent and transport.group.size > 1:
+        transport.run(agree(None, problem, transport.group, subsystem))
+    if problem is not None:
+        raise problem
+    return made
 
 
 def _gather(send: NDArray[np.uint8], counts: list[int]) -> Round:

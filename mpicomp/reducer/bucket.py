@@ -83,7 +83,7 @@ class Bucket:
         if not self.feedback:
             return
         left = self._accumulated[: self.numel]
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             if isinstance(sent, Selection):
                 cpu.subtract_at(sent.indices, sent.values, left)
             elif sent.base is left.base:

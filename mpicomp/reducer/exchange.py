@@ -1,7 +1,7 @@
 """One bucket's exchange, with all that a record and a policy want to know of it."""
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ class Conditions:
         What gradients are multiplied by first.
     staging : Staging
         Brings gradients to the host.
+    plans : mapping of int to Plan, or None
+        By bucket, what is run in a step that the policy has no part in; None where it has.
     """
 
     transport: Transport
@@ -41,6 +43,7 @@ class Conditions:
     seed: int
     scale: float
     staging: Staging
+    plans: Mapping[int, Plan] | None = None
 
 
 @dataclass
@@ -104,7 +107,8 @@ def exchange(
     """
     clock, group = conditions.transport.clock, conditions.transport.group
     begin = time.perf_counter()
-    plan = conditions.policy.plan(bucket.index)
+    plan = None if conditions.plans is None else conditions.plans.get(bucket.index)
+    plan = plan or conditions.policy.plan(bucket.index)
     choosing_s = time.perf_counter() - begin
     context = Context(
         group=group,
@@ -147,7 +151,7 @@ def exchange(
         wire_bytes += task.wire_bytes(part)
     end = clock()
     begin = time.perf_counter()
-    asked_for = conditions.policy.survey(bucket.index)
+    asked_for = conditions.policy.survey(bucket.index) if conditions.plans is None else None
     survey = energies = None
     if asked_for is not None and not result.stale:
         survey = asked_for.measure(accumulated.array(), bucket.sizes, conditions.step)
@@ -157,13 +161,14 @@ def exchange(
         bucket.names, bucket.sizes, accumulated.array(), result.sent, energies, result.gain, result.thinned
     )
     compressor, prediction = plan.scheme.compressor, plan.prediction
+    kept = "" if conditions.plans is None else "as before, since some rank has no gradients of its own"
     record = BucketRecord(
         bucket=bucket.index,
         parameters=len(bucket.members),
         numel=bucket.numel,
         compressor=compressor.get_config(),
         collective=plan.scheme.id,
-        reason="; ".join(filter(None, (plan.reason, result.note))),
+        reason="; ".join(filter(None, (plan.reason, kept, result.note))),
         ratio=getattr(compressor, "ratio", None),
         ratio_reached=result.kept / bucket.numel,
         gain=result.gain if np.isfinite(result.gain) else None,
@@ -176,5 +181,6 @@ def exchange(
         rounds=operations,
         layers=layers,
         code_error=result.code_error if result.code_error is None or np.isfinite(result.code_error) else None,
+        energy=result.energy if np.isfinite(result.energy) else None,
     )
     return Exchanged(plan, result, record, choosing_s, ready, start, end, own_s + end - last, survey, once_wire_bytes)

@@ -1,12 +1,48 @@
 """What a step did, so that every decision can be explained."""
 
+from collections.abc import Generator
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
+from mpicomp.collectives.round import Group, Round
 from mpicomp.reducer.layers import Layers
+from mpicomp.transport.base import Asked
+
+Value = TypeVar("Value")
 
 SCHEMA = 1
 """Version of `StepRecord.to_json`; it changes when a field changes its meaning or goes."""
+
+
+@dataclass
+class Tally:
+    """Bytes of rounds outside the buckets' exchanges, on one rank.
+
+    Attributes
+    ----------
+    sent_bytes : int
+        Payload that was handed to the transport.
+    wire_bytes : float
+        Bytes that left the rank.
+    """
+
+    sent_bytes: int = 0
+    wire_bytes: float = 0.0
+
+    def count(self, exchange: Generator[Asked, Any, Value], group: Group) -> Generator[Asked, Any, Value]:
+        """Pass a generator of rounds on, and add the bytes of each."""
+        received: Any = None
+        while True:
+            try:
+                asked = exchange.send(received)
+            except StopIteration as stop:
+                value: Value = stop.value
+                return value
+            part = group.part(asked.group) if isinstance(asked, Round) else None
+            if isinstance(asked, Round) and part is not None:
+                self.sent_bytes += asked.sent_bytes(part)
+                self.wire_bytes += asked.wire_bytes(part)
+            received = yield asked
 
 
 @dataclass(frozen=True)
@@ -53,6 +89,8 @@ class BucketRecord:
     code_error : float or None
         Of a learned code: squared error of what was decoded over the energy of what was to be decoded, as far as this
         rank can tell; None where there is no code, or it cannot.
+    energy : float or None
+        Squared norm of gradient plus residual, over all ranks; None where it overflowed.
     """
 
     bucket: int
@@ -73,6 +111,7 @@ class BucketRecord:
     rounds: list[str]
     layers: Layers
     code_error: float | None = None
+    energy: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Give a JSON-able object."""
@@ -102,8 +141,9 @@ class StepRecord:
         Bytes that left this rank for measuring the network, and in rounds that are made once in a run, such as that in
         which a learned code is given to all ranks; in no sum.
     overhead_bytes : int
-        Payload of rounds outside the buckets' exchanges: agreement, exchanges that it cut short, and what ranks tell
-        each other about the seconds of a step.
+        Payload of rounds outside the buckets' exchanges: agreement, exchanges that it cut short, what ranks tell each
+        other about the seconds of a step, and what PyTorch's wrapper exchanges beside buckets since the last step, such
+        as rows of sparse gradients.
     overhead_wire_bytes : float
         Bytes that left this rank in them.
     buckets : list of BucketRecord

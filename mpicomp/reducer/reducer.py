@@ -1,7 +1,8 @@
 """The reducer: gradients in, their mean over ranks out, and nothing lost in between."""
 
+import operator
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,16 @@ from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import ClosedError, ConfigurationError, UnknownNameError
 from mpicomp.policies import Named, Policy, get_policy
+from mpicomp.reducer.agreement import together
+from mpicomp.reducer.beside import Beside
 from mpicomp.reducer.layout import Layout
-from mpicomp.reducer.record import StepRecord
-from mpicomp.reducer.step import Core, Rounds, Step
+from mpicomp.reducer.record import StepRecord, Value
+from mpicomp.reducer.step import Core, Loaded, Rounds, Step
 from mpicomp.reducer.stream import Stream
 from mpicomp.reducer.timer import Timer
 from mpicomp.transport import Transport
+from mpicomp.transport.base import Asked
+from mpicomp.transport.connect import connect
 from mpicomp.transport.interleave import ProgressThread
 
 _NONFINITE = ("raise", "skip", "pass")
@@ -29,7 +34,7 @@ class Reducer:
     To rounding, over all ranks: sum of ``gradient + residual before`` equals ``ranks x mean`` plus sum of ``residual
     after``. The mean has the same bits on every rank.
 
-    Creating one, `reduce` and `close` are collective over ``comm``.
+    Creating one and `reduce` are collective over ``comm``; `close` waits for nobody.
 
     Parameters
     ----------
@@ -38,7 +43,8 @@ class Reducer:
     collective : str
         A name from `mpicomp.list_collectives`; one that is built upon another may name it behind a colon, as in
         ``"star-topk:ring"``. ``"auto"`` lets the policy choose; ``"static"`` takes at every step and for every bucket
-        the one of least predicted time, exchanges without compression among them; see ``cost``.
+        the one of least predicted time of those that deliver all that was selected, exchanges without compression among
+        them; see ``cost``.
     policy : Policy, str, mapping or None
         An object, which serves this reducer alone, a name or a configuration (see `mpicomp.get_policy`): what chooses
         ratios, collectives and dense exchange. None is ``"static"`` where a compressor is named, and ``"auto"`` where
@@ -66,7 +72,8 @@ class Reducer:
     Raises
     ------
     ConfigurationError
-        For a setting that cannot be; `UnknownNameError` and `IncompatiblePairError` are kinds of it.
+        For a setting that cannot be, on all ranks where it cannot be on one; `UnknownNameError` and
+        `IncompatiblePairError` are kinds of it.
 
     Examples
     --------
@@ -97,39 +104,43 @@ class Reducer:
         threads: int = 1,
         cost: CostModel | str | None = None,
     ) -> None:
-        if nonfinite not in _NONFINITE:
-            raise UnknownNameError("nonfinite", nonfinite, _NONFINITE)
-        if feedback not in (None, True, False):
-            raise ConfigurationError(f"reducer: feedback must be None, True or False, got {feedback!r}")
-        if bucket_bytes < 1:
-            raise ConfigurationError(f"reducer: bucket_bytes must be at least 1, got {bucket_bytes}")
-        if not isinstance(threads, int) or threads < 1:
-            raise ConfigurationError(f"reducer: threads must be at least 1, got {threads!r}")
-        named = Named(None if compressor is None else get_compressor(compressor), collective, feedback, cost)
-        chosen = get_policy(policy or ("auto" if compressor is None else "static"))
-        if chosen.serves:
-            raise ConfigurationError(
-                f"reducer: this policy ({chosen.id}) serves another reducer; make a second object, or pass its name or "
-                "configuration"
-            )
-        chosen.adopt(named)
-        chosen.serves = True
-        settings = {
-            "compressor": chosen.compressor.get_config(),
-            "collective": collective,
-            "policy": chosen.get_config(),
-            "feedback": chosen.feedback,
-            "nonfinite": nonfinite,
-            "bucket_bytes": bucket_bytes,
-            "seed": seed,
-        }
         self._closed = False
         self._owned = not isinstance(comm, Transport)
-        transport = _transport(comm)
-        entry = chosen.compressor.entry
-        layout = Layout(chosen.feedback, bucket_bytes, entry, threads)
-        timer = Timer(transport.group.size)
-        self._core = Core(settings, nonfinite, seed, entry, layout, chosen, transport, timer)
+        transport = connect(comm)
+
+        def make() -> Core:
+            if nonfinite not in _NONFINITE:
+                raise UnknownNameError("nonfinite", nonfinite, _NONFINITE)
+            if feedback not in (None, True, False):
+                raise ConfigurationError(f"reducer: feedback must be None, True or False, got {feedback!r}")
+            chosen = get_policy(policy or ("auto" if compressor is None else "static"))
+            if chosen.serves:
+                raise ConfigurationError(
+                    f"reducer: this policy ({chosen.id}) serves another reducer; make a second object, or pass its "
+                    "name or configuration"
+                )
+            chosen.adopt(Named(None if compressor is None else get_compressor(compressor), collective, feedback, cost))
+            settings: dict[str, Any] = {
+                "compressor": chosen.compressor.get_config(),
+                "collective": collective,
+                "policy": chosen.get_config(),
+                "feedback": chosen.feedback,
+                "nonfinite": nonfinite,
+                "bucket_bytes": _whole("bucket_bytes", bucket_bytes, 1),
+                "seed": _whole("seed", seed),
+            }
+            entry = chosen.compressor.entry
+            layout = Layout(chosen.feedback, settings["bucket_bytes"], entry, _whole("threads", threads, 1))
+            timer = Timer(transport.group.size)
+            return Core(settings, nonfinite, settings["seed"], entry, layout, chosen, transport, timer)
+
+        try:
+            self._core = together(make, transport, "reducer")
+        except BaseException:
+            if self._owned:
+                transport.close()
+            raise
+        self._core.policy.serves = True
 
     @property
     def compressor(self) -> Compressor:
@@ -169,6 +180,7 @@ class Reducer:
         absent: Collection[str] = (),
         scale: float = 1.0,
         finite: bool = True,
+        beside: Beside | None = None,
     ) -> dict[str, Any]:
         """Average gradients over the ranks.
 
@@ -190,6 +202,8 @@ class Reducer:
         finite : bool
             False where something else that belongs to this step is known not to be finite, on all ranks: it is then
             treated as if a gradient were not.
+        beside : Beside, optional
+            What else belongs to this step; see `mpicomp.reducer.beside`.
 
         Returns
         -------
@@ -209,7 +223,7 @@ class Reducer:
         ClosedError
             After `close`.
         """
-        rounds = self.rounds(gradients, lr, absent=absent, scale=scale, finite=finite)
+        rounds = self.rounds(gradients, lr, absent=absent, scale=scale, finite=finite, beside=beside)
         means: dict[str, Any] = self._core.transport.run(rounds)
         return means
 
@@ -221,6 +235,7 @@ class Reducer:
         absent: Collection[str] = (),
         scale: float = 1.0,
         finite: bool = True,
+        beside: Beside | None = None,
     ) -> Rounds:
         """Do what `reduce` does as a generator of rounds, for ranks that live in one process.
 
@@ -228,19 +243,23 @@ class Reducer:
         """
         self._check_open()
         begin = time.perf_counter()
-        step = Step(self._core, scale)
+        step = Step(self._core, scale, beside)
         try:
-            step.examine(gradients, absent)
+            step.examine(gradients, absent, lr)
             if self._core.layout.buckets:
                 ready = self._core.transport.clock()
                 yield from step.refresh()
                 for bucket in self._core.layout.buckets:
                     yield from step.exchange(bucket, step.of(bucket), ready)
-            return (yield from step.conclude(lr, finite))
+            return (yield from step.conclude(finite))
         finally:
             step.note_seconds(time.perf_counter() - begin)
 
-    def stream(self, thread: ProgressThread, scale: float = 1.0) -> Stream | None:
+    def counted(self, exchange: Generator[Asked, Any, Value]) -> Generator[Asked, Any, Value]:
+        """Pass on rounds of the caller's own; their bytes are overhead of the step that comes next."""
+        return self._core.outside.count(exchange, self._core.transport.group)
+
+    def stream(self, thread: ProgressThread, scale: float = 1.0, beside: Beside | None = None) -> Stream | None:
         """Begin a step whose arrays are handed over one by one, and exchanged by a thread meanwhile.
 
         Collective, as rounds are: between this and `Stream.finish` nothing else of this reducer may be called.
@@ -249,7 +268,7 @@ class Reducer:
         ----------
         thread : ProgressThread
             On this reducer's transport, with one lane. It keeps its rounds apart from those of `reduce`.
-        scale : float
+        scale, beside
             See `reduce`.
 
         Returns
@@ -261,7 +280,7 @@ class Reducer:
         self._check_open()
         if not self._core.layout.buckets or self._core.entry.clip is not None:
             return None
-        return Stream(self._core, thread, scale)
+        return Stream(self._core, thread, scale, beside)
 
     def residual(self, name: str) -> NDArray[np.floating]:
         """Give a copy of what error feedback holds for an array, shaped like it.
@@ -286,18 +305,20 @@ class Reducer:
             what the policy has; ``cost``: the cost model, or None.
         """
         core = self._core
+        now = core.loaded or Loaded(core.count, core.policy.state_dict(), core.policy.cost)
         return {
             "schema": _SCHEMA,
-            "step": core.count,
+            "step": now.step,
             "settings": dict(core.settings),
-            "policy": core.policy.state_dict(),
-            "cost": None if core.policy.cost is None else core.policy.cost.to_json(),
+            "policy": dict(now.policy),
+            "cost": None if now.cost is None else now.cost.to_json(),
         } | core.layout.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` gave. Each rank loads its own; not collective.
 
-        A cost model of another number of hosts is left out.
+        At the next step the ranks compare what they have loaded: the step, and what the policy has learnt, have to be
+        the same on all of them, and all of them have to load. A cost model of another number of hosts is left out.
 
         Raises
         ------
@@ -306,18 +327,15 @@ class Reducer:
         """
         if not isinstance(state, Mapping) or state.get("schema") != _SCHEMA or "residuals" not in state:
             raise ConfigurationError("reducer: the state is not one that Reducer.state_dict gave; nothing was loaded")
+        step = _whole("the state's step", state.get("step"), 0)
         cost = None if state.get("cost") is None else CostModel.from_json(state["cost"])
-        if cost is not None and cost.network.hosts != self._core.transport.group.hosts:
-            cost = None
         self._core.layout.load(state)
-        self._core.count = int(state["step"])
-        self._core.policy.load_state_dict(state.get("policy", {}), cost)
+        self._core.loaded = Loaded(step, state.get("policy", {}), cost)
 
     def close(self) -> None:
-        """Give back what it holds of MPI. Collective; a second call does nothing."""
+        """Release what it holds of MPI. It waits for no other rank, and a second call does nothing."""
         if not self._closed:
             self._closed = True
-            self._core.transport.run(self._core.timer.drop())
             self._core.staging.close()
             if self._owned:
                 self._core.transport.close()
@@ -327,9 +345,12 @@ class Reducer:
             raise ClosedError("reducer: it was closed; make a new one")
 
 
-def _transport(comm: Any) -> Transport:
-    if isinstance(comm, Transport):
-        return comm
-    from mpicomp.transport.mpi import MPITransport  # starts MPI, which import mpicomp must not
-
-    return MPITransport(comm)
+def _whole(name: str, value: Any, least: int | None = None) -> int:
+    """Return a setting that has to be a whole number, of whatever integer type it came in."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ConfigurationError(f"reducer: {name} must be a whole number, got {value!r}") from None
+    if least is not None and number < least:
+        raise ConfigurationError(f"reducer: {name} must be at least {least}, got {value!r}")
+    return number

@@ -1,5 +1,7 @@
 """One step of a reducer: buckets are exchanged one by one, then all of it is kept or undone."""
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Collection, Generator, Mapping
@@ -11,14 +13,17 @@ from numpy.typing import NDArray
 
 from mpicomp.arrays import Described, describe
 from mpicomp.collectives import Round
+from mpicomp.collectives.scheme import cause_of
 from mpicomp.compressors.base import Entry
-from mpicomp.errors import MpicompError, NonFiniteError
-from mpicomp.policies import Delivered, Policy, Told
+from mpicomp.cost import CostModel
+from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFiniteError
+from mpicomp.policies import Delivered, Plan, Policy, Told
 from mpicomp.reducer.agreement import Signature, agree
+from mpicomp.reducer.beside import Beside
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.reducer.exchange import Conditions, Exchanged, exchange
 from mpicomp.reducer.layout import Layout
-from mpicomp.reducer.record import StepRecord
+from mpicomp.reducer.record import StepRecord, Tally
 from mpicomp.reducer.timer import Timer
 from mpicomp.transport import Transport
 from mpicomp.transport.base import Asked
@@ -27,6 +32,15 @@ from mpicomp.transport.staging import Staging
 Rounds = Generator[Asked, Any, Any]
 
 _FLAG = np.dtype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A state that was loaded; it is taken up when the ranks have compared their steps, at the next one."""
+
+    step: int
+    policy: Mapping[str, Any]
+    cost: CostModel | None
 
 
 @dataclass
@@ -57,6 +71,15 @@ class Core:
         What the last one did.
     staging : Staging
         Brings arrays of devices to the host and back.
+    loaded : Loaded or None
+        What waits to be taken up.
+    plans : dict of int to Plan
+        By bucket, what the last step has run.
+    outside : Tally
+        Of rounds since the last step that belong to none; the next one's record takes it over.
+    suspect : bool
+        Whether the last step has failed here in a way that the other ranks may not know of: all of them then compare
+        whether it has, at the next one.
     """
 
     settings: dict[str, Any]
@@ -70,6 +93,38 @@ class Core:
     count: int = 0
     last_step: StepRecord | None = None
     staging: Staging = field(default_factory=Staging)
+    plans: dict[int, Plan] = field(default_factory=dict)
+    outside: Tally = field(default_factory=Tally)
+    loaded: Loaded | None = None
+    suspect: bool = False
+
+    def loading(self) -> dict[str, Any]:
+        """Return what of a loaded state has to be the same on all ranks, beside its step: plans follow from it."""
+        learnt = self.policy.state_dict() if self.loaded is None else self.loaded.policy
+        digest = hashlib.blake2b(json.dumps(learnt, sort_keys=True, default=str).encode(), digest_size=4).hexdigest()
+        return {"what the policy has learnt": digest, "whether a state was loaded": self.loaded is not None}
+
+    def take_up(self) -> None:
+        """Begin with what was loaded.
+
+        Raises
+        ------
+        ConfigurationError
+            Where it is no state of this policy, which is then as it was.
+        """
+        if self.loaded is None:
+            return
+        cost, before = self.loaded.cost, self.policy.state_dict()
+        if cost is not None and cost.network.hosts != self.transport.group.hosts:
+            cost = None
+        try:
+            self.policy.load_state_dict(self.loaded.policy, cost)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            self.policy.load_state_dict(before, None)
+            raise ConfigurationError(
+                f"reducer: the loaded state is none of policy '{self.policy.id}' ({type(error).__name__}: {error}); "
+                "delete state['policy'] to begin without"
+            ) from error
 
 
 class Step:
@@ -81,34 +136,37 @@ class Step:
         Written to by `conclude` alone, but for buckets that are exchanged.
     scale : float
         What gradients are multiplied by first.
+    beside : Beside, optional
+        What else belongs to it.
     """
 
-    def __init__(self, core: Core, scale: float = 1.0) -> None:
+    def __init__(self, core: Core, scale: float = 1.0, beside: Beside | None = None) -> None:
         self._core = core
-        self._scale = scale
+        self._beside = Beside() if beside is None else beside
+        self._asked_scale = self._scale = scale
         self._record = StepRecord(step=core.count)
         self._done: list[Exchanged] = []
         self._gradients: Mapping[str, Any] = {}
         self._absent: Collection[str] = ()
         self._members: list[Described] | None = None
         self._problem: MpicompError | None = None
+        self._unread: MpicompError | None = None  # what is wrong with what is no array
         self._stale = False
+        self._damaged: MessageError | None = None  # what this rank could not read
+        self._told = False  # whether all ranks know that one of them could not
+        self._memories: list[tuple[Bucket, dict[str, Any]]] = []
         core.transport.log.clear()
         core.staging.begin()
 
     def refresh(self) -> Generator[Asked, Any, None]:
         """Let the policy do what it has to before the first bucket. As rounds."""
+        if self._beside.frozen:
+            return
         begin = time.perf_counter()
-        run, received = self._core.policy.refresh(self._core.transport), None
-        while True:
-            try:
-                asked = run.send(received)
-            except StopIteration:
-                break
-            if isinstance(asked, Round):
-                part = self._core.transport.group.part(asked.group)
-                self._record.once_wire_bytes += 0.0 if part is None else asked.wire_bytes(part)
-            received = yield asked
+        tally, transport = Tally(), self._core.transport
+        transport.doing(f"step {self._core.count}")
+        yield from tally.count(self._core.policy.refresh(transport), transport.group)
+        self._record.once_wire_bytes += tally.wire_bytes
         self._record.choosing_s += time.perf_counter() - begin
 
     def exchange(self, bucket: Bucket, gradients: list[Any] | None, ready: float) -> Generator[Asked, Any, None]:
@@ -117,13 +175,22 @@ class Step:
         ``ready`` is when gradients were handed over, on the transport's clock.
         """
         core = self._core
-        conditions = Conditions(core.transport, core.policy, core.count, core.seed, self._scale, core.staging)
-        done = yield from exchange(bucket, gradients, conditions, ready)
+        plans = core.plans if self._beside.frozen else None
+        conditions = Conditions(core.transport, core.policy, core.count, core.seed, self._scale, core.staging, plans)
+        if self._damaged is not None:
+            gradients = None  # so that the others hear of it
+        self._memories.append((bucket, _copied(bucket.memory)))
+        try:
+            done = yield from exchange(bucket, gradients, conditions, ready)
+        except MessageError as error:
+            self._damaged, self._told = self._damaged or cause_of(error), True
+            return
+        self._damaged = self._damaged or done.result.problem
         self._record.choosing_s += done.choosing_s
         self._record.once_wire_bytes += done.once_wire_bytes
         self._done.append(done)
 
-    def examine(self, gradients: Mapping[str, Any], absent: Collection[str]) -> None:
+    def examine(self, gradients: Mapping[str, Any], absent: Collection[str], lr: Any) -> None:
         """Look at everything that this rank was given.
 
         Parameters
@@ -132,9 +199,26 @@ class Step:
             See `mpicomp.Reducer.reduce`.
         absent : collection of str
             Those of them that stand for no gradient.
+        lr : number or None
+            The learning rate, for the record and the policy.
         """
         layout = self._core.layout
+        try:
+            self._record.lr = _number("lr", lr)
+        except MpicompError as error:
+            self._unread = error
+        self._look(gradients, absent)
+        known = layout.knows(self._members)
+        known = known and (self._beside.idle or all(name in layout.conditional for name in absent))
+        self._stale = self._problem is not None or not known or self._beside.stale or self._core.loaded is not None
+        self._stale = self._stale or self._core.suspect
+        if not self._stale:
+            self._scale = self._asked_scale * self._clip()
+
+    def _look(self, gradients: Mapping[str, Any], absent: Collection[str]) -> None:
+        layout = self._core.layout
         self._gradients, self._absent = gradients, absent
+        self._problem = self._unread
         try:
             self._members = describe(gradients)
             if not layout.knows(self._members):
@@ -143,43 +227,65 @@ class Step:
                 self._core.staging.start(name, gradient)
         except MpicompError as error:
             self._problem = error
-        known = layout.knows(self._members) and all(name in layout.conditional for name in absent)
-        self._stale = self._problem is not None or not known
-        if not self._stale:
-            self._scale *= self._clip()
 
     def of(self, bucket: Bucket) -> list[Any] | None:
         """Give the gradients of a bucket, None where the ranks have to agree first."""
         return None if self._stale else [self._gradients[member.name] for member in bucket.members]
 
-    def conclude(self, lr: float | None, finite: bool) -> Rounds:
-        """Keep the step or undo it, the same on all ranks, and give the means. As rounds.
+    def conclude(self, finite: bool) -> Rounds:
+        """Keep the step or undo it, the same on all ranks, and give the means; none where it was ended. As rounds.
 
         Parameters
         ----------
-        lr : float or None
-            For the record.
         finite : bool
             See `mpicomp.Reducer.reduce`.
         """
         core, record = self._core, self._record
-        record.lr = lr
-        stale = any(done.result.stale for done in self._done)
-        if not core.layout.buckets or stale:  # without buckets no message could have carried the flag
-            yield from self._agree()
+        # Without buckets no message could have carried the flag.
+        asked = self._asked or not core.layout.buckets
+        while asked:
+            if not (yield from self._agree()):
+                return {}
+            asked = self._asked
+        group = core.transport.group
+        finite = (yield from core.outside.count(self._beside.exchange(), group)) and finite
+        used = yield from core.outside.count(self._used(), group)
         core.count += 1
         core.last_step = record
+        core.plans = {done.record.bucket: done.plan for done in self._done}
         record.buckets = [done.record for done in self._done]
-        used = yield from self._used()
-        means = self._finish(used, finite)
+        record.overhead_bytes += core.outside.sent_bytes
+        record.overhead_wire_bytes += core.outside.wire_bytes
+        core.outside = Tally()
+        means = self._finish(used, finite) if self._damaged is None else {}
         begin = time.perf_counter()
         yield from self._tell()
         record.choosing_s += time.perf_counter() - begin
+        if self._damaged is not None:  # in the last message: nothing has followed that could tell the others
+            self._forget()
+            core.suspect = True
+            raise MessageError(
+                f"{self._damaged} (on rank {group.rank}); nothing was applied on this rank, and at the next step all "
+                "ranks compare whether that is so on all of them"
+            )
         return means
+
+    @property
+    def _asked(self) -> bool:
+        """Whether some rank asks all of them to agree anew, the same on all."""
+        return self._told or any(done.result.stale for done in self._done)
+
+    def _forget(self) -> None:
+        """Let compressors and collectives remember what they did before the step."""
+        for bucket, memory in reversed(self._memories):
+            bucket.memory = memory
+        self._memories.clear()
 
     def _tell(self) -> Generator[Asked, Any, None]:
         """Let the policy learn what was delivered, and ranks tell each other what they have to."""
         core, record = self._core, self._record
+        if self._beside.frozen:
+            return
         delivered = [Delivered(own.energy, own.gain, own.kept) for own in (done.result for done in self._done)]
         surveys = {done.record.bucket: done.survey for done in self._done if done.survey is not None}
         finite = not any(done.result.nonfinite for done in self._done)
@@ -189,54 +295,84 @@ class Step:
         if self._done and (core.policy.listens or surveys):
             times = np.array([(done.start, done.end, done.own_s, done.ready) for done in self._done])
             told = Told(record.step, record.lr, [done.plan for done in self._done], delivered, times, {})
-            sent_bytes = yield from core.timer.turn(told, surveys)
-            record.overhead_bytes += sent_bytes
-            record.overhead_wire_bytes += sent_bytes
+            tally = Tally()
+            yield from tally.count(core.timer.turn(told, surveys), core.transport.group)
+            record.overhead_bytes += tally.sent_bytes
+            record.overhead_wire_bytes += tally.wire_bytes
 
     def note_seconds(self, seconds: float) -> None:
         """Write down what the step took; it may have failed."""
         if self._core.last_step is self._record:
             self._record.seconds = seconds
 
-    def _agree(self) -> Generator[Asked, Any, None]:
-        """Compare what ranks were given, lay out buckets anew, and exchange them."""
+    def _agree(self) -> Generator[Asked, Any, bool]:
+        """Compare what ranks were given, lay out buckets anew, and exchange them; False where the step ends here."""
         core, record, layout = self._core, self._record, self._core.layout
         log = core.transport.log
         log.clear()
+        cut_short = Tally(
+            sum(done.record.sent_bytes for done in self._done), sum(done.record.wire_bytes for done in self._done)
+        )
+        self._forget()
         yield from core.timer.drop()
-        signature = None if self._members is None else Signature(core.settings, self._members)
-        yield from agree(signature, self._problem, core.transport.group)
+        given = yield from self._beside.agree((self._gradients, self._absent))
+        if given is None:
+            core.outside.sent_bytes += cut_short.sent_bytes + sum(entry.sent_bytes for entry in log)
+            core.outside.wire_bytes += cut_short.wire_bytes + sum(entry.wire_bytes for entry in log)
+            return False
+        if given[0] is not self._gradients:
+            self._look(*given)
+        begins = core.count if core.loaded is None else core.loaded.step
+        settings = core.settings | {"the step that follows": begins} | core.loading()
+        settings["whether the last step was applied"] = not core.suspect
+        signature = None if self._members is None else Signature(settings, self._members)
+        before = core.policy.state_dict()
+        try:
+            core.take_up()
+        except MpicompError as error:
+            # That it is no state of this policy says more than that it is another one than the other ranks'.
+            self._problem, signature = self._problem or error, None
+        try:
+            yield from agree(signature, self._problem or self._damaged, core.transport.group)
+        except MpicompError:
+            if core.loaded is not None:
+                core.policy.load_state_dict(before, None)
+            raise
+        if core.loaded is not None:
+            core.plans = {}
+        core.count = record.step = begins
+        core.loaded = None
+        core.suspect = self._told = False
         members = self._members
         assert members is not None
         absent = yield from self._absences([member.name for member in members])
         record.agreed = True
-        record.overhead_bytes = sum(entry.sent_bytes for entry in log)
-        record.overhead_bytes += sum(done.record.sent_bytes for done in self._done)
-        record.overhead_wire_bytes = sum(entry.wire_bytes for entry in log)
-        record.once_wire_bytes -= record.overhead_wire_bytes
-        record.overhead_wire_bytes += sum(done.record.wire_bytes for done in self._done)
+        agreed_wire_bytes = sum(entry.wire_bytes for entry in log)
+        record.overhead_bytes += cut_short.sent_bytes + sum(entry.sent_bytes for entry in log)
+        record.overhead_wire_bytes += cut_short.wire_bytes + agreed_wire_bytes
         self._done.clear()
         # What only `absent` has made stale keeps its buckets, and with them what policies have learnt.
         if not layout.knows(members):
             buckets = layout.make(members)
             yield from core.policy.start([bucket.shape for bucket in buckets], core.transport)
             layout.adopt(members, buckets)
-        record.once_wire_bytes += sum(entry.wire_bytes for entry in log)
+            core.plans = {}
+        record.once_wire_bytes += sum(entry.wire_bytes for entry in log) - agreed_wire_bytes
         names = {member.name for member in members}
         layout.conditional = [name for name in [*layout.conditional, *sorted(absent)] if name in names]
         layout.conditional = list(dict.fromkeys(layout.conditional))
-        if self._stale:
-            self._stale = False
-            self._scale *= self._clip()
+        self._stale = False
+        self._scale = self._asked_scale * self._clip()
         ready = core.transport.clock()
         for bucket in layout.buckets:
             yield from self.exchange(bucket, self.of(bucket), ready)
+        return True
 
     def _absences(self, names: list[str]) -> Generator[Asked, Any, list[str]]:
         """Give those of these names that some rank has no gradient for, the same on all ranks."""
         if not names:
             return []
-        flags = yield from self._share([name in self._absent for name in sorted(names)])
+        flags = yield from self._share([name in self._absent and not self._beside.idle for name in sorted(names)])
         return [name for name, own in zip(sorted(names), flags.T, strict=True) if own.any()]
 
     def _used(self) -> Generator[Asked, Any, set[str]]:
@@ -245,8 +381,6 @@ class Step:
         if not conditional:
             return set()
         flags = yield from self._share([name in self._absent for name in conditional])
-        self._record.overhead_bytes += len(conditional)
-        self._record.overhead_wire_bytes += len(conditional) * (flags.shape[0] - 1)
         return {name for name, own in zip(conditional, flags.T, strict=True) if not own.all()}
 
     def _share(self, own: list[bool]) -> Generator[Asked, Any, NDArray[np.uint8]]:
@@ -276,6 +410,8 @@ class Step:
         buckets = list(zip(layout.buckets, self._done, strict=True))
         bad = [bucket for bucket, done in buckets if done.result.nonfinite]
         finite = finite and not bad
+        if not finite and core.nonfinite != "pass":
+            self._forget()
         if not finite and core.nonfinite == "raise":
             names = " or ".join(f"'{bucket.members[0].name}'" for bucket in bad)
             where = f", in the bucket that starts with {names}" if bad else ""
@@ -305,3 +441,18 @@ class Step:
     def _give(self, mean: NDArray[np.floating], member: Described) -> Any:
         out = self._core.layout.delivered.get(member.name)
         return self._core.staging.give(mean, member, self._gradients[member.name], out)
+
+
+def _copied(memory: dict[str, Any]) -> dict[str, Any]:
+    """Return a memory that stays as it is: what is in it is replaced and never written to, but for memories within."""
+    return {key: _copied(value) if isinstance(value, dict) else value for key, value in memory.items()}
+
+
+def _number(name: str, value: Any) -> float | None:
+    """Return a number of whatever type it came in; 0-dimensional arrays and tensors are among them."""
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return None if value is None else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigurationError(f"reduce: {name} must be a number or None, got {value!r}") from None

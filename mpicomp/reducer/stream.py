@@ -4,6 +4,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from mpicomp.reducer.beside import Beside
 from mpicomp.reducer.step import Core, Step
 from mpicomp.transport.interleave import Job, ProgressThread
 
@@ -19,12 +20,14 @@ class Stream:
         Runs the rounds, with one lane.
     scale : float
         What gradients are multiplied by first.
+    beside : Beside, optional
+        What else belongs to the step.
     """
 
-    def __init__(self, core: Core, thread: ProgressThread, scale: float) -> None:
+    def __init__(self, core: Core, thread: ProgressThread, scale: float, beside: Beside | None = None) -> None:
         self._core = core
         self._thread = thread
-        self._step = Step(core, scale)
+        self._step = Step(core, scale, beside)
         self._jobs: list[Job[None]] = [thread.submit(self._step.refresh())]
         self._left = list(core.layout.buckets)
         self._missing = {member.name for member in self._left[0].members}
@@ -55,11 +58,11 @@ class Stream:
         begin = time.perf_counter()
         step = self._step
         try:
-            step.examine(gradients, absent)
+            step.examine(gradients, absent, lr)
             while self._left:
                 self._submit(step.of(self._left.pop(0)))
             self._thread.wait(self._jobs)
-            means: dict[str, Any] = self._core.transport.run(step.conclude(lr, finite))
+            means: dict[str, Any] = self._core.transport.run(step.conclude(finite))
             return means
         finally:
             step.note_seconds(time.perf_counter() - begin)

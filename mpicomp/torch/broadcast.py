@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
 from mpicomp.collectives import Group, Round
-from mpicomp.errors import ArrayTypeError, ConfigurationError
+from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree
-from mpicomp.transport import Transport
+from mpicomp.transport.connect import connect
 
 
 def broadcast_parameters(
@@ -36,23 +36,15 @@ def broadcast_parameters(
     ------
     DisagreementError
         Where names, dtypes or shapes differ between ranks, on all ranks before any data moves.
-    ConfigurationError
-        For a root that is no rank.
+    ArrayTypeError, ConfigurationError
+        For what is no tensor, and for a root that is no rank, on all ranks.
     """
-    if isinstance(model, torch.nn.Module):
-        tensors = dict(model.state_dict())
-    else:
-        tensors = dict(model.items() if isinstance(model, Mapping) else model)
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ArrayTypeError(f"broadcast_parameters: '{name}' must be a tensor, got {type(tensor).__name__}")
-    if isinstance(comm, Transport):
-        transport = comm
-    else:
-        from mpicomp.transport.mpi import MPITransport  # starts MPI
-
-        transport = MPITransport(comm)
+    transport = connect(comm)
     try:
+        if isinstance(model, torch.nn.Module):
+            tensors = dict(model.state_dict())
+        else:
+            tensors = dict(model.items() if isinstance(model, Mapping) else model)
         transport.run(_rounds(tensors, root, transport.group))
     finally:
         if transport is not comm:
@@ -60,13 +52,19 @@ def broadcast_parameters(
 
 
 def _rounds(tensors: Mapping[str, torch.Tensor], root: int, group: Group) -> Generator[Round, Any, None]:
+    problem: MpicompError | None = None
+    members = []
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            members.append(Described(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+        else:
+            problem = ArrayTypeError(f"broadcast_parameters: '{name}' must be a tensor, got {type(tensor).__name__}")
     if not 0 <= root < group.size:
-        raise ConfigurationError(f"broadcast_parameters: root must be a rank from 0 to {group.size - 1}, got {root}")
-    members = [
-        Described(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    ]
-    yield from agree(Signature({"root": root}, members), None, group, "broadcast_parameters")
+        problem = ConfigurationError(
+            f"broadcast_parameters: root must be a rank from 0 to {group.size - 1}, got {root}"
+        )
+    signature = None if isinstance(problem, ArrayTypeError) else Signature({"root": root}, members)
+    yield from agree(signature, problem, group, "broadcast_parameters")
     for tensor in tensors.values():
         if tensor.numel() == 0:
             continue

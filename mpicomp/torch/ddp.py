@@ -11,8 +11,10 @@ from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
+from mpicomp.reducer.agreement import together
 from mpicomp.reducer.stream import Stream
 from mpicomp.torch.gradients import overlap_thread
+from mpicomp.transport.connect import connect
 
 
 class DDPState:
@@ -59,23 +61,33 @@ class DDPState:
         allow_nccl: bool = False,
         **settings: Any,
     ) -> None:
-        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            raise ConfigurationError(
-                f"ddp_comm_hook: a model in DistributedDataParallel is needed, got {type(model).__name__}"
-            )
-        if "nccl" in distributed.get_backend(model.process_group) and not allow_nccl:
-            raise ConfigurationError(
-                "ddp_comm_hook: the process group is on NCCL, which can wait for MPI, and MPI for it, forever; use "
-                "backend='gloo', or pass allow_nccl=True where no NCCL operation is under way during backward"
-            )
-        self.reducer = Reducer(compressor, collective, policy, comm=comm, **settings)
-        ranks = self.reducer.transport.group.size
-        if distributed.get_world_size(model.process_group) != ranks:
-            self.reducer.close()
-            raise ConfigurationError(
-                f"ddp_comm_hook: the process group has {distributed.get_world_size(model.process_group)} ranks and MPI "
-                f"has {ranks}; start both with the same ones"
-            )
+        transport = connect(comm)
+        self._transport = None if transport is comm else transport
+
+        def check() -> None:
+            if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+                raise ConfigurationError(
+                    f"ddp_comm_hook: a model in DistributedDataParallel is needed, got {type(model).__name__}"
+                )
+            if "nccl" in distributed.get_backend(model.process_group) and not allow_nccl:
+                raise ConfigurationError(
+                    "ddp_comm_hook: the process group is on NCCL, which can wait for MPI, and MPI for it, forever; use "
+                    "backend='gloo', or pass allow_nccl=True where no NCCL operation is under way during backward"
+                )
+            ranks = distributed.get_world_size(model.process_group)
+            if ranks != transport.group.size:
+                raise ConfigurationError(
+                    f"ddp_comm_hook: the process group has {ranks} ranks and MPI has {transport.group.size}; start "
+                    "both with the same ones"
+                )
+
+        try:
+            together(check, transport, "ddp_comm_hook")
+            self.reducer = Reducer(compressor, collective, policy, comm=transport, **settings)
+        except BaseException:
+            if self._transport is not None:
+                self._transport.close()
+            raise
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._thread = overlap_thread(self.reducer, overlap)
         self._stream: Stream | None = None
@@ -98,11 +110,13 @@ class DDPState:
         return future
 
     def close(self) -> None:
-        """Give back what it holds of MPI. Collective."""
+        """Give back what it holds of MPI. It waits for nobody; a second call does nothing."""
         if self._thread is not None:
             self._thread.stop()
             self._thread = None
         self.reducer.close()
+        if self._transport is not None:
+            self._transport.close()
 
     def _finish(self) -> None:
         gradients, stream, waiting = self._gradients, self._stream, self._waiting

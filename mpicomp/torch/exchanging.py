@@ -7,15 +7,18 @@ import torch
 
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
+from mpicomp.reducer.agreement import together
+from mpicomp.torch.wrapped import Uncopied
 from mpicomp.transport.base import Asked
+from mpicomp.transport.connect import connect
 
 Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 
-class Exchanging(torch.optim.Optimizer):
+class Exchanging(Uncopied, torch.optim.Optimizer):
     """An optimizer whose step is an exchange. A subclass gives `rounds` and puts its reducers into ``reducers``.
 
-    Creating one, `step` and `close` are collective.
+    Creating one and `step` are collective.
 
     Parameters
     ----------
@@ -24,11 +27,15 @@ class Exchanging(torch.optim.Optimizer):
         number.
     defaults : dict
         Settings of groups that do not say otherwise.
+    check : callable
+        Raises `ConfigurationError` where a setting cannot be; it is raised on all ranks then.
+    comm : mpi4py.MPI.Comm, Transport or None
+        A communicator is duplicated. None stands for MPI.COMM_WORLD.
 
     Attributes
     ----------
     reducers : dict of str to Reducer
-        All on the transport of the first one.
+        All on one transport.
     steps : int
         How many were made.
     """
@@ -37,11 +44,23 @@ class Exchanging(torch.optim.Optimizer):
     # it calls step() on all of them, after it has set ``found_inf``.
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: Params, defaults: dict[str, Any], check: Callable[[], None], comm: Any) -> None:
         self.reducers: dict[str, Reducer] = {}
         self.steps = 0
         self._names: dict[torch.Tensor, str] = {}
-        super().__init__(params, defaults)
+        self._transport = connect(comm)
+        self._owned = self._transport is not comm
+
+        def make() -> None:
+            check()
+            super(Exchanging, self).__init__(params, defaults)
+
+        try:
+            together(make, self._transport, type(self).__name__)
+        except BaseException:
+            if self._owned:
+                self._transport.close()
+            raise
 
     def rounds(self) -> Generator[Asked, Any, None]:
         """Make a step as a generator of rounds, for ranks that live in one process; under ``torch.no_grad()``."""
@@ -62,7 +81,7 @@ class Exchanging(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            next(iter(self.reducers.values())).transport.run(self.rounds())
+            self._transport.run(self.rounds())
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -105,9 +124,11 @@ class Exchanging(torch.optim.Optimizer):
         self.steps = int(kept["steps"])
 
     def close(self) -> None:
-        """Give back what the reducers hold of MPI. Collective."""
-        for reducer in reversed(self.reducers.values()):
+        """Give back what the reducers hold of MPI. It waits for nobody; a second call does nothing."""
+        for reducer in self.reducers.values():
             reducer.close()
+        if self._owned:
+            self._transport.close()
 
     def _members(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
         """Give the name, the parameter and the group of all that require a gradient."""

@@ -2,7 +2,8 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,24 +12,28 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
-from mpicomp.collectives import Round
+from mpicomp.collectives import Group, Round
 from mpicomp.collectives.rows import mean_of_rows
-from mpicomp.errors import ConfigurationError, DisagreementError, LaunchError
+from mpicomp.errors import ConfigurationError, DisagreementError, LaunchError, MpicompError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import Signature, agree
+from mpicomp.reducer.beside import Beside, Given
 from mpicomp.reducer.stream import Stream
 from mpicomp.torch.broadcast import as_bytes
-from mpicomp.transport.base import Asked
+from mpicomp.transport.base import Asked, Value
 from mpicomp.transport.interleave import ProgressThread
 
 _FLAG = np.dtype(np.uint8)
 _DIGEST = 16  # bytes
 
+_joined: "Gradients | None" = None
+"""Those of the optimizer whose ranks may run out of batches now, in this process."""
 
-class Gradients:
+
+class Gradients(Beside):
     """The gradients of some parameters, and how they are averaged.
 
-    Collective over the reducer's ranks, as are `average` and `close`.
+    Making them is collective over the reducer's ranks, as is `average`.
 
     Parameters
     ----------
@@ -45,6 +50,10 @@ class Gradients:
     ----------
     averaged : bool
         Whether ``.grad`` holds means.
+    idle : bool
+        Whether this rank has no batches left: its gradients are zeros, whatever ``.grad`` holds.
+    closed : bool
+        Whether it was closed.
     """
 
     def __init__(
@@ -55,17 +64,30 @@ class Gradients:
         loss_scale: Callable[[], float] | None = None,
     ) -> None:
         self.averaged = False
+        self.closed = False
         self._reducer = reducer
         self._parameters = dict(reversed(list(parameters.items())))
+        self._known = {id(parameter) for parameter in parameters.values()}
         self._loss_scale = loss_scale
         self._rows: set[str] = set()
-        self._compared = False
+        self._rows_means: dict[str, tuple[NDArray[np.int64], NDArray[np.floating]] | None] = {}
+        self._agreed: list[str] | None = None  # names that all ranks have compared
+        self._compared = False  # whether values were, too
+        self._problem: MpicompError | None = None
         self._accumulating = False
         self._hooks: dict[str, Any] = {}
         self._thread = overlap_thread(reducer, overlap)
         self._stream: Stream | None = None
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}  # what was handed over, and in which state
+        self._noted: dict[str, tuple[torch.Tensor | None, int | None]] = {}  # what was averaged, and in which state
+        self._settings: dict[str, Any] | None = None  # of the parameter groups, where ranks may run out of batches
+        self._meeting = self._met = False  # whether ranks compare that they all may, and have done so
+        self._asked = False  # whether ranks have said in this step who has batches
+        self._drifting = False  # whether some rank has taken a step without batches
+        self._active = np.ones(reducer.transport.group.size, bool)
         self._watch()
+        self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._thread)
+        self._finalizer.atexit = False
 
     @property
     def overlaps(self) -> bool:
@@ -77,10 +99,36 @@ class Gradients:
         """Whether backward has begun to hand over gradients that were not averaged yet."""
         return bool(self._seen)
 
+    @property
+    def joined(self) -> bool:
+        """Whether ranks may run out of batches."""
+        return self._settings is not None
+
+    @property
+    def group(self) -> Group:
+        """All ranks."""
+        return self._reducer.transport.group
+
+    @property
+    def first_active(self) -> int:
+        """The first rank that has batches in this step."""
+        return int(self._active.argmax())
+
     def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Take up more parameters, on all ranks."""
         self._parameters = dict(reversed(list(parameters.items()))) | self._parameters
+        self._known |= {id(parameter) for parameter in parameters.values()}
         self._compared = False
+
+    def check_known(self, parameters: Iterable[torch.Tensor]) -> MpicompError | None:
+        """Return what is wrong where some of these would be trained without an exchange."""
+        for parameter in parameters:
+            if parameter.requires_grad and id(parameter) not in self._known:
+                return ConfigurationError(
+                    f"DistributedOptimizer: param_groups holds a parameter of shape {tuple(parameter.shape)} that is "
+                    "not exchanged; add parameters with add_param_group, on all ranks"
+                )
+        return None
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -91,28 +139,77 @@ class Gradients:
         finally:
             self._accumulating = before
 
-    def average(self, lr: float | None) -> None:
-        """Put means into ``.grad``. What no rank has a gradient for is left without one. Collective."""
-        transport = self._reducer.transport
-        dense: dict[str, torch.Tensor] = {}
-        absent: set[str] = set()
+    def join(self, settings: dict[str, Any]) -> None:
+        """Let ranks run out of batches from now on; not collective.
+
+        Parameters
+        ----------
+        settings : dict
+            Of the optimizer's parameter groups, JSON-able. They must be the same on all ranks; their names come after
+            ``join()`` in the alphabet, so that ranks which do without it are told so first.
+        """
+        global _joined
+        if _joined is not None:
+            raise ConfigurationError(
+                "join: one optimizer's join() at a time: a rank that has no batches left takes part in the steps of one"
+            )
+        if self.under_way:
+            raise ConfigurationError(
+                "join: it began between backward() and step(), when the exchange had begun already; put the whole loop "
+                "into it"
+            )
+        _joined = self
+        self._settings, self._met, self._asked, self._drifting = settings, False, False, False
+
+    def leave(self) -> None:
+        """End what `join` has begun; not collective."""
+        global _joined
+        _joined = None
+        self._settings = None
+        self._asked = self.idle = self.frozen = False
+
+    def goes_on(self) -> bool:
+        """Begin a step of a rank that has no batches left; False where no rank has any. Collective."""
+        self.idle = True
+        if self.under_way:
+            self.average(
+                None,
+                ConfigurationError(
+                    "join: the loop of this rank ended between backward() and step(), when the exchange had begun "
+                    "already; step after every backward, or put it into `with optimizer.accumulate():`"
+                ),
+            )
+        self._begin()
+        if self._active.any():
+            return True
+        if self._drifting:
+            advice = (
+                "while some ranks had no batches left, others changed it beside the optimizer's step: do so in a hook "
+                "of register_step_post_hook, which runs on all ranks"
+            )
+            self.run(self._compare(advice))
+        return False
+
+    def average(self, lr: Any, problem: MpicompError | None = None) -> None:
+        """Put means into ``.grad``. What no rank has a gradient for is left without one. Collective.
+
+        Parameters
+        ----------
+        lr : number, tensor of one or None
+            For the record, and for the policy.
+        problem : MpicompError or None
+            What is wrong on this rank: it is raised on all of them.
+        """
         with torch.no_grad():
-            own = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-            self._check_unchanged()
-            if not self._compared:
-                self._rows = transport.run(self._compare(own))
-                self._compared = True
-            rows = {name: transport.run(self._mean_of_rows(own[name])) for name in own if name in self._rows}
-            finite = all(mean is None or bool(np.isfinite(mean[1]).all()) for mean in rows.values())
-            for name, parameter in own.items():
-                if name in self._rows:
-                    continue
-                if parameter.grad is None:
-                    absent.add(name)
-                    dense[name] = parameter.new_zeros(()).expand(parameter.shape)
-                else:
-                    dense[name] = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-            means = self._exchange(dense, lr, absent, finite)
+            try:
+                self._begin()
+                own = self._own()
+                self._problem = problem or self._changed()
+                self.stale = self._problem is not None or not self._compared or list(own) != self._agreed
+                dense, absent = self._given(own)
+                means = self._exchange(dense, lr, absent)
+            finally:
+                self._asked = False
             record = self._reducer.last_step
             assert record is not None
             factor = 1.0 if self._loss_scale is None else self._loss_scale()
@@ -126,40 +223,168 @@ class Gradients:
                     parameter.grad.fill_(torch.inf)  # what a GradScaler looks for
                 elif factor != 1:
                     parameter.grad.mul_(factor)
-            for name, mean_rows in rows.items():
+            for name, mean_rows in self._rows_means.items():
                 if mean_rows is not None:
                     own[name].grad = _as_sparse(mean_rows, own[name], record.skipped)
         self._watch()
         self.averaged = True
+        self.note()
+
+    def note(self) -> None:
+        """Take gradients as they are now for what they are after the exchange."""
+        self._noted.clear()
+        if self.frozen:
+            self._noted |= {
+                name: (p.grad, None if p.grad is None else p.grad._version) for name, p in self._own().items()
+            }
+
+    def changed(self) -> dict[str, torch.Tensor | None]:
+        """Return the gradients that the caller has changed since the exchange, in a step in which some rank is idle."""
+        found = {}
+        for name, (gradient, version) in self._noted.items():
+            own = self._parameters[name].grad
+            if own is not gradient or (own is not None and own._version != version):
+                found[name] = own
+        return found
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """Return a parameter."""
+        return self._parameters[name]
+
+    def run(self, exchange: Generator[Asked, Any, Value]) -> Value:
+        """Run rounds outside of a step. Collective."""
+        return self._reducer.transport.run(self._reducer.counted(exchange))
+
+    def agree(self, given: Given) -> Generator[Asked, Any, Given | None]:
+        """See `Beside.agree`: parameters, whether they have the same values, and which have sparse gradients."""
+        own = self._own()
+        members = [
+            Described(name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
+            for name, parameter in own.items()
+        ]
+        settings = {"join()": self.joined} | (self._settings or {})
+        yield from agree(Signature(settings, members), self._problem, self.group, "DistributedOptimizer")
+        if self._meeting:
+            return None
+        sparse = [parameter.grad is not None and parameter.grad.is_sparse for parameter in own.values()]
+        told = yield from self._share([not self._compared, *sparse])
+        if told[:, 0].any():
+            yield from self._compare("call mpicomp.torch.broadcast_parameters(model) before training")
+        self._compared, self._agreed = True, list(own)
+        some = {name for name, flags in zip(own, told[:, 1:].T, strict=True) if flags.any()}
+        self._rows = some | (self._rows & own.keys())  # also of one that nobody has used in this step
+        return self._given(own)
+
+    def exchange(self) -> Generator[Asked, Any, bool]:
+        """See `Beside.exchange`: rows of sparse gradients."""
+        self._rows_means = {}
+        for name, parameter in self._own().items():
+            if name in self._rows:
+                self._rows_means[name] = yield from self._mean_of_rows(parameter)
+        return all(mean is None or bool(np.isfinite(mean[1]).all()) for mean in self._rows_means.values())
 
     def close(self) -> None:
-        """Give back what it holds of MPI. Collective."""
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
+        """Give back what it holds; not collective."""
+        self.closed = True
         self._seen.clear()
-        if self._thread is not None:
-            self._thread.stop()
-            self._thread = None
+        self._stream = None
+        self._thread = None
+        self._finalizer()
 
-    def _exchange(
-        self, dense: dict[str, torch.Tensor], lr: float | None, absent: set[str], finite: bool
-    ) -> dict[str, torch.Tensor]:
+    def _own(self) -> dict[str, torch.Tensor]:
+        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+
+    def _given(self, own: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
+        """Return the dense gradients, and the names of those that stand for none."""
+        dense: dict[str, torch.Tensor] = {}
+        absent: set[str] = set()
+        for name, parameter in own.items():
+            if name in self._rows:
+                continue
+            if parameter.grad is None or self.idle:
+                absent.add(name)
+                dense[name] = parameter.new_zeros(()).expand(parameter.shape)
+            else:
+                dense[name] = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        return dense, absent
+
+    def _exchange(self, dense: dict[str, torch.Tensor], lr: Any, absent: set[str]) -> dict[str, torch.Tensor]:
         """Exchange what is not under way already, and give the means."""
         stream = self._stream
         self._stream = None
         self._seen.clear()
         if stream is None and self._thread is not None:
-            stream = self._reducer.stream(self._thread, self._scale())
+            stream = self._reducer.stream(self._thread, self._scale(), self)
         means: dict[str, torch.Tensor]
         if stream is None:
-            means = self._reducer.reduce(dense, lr, absent=absent, scale=self._scale(), finite=finite)
+            means = self._reducer.reduce(dense, lr, absent=absent, scale=self._scale(), beside=self)
         else:
-            means = stream.finish(dense, lr, absent, finite)
+            means = stream.finish(dense, lr, absent)
         return means
 
+    def _begin(self) -> None:
+        """Find out who has batches in this step, before anything is handed over. Collective where ranks may have none.
+
+        A mean is that of the ranks that have: they multiply their gradients, and the others have zeros.
+        """
+        if _joined is not None and _joined is not self and self.group.size > 1:
+            raise ConfigurationError(
+                "join: another optimizer than the one that joins is exchanged inside of it, where ranks that have no "
+                "batches left do not take part; one optimizer a loop can be served"
+            )
+        if not self.joined or self._asked:
+            return
+        if not self._met:
+            self._meet()
+        self._reducer.transport.doing("join(): who has batches left")
+        told = self.run(self._share([not self.idle]))
+        self._active = told[:, 0].astype(bool)
+        self._drifting = self._drifting or self.frozen
+        self.frozen = not self._active.all()
+        self._asked = True
+
+    def _meet(self) -> None:
+        """Make sure that all ranks may run out of batches. Collective, also with ranks that are in a plain step."""
+        self._meeting = self.stale = True
+        self._problem = None
+        try:
+            self._exchange(*self._zeros())
+        finally:
+            self._meeting = False
+        self._met = True
+
+    def _zeros(self) -> tuple[dict[str, torch.Tensor], None, set[str]]:
+        own = {name: parameter for name, parameter in self._own().items() if name not in self._rows}
+        return {name: parameter.new_zeros(()).expand(parameter.shape) for name, parameter in own.items()}, None, set()
+
+    def _compare(self, advice: str) -> Generator[Asked, Any, None]:
+        """Make sure that all ranks have the same parameters. As rounds."""
+        own = self._own()
+        digests = np.frombuffer(b"".join(map(_digest, own.values())), _FLAG)
+        everyones = (yield from self._share(digests)).reshape(self.group.size, len(own), _DIGEST)
+        differs = (everyones != everyones[0]).any(axis=2)
+        for name, ranks in reversed(list(zip(own, differs.T, strict=True))):
+            if ranks.any():
+                raise DisagreementError(
+                    f"DistributedOptimizer: parameter '{name}' has other values on rank {int(ranks.argmax())} than on "
+                    f"rank 0; {advice}"
+                )
+
+    def _share(self, own: Any) -> Generator[Asked, Any, NDArray[np.uint8]]:
+        """Return everyone's bytes, a row for each rank. As rounds."""
+        ranks = self.group.size
+        send = np.asarray(own, _FLAG)
+        recv = np.empty(ranks * send.size, _FLAG)
+        everyones = yield Round("allgatherv", [send.size] * ranks, _FLAG, send=send, recv=recv)
+        told: NDArray[np.uint8] = everyones.reshape(ranks, -1)
+        return told
+
     def _scale(self) -> float:
-        return 1.0 if self._loss_scale is None else 1 / self._loss_scale()
+        return self._share_of_active() / (1.0 if self._loss_scale is None else self._loss_scale())
+
+    def _share_of_active(self) -> float:
+        """Return what makes a mean over all ranks one over those that have batches."""
+        return self.group.size / int(self._active.sum()) if self.frozen else 1.0
 
     def _watch(self) -> None:
         """Have backward tell when a gradient is complete, for those that require one by now."""
@@ -169,13 +394,20 @@ class Gradients:
                 self._hooks[name] = handle
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        owner = weakref.ref(self)  # a model may outlive its optimizer
+
         def hook(parameter: torch.Tensor) -> None:
-            self.averaged = False
-            if self._thread is not None and not self._accumulating:
-                assert parameter.grad is not None
-                self._fill(self._thread, name, parameter.grad)
+            own = owner()
+            if own is not None:
+                own._arrive(name, parameter)
 
         return hook
+
+    def _arrive(self, name: str, parameter: torch.Tensor) -> None:
+        self.averaged = False
+        if self._thread is not None and not self._accumulating:
+            assert parameter.grad is not None
+            self._fill(self._thread, name, parameter.grad)
 
     def _fill(self, thread: ProgressThread, name: str, gradient: torch.Tensor) -> None:
         """Hand over a gradient that is complete; its bucket is exchanged as soon as all of it is there."""
@@ -186,44 +418,21 @@ class Gradients:
                 "overlap=False"
             )
         if not self._seen:
-            self._stream = self._reducer.stream(thread, self._scale())
+            self._begin()
+            self._stream = self._reducer.stream(thread, self._scale(), self)
         self._seen[name] = gradient, gradient._version
         if self._stream is not None and not gradient.is_sparse:
             self._stream.put(name, gradient.detach())
 
-    def _check_unchanged(self) -> None:
+    def _changed(self) -> MpicompError | None:
         """Refuse gradients that were written to after they were handed over: the change would be lost."""
         for name, (gradient, version) in self._seen.items():
             if self._parameters[name].grad is not gradient or gradient._version != version:
-                raise ConfigurationError(
+                return ConfigurationError(
                     f"gradients: the one of '{name}' was changed between backward() and step(), when its exchange had "
                     "begun already; call optimizer.synchronize() first, or pass overlap=False"
                 )
-
-    def _compare(self, own: Mapping[str, torch.Tensor]) -> Generator[Asked, Any, set[str]]:
-        """Make sure that all ranks start with the same parameters, and give those with sparse gradients. As rounds."""
-        group = self._reducer.transport.group
-        members = [
-            Described(name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
-            for name, parameter in own.items()
-        ]
-        yield from agree(Signature({}, members), None, group)
-        sparse = [parameter.grad is not None and parameter.grad.is_sparse for parameter in own.values()]
-        mine = np.frombuffer(b"".join(map(_digest, own.values())) + bytes(sparse), _FLAG)
-        everyones = yield Round(
-            "allgatherv", [mine.size] * group.size, _FLAG, send=mine, recv=np.empty(mine.size * group.size, _FLAG)
-        )
-        told = everyones.reshape(group.size, -1)
-        digests = told[:, : _DIGEST * len(own)].reshape(group.size, len(own), _DIGEST)
-        differs = (digests != digests[0]).any(axis=2)
-        for name, ranks in reversed(list(zip(own, differs.T, strict=True))):
-            if ranks.any():
-                raise DisagreementError(
-                    f"DistributedOptimizer: parameter '{name}' has other values on rank {int(ranks.argmax())} than on "
-                    "rank 0; call mpicomp.torch.broadcast_parameters(model) before training"
-                )
-        some = told[:, _DIGEST * len(own) :].any(axis=0)
-        return {name for name, is_sparse in zip(own, some, strict=True) if is_sparse}
+        return None
 
     def _mean_of_rows(
         self, parameter: torch.Tensor
@@ -231,15 +440,15 @@ class Gradients:
         """Average a sparse gradient, as rounds."""
         work = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         width = parameter[0].numel() if len(parameter) else 1
-        gradient = parameter.grad
+        gradient = None if self.idle else parameter.grad
         indices, rows = None, torch.empty((0, width), dtype=work)
         if gradient is not None:
             if not gradient.is_sparse:
                 gradient = gradient.to_sparse(1)
             gradient = gradient.coalesce()
             indices = gradient.indices()[0].cpu().numpy()
-            rows = gradient.values().to(device="cpu", dtype=work).reshape(-1, width)
-        return (yield from mean_of_rows(indices, rows.numpy(), self._reducer.transport.group))
+            rows = gradient.values().to(device="cpu", dtype=work).reshape(-1, width) * self._share_of_active()
+        return (yield from mean_of_rows(indices, rows.numpy(), self.group))
 
 
 def overlap_thread(reducer: Reducer, wanted: bool | None) -> ProgressThread | None:
@@ -264,14 +473,28 @@ def overlap_thread(reducer: Reducer, wanted: bool | None) -> ProgressThread | No
         problem = error
     crowded = transport.group.hosts == 1 and transport.cores < torch.get_num_threads() + 1
     mine = np.array([problem is None, not crowded if wanted is None else wanted], _FLAG)
-    task = Round("allgatherv", [2] * ranks, _FLAG, send=mine, recv=np.empty(2 * ranks, _FLAG))
-    everyones = transport.perform(task).reshape(ranks, 2)
+
+    def share() -> Generator[Asked, Any, NDArray[np.uint8]]:
+        told: NDArray[np.uint8] = yield Round(
+            "allgatherv", [2] * ranks, _FLAG, send=mine, recv=np.empty(2 * ranks, _FLAG)
+        )
+        return told
+
+    everyones = transport.run(reducer.counted(share())).reshape(ranks, 2)
     able, useful = (bool(flags.all()) for flags in everyones.T)
     if able and useful:
         return ProgressThread(transport, lanes=1).start()
     if not able and useful and transport.group.rank == 0:
         warnings.warn(f"gradients are exchanged after backward, not during it: {problem}", stacklevel=4)
     return None
+
+
+def _let_go(hooks: dict[str, Any], thread: ProgressThread | None) -> None:
+    for handle in hooks.values():
+        handle.remove()
+    hooks.clear()
+    if thread is not None:
+        thread.stop()
 
 
 def _digest(parameter: torch.Tensor) -> bytes:

@@ -22,7 +22,7 @@ class OneBitAdam(Exchanging):
     `mpicomp.OneBit` and error feedback, and their mean is the momentum of all ranks. About two bits an element leave
     a rank. Parameters are the same bits on every rank, if they were at the start.
 
-    Creating one, ``step`` and ``close`` are collective: all ranks step together. A parameter without a gradient takes
+    Creating one and ``step`` are collective: all ranks step together. A parameter without a gradient takes
     part with zeros. ``.grad`` is left as it is: to clip, clip it on each rank before the step.
 
     Parameters
@@ -92,20 +92,25 @@ class OneBitAdam(Exchanging):
         warmup_steps: int = 100,
         comm: Any = None,
     ) -> None:
-        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 1:
-            raise ConfigurationError(
-                f"OneBitAdam: warmup_steps must be at least 1, got {warmup_steps!r}; without a warm-up there is no "
-                "variance to divide by"
-            )
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ConfigurationError(f"OneBitAdam: {name} must be at least 0, got {value!r}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ConfigurationError(f"OneBitAdam: betas must be at least 0 and below 1, got {betas!r}")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        def check() -> None:
+            if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 1:
+                raise ConfigurationError(
+                    f"OneBitAdam: warmup_steps must be at least 1, got {warmup_steps!r}; without a warm-up there is no "
+                    "variance to divide by"
+                )
+            for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+                if not value >= 0:
+                    raise ConfigurationError(f"OneBitAdam: {name} must be at least 0, got {value!r}")
+            if not all(0 <= beta < 1 for beta in betas):
+                raise ConfigurationError(f"OneBitAdam: betas must be at least 0 and below 1, got {betas!r}")
+
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, check, comm)
         self._warmup_steps = warmup_steps
-        warmup = Reducer(Dense(), "scatter-reduce", comm=comm)
-        self.reducers = {"warmup": warmup, "compressed": Reducer(OneBit(), "two-phase", comm=warmup.transport)}
+        self.reducers = {
+            "warmup": Reducer(Dense(), "scatter-reduce", comm=self._transport),
+            "compressed": Reducer(OneBit(), "two-phase", comm=self._transport),
+        }
 
     @property
     def reducer(self) -> Reducer:

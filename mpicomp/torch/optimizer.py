@@ -1,5 +1,6 @@
 """An optimizer whose gradients are averaged over MPI ranks."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,8 +11,13 @@ from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
+from mpicomp.reducer.agreement import together
 from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.gradients import Gradients
+from mpicomp.torch.join import Join, follow
+from mpicomp.torch.wrapped import Arguments, Wrapped, unwrap, wrap
+from mpicomp.transport import Transport
+from mpicomp.transport.connect import connect
 
 _SMALL_BUCKET, _LARGE_BUCKET = 8 << 20, 32 << 20  # bytes
 
@@ -68,12 +74,14 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     Returns
     -------
     torch.optim.Optimizer
-        The same optimizer, as an object of a class derived from its own: it shares groups and state with the one
-        passed, so learning-rate schedulers work as before. It has ``reducer``, a `mpicomp.Reducer`;
+        The same optimizer, which from now on is of a class derived from its own: schedulers, hooks and steps that were
+        put into it, before or later, work as before. It has ``reducer``, a `mpicomp.Reducer`;
         ``synchronize()``, which averages the gradients now, so that they can be clipped before ``step()``;
-        ``accumulate()``, a context in which backward adds to gradients and nothing is exchanged; ``overlaps``, whether
+        ``accumulate()``, a context in which backward adds to gradients and nothing is exchanged; ``join()``, a context
+        for ranks with different numbers of batches; ``overlaps``, whether
         gradients are exchanged while backward goes on; and ``close()``. Its
-        ``state_dict()`` has what the reducer keeps on this rank under ``"mpicomp"``.
+        ``state_dict()`` has what the reducer keeps on this rank under ``"mpicomp"``. It can be neither copied nor
+        pickled, since it holds a communicator; after ``close()`` it can be wrapped anew.
 
     Raises
     ------
@@ -98,47 +106,37 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     >>> isinstance(optimizer, torch.optim.SGD), optimizer.reducer.last_step.buckets[0].collective
     (True, 'allgather')
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(f"DistributedOptimizer: a torch optimizer is needed, got {type(optimizer).__name__}")
-    if isinstance(optimizer, _Distributed):
-        raise ConfigurationError("DistributedOptimizer: this optimizer is distributed already")
-    if isinstance(optimizer, Exchanging):
-        raise ConfigurationError(
-            f"DistributedOptimizer: {type(optimizer).__name__} exchanges by itself; use it as it is"
+    transport = connect(comm)
+    try:
+        named, parameters, chosen = together(
+            lambda: _check(optimizer, named_parameters, compressor), transport, "DistributedOptimizer"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigurationError(
-            "DistributedOptimizer: LBFGS asks for gradients many times in a step and cannot be served; use SGD or Adam"
-        )
-    if compressor is not None:
-        compressor = get_compressor(compressor)
-        own = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
-        if compressor.entry.momentum and own:
-            raise ConfigurationError(
-                f"DistributedOptimizer: {compressor!r} applies momentum before the exchange, and the optimizer would "
-                f"apply its own, {own[0]}, once more; set momentum=0 in one of them"
-            )
-    if scaler is not None:
-        nonfinite = "skip"
-    if bucket_bytes is None:
-        selects = compressor is None or compressor.message in ("sparse", "shared")
-        bucket_bytes = _LARGE_BUCKET if selects else _SMALL_BUCKET
-    named = list(named_parameters)
-    parameters = _parameters(optimizer, named)
-    reducer = Reducer(compressor, collective, policy, feedback, nonfinite, comm, bucket_bytes=bucket_bytes, **settings)
-    base = type(optimizer)
-    wrapped: Any = object.__new__(type(f"Distributed{base.__name__}", (_Distributed, base), {}))
-    wrapped.__dict__ = optimizer.__dict__
+        if scaler is not None:
+            nonfinite = "skip"
+        if bucket_bytes is None:
+            selects = chosen is None or chosen.message in ("sparse", "shared")
+            bucket_bytes = _LARGE_BUCKET if selects else _SMALL_BUCKET
+        settings |= {"bucket_bytes": bucket_bytes}
+        reducer = Reducer(chosen, collective, policy, feedback, nonfinite, transport, **settings)
+    except BaseException:
+        if transport is not comm:
+            transport.close()
+        raise
+    gradients = Gradients(reducer, parameters, overlap, None if scaler is None else scaler.get_scale)
+    if isinstance(optimizer, Wrapped):
+        unwrap(optimizer)
+    wrapped = wrap(optimizer, _Distributed, "Distributed")
     wrapped.reducer = reducer
     wrapped._mpicomp_names = {id(parameter): name for name, parameter in named}
     wrapped._mpicomp_scaler = scaler
-    wrapped._mpicomp_gradients = Gradients(reducer, parameters, overlap, None if scaler is None else scaler.get_scale)
+    wrapped._mpicomp_gradients = gradients
+    wrapped._mpicomp_transport = None if transport is comm else transport
     if scaler is not None:
         _follow(scaler, wrapped)
     return wrapped
 
 
-class _Distributed:
+class _Distributed(Wrapped):
     """What `DistributedOptimizer` puts in front of an optimizer's class."""
 
     reducer: Reducer
@@ -146,6 +144,7 @@ class _Distributed:
     _mpicomp_names: dict[int, str]
     _mpicomp_scaler: torch.amp.GradScaler | None
     _mpicomp_gradients: Gradients
+    _mpicomp_transport: Transport | None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -163,17 +162,48 @@ class _Distributed:
     def synchronize(self) -> None:
         """Average the gradients over the ranks now; the next ``step()`` does not do it again. Collective."""
         lr = self.param_groups[0].get("lr")
-        self._mpicomp_gradients.average(None if lr is None else float(lr))
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        problem = self._mpicomp_gradients.check_known(parameters)
+        self._mpicomp_gradients.average(lr.detach() if isinstance(lr, torch.Tensor) else lr, problem)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Give a context in which backward adds to gradients without exchanging them."""
         return self._mpicomp_gradients.accumulate()
+
+    def join(self) -> AbstractContextManager[None]:
+        """Return a context for a loop that has more batches on some ranks than on others, on all ranks.
+
+        Where the loop of a rank is over, the end of the context takes part in the steps of the others, with zeros and
+        what its residuals hold, until all are done. Means are those of the ranks that have batches. While some rank has
+        none, policies leave plans as they are. If an error leaves the loop, the context communicates nothing.
+
+        Raises
+        ------
+        ConfigurationError
+            Inside of another one, or where another optimizer is exchanged inside of it.
+        DisagreementError
+            At the first step, on all ranks, where some rank makes it without ``join()``, or with other settings of its
+            parameter groups; at the end, where parameters were changed beside the steps.
+        """
+        return Join(self, self._mpicomp_gradients, self._mpicomp_scaler)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients over the ranks, then step. Collective.
 
         A closure is called once, before the gradients are averaged, and its value is given back.
         """
+        own_step = super(Wrapped, self).step  # type: ignore[misc]
+
+        def step(called: Callable[[], Any] | None = None) -> Any:
+            value = own_step()  # it gets no closure: one that calls it for other gradients would not notice
+            return value if called is None else called()
+
+        return self._mpicomp_step(step, *(() if closure is None else (closure,)))
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Call the closure, and average the gradients that it has left."""
         gradients = self._mpicomp_gradients
         if hasattr(self, "found_inf") and self._mpicomp_scaler is None:
             raise ConfigurationError(
@@ -181,16 +211,19 @@ class _Distributed:
                 "overflowed; pass scaler= to DistributedOptimizer, or use torch.autocast with bfloat16, which needs "
                 "no scaler"
             )
-        loss = None
+        closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
             gradients.averaged = False
+            called = _Called(loss)
+            args, kwargs = ((called, *args[1:]), kwargs) if args else (args, kwargs | {"closure": called})
         if not gradients.averaged:
             self.synchronize()
         gradients.averaged = False
-        super().step()  # type: ignore[misc]
-        return loss
+        if gradients.frozen:
+            gradients.run(follow(self, gradients))
+        return args, kwargs
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; see `torch.optim.Optimizer.zero_grad`."""
@@ -243,9 +276,11 @@ class _Distributed:
             self.reducer.load_state_dict(kept)
 
     def close(self) -> None:
-        """Give back what the reducer holds of MPI. Collective."""
+        """Give back what the reducer holds of MPI. It waits for nobody; a second call does nothing."""
         self._mpicomp_gradients.close()
         self.reducer.close()
+        if self._mpicomp_transport is not None:
+            self._mpicomp_transport.close()
 
     def _check_fits(self, kept: Mapping[str, Any]) -> None:
         """Refuse residuals of another model: nothing was loaded yet."""
@@ -264,27 +299,82 @@ class _Distributed:
                 )
 
 
+class _Called:
+    """A closure that was called: it gives its value, once."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._asked = False
+
+    def __call__(self) -> Any:
+        if self._asked:
+            raise ConfigurationError(
+                "DistributedOptimizer: the optimizer calls its closure several times in a step and cannot be served; "
+                "use SGD or Adam"
+            )
+        self._asked = True
+        return self._value
+
+
 def _follow(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
     """Have a GradScaler average gradients before it looks at them: what it finds is then the same on all ranks."""
     unscale, step, update = scaler.unscale_, scaler.step, scaler.update
-    gradients = optimizer._mpicomp_gradients
+    owner: Callable[[], Any] = weakref.ref(optimizer)
+
+    def average(which: Any) -> bool:
+        own = owner()
+        if which is own and not own._mpicomp_gradients.averaged:
+            own.synchronize()
+        return which is own
 
     def unscale_first(which: Any) -> None:
-        if which is optimizer and not gradients.averaged:
-            optimizer.synchronize()
+        ours = average(which)
         unscale(which)
+        if ours:
+            which._mpicomp_gradients.note()
 
     def step_first(which: Any, *args: Any, **kwargs: Any) -> Any:
-        if which is optimizer and not gradients.averaged:
-            optimizer.synchronize()
+        average(which)
         return step(which, *args, **kwargs)
 
     def update_after(*args: Any, **kwargs: Any) -> None:
-        gradients.averaged = False  # a step that was left out has not said so
+        own = owner()
+        if own is not None:
+            own._mpicomp_gradients.averaged = False  # a step that was left out has not said so
         update(*args, **kwargs)
 
     followed: Any = scaler
     followed.unscale_, followed.step, followed.update = unscale_first, step_first, update_after
+
+
+def _check(
+    optimizer: Any,
+    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    compressor: Compressor | str | Mapping[str, Any] | None,
+) -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
+    """Refuse what cannot be served; return all names, the optimizer's parameters by name, and the compressor."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(f"DistributedOptimizer: a torch optimizer is needed, got {type(optimizer).__name__}")
+    if isinstance(optimizer, _Distributed):
+        if not optimizer._mpicomp_gradients.closed:
+            raise ConfigurationError("DistributedOptimizer: this optimizer is distributed already; close() it first")
+    elif isinstance(optimizer, Exchanging | Wrapped):
+        raise ConfigurationError(
+            f"DistributedOptimizer: {type(optimizer).__name__} exchanges by itself; use it as it is"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError(
+            "DistributedOptimizer: LBFGS asks for gradients many times in a step and cannot be served; use SGD or Adam"
+        )
+    chosen = None if compressor is None else get_compressor(compressor)
+    own = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
+    if chosen is not None and chosen.entry.momentum and own:
+        raise ConfigurationError(
+            f"DistributedOptimizer: {chosen!r} applies momentum before the exchange, and the optimizer would "
+            f"apply its own, {own[0]}, once more; set momentum=0 in one of them"
+        )
+    named = list(named_parameters)
+    return named, _parameters(optimizer, named), chosen
 
 
 def _parameters(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

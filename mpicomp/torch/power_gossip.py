@@ -11,10 +11,12 @@ from mpicomp.arrays import WORK_DTYPES, Described
 from mpicomp.collectives.gossip import Gossip
 from mpicomp.collectives.graph import Graph, make_graph
 from mpicomp.errors import ConfigurationError
-from mpicomp.reducer.agreement import Signature, agree
+from mpicomp.reducer.agreement import Signature, agree, together
 from mpicomp.torch.exchanging import Exchanging
+from mpicomp.torch.wrapped import Arguments, Wrapped, unwrap, wrap
 from mpicomp.transport import Transport
 from mpicomp.transport.base import Asked
+from mpicomp.transport.connect import connect
 
 
 def PowerGossip(  # noqa: N802, a factory that reads like the class that it stands for
@@ -33,7 +35,7 @@ def PowerGossip(  # noqa: N802, a factory that reads like the class that it stan
     weight matrices with a few vectors, and both take a part of the difference over that these see. Models are near
     each other, not the same; their mean is what it would be without the exchange, to rounding.
 
-    Collective over ``comm``, as are the steps of what it returns and `close`: all ranks step together.
+    Collective over ``comm``, as are the steps of what it returns: all ranks step together.
 
     Parameters
     ----------
@@ -58,10 +60,11 @@ def PowerGossip(  # noqa: N802, a factory that reads like the class that it stan
     Returns
     -------
     torch.optim.Optimizer
-        The same optimizer, as an object of a class derived from its own: it shares groups and state with the one
-        passed. It has ``transport``; ``rounds(closure)``, its step as a generator of rounds; and ``close()``. Its
-        ``state_dict()`` has this rank's vectors under ``"mpicomp"``: with them training goes on as if it had never
-        stopped. On another graph it goes on with new ones.
+        The same optimizer, which from now on is of a class derived from its own: schedulers, hooks and steps that were
+        put into it, before or later, work as before. It has ``transport``; ``rounds(closure)``, its step as a generator
+        of rounds; and ``close()``, after which it can be wrapped anew. Its ``state_dict()`` has this rank's vectors
+        under ``"mpicomp"``: with them training goes on as if it had never stopped. On another graph it goes on with new
+        ones.
 
     Raises
     ------
@@ -104,57 +107,79 @@ def PowerGossip(  # noqa: N802, a factory that reads like the class that it stan
     >>> torch.allclose(models[0].weight, models[2].weight, atol=1e-4)
     True
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(f"PowerGossip: a torch optimizer is needed, got {type(optimizer).__name__}")
-    if isinstance(optimizer, Exchanging | _Gossiping) or hasattr(optimizer, "reducer"):
-        raise ConfigurationError(f"PowerGossip: {type(optimizer).__name__} exchanges already; pass a plain optimizer")
-    for name, value in (("rank", rank), ("iterations", iterations)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"PowerGossip: {name} must be an integer of at least 1, got {value!r}")
-    if not isinstance(rate, (int, float)) or not 0 < rate <= 1:
-        raise ConfigurationError(f"PowerGossip: rate must be above 0 and at most 1, got {rate!r}")
-    transport = _transport(comm)
+    transport = connect(comm)
+
+    def make() -> Graph:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationError(f"PowerGossip: a torch optimizer is needed, got {type(optimizer).__name__}")
+        closed = isinstance(optimizer, _Gossiping) and optimizer._mpicomp_models.closed
+        if isinstance(optimizer, Exchanging | Wrapped) and not closed:
+            raise ConfigurationError(
+                f"PowerGossip: {type(optimizer).__name__} exchanges already; pass a plain optimizer"
+            )
+        for name, value in (("rank", rank), ("iterations", iterations)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"PowerGossip: {name} must be an integer of at least 1, got {value!r}")
+        if not isinstance(rate, (int, float)) or not 0 < rate <= 1:
+            raise ConfigurationError(f"PowerGossip: rate must be above 0 and at most 1, got {rate!r}")
+        return make_graph(graph, transport.group.size)
+
     try:
-        own = make_graph(graph, transport.group.size)
-    except ConfigurationError:
+        own = together(make, transport, "PowerGossip")
+    except BaseException:
         if transport is not comm:
             transport.close()
         raise
-    base = type(optimizer)
-    wrapped: Any = object.__new__(type(f"Gossiping{base.__name__}", (_Gossiping, base), {}))
-    wrapped.__dict__ = optimizer.__dict__
+    if transport is not comm:
+        transport.log.clear()  # of its steps alone
+    if isinstance(optimizer, Wrapped):
+        unwrap(optimizer)
+    wrapped = wrap(optimizer, _Gossiping, "Gossiping")
     wrapped.transport = transport
     settings = {"rank": rank, "iterations": iterations, "rate": float(rate), "seed": seed}
     wrapped._mpicomp_models = _Models(own, transport, transport is not comm, settings)
     return wrapped
 
 
-class _Gossiping:
+class _Gossiping(Wrapped):
     """What `PowerGossip` puts in front of an optimizer's class."""
 
     transport: Transport
     param_groups: list[dict[str, Any]]
     _mpicomp_models: "_Models"
+    _mpicomp_exchanges = True
 
     # A GradScaler leaves step() out where this rank's gradients overflowed, and its neighbours would wait for it. With
     # this it calls step() on all of them, after it has set ``found_inf``.
     _step_supports_amp_scaling = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on this rank's gradient, then exchange with the neighbours. Collective."""
-        return self.transport.run(self.rounds(closure))
-
     def rounds(self, closure: Callable[[], Any] | None = None) -> Generator[Asked, Any, Any]:
-        """Do what `step` does as a generator of rounds, for ranks that live in one process."""
+        """Step on this rank's gradient, then exchange, as a generator of rounds, for ranks that live in one process."""
+        self._mpicomp_exchanges = False
+        try:
+            loss = self.step(closure)
+        finally:
+            self._mpicomp_exchanges = True
+        yield from self._mpicomp_rounds()
+        return loss
+
+    def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Refuse what cannot be served."""
         if hasattr(self, "found_inf"):
             raise ConfigurationError(
                 "PowerGossip: gradients that a GradScaler has scaled cannot be served; use torch.autocast with "
                 "bfloat16, which needs no scaler"
             )
-        loss = super().step(closure)  # type: ignore[misc]
+        return args, kwargs
+
+    def _mpicomp_after(self) -> None:
+        """Exchange with the neighbours. Collective."""
+        if self._mpicomp_exchanges:
+            self.transport.run(self._mpicomp_rounds())
+
+    def _mpicomp_rounds(self) -> Generator[Asked, Any, None]:
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        yield from self._mpicomp_models.average(parameters)
-        return loss
+        return self._mpicomp_models.average(parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Give the optimizer's state, and this rank's vectors under ``"mpicomp"``."""
@@ -167,7 +192,7 @@ class _Gossiping:
         self._mpicomp_models.load_state_dict(state_dict.get("mpicomp", {}))
 
     def close(self) -> None:
-        """Give back what it holds of MPI. Collective."""
+        """Give back what it holds of MPI. It waits for nobody; a second call does nothing."""
         self._mpicomp_models.close()
 
 
@@ -183,6 +208,7 @@ class _Models:
         self._gossip: Gossip | None = None
         self._kept: Mapping[str, Any] = {}
         self._flat: NDArray[np.floating] = np.empty(0)
+        self.closed = False
 
     def average(self, parameters: list[torch.Tensor]) -> Generator[Asked, Any, None]:
         """Average with the neighbours, as rounds."""
@@ -219,7 +245,8 @@ class _Models:
         self._kept, self._gossip = state, None
 
     def close(self) -> None:
-        """Give back what it holds of MPI. Collective."""
+        """Give back what it holds of MPI; not collective."""
+        self.closed = True
         if self._owned:
             self._transport.close()
 
@@ -249,11 +276,3 @@ class _Models:
 
     def _edges(self) -> list[list[int]]:
         return [list(edge) for edge in sorted(self._graph.edges)]
-
-
-def _transport(comm: Any) -> Transport:
-    if isinstance(comm, Transport):
-        return comm
-    from mpicomp.transport.mpi import MPITransport  # starts MPI
-
-    return MPITransport(comm)

@@ -24,7 +24,7 @@ class SketchedAMSGrad(Exchanging):
     variance. What leaves a rank does not grow with the number of ranks. Parameters are the same bits on every rank, if
     they were at the start.
 
-    Creating one, ``step`` and ``close`` are collective: all ranks step together. A parameter without a gradient takes
+    Creating one and ``step`` are collective: all ranks step together. A parameter without a gradient takes
     part with zeros. ``.grad`` is left as it is: to clip, clip it on each rank before the step.
 
     Parameters
@@ -97,22 +97,28 @@ class SketchedAMSGrad(Exchanging):
         compressor: CountSketch | None = None,
         comm: Any = None,
     ) -> None:
-        compressor = CountSketch() if compressor is None else compressor
-        if not isinstance(compressor, CountSketch) or compressor.momentum:
-            raise ConfigurationError(
-                f"SketchedAMSGrad: compressor must be a CountSketch without momentum, got {compressor!r}; momentum is "
-                "betas[0]"
-            )
-        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ConfigurationError(f"SketchedAMSGrad: {name} must be at least 0, got {value!r}")
-        if not eps > 0:
-            raise ConfigurationError(f"SketchedAMSGrad: eps must be above 0, got {eps!r}; the variance begins at it")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ConfigurationError(f"SketchedAMSGrad: betas must be at least 0 and below 1, got {betas!r}")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        preconditioned = _Preconditioned(**_settings(compressor), variance_of=self._variance_of)
-        self.reducers = {"sketched": Reducer(preconditioned, "sketched", comm=comm)}
+        chosen = CountSketch() if compressor is None else compressor
+
+        def check() -> None:
+            if not isinstance(chosen, CountSketch) or chosen.momentum:
+                raise ConfigurationError(
+                    f"SketchedAMSGrad: compressor must be a CountSketch without momentum, got {chosen!r}; momentum is "
+                    "betas[0]"
+                )
+            for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+                if not value >= 0:
+                    raise ConfigurationError(f"SketchedAMSGrad: {name} must be at least 0, got {value!r}")
+            if not eps > 0:
+                raise ConfigurationError(
+                    f"SketchedAMSGrad: eps must be above 0, got {eps!r}; the variance begins at it"
+                )
+            if not all(0 <= beta < 1 for beta in betas):
+                raise ConfigurationError(f"SketchedAMSGrad: betas must be at least 0 and below 1, got {betas!r}")
+
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, check, comm)
+        preconditioned = _Preconditioned(**_settings(chosen), variance_of=self._variance_of)
+        self.reducers = {"sketched": Reducer(preconditioned, "sketched", comm=self._transport)}
 
     @property
     def reducer(self) -> Reducer:

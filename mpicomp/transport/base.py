@@ -45,6 +45,8 @@ class Transport(ABC):
     group: Group
     family: str | None = None
     """Names transports for which the same holds: what was measured through one is known of others. None: of itself."""
+    concurrent: bool = True
+    """Whether the ranks run side by side, so that one may wait for the others wherever it is."""
     probes: bool = True
     """Whether time passes in rounds, so that it can be measured."""
     cores: float = math.inf
@@ -93,14 +95,26 @@ class Transport(ABC):
         return time.perf_counter() + self.offset
 
     def run(self, exchange: Generator[Asked, Any, Value]) -> Value:
-        """Run a generator of rounds to its end and give what it returns. Collective over the group."""
+        """Run a generator of rounds to its end and return what it returns. Collective over the group.
+
+        mpicomp's own errors are raised on all ranks alike. Any other one, once a round was begun, breaks the exchange
+        off, see `break_off`.
+        """
+        begun = False
         try:
             asked = next(exchange)
             while True:
+                begun = True
                 asked = exchange.send(self._answer(asked))
         except StopIteration as stop:
             value: Value = stop.value
             return value
+        except MpicompError:
+            raise
+        except BaseException as error:
+            if begun:
+                self.break_off(error)
+            raise
 
     def _answer(self, asked: Asked) -> Any:
         if isinstance(asked, Pending):
@@ -125,8 +139,14 @@ class Transport(ABC):
         """Give the number of hosts that the ranks are on."""
         return self.group.hosts
 
+    def break_off(self, error: BaseException) -> None:  # noqa: B027, a transport may be one rank's alone
+        """Begin no more rounds, as this rank alone failed in the middle of some; not collective.
+
+        Its next round would meet another one of its peers. They wait for what never comes, so the job ends.
+        """
+
     def close(self) -> None:  # noqa: B027, a transport may have nothing to give back
-        """Give back what the transport holds. Collective over the group."""
+        """Release what the transport holds. It waits for nobody; a second call does nothing."""
 
 
 def received(task: Round) -> NDArray[Any]:

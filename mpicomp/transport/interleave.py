@@ -4,25 +4,27 @@ Non-blocking communication makes little progress by itself: somebody has to ask 
 between leaves the core to the computation that goes on beside it.
 """
 
-import atexit
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mpicomp.collectives.round import Pending, Round
-from mpicomp.errors import MpicompError
+from mpicomp.errors import ClosedError, MpicompError
 from mpicomp.transport.base import Asked, RoundLog, Transport
 from mpicomp.transport.naps import Naps
 
 Value = TypeVar("Value")
 
+_drivers: "weakref.WeakSet[_Driver]" = weakref.WeakSet()
+
 LANES = 2
 """How many generators are under way at a time where nothing else is said: one computes while the other communicates."""
 
-_LEAVE_S = 3.0  # how long the end of the program waits for the thread to leave what it does
+_LEAVE_S = 3.0  # how long the thread may take to leave what it does; it is mostly asking or asleep
 
 
 class Job(Future[Value]):
@@ -48,7 +50,7 @@ class Interleaver:
 
     Each has one round under way at a time, besides those in the background. They are dealt to lanes in turn; those of
     one lane run one after the other. So all ranks begin the rounds of a lane in one order, whichever is done first.
-    Collective over the transport's group, as are `submit`, `run` and `close`.
+    Collective over the transport's group, as are `submit` and `run`.
 
     A generator that raises has to raise on all ranks, as in `Transport.run`; the others go on.
 
@@ -99,16 +101,18 @@ class Interleaver:
         return [job.result() for job in jobs]
 
     def close(self) -> None:
-        """Give back the lanes; what is not done then never will be."""
+        """Release the lanes. It waits for nobody: what is not done then fails with `ClosedError`."""
         for lane in self._lanes:
             lane.transport.close()
+            while lane.jobs:
+                lane.jobs.popleft().set_exception(ClosedError("interleaver: it was closed before this was done"))
 
 
 class ProgressThread:
     """Runs generators of rounds in a thread, beside the computation of the others.
 
     While nothing moves it sleeps, so it takes little of a core; while it has nothing to do it takes nothing. Making
-    one is collective over the transport's group, as are `submit` and `stop`.
+    one is collective over the transport's group, as is `submit`.
 
     Parameters
     ----------
@@ -141,21 +145,17 @@ class ProgressThread:
 
     def __init__(self, transport: Transport, lanes: int = LANES, alone: bool = False) -> None:
         transport.check_threads(alone)
-        self._interleaver = Interleaver(transport, lanes)
-        self._thread: threading.Thread | None = None
-        self._awake = threading.Event()
-        self._stopping = False
-        self._leaving = False
-        self._awaited = False
+        self._driver = _Driver(Interleaver(transport, lanes))
+        self._started = False
+        # The thread knows the driver and not this object, which is collected like any other where nobody stops it.
+        self._leave = weakref.finalize(self, self._driver.leave)
 
     def start(self) -> "ProgressThread":
         """Start the thread; not collective."""
-        if self._thread is not None:
+        if self._started:
             raise MpicompError("progress thread: it is started once; make a new one")
-        # A daemon: where a program ends without `stop`, Python would wait for other threads before it calls `_leave`.
-        self._thread = threading.Thread(target=self._drive, name="mpicomp progress", daemon=True)
-        self._thread.start()
-        atexit.register(self._leave)
+        self._started = True
+        self._driver.thread.start()
         return self
 
     def submit(self, exchange: Generator[Asked, Any, Value]) -> Job[Value]:
@@ -163,10 +163,10 @@ class ProgressThread:
 
         From then on the arrays of its rounds are the thread's, until the job is done.
         """
-        if self._thread is None or self._stopping:
-            raise MpicompError("progress thread: it does not run; call start, and submit nothing after stop")
-        job = self._interleaver.submit(exchange)
-        self._awake.set()
+        if not self._started or self._driver.leaving:
+            raise ClosedError("progress thread: it does not run; call start, and submit nothing after stop")
+        job = self._driver.interleaver.submit(exchange)
+        self._driver.awake.set()
         return job
 
     def wait(self, jobs: Iterable[Job[Any]]) -> None:
@@ -174,23 +174,19 @@ class ProgressThread:
 
         This thread computes nothing meanwhile, so the other one sleeps less.
         """
-        self._awaited = True
+        self._driver.awaited = True
         try:
             for job in jobs:
                 job.result()
         finally:
-            self._awaited = False
+            self._driver.awaited = False
 
     def stop(self) -> None:
-        """Wait for everything that was submitted, end the thread, give back the lanes. A second call does nothing."""
-        if self._stopping:
-            return
-        self._stopping = True
-        self._awake.set()
-        if self._thread is not None:
-            self._thread.join()
-            atexit.unregister(self._leave)
-        self._interleaver.close()
+        """End the thread and release the lanes. It waits for no other rank, and a second call does nothing.
+
+        Jobs that are not done then fail with `ClosedError`: wait for those whose results count.
+        """
+        self._leave()
 
     def __enter__(self) -> "ProgressThread":
         return self.start()
@@ -198,30 +194,59 @@ class ProgressThread:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         # Where this rank alone has failed, what the thread waits for never comes.
         if kind is None:
-            self.stop()
-        else:
-            self._leave()
+            self._driver.finish()
+        self.stop()
 
-    def _drive(self) -> None:
+
+class _Driver:
+    """What a `ProgressThread` does in its thread."""
+
+    def __init__(self, interleaver: Interleaver) -> None:
+        self.interleaver = interleaver
+        self.awake = threading.Event()
+        self.awaited = False
+        """Whether somebody computes nothing until it is done."""
+        self.leaving = False
+        self._idle = threading.Event()
+        # A daemon: where a program ends without `stop`, Python would wait for other threads before it calls `leave`.
+        self.thread = threading.Thread(target=self._run, name="mpicomp progress", daemon=True)
+        _drivers.add(self)
+
+    def _run(self) -> None:
         lazy, eager = Naps(eager=0), Naps()
-        while not self._leaving:
-            if self._interleaver.poll():
+        while not self.leaving:
+            if self.interleaver.poll():
                 lazy.reset()
                 eager.reset()
-            elif not self._interleaver.idle:
-                (eager if self._awaited else lazy).rest()
-            elif self._stopping:
-                return
+            elif not self.interleaver.idle:
+                (eager if self.awaited else lazy).rest()
             else:
-                self._awake.wait()
-                self._awake.clear()
+                self._idle.set()
+                self.awake.wait()
+                self.awake.clear()
 
-    def _leave(self) -> None:
-        """Leave everything as it is: the program ends, and MPI after it."""
-        self._leaving = True
-        self._awake.set()
-        assert self._thread is not None
-        self._thread.join(_LEAVE_S)
+    def finish(self) -> None:
+        """Wait until everything that was submitted is done."""
+        self.awaited = True
+        while not self.interleaver.idle:
+            self._idle.clear()
+            self.awake.set()
+            self._idle.wait()
+
+    def leave(self) -> None:
+        """Leave everything as it is."""
+        self.leaving = True
+        self.awake.set()
+        if self.thread.ident not in (None, threading.get_ident()):  # garbage may be collected in this very thread
+            self.thread.join(_LEAVE_S)
+        if not self.thread.is_alive():  # else it may still use the lanes
+            self.interleaver.close()
+
+
+def leave_all() -> None:
+    """Have every thread leave what it does, as this process leaves."""
+    for driver in list(_drivers):
+        driver.leave()
 
 
 class _Lane:
@@ -247,6 +272,8 @@ class _Lane:
         except StopIteration as stop:
             self._end().set_result(stop.value)
         except BaseException as error:  # it is raised where the job's result is asked for
+            if not isinstance(error, MpicompError):
+                self.transport.break_off(error)
             self._end().set_exception(error)
         return True
 

@@ -31,6 +31,8 @@ class _Done(Pending):
 class LocalTransport(Transport):
     """One rank's side of a `LocalWorld`."""
 
+    concurrent = False
+
     def __init__(self, group: Group, members: dict[str, tuple[int, ...]], network: Network | None) -> None:
         super().__init__()
         self.group = group

@@ -1,24 +1,24 @@
 """Rounds on communicators of their own, one for each group that this rank is in."""
 
-import atexit
-import time
-from collections.abc import Iterable, Mapping
+import traceback
+import weakref
 from typing import Any
 
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import Group, Pending, Round
-from mpicomp.errors import LaunchError
+from mpicomp.collectives.round import WORLD, Group, Pending, Round
+from mpicomp.errors import ClosedError, LaunchError
 from mpicomp.transport.base import Transport, received
+from mpicomp.transport.mpi_pool import ChannelSet, Pool
 from mpicomp.transport.mpi_rounds import Channel, Started
-from mpicomp.transport.mpi_watch import Watch
-from mpicomp.transport.naps import Naps
 
-_LAST_ROUNDS_S = 3.0  # how long rounds that nobody waited for may take when the transport or the program ends
-
-_under_way: dict[Started, "MPILane"] = {}
-"""What was started and not waited for: its arrays are MPI's, whoever has forgotten it."""
+_LEVELS = {
+    MPI.THREAD_SINGLE: "SINGLE",
+    MPI.THREAD_FUNNELED: "FUNNELED",
+    MPI.THREAD_SERIALIZED: "SERIALIZED",
+    MPI.THREAD_MULTIPLE: "MULTIPLE",
+}
 
 
 class MPILane(Transport):
@@ -32,105 +32,106 @@ class MPILane(Transport):
     ----------
     group : Group
         All ranks.
-    front, back : mapping of str to Channel
-        The communicators of this rank's groups by name, for rounds that are waited for at once and for those in the
-        background, so that these need not begin in one order with the others. The lane frees them.
+    pool : Pool
+        Theirs; it gets the channels back when the lane is closed, or collected.
+    front, back : ChannelSet
+        For rounds that are waited for at once and for those in the background, so that these need not begin in one
+        order with the others.
     naps : bool
         Whether ranks share cores.
-    watch : Watch or None
-        Is told what is waited for.
     """
 
     family = "mpi"
 
-    def __init__(
-        self,
-        group: Group,
-        front: Mapping[str, Channel],
-        back: Mapping[str, Channel],
-        naps: bool,
-        watch: Watch | None,
-    ) -> None:
+    def __init__(self, group: Group, pool: Pool, front: ChannelSet, back: ChannelSet, naps: bool) -> None:
         super().__init__()
-        self.watch = watch
         self.group = group
-        self._front = front
-        self._back = back
+        self._pool = pool
+        self._front = front.channels
+        self._back = back.channels
         self._naps = naps
+        self._watch = pool.watch
+        # Where there is no thread that looks who is missing, whatever waits has to do it.
+        threaded = pool.thread_level == MPI.THREAD_MULTIPLE
+        self._meanwhile = None if threaded or pool.watch is None else pool.watch.tick
+        self._refusal: str | None = None
+        self._sets = list(dict.fromkeys((front, back)))
+        self._finalizer = weakref.finalize(self, pool.put, self._sets, dropped=True)
+        self._finalizer.atexit = False
 
     def start(self, task: Round) -> Pending:
         """See `Transport.start`."""
-        started = self._channel(task).start(task)
-        _under_way[started] = self
-        if self.watch is not None and not task.background:
-            self.watch.begin(started, task.operation)
+        channel = self._channel(task)
+        started = channel.start(task)
+        if self._watch is not None and not task.background:
+            self._watch.begin(started, channel, started.number, task.operation)
         return started
 
     def wait(self, pending: Pending) -> NDArray[Any]:
         """See `Transport.wait`."""
         assert isinstance(pending, Started)
-        pending.finish(self._naps)
-        _under_way.pop(pending, None)
-        if self.watch is not None:
-            self.watch.end(pending)
+        channel = self._channel(pending.task)
+        if self._watch is not None and pending.task.background:
+            self._watch.begin(pending, channel, pending.number, pending.task.operation)
+        try:
+            pending.finish(self._naps, self._meanwhile)
+        finally:
+            if self._watch is not None:
+                self._watch.end(pending)
+        channel.done(pending)
         return received(pending.task)
 
     def perform(self, task: Round) -> NDArray[Any]:
         """See `Transport.perform`."""
-        if self.watch is not None:
-            self.watch.begin(self, task.operation)
-        self._channel(task).perform(task, self._naps)
-        if self.watch is not None:
-            self.watch.end(self)
+        channel = self._channel(task)
+        if self._watch is not None:
+            self._watch.begin(self, channel, channel.begun + 1, task.operation)
+        try:
+            channel.perform(task, self._naps, self._meanwhile)
+        finally:
+            if self._watch is not None:
+                self._watch.end(self)
         return received(task)
+
+    def lanes(self, count: int) -> list[Transport]:
+        """See `Transport.lanes`."""
+        world = self._front[WORLD].comm
+        # A lane never blocks, so that what it begins in one order may be under way together.
+        return [MPILane(self.group, self._pool, own, own, self._naps) for own in self._pool.take(world, count)]
 
     def doing(self, what: str) -> None:
         """See `Transport.doing`."""
-        if self.watch is not None:
-            self.watch.about = what
+        if self._watch is not None:
+            self._watch.about = what
 
     def check_threads(self, alone: bool) -> None:
         """See `Transport.check_threads`."""
-        provided = MPI.Query_thread()
+        provided = self._pool.thread_level
         if provided < (MPI.THREAD_SERIALIZED if alone else MPI.THREAD_MULTIPLE):
-            levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
             raise LaunchError(
                 f"mpi: a thread for rounds needs MPI_THREAD_{'SERIALIZED' if alone else 'MULTIPLE'}, and this MPI "
-                f"provides MPI_THREAD_{levels[provided]}; set MPI4PY_RC_THREAD_LEVEL=multiple, or run rounds without a "
-                "thread"
+                f"provides MPI_THREAD_{_LEVELS[provided]}; set MPI4PY_RC_THREAD_LEVEL=multiple, or run rounds without "
+                "a thread"
             )
 
-    def close(self) -> None:
-        """Wait a moment for rounds that nobody waited for, and free the communicators. Collective over the group.
+    def break_off(self, error: BaseException) -> None:
+        """See `Transport.break_off`."""
+        if self._refusal is None and self.group.size > 1:
+            self._refusal = (
+                f"mpi: {type(error).__name__} broke off an exchange on this rank while others go on with it, so that "
+                "nothing more can be exchanged; let the error end the program"
+            )
+            if self._watch is not None:
+                channels = [channel for own in self._sets for channel in own.channels.values()]
+                self._watch.break_off(channels, "".join(traceback.format_exception(error)))
 
-        A second call does nothing.
-        """
-        if MPI.Is_finalized():
-            return
-        _finish([started for started, lane in list(_under_way.items()) if lane is self])
-        for channel in dict.fromkeys([*self._front.values(), *self._back.values()]):
-            channel.close()
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if self._finalizer.detach() is not None:
+            self._refusal = self._refusal or "mpi: the transport was closed; make a new one"
+            self._pool.put(self._sets)
 
     def _channel(self, task: Round) -> Channel:
+        if self._refusal is not None or self._pool.over:
+            raise ClosedError(self._refusal or "mpi: MPI has come to its end on this rank; nothing can be exchanged")
         return (self._back if task.background else self._front)[task.group]
-
-
-def _finish(rounds: Iterable[Started]) -> None:
-    """Complete rounds if it does not take long: MPI cannot end while they are under way."""
-    deadline = time.monotonic() + _LAST_ROUNDS_S
-    naps = Naps()
-    left = list(rounds)
-    while left and time.monotonic() < deadline:
-        for started in left:
-            if started.test():
-                del _under_way[started]
-                naps.reset()
-        left = [started for started in left if started in _under_way]
-        naps.rest()
-
-
-@atexit.register
-def _finish_all() -> None:
-    """Come before the end of MPI: mpi4py ends it when Python's own exit handlers have run."""
-    if not MPI.Is_finalized():
-        _finish(list(_under_way))

@@ -25,19 +25,26 @@ _Some = Callable[[list[MPI.Request]], list[int] | None]
 
 
 class Started(Pending):
-    """A round whose requests were made. Only one thread at a time may ask for it."""
+    """A round whose requests were made. Only one thread at a time may ask for it.
+
+    Attributes
+    ----------
+    number : int
+        Which round of its channel it is, from 1 on.
+    """
 
     def __init__(self, task: Round) -> None:
         self.task = task
+        self.number = 0
 
     def test(self) -> bool:
         """See `Pending.test`."""
         return self._advance(MPI.Request.Testsome)
 
-    def finish(self, naps: bool) -> None:
-        """Wait until it is done: with naps, or inside MPI, which is faster and keeps the core busy."""
+    def finish(self, naps: bool, meanwhile: Callable[[], None] | None = None) -> None:
+        """Wait until it is done: with naps (see `Naps`), or inside MPI, which is faster and keeps the core busy."""
         if naps:
-            rests, left = Naps(), self.left
+            rests, left = Naps(meanwhile=meanwhile), self.left
             while not self.test():
                 if self.left < left:
                     rests.reset()  # what comes next begins with a handshake, which must not be slept through
@@ -66,43 +73,65 @@ class Channel:
         Nobody else's.
     limit : int
         Bytes, counts and displacements in one call are not larger.
+    key : int
+        A number that no other channel of the same ranks has, the same on all of them.
+    members : sequence of int
+        Who takes part, as places among the ranks of the transport.
+
+    Attributes
+    ----------
+    begun : int
+        Rounds that this rank has begun.
     """
 
-    def __init__(self, comm: MPI.Comm, limit: int) -> None:
+    def __init__(self, comm: MPI.Comm, limit: int, key: int, members: Sequence[int]) -> None:
         self.comm = comm
+        self.key = key
+        self.members = members
+        self.begun = 0
         self._limit = limit
         self._tags = itertools.cycle(range(_TAGS))
         self._graphs: dict[Graph, MPI.Intracomm] = {}
+        self._under_way: dict[Started, None] = {}  # their arrays are MPI's, whoever has forgotten them
 
-    def perform(self, task: Round, naps: bool) -> None:
-        """Run a round; see `Started.finish` for ``naps``. Collective."""
+    def perform(self, task: Round, naps: bool, meanwhile: Callable[[], None] | None = None) -> None:
+        """Run a round; see `Started.finish` for the others. Collective."""
+        self.begun += 1
         calls = self._calls(task)
         if calls is None:
-            self._exchange(task).finish(naps)
+            self._exchange(task).finish(naps, meanwhile)
             return
         comm = self._comm_of(task)
         for name, arguments in calls:
             if naps:
-                wait(getattr(comm, f"I{name.lower()}")(*arguments).Test)
+                wait(getattr(comm, f"I{name.lower()}")(*arguments).Test, meanwhile)
             else:
                 getattr(comm, name)(*arguments)
 
     def start(self, task: Round) -> Started:
         """Begin a round. Collective."""
+        self.begun += 1
         # A graph's communicator is made by a call that waits for all ranks, and of two channels that begin rounds side
         # by side one rank may come to this one first and another rank to that one: both would wait forever.
         calls = None if task.graph is not None else self._calls(task)
         if calls is None:
-            return self._exchange(task)
-        return _Calls(task, [getattr(self.comm, f"I{name.lower()}")(*arguments) for name, arguments in calls])
+            started: Started = self._exchange(task)
+        else:
+            started = _Calls(task, [getattr(self.comm, f"I{name.lower()}")(*arguments) for name, arguments in calls])
+        started.number = self.begun
+        self._under_way[started] = None
+        return started
 
-    def close(self) -> None:
-        """Free the communicators. Collective; a second call does nothing."""
-        for comm in self._graphs.values():
-            comm.Free()
-        self._graphs.clear()
-        if self.comm not in (MPI.COMM_NULL, MPI.COMM_SELF):
-            self.comm.Free()
+    def done(self, started: Started) -> None:
+        """Note that somebody has waited for a round."""
+        self._under_way.pop(started, None)
+
+    def settle(self) -> bool:
+        """Move on the rounds that nobody waits for, and tell whether none is left."""
+        for started in list(self._under_way):
+            if started.test():
+                self.done(started)
+        return not self._under_way
 
     def _comm_of(self, task: Round) -> MPI.Comm:
         """Give the communicator that a collective call of this round is made on.

@@ -1,155 +1,358 @@
-"""Who is missing, where some ranks have waited for others for a long time.
+"""Which rank is missing where others wait, and the end of a job in which nobody will ever come.
 
-MPI says nothing about a rank that never comes: the others wait, and nobody knows for whom. Ranks that have waited for
-long tell all others so, in messages that nobody waits for; who has not said so is missing. A thread does this beside
-whatever waits.
+MPI says nothing about a rank that never comes: the others wait, and nobody knows for whom. A thread beside whatever
+waits asks the other ranks' threads how far they have come, in messages that nobody waits for:
 
-``MPICOMP_STALL`` sets the seconds, 60 if it is not set; 0 turns it off. Nothing is ended: a rank may have a reason.
+- ranks that have waited for ``MPICOMP_STALL`` seconds (60 if it is not set, 0 for never) are told who is missing.
+  Nothing is ended by that: a rank may have a reason, such as writing a checkpoint;
+- where a rank has left the program, or has broken off what the others are in the middle of, they would wait forever:
+  the job ends with an error;
+- so it does where two ranks wait for each other in different rounds, and nothing has moved for as long again.
+
+Without MPI_THREAD_MULTIPLE there is no thread, and whatever waits looks by itself.
 """
 
-import atexit
 import os
 import sys
 import threading
 import time
-import weakref
-from typing import Any
+import traceback
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
+from mpicomp import abort
 from mpicomp.errors import ConfigurationError
 
-_SECONDS = 60.0
-_PARTS = 8  # of these seconds between two looks, and for others' messages to arrive
-_LONGEST_S = 5.0
+STALL_S = 60.0
+_PARTS = 8  # of the stall limit between two looks: a question and its answer take two of them
+_ASK_AT = 0.5  # of the stall limit, so that answers are there when it is over
+_LONGEST_S = 1.0  # between two looks: how late a rank is noticed that has left
+_TURN_S, _MOST_TURNS = 0.3, 10  # between ranks with the same to say: the first one ends the job before the next says it
+_SAME_CALLS = "all ranks have to make the same calls in the same order"
 
-_watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()
-_thread: threading.Thread | None = None
-_stopping = threading.Event()
-_one_at_a_time = threading.Lock()  # whoever makes or frees a watch, and the thread that goes through them
+_ASK, _ANSWER, _LEFT, _BROKE = range(4)  # kinds of messages
+_THERE, _PAST, _ELSEWHERE, _BUSY, _GONE, _BROKEN = range(6)  # answers: where a rank is, of a round that one waits in
+_FIELDS = 7  # of a message: kind, channel, round; of an answer also where the rank is and what it waits for, see Place
+
+
+class Counted(Protocol):
+    """Something whose rounds are begun by all of its ranks in one order."""
+
+    key: int
+    members: Sequence[int]
+    begun: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A round that this rank waits in."""
+
+    since: float
+    channel: Counted
+    number: int
+    operation: str
+
+
+class Place(NamedTuple):
+    """Where another rank is: of a round that one waits in, and of all others."""
+
+    where: int
+    key: int
+    """The channel of the round that it has waited in for longest."""
+    number: int
+    """Which round of that channel; 0 where it waits for nothing."""
+    begun: int
+    """Rounds that it has begun on all channels."""
+
+
+class Inquiry:
+    """What the other ranks have answered about a round that this rank waits in."""
+
+    def __init__(self, wait: Wait, rank: int) -> None:
+        self.wait = wait
+        self.others = [other for other in wait.channel.members if other != rank]
+        self.asked: set[int] = set()
+        self.asked_all = 0
+        self.answers: dict[int, Place] = {}
+        self.shown = False
+        self.before: dict[int, Place] | None = None  # answers when it was shown
+
+    def of(self, *places: int) -> list[int]:
+        """Return the ranks that are in one of these places."""
+        return [rank for rank in self.others if rank in self.answers and self.answers[rank].where in places]
 
 
 class Watch:
-    """What one rank's transport waits for.
+    """What this process waits for, among the same ranks.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        Of all ranks, nobody else's; freed by `close`.
-    seconds : float
-        After which a rank says that it waits.
+        Of all of them, nobody else's; never freed.
+    names : sequence of int
+        What the ranks are called where something is printed: their places in MPI.COMM_WORLD.
     """
 
-    def __init__(self, comm: MPI.Comm, seconds: float) -> None:
+    def __init__(self, comm: MPI.Comm, names: Sequence[int]) -> None:
         self.about = ""
         """What the rounds are for, to be printed."""
+        self.seconds = STALL_S
+        self.left = False
         self._comm = comm
-        self._seconds = seconds
-        self._patience_s = seconds / 2  # others began to wait later, by what they computed meanwhile
-        self._since: dict[Any, tuple[float, str]] = {}
-        self._said = False
-        self._shown = False
-        self._said_at = 0.0
-        self._waiting: set[int] = set()
-        self._says = 0
-        self._heard = np.zeros(comm.size, np.int64)  # messages of each rank
+        self._names = names
+        self._channels: dict[int, Counted] = {}
+        self._waits: dict[Any, Wait] = {}
+        self._inquiry: Inquiry | None = None
+        self._broken: dict[int, str] = {}
+        self._gone: set[int] = set()
+        self._breakers: set[int] = set()
         self._sent: list[tuple[MPI.Request, Any]] = []
-        with _one_at_a_time:
-            _watches.add(self)
-        _start(seconds / _PARTS)
+        self._looked_at = 0.0
+        self._one_at_a_time = threading.RLock()  # messages; the thread that looks, and whoever has something to tell
 
-    def begin(self, what: Any, operation: str) -> None:
-        """Note that something has begun to wait."""
-        self._since[what] = time.monotonic(), operation
+    @property
+    def period_s(self) -> float:
+        """Seconds between two looks."""
+        return min(self.seconds / _PARTS or _LONGEST_S, _LONGEST_S)
+
+    @property
+    def alone(self) -> bool:
+        """Whether all the other ranks have left, and know that this one has."""
+        return len(self._gone) == self._comm.size - 1 and not self._sent
+
+    def add(self, channels: Iterable[Counted]) -> None:
+        """Answer questions about these."""
+        self._channels |= {channel.key: channel for channel in channels}
+
+    def begin(self, what: Any, channel: Counted, number: int, operation: str) -> None:
+        """Note that something has begun to wait for a round of a channel."""
+        if len(channel.members) > 1:
+            self._waits[what] = Wait(time.monotonic(), channel, number, operation)
 
     def end(self, what: Any) -> None:
         """Note that it waits no longer."""
-        self._since.pop(what, None)
+        self._waits.pop(what, None)
+
+    def forget(self, channels: Collection[Counted]) -> None:
+        """Note that nothing waits on these any more."""
+        self._waits = {what: wait for what, wait in dict(self._waits).items() if wait.channel not in channels}
+
+    def break_off(self, channels: Iterable[Counted], why: str) -> None:
+        """Note that this rank begins no more rounds on these: a rank that waits there has the job ended."""
+        with self._one_at_a_time:
+            for channel in channels:
+                self._broken.setdefault(channel.key, why)
+            self._tell_all(_BROKE)
+
+    def leave(self) -> None:
+        """Tell the others that this rank begins no more rounds at all."""
+        with self._one_at_a_time:
+            self.left = True
+            self._tell_all(_LEFT)
+
+    def tick(self) -> None:
+        """Look, unless that was done a moment ago."""
+        if time.monotonic() - self._looked_at > self.period_s:
+            self.look()
 
     def look(self) -> None:
-        """Hear who waits, say so if this rank does, and print who is missing. Called by the thread."""
-        status = MPI.Status()
-        while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status):
-            self._hear(status.Get_source())
-        self._sent = [(request, told) for request, told in self._sent if not request.Test()]
-        oldest = min(list(self._since.values()), default=None)
-        waits = oldest is not None and time.monotonic() - oldest[0] > self._seconds
-        if waits != self._said:
-            self._say(waits)
-        elif oldest is not None and waits and not self._shown and time.monotonic() - self._said_at > self._patience_s:
-            self._show(*oldest)
+        """Hear and answer the others, ask them where this rank has waited for long, and say what comes of it."""
+        with self._one_at_a_time:
+            self._looked_at = time.monotonic()
+            status = MPI.Status()
+            while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status):
+                self._hear(status.Get_source())
+            self._sent = [(request, message) for request, message in self._sent if not request.Test()]
+            oldest = min(dict(self._waits).values(), key=lambda wait: wait.since, default=None)
+            if oldest is None or self.left:
+                self._inquiry = None
+                return
+            if self._inquiry is None or self._inquiry.wait is not oldest:
+                self._inquiry = Inquiry(oldest, self._comm.rank)
+            self._inquire(self._inquiry)
 
-    def close(self) -> None:
-        """Let go of the communicator. Collective."""
-        with _one_at_a_time:
-            _watches.discard(self)
-        # What is not received would be found by whoever gets this communicator's number next.
-        says = np.empty(self._comm.size, np.int64)
-        self._comm.Allgather(np.array([self._says]), says)
-        for other in range(self._comm.size):
-            while other != self._comm.rank and self._heard[other] < says[other]:
-                self._hear(other)
-        MPI.Request.Waitall([request for request, _ in self._sent])
-        self._sent.clear()
-        self._comm.Free()
+    def _inquire(self, inquiry: Inquiry) -> None:
+        """Find out why a round takes so long."""
+        waited, seconds = time.monotonic() - inquiry.wait.since, self.seconds
+        self._ask(inquiry, (self._gone | self._breakers).intersection(inquiry.others) - inquiry.asked)
+        gone = inquiry.of(_GONE)
+        if gone:
+            self._end(
+                inquiry,
+                f"{self._ranks(gone, 'has', 'have')} left the program",
+                "where ranks have different numbers of batches, optimizer.join() of docs/pytorch.md serves",
+            )
+        if seconds == 0:
+            return
+        if waited > (inquiry.asked_all + _ASK_AT) * seconds:
+            inquiry.asked_all += 1
+            self._ask(inquiry, inquiry.others)
+        if not inquiry.shown and waited > seconds:
+            inquiry.shown = True
+            inquiry.before = dict(inquiry.answers)
+            self._show(inquiry)
+        elif inquiry.before is not None and waited > 2 * seconds:
+            crossed = self._crossed(inquiry)
+            if crossed and inquiry.answers == inquiry.before:
+                self._end(inquiry, f"{self._ranks(crossed, 'waits', 'wait')} for something else", _SAME_CALLS)
+            inquiry.before = None
 
-    def _hear(self, other: int) -> None:
-        told = np.empty(1, np.int32)
-        self._comm.Recv(told, other, 0)
-        self._heard[other] += 1
-        (self._waiting.add if told[0] else self._waiting.discard)(other)
+    def _crossed(self, inquiry: Inquiry) -> list[int]:
+        """Return the ranks that wait for this one in another round than this one waits for them."""
+        return [
+            rank
+            for rank in inquiry.of(_ELSEWHERE)
+            if self._channels[inquiry.answers[rank].key].begun < inquiry.answers[rank].number
+        ]
 
-    def _say(self, waits: bool) -> None:
-        told = np.array([waits], np.int32)
-        self._says += 1
-        for other in range(self._comm.size):
-            if other != self._comm.rank:
-                self._sent.append((self._comm.Isend(told, other, 0), told))
-        self._said, self._said_at, self._shown = waits, time.monotonic(), False
+    def _show(self, inquiry: Inquiry) -> None:
+        if any(place.number > 0 for rank, place in inquiry.answers.items() if rank < self._comm.rank):
+            return  # one of those who wait is enough
+        # Who waits elsewhere may wait for the same missing rank, one hop before.
+        missing = sorted(set(inquiry.others) - set(inquiry.of(_THERE, _PAST, _ELSEWHERE)))
+        crossed = self._crossed(inquiry)
+        if missing:
+            who = f"{self._ranks(missing)} not there"
+        elif crossed:
+            who = f"{self._ranks(crossed, 'waits', 'wait')} for something else"
+        else:
+            who = "all ranks take part, so the network is slow or stuck"
+        silent = [rank for rank in missing if rank not in inquiry.answers]
+        if silent:
+            who += f" ({self._ranks(silent)} not answering: stopped, or in a long call that keeps Python's lock)"
+        self._print(
+            inquiry,
+            f"{who}; {_SAME_CALLS}. py-spy dump --pid shows where one is; MPICOMP_STALL=0 turns this off",
+        )
 
-    def _show(self, began: float, operation: str) -> None:
-        self._shown = True
-        waiting = sorted(self._waiting | {self._comm.rank})
-        missing = [rank for rank in range(self._comm.size) if rank not in waiting]
-        if waiting[0] != self._comm.rank:
-            return  # one of them is enough
+    def _print(self, inquiry: Inquiry, text: str) -> None:
         doing = f" of {self.about}" if self.about else ""
-        who = f"{_ranks(missing)} not there" if missing else "all ranks wait, but not for the same"
+        waited = time.monotonic() - inquiry.wait.since
         print(
-            f"mpicomp: rank {waiting[0]} has waited for {time.monotonic() - began:.0f} s in an {operation}{doing}: "
-            f"{who}. All ranks have to make the same calls in the same order; py-spy dump --pid shows where one is. "
-            "MPICOMP_STALL=0 turns this off",
+            f"mpicomp: rank {self._names[self._comm.rank]} has waited for {waited:.{0 if waited >= 10 else 1}f} s in "
+            f"the {inquiry.wait.operation}{doing}: {text}",
             file=sys.stderr,
             flush=True,
         )
 
+    def _end(self, inquiry: Inquiry, why: str, hint: str) -> None:
+        """End the job, in a thread beside the one that waits: its stack is shown."""
+        if not abort.wanted():
+            if not inquiry.shown:
+                inquiry.shown = True
+                self._print(inquiry, f"{why} ({hint})")
+            return
+        turn = sum(rank < self._comm.rank and rank not in self._gone for rank in inquiry.others)
+        time.sleep(min(turn, _MOST_TURNS) * _TURN_S)
+        self._print(inquiry, f"{why}; ending the job ({hint})")
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        if frame is not None:
+            print("Stack of the main thread:\n" + "".join(traceback.format_stack(frame)), file=sys.stderr, flush=True)
+        abort.end_job(1)
 
-def make_watch(comm: MPI.Comm) -> Watch | None:
-    """Give a watch for the ranks of a communicator, which is duplicated; None where it is off or cannot be. Collective.
+    def _ask(self, inquiry: Inquiry, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            inquiry.asked.add(rank)
+            self._tell(rank, _ASK, inquiry.wait.channel.key, inquiry.wait.number)
 
-    Raises
-    ------
-    ConfigurationError
-        On all ranks, where rank 0's ``MPICOMP_STALL`` is no number of seconds.
+    def _hear(self, other: int) -> None:
+        message = np.empty(_FIELDS, np.int64)
+        self._comm.Recv(message, other, 0)
+        kind, key, number, *place = message.tolist()
+        inquiry = self._inquiry
+        if kind == _ASK:
+            self._answer(other, key, number)
+        elif kind == _ANSWER:
+            if inquiry is not None and (inquiry.wait.channel.key, inquiry.wait.number) == (key, number):
+                inquiry.answers[other] = Place(*place)
+        else:
+            (self._gone if kind == _LEFT else self._breakers).add(other)
+            if inquiry is not None:
+                inquiry.asked.discard(other)  # what it answered before is of no use any more
+
+    def _answer(self, other: int, key: int, number: int) -> None:
+        waits = sorted(dict(self._waits).values(), key=lambda wait: wait.since)
+        rounds = [(wait.channel.key, wait.number) for wait in waits]
+        if key in self._channels and self._channels[key].begun >= number:
+            answer = _THERE if (key, number) in rounds else _PAST
+        elif key in self._broken:
+            answer = _BROKEN
+        elif self.left:
+            answer = _GONE
+        else:
+            answer = _ELSEWHERE if rounds else _BUSY
+        begun = sum(channel.begun for channel in list(self._channels.values()))
+        self._tell(other, _ANSWER, key, number, *Place(answer, *(rounds or [(0, 0)])[0], begun))
+        if answer == _BROKEN and abort.wanted():
+            print(
+                f"mpicomp: rank {self._names[self._comm.rank]} broke off what rank {self._names[other]} still waits "
+                f"for; ending the job. What broke it off:\n{self._broken[key]}",
+                file=sys.stderr,
+                flush=True,
+            )
+            abort.end_job(1)
+
+    def _tell_all(self, kind: int) -> None:
+        for other in range(self._comm.size):
+            if other != self._comm.rank:
+                self._tell(other, kind)
+
+    def _tell(self, other: int, *fields: int) -> None:
+        message = np.zeros(_FIELDS, np.int64)
+        message[: len(fields)] = fields
+        self._sent.append((self._comm.Isend(message, other, 0), message))
+
+    def _ranks(self, ranks: Iterable[int], one: str = "is", several: str = "are") -> str:
+        names = sorted(self._names[rank] for rank in ranks)
+        listed = ", ".join(map(str, names[:8])) + (" ..." if len(names) > 8 else "")
+        return f"rank {listed} {one}" if len(names) == 1 else f"ranks {listed} {several}"
+
+
+class Lookout:
+    """The thread that looks, for all watches of the process."""
+
+    def __init__(self) -> None:
+        self.watches: list[Watch] = []
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+
+    def add(self, watch: Watch) -> None:
+        """Look at this one, too."""
+        self.watches.append(watch)
+        if self._thread is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            self._thread = threading.Thread(target=self._run, name="mpicomp watch", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(min(watch.period_s for watch in self.watches)):
+            for watch in list(self.watches):
+                watch.look()
+
+
+lookout = Lookout()
+
+
+def wanted_seconds(environ: Mapping[str, str] = os.environ) -> float:
+    """Return the stall limit that the environment sets, -1 where it is no number of seconds.
+
+    Examples
+    --------
+    >>> wanted_seconds({}), wanted_seconds({"MPICOMP_STALL": "2.5"}), wanted_seconds({"MPICOMP_STALL": "soon"})
+    (60.0, 2.5, -1.0)
     """
-    told = np.array([_wanted_seconds() if comm.rank == 0 else 0.0])
-    comm.Bcast(told, 0)
-    seconds = float(told[0])
-    if seconds < 0:
-        raise ConfigurationError(
-            "mpi: MPICOMP_STALL must be a number of seconds, or 0 for never, and on rank 0 it is not"
-        )
-    if seconds == 0 or comm.size == 1 or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        return None
-    return Watch(comm.Dup(), seconds)
-
-
-def _wanted_seconds() -> float:
-    """Give rank 0's seconds, -1 where they are none."""
-    said = os.environ.get("MPICOMP_STALL")
+    said = environ.get("MPICOMP_STALL")
     if not said:
-        return _SECONDS
+        return STALL_S
     try:
         seconds = float(said)
     except ValueError:
@@ -157,30 +360,9 @@ def _wanted_seconds() -> float:
     return seconds if 0 <= seconds < float("inf") else -1.0
 
 
-def _ranks(ranks: list[int]) -> str:
-    listed = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    return f"rank {listed} is" if len(ranks) == 1 else f"ranks {listed} are"
-
-
-def _start(period_s: float) -> None:
-    global _thread
-    if _thread is None:
-        _thread = threading.Thread(
-            target=_look_now_and_then, args=(min(period_s, _LONGEST_S),), name="mpicomp watch", daemon=True
+def check_seconds(seconds: float) -> None:
+    """Refuse a stall limit of rank 0 that is none, on all ranks."""
+    if seconds < 0:
+        raise ConfigurationError(
+            "mpi: MPICOMP_STALL must be a number of seconds, or 0 for never, and on rank 0 it is not"
         )
-        _thread.start()
-
-
-def _look_now_and_then(period_s: float) -> None:
-    while not _stopping.wait(period_s):
-        with _one_at_a_time:
-            for watch in list(_watches):
-                watch.look()
-
-
-@atexit.register
-def _stop() -> None:
-    """Come before the end of MPI."""
-    _stopping.set()
-    if _thread is not None:
-        _thread.join()

@@ -14,10 +14,13 @@ class Naps:
     ----------
     eager : int
         How many rests only offer the core, after the start and after each `reset`.
+    meanwhile : callable, optional
+        Called before every nap.
     """
 
-    def __init__(self, eager: int = 200) -> None:
+    def __init__(self, eager: int = 200, meanwhile: Callable[[], None] | None = None) -> None:
         self._eager = eager
+        self._meanwhile = meanwhile
         self.reset()
 
     def reset(self) -> None:
@@ -31,12 +34,14 @@ class Naps:
             self._left -= 1
             os.sched_yield()
         else:
+            if self._meanwhile is not None:
+                self._meanwhile()
             time.sleep(self._nap)
             self._nap = min(2 * self._nap, LONGEST_S)
 
 
-def wait(done: Callable[[], bool]) -> None:
-    """Ask until something is done, with rests in between."""
-    naps = Naps()
+def wait(done: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:
+    """Ask until something is done, with rests in between; see `Naps`."""
+    naps = Naps(meanwhile=meanwhile)
     while not done():
         naps.rest()

@@ -1,5 +1,7 @@
 """What is said of the plans of a run."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from mpicomp.bench.choices import Choices, chosen_table, in_short, kept_share, leading
@@ -19,8 +21,8 @@ def bucket(names, numel, kept, compressor, collective="allgather", gain=0.5, gai
     )  # fmt: skip
 
 
-def record(*buckets):
-    return mpicomp.StepRecord(0, buckets=list(buckets))
+def record(*buckets, skipped=False):
+    return mpicomp.StepRecord(0, skipped=skipped, buckets=list(buckets))
 
 
 TOPK, LESS, DENSE = mpicomp.TopK(ratio=0.1), mpicomp.TopK(ratio=0.05), mpicomp.Dense()
@@ -35,6 +37,30 @@ def test_a_step_in_short():
     assert kept_share(step) == pytest.approx(9101 / 10010)
     assert in_short(step) == "ratio 0.91  star-topk:ring  gain 0.40"
     assert in_short(record(bucket(["b"], 9, 9, DENSE, "ring", None))) == "ratio 1  ring"
+
+
+def test_the_delay_is_what_waits_over_what_was_sent():
+    def step(*pairs, skipped=False):
+        buckets = [bucket(["a"], 10, 1, TOPK, gain=gain) for gain, _ in pairs]
+        energies = [energy for _, energy in pairs]
+        return record(*map(with_energy, buckets, energies), skipped=skipped)
+
+    def with_energy(own, energy):
+        return dataclasses.replace(own, energy=energy)
+
+    choices = Choices()
+    for own in (
+        step((0.1, 100.0), (1.0, 30.0)),  # 90 wait, 40 were sent
+        step((0.25, 40.0), (0.5, 4.0)),  # 32 wait, 12 were sent
+        step((None, 50.0), (0.5, None)),  # overflowed
+        step((0.5, 8.0), skipped=True),  # nothing was delivered
+        step((0.5, 4.0), (1.0, 2.0)),  # 2 wait, 4 were sent
+    ):
+        choices.add(own)
+    assert choices.delay() == pytest.approx(124 / 56)
+    assert choices.delay(1) == pytest.approx(34 / 16)
+    assert choices.delay(4) == pytest.approx(0.5)
+    assert choices.delay(5) is None
 
 
 def test_plans_by_the_elements_that_they_have_carried():

@@ -176,6 +176,13 @@ def test_auto_takes_turns_with_the_best_plan_and_the_best_dense_one(scripted):
     assert Scripted.ran_in_order[-1] == "topk auto"
 
 
+def test_auto_is_compared_with_what_it_may_choose(scripted):
+    topk = {"allgather": [0.1, 0.01], "star-topk:ring": [0.1, 0.005]}
+    rows = scripted({"ring": [0.1, 0.02]}, topk=topk, auto=[0.01])
+    assert rows["star-topk:ring"]["median_s"] == 0.005
+    assert (rows["auto"]["best"], rows["auto"]["regret"]) == ("topk allgather", 0.0)
+
+
 def test_a_dense_plan_that_is_far_behind_takes_no_turns(scripted):
     rows = scripted({"ring": [0.1, 0.04]}, topk={"allgather": [0.1, 0.01]}, auto=[0.01])
     assert rows["auto"]["best_dense_s"] == 0.04

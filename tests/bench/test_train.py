@@ -90,6 +90,9 @@ def test_digits_learns_and_the_outcome_is_told(mpiexec, tmp_path, ranks, argumen
     if numel_sent == 0:
         assert result["sent_bytes"] == result["wire_bytes"] == 0
     assert f"verdict: {result['verdict']}" in done.stdout
+    told = [(own["gain"], own["energy"]) for line in lines[30:] for own in line["buckets"]]
+    sent = sum(gain * energy for gain, energy in told)
+    assert result["delay"] == pytest.approx(sum(energy for _, energy in told) / sent - 1, rel=1e-6, abs=1e-9)
     assert [line["step"] for line in lines] == list(range(60))
     assert all(line["schema"] == 1 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -31,7 +31,7 @@ def outcome(**changed):
         "late_phases_s": parts,
         "sent_bytes": 100, "wire_bytes": 100, "dense_wire_bytes": 1000, "once_bytes": 0, "gain": 0.5,
         "own_probe": Probe("allgather", 0.02, 0.011, 5), "dense_probe": Probe("ring", 0.2, 0.2, 5), "steps_timed": 95,
-        "ratios": [0.01] * 100, "plans": [plan], "late_plans": [plan], "layers": [],
+        "ratios": [0.01] * 100, "plans": [plan], "late_plans": [plan], "layers": [], "delay": 4.9,
     }  # fmt: skip
     return Outcome(**(settings | changed))
 
@@ -40,8 +40,10 @@ def test_a_step_with_dense_exchange_is_what_is_besides_and_the_dense_exchange():
     run = outcome()
     assert exchange_s(run) == pytest.approx(0.02)
     assert dense_step_s(run) == pytest.approx(0.1 + 0.2)
-    assert judge(run).startswith(
-        "compression paid: a step took 0.120 s, 2.5 times faster than the 0.300 s with a dense"
+    assert judge(run) == (
+        "compression paid in seconds: a step took 0.120 s, 2.5 times faster than the 0.300 s with a dense exchange "
+        "here, and 10.0 times fewer bytes left each rank than with a dense ring; delay 4.9 steps: so many steps' worth "
+        "of gradient energy wait in residuals; quality was not compared with dense exchange"
     )
 
 
@@ -56,8 +58,9 @@ def test_where_plans_changed_the_later_steps_count_which_ran_what_was_probed():
 
 def test_compression_that_did_not_pay():
     run = outcome(dense_probe=Probe("ring", 0.001, 0.001, 5))
-    assert judge(run).startswith("compression did not pay: a step took 0.120 s")
-    assert judge(run).endswith("use --compressor dense on this network")
+    assert judge(run).startswith("compression did not pay in seconds: a step took 0.120 s")
+    assert "; use --compressor dense on this network; delay 4.9 steps" in judge(run)
+    assert judge(run).endswith("; quality was not compared with dense exchange")
 
 
 def test_dense_that_was_named_and_dense_that_was_chosen():
@@ -79,12 +82,40 @@ def test_dense_that_was_named_and_dense_that_was_chosen():
 def test_sixteen_bits_on_the_wire_are_compared_as_every_other_choice():
     plan = Ran(HALF, 1.0, "scatter-reduce", 1.0, 1.0)
     run = outcome(adapts=True, compressor=HALF, collective="scatter-reduce", plans=[plan], late_plans=[plan])
-    assert judge(run).startswith("compression paid")
+    assert judge(run).startswith("compression paid in seconds: ")
+
+
+@pytest.mark.parametrize(
+    ("delay", "words"),
+    [
+        (0.0, "delay 0 steps"),
+        (0.0004, "delay under 0.01 steps"),
+        (0.163, "delay 0.16 steps"),
+        (53.2, "delay 53 steps"),
+        (1234.5, "delay 1234 steps"),
+        (None, "no delay to measure, since there is no error feedback"),
+    ],
+)
+def test_the_delay_in_words(delay, words):
+    run = outcome(delay=delay)
+    assert f"; {words}" in judge(run)
+    assert ("delay (" in table(run, "accuracy", 100)) == (delay is not None)
+
+
+def test_quality_is_not_spoken_of_where_nothing_is_late():
+    plans = [Ran(DENSE, 1.0, "ring", 1.0, 1.0)]
+    for adapts in (False, True):
+        assert "quality" not in judge(outcome(adapts=adapts, compressor=DENSE, plans=plans, late_plans=plans, delay=0))
+    assert "quality" not in judge(outcome(ranks=1))
+    few = [Ran(DENSE, 1.0, "ring", 0.7, 1.0), Ran(TOPK, 0.01, "allgather", 0.3, 0)]
+    assert judge(outcome(adapts=True, compressor=DENSE, late_plans=few)).endswith(
+        "; quality was not compared with dense exchange"
+    )
 
 
 def test_one_rank_and_nothing_to_gain():
     assert judge(outcome(ranks=1)).startswith("one rank: nothing was exchanged")
-    assert judge(outcome(dense_probe=Probe("ring", 0.02, 0.02, 5))).startswith("compression made no difference")
+    assert judge(outcome(dense_probe=Probe("ring", 0.02, 0.02, 5))).startswith("compression made no difference to")
 
 
 def test_without_a_dense_exchange_there_is_no_verdict():
@@ -93,4 +124,5 @@ def test_without_a_dense_exchange_there_is_no_verdict():
     assert judge(run).startswith(
         "none, since no dense exchange was measured: a step took 0.120 s, and 10.0 times fewer"
     )
+    assert "; delay 4.9 steps" in judge(run)
     assert "without waiting" not in table(run, "accuracy", 100)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import check_same, gradients, names
+from checkpoints import about, check_same, file_of, gradients, names, write_before
 
 import mpicomp
 from mpicomp.checkpoint import rounds
-from mpicomp.errors import CheckpointError
+from mpicomp.errors import CheckpointError, ConfigurationError
 
 
 def shared(comm, tmp_path):
@@ -52,6 +52,62 @@ def test_errors_of_the_last_rank_reach_all(comm, tmp_path, monkeypatch):
         path.write_bytes(path.read_bytes()[:-1])
     comm.Barrier()
     with pytest.raises(CheckpointError, match=f"rank-{last:05d}.safetensors' is torn"):
+        mpicomp.load_checkpoint(folder, comm)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("damage", ["flipped", "token", "deep header", "deep tree", "ranks"])
+def test_a_damaged_file_is_one_error_of_all_ranks(comm, tmp_path, damage):
+    folder, last = shared(comm, tmp_path), comm.size - 1
+    mpicomp.save_checkpoint(folder, {"w": np.arange(9.0) + comm.rank}, comm)
+    if comm.rank == 0:
+        path = file_of(folder, last)
+        deep = "[" * 100_000 + "]" * 100_000
+        own = about(ranks=comm.size, rank=last)
+        match damage:
+            case "flipped":
+                whole = path.read_bytes()
+                path.write_bytes(whole[:-20] + bytes([whole[-20] ^ 4]) + whole[-19:])
+            case "token":
+                write_before(path, own | {"token": 2**63})
+            case "deep header":
+                write_before(path, deep)
+            case "deep tree":
+                write_before(path, own, deep)
+            case "ranks":
+                write_before(file_of(folder, 0), own | {"ranks": 2**40, "rank": 0})
+    comm.Barrier()
+    with pytest.raises(CheckpointError, match=r"rank-[0-9]+.safetensors'") as raised:
+        mpicomp.load_checkpoint(folder, comm)
+    assert set(comm.allgather(str(raised.value))) == {str(raised.value)}
+    comm.Barrier()
+    mpicomp.save_checkpoint(folder, {"epoch": 2}, comm)
+    assert mpicomp.load_checkpoint(folder, comm) == {"epoch": 2}
+
+
+@pytest.mark.mpi
+def test_folders_of_others_are_left_alone(comm, tmp_path):
+    folder = shared(comm, tmp_path)
+    others = ["20240511", "20240511.part", "99999999999999999999"]
+    if comm.rank == 0:
+        for name in others:
+            (folder / name).mkdir()
+            (folder / name / "results.csv").write_text("1,2")
+    comm.Barrier()
+    for epoch in range(3):
+        mpicomp.save_checkpoint(folder, {"epoch": epoch}, comm)
+        assert mpicomp.load_checkpoint(folder, comm) == {"epoch": epoch}
+    assert names(folder) == ["00000003", *others]
+    assert [(folder / name / "results.csv").read_text() for name in others] == ["1,2"] * 3
+
+
+@pytest.mark.mpi
+def test_a_folder_that_is_none_on_one_rank(comm, tmp_path):
+    folder = shared(comm, tmp_path)
+    folder = folder if comm.rank < comm.size - 1 else None
+    with pytest.raises(ConfigurationError, match="save_checkpoint: folder must be a str or a path, got None"):
+        mpicomp.save_checkpoint(folder, {}, comm)
+    with pytest.raises(ConfigurationError, match="load_checkpoint: folder must be a str or a path, got None"):
         mpicomp.load_checkpoint(folder, comm)
 
 

@@ -1,5 +1,6 @@
 """The examples of docs/extending.md run, and keep the laws."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def test_a_compressor_in_one_file(capsys):
     assert mpicomp.get_compressor(compressor.get_config()) == compressor
     with pytest.raises(ConfigurationError, match="magnitude-limit: limit must be at least 0, got -1"):
         mpicomp.get_compressor({"id": "magnitude-limit", "limit": -1})
+    with pytest.raises(ConfigurationError, match="magnitude-limit: wire must be None, "):
+        mpicomp.get_compressor({"id": "magnitude-limit", "wire": "fp8"})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -88,3 +91,16 @@ def test_the_three_lines_are_those_of_the_readme():
     assert len(more) == 3
     readme = (EXAMPLES.parents[1] / "README.md").read_text()
     assert [line[1:] for line in readme.splitlines() if line.startswith("+")] == more
+
+
+def test_how_many_steps_a_training_is_behind(tmp_path, capsys, monkeypatch):
+    rng = np.random.default_rng(0)
+    steps = np.arange(300)
+    batches = 0.02 * rng.standard_normal(300)  # that both trainings have
+    for name, behind in [("dense", 0), ("late", 30)]:
+        losses = np.exp(-0.004 * (steps - behind * np.minimum(steps / 100, 1)) + batches)
+        lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses.tolist())]
+        (tmp_path / name).write_text("\n".join(lines))
+    monkeypatch.setattr("sys.argv", ["behind.py", str(tmp_path / "dense"), str(tmp_path / "late"), "250", "290"])
+    runpy.run_path(str(EXAMPLES / "behind.py"), run_name="__main__")
+    assert abs(int(capsys.readouterr().out) - 30) <= 1

@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+from worlds import Ranks
 
+import mpicomp
 from mpicomp.policies.balance import Balance, behind, delay_for
 from mpicomp.policies.delays import Delays, Lateness
 
@@ -39,6 +41,24 @@ def test_lost_over_sent_is_the_time_that_energy_waits(ratio):
     added = float((Worker().scales ** 2).sum())
     residual = np.mean([energy * (1 - gain) for energy, gain in told])
     assert late == pytest.approx(residual / added, rel=0.1)
+
+
+@pytest.mark.parametrize("collective", ["allgather", "star-topk:ring", "gtopk"])
+def test_records_tell_the_delay(collective):
+    """Whatever the policy is: energy and gain of a bucket give what waits in residuals, and what was sent of it."""
+    ranks = Ranks(3, mpicomp.TopK(ratio=0.05), collective)
+    random = np.random.default_rng(2)
+    left = [np.zeros(500)] * 3
+    for _ in range(10):
+        gradients = [random.laplace(size=500).astype(np.float32) for _ in left]
+        ranks.reduce([{"w": own} for own in gradients])
+        accumulated = [own + before for own, before in zip(gradients, left, strict=True)]
+        left = [own.astype(np.float64) for own in ranks.residuals("w")]
+        energy, waits = (sum(float((own**2).sum()) for own in arrays) for arrays in (accumulated, left))
+        for reducer in ranks.reducers:
+            [bucket] = reducer.last_step.buckets
+            assert bucket.energy == pytest.approx(energy, rel=1e-5)
+            assert (1 - bucket.gain) / bucket.gain == pytest.approx(waits / (energy - waits), rel=1e-4)
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.05, 0.2])

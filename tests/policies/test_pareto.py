@@ -76,6 +76,6 @@ def test_nsga_finds_the_front_of_a_known_problem():
 
 
 def test_without_pymoo_it_says_what_to_do(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pymoo.algorithms.moo.nsga2", None)
+    monkeypatch.setitem(sys.modules, "pymoo", None)
     with pytest.raises(ConfigurationError, match=r"needs pymoo, which is not installed; pip install 'mpicomp\[nsga\]'"):
         pareto.evolve(lambda variables: variables, [0.0], [1.0])

@@ -89,6 +89,14 @@ def test_residuals_follow_their_parameters(comm):
         state.close()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_what_one_rank_refuses_all_refuse(comm):
+    with gloo(comm):
+        model = torch.nn.parallel.DistributedDataParallel(network())
+        with pytest.raises(ConfigurationError, match=r"a model in DistributedDataParallel is needed.*on rank 1"):
+            mpicomp.torch.DDPState(network() if comm.rank == 1 else model, comm=comm)
+
+
 @pytest.mark.mpi
 def test_what_cannot_be_served_is_refused(comm, monkeypatch):
     with pytest.raises(ConfigurationError, match="a model in DistributedDataParallel is needed, got Sequential"):

@@ -178,6 +178,27 @@ def test_sparse_gradients_go_row_by_row(comm):
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sparse_gradients_stay_so_when_ranks_agree_anew_in_a_step_without_any(comm, overlap):
+    model = Words(sparse=True)
+    model.extra = torch.nn.Linear(1, 1)
+    optimizer = distribute(model, comm, torch.optim.SGD(model.parameters(), lr=0.1), overlap=overlap)
+    for step in range(5):
+        optimizer.zero_grad()
+        tokens = torch.from_numpy(np.random.default_rng((step, comm.rank)).integers(0, 50, (4, 5)))
+        hidden = torch.ones(4, 1) if step == 2 else model(tokens)
+        if step != 2:
+            hidden = model.extra(hidden)
+        (hidden + model.head(torch.ones(1, 3))).square().sum().backward()
+        optimizer.step()
+        assert optimizer.reducer.last_step.agreed == (step in (0, 2))
+        assert model.words.weight.grad is None or model.words.weight.grad.is_sparse
+        assert (model.words.weight.grad is None) == (step == 2)
+    assert_replicas(model, comm)
+    optimizer.close()
+
+
+@pytest.mark.mpi
 def test_gradients_that_are_not_contiguous(comm):
     def make_model():
         torch.manual_seed(2)

@@ -1,12 +1,13 @@
 """Generators at once, in a world of one rank and on a transport whose rounds are done when the test says so."""
 
+import gc
 import threading
 
 import numpy as np
 import pytest
 
 from mpicomp.collectives import Group, Pending, Round
-from mpicomp.errors import MpicompError
+from mpicomp.errors import ClosedError, MpicompError
 from mpicomp.transport import LocalWorld, Transport
 from mpicomp.transport.interleave import Interleaver, ProgressThread
 
@@ -141,15 +142,37 @@ def test_a_thread_runs_them_and_ends(alone):
     with pytest.raises(ValueError, match="here"):
         failed.result(timeout=10)
     assert thread.submit(ask(7.0)).result(timeout=10) == [7.0]
-    last = thread.submit(ask(8.0, rounds=50))
     thread.stop()
-    assert last.result(timeout=0) == [8.0]
     thread.stop()
     assert threading.active_count() == before
     with pytest.raises(MpicompError, match="nothing after stop"):
         thread.submit(ask(1.0))
     with pytest.raises(MpicompError, match="started once"):
         thread.start()
+
+
+def test_the_end_of_a_block_waits_for_what_was_submitted(alone):
+    with ProgressThread(alone, 2) as thread:
+        jobs = [thread.submit(ask(float(number), rounds=50)) for number in range(3)]
+    assert [job.result(timeout=0) for job in jobs] == [[0.0], [1.0], [2.0]]
+
+
+def test_stopping_waits_for_nobody():
+    transport = Slow()
+    thread = ProgressThread(transport).start()
+    job = thread.submit(ask(1.0))
+    thread.stop()
+    with pytest.raises(ClosedError, match="before this was done"):
+        thread.wait([job])
+
+
+def test_a_thread_that_nobody_stops_is_collected(alone):
+    before = threading.active_count()
+    thread = ProgressThread(alone).start()
+    assert thread.submit(ask(1.0)).result(timeout=10) == [1.0]
+    del thread
+    gc.collect()
+    assert threading.active_count() == before
 
 
 def test_a_failure_in_the_block_is_not_waited_behind():
@@ -163,7 +186,8 @@ def test_a_failure_in_the_block_is_not_waited_behind():
 
     with pytest.raises(ValueError, match="elsewhere"):
         block()
-    assert not jobs[0].done()
+    with pytest.raises(ClosedError, match="before this was done"):
+        jobs[0].result(timeout=0)
 
 
 def test_rounds_of_several_ranks_in_one_process_go_together():

@@ -7,6 +7,7 @@ import pytest
 from exchanges import DTYPES, LAYOUTS, OPERATIONS, allreduce, at_once, in_the_background
 
 from mpicomp.collectives import Round
+from mpicomp.errors import MessageError
 
 pytestmark = pytest.mark.mpi
 
@@ -80,12 +81,12 @@ def test_one_that_fails_on_all_ranks_in_the_thread(comm):
 
     def fails():
         yield from at_once([0] * comm.size, comm.rank, [allreduce], ["world"])
-        raise ValueError("on every rank")
+        raise MessageError("on every rank")
 
     transport = MPITransport(comm)
     with ProgressThread(transport) as thread:
         jobs = [thread.submit(exchange) for exchange in (fails(), *programs([0] * comm.size, comm.rank)[0][-2:])]
-        with pytest.raises(ValueError, match="on every rank"):
+        with pytest.raises(MessageError, match="on every rank"):
             jobs[0].result(timeout=30)
         assert jobs[1].result(timeout=30) > 0
         assert jobs[2].result(timeout=30) > 0

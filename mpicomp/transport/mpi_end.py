@@ -1,0 +1,64 @@
+"""How a rank leaves: rounds that nobody waits for are completed, and it goes when all the others leave, too.
+
+MPI's own end waits for all ranks as well, but without a word, and a rank that still waits for this one would do so
+forever. Here the others are told, so that such a rank ends the job; see `mpicomp.transport.mpi_watch`.
+"""
+
+import atexit
+import os
+import time
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomp.transport.interleave import leave_all
+from mpicomp.transport.mpi_pool import Pool, pools
+from mpicomp.transport.mpi_watch import lookout
+from mpicomp.transport.naps import SHORTEST_S, Naps
+
+_LAST_ROUNDS_S = 3.0  # how long rounds may take that nobody has waited for
+_LONGEST_NAP_S = 0.01  # others may have hours to go, and this rank's core may be theirs
+
+_finalize = MPI.Finalize
+_process = os.getpid()  # a forked child, which runs the same exit handlers, must not call MPI
+
+
+def leave() -> None:
+    """Leave the exchange for good. A second call does nothing. It comes back when all ranks leave."""
+    mine = list(pools.values())
+    if os.getpid() != _process or MPI.Is_finalized() or all(pool.over for pool in mine):
+        return
+    for pool in mine:
+        pool.over = True
+    leave_all()
+    lookout.stop()
+    deadline, naps = time.monotonic() + _LAST_ROUNDS_S, Naps()
+    while not _settle(mine) and time.monotonic() < deadline:
+        naps.rest()
+    watches = [pool.watch for pool in mine if pool.watch is not None]
+    for watch in watches:
+        watch.leave()
+    nap = SHORTEST_S
+    while not all(watch.alone for watch in watches):
+        time.sleep(nap)
+        nap = min(2 * nap, _LONGEST_NAP_S)
+        for watch in watches:
+            watch.look()
+
+
+def _settle(mine: list[Pool]) -> bool:
+    """Move on the rounds of all pools, and tell whether none is left."""
+    return False not in [pool.settle() for pool in mine]
+
+
+def install() -> None:
+    """Have this done before the end of MPI, whether the program or Python calls for it. A second call does nothing."""
+    if MPI.Finalize is _finalize:
+        atexit.register(leave)
+        MPI.Finalize = _finalize_after_leaving
+
+
+def _finalize_after_leaving() -> Any:
+    """Do what mpi4py's function of this name does, when all ranks are there."""
+    leave()
+    return _finalize()

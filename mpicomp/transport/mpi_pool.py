@@ -1,0 +1,279 @@
+"""Communicators of the same ranks, handed out, taken back without waiting for anybody, and handed out again.
+
+MPI frees a communicator when all of its ranks ask for it together. Nothing may wait for that while an exception is on
+its way out, and what is dropped without a word is collected at another time on every rank. So nothing is freed: what
+this rank gets back it offers when the ranks next make a transport, which they do together, and what all of them offer
+in the same state is handed out again.
+"""
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from mpicomp.collectives.round import ACROSS, HOST, WORLD, Group, layout_groups
+from mpicomp.transport.mpi_layout import hosts_of_ranks
+from mpicomp.transport.mpi_rounds import Channel
+from mpicomp.transport.mpi_watch import STALL_S, Watch, check_seconds, lookout, wanted_seconds
+from mpicomp.transport.naps import wait
+
+_NAMES = (WORLD, HOST, ACROSS)
+_MEETING, _ALONE = -1, -2  # keys of channels that are none of a set's
+_OFFERS = 32  # sets of channels that a rank offers at a time
+_MANY = 48  # sets in use, after which garbage is collected first: MPICH has communicators for some 350
+_OF_A_SET = 1 + len(_NAMES)  # numbers in an offer: which, and the rounds begun on its channels
+
+
+@dataclass(eq=False)
+class ChannelSet:
+    """A channel for each group that this rank is in; groups of the same ranks share one.
+
+    Attributes
+    ----------
+    number : int
+        The same on all ranks.
+    channels : dict of str to Channel
+        By the group's name.
+    free : bool
+        Whether it was given back.
+    """
+
+    number: int
+    channels: dict[str, Channel]
+    free: bool = False
+
+    @property
+    def begun(self) -> list[int]:
+        """Rounds begun on each channel, which its ranks have to have in common before it is used again."""
+        return [self.channels[name].begun if name in self.channels else 0 for name in _NAMES]
+
+    def settle(self) -> bool:
+        """Move on what is under way and tell whether nothing is."""
+        return False not in [channel.settle() for channel in self.channels.values()]
+
+
+class Pool:
+    """What this process keeps for one list of ranks.
+
+    Making one, and `take`, are collective over a communicator of these ranks.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm
+        Of the ranks, in this order.
+    names : sequence of int
+        What the ranks are called where something is printed.
+    layout : sequence of int or None
+        The host of each rank, by number; None finds it out.
+    limit : int
+        Bytes of one call, at most.
+
+    Attributes
+    ----------
+    group : Group
+        All ranks; whether sums are identical was not found out yet.
+    thread_level : int
+        The lowest of all ranks, after the first `take`.
+    over : bool
+        Whether this rank has left, so that nothing can be begun any more.
+    """
+
+    def __init__(self, comm: MPI.Comm, names: Sequence[int], layout: Sequence[int] | None, limit: int) -> None:
+        self.hosts = list(hosts_of_ranks(comm) if layout is None else layout)
+        self.group, self.members = layout_groups(self.hosts, comm.rank)
+        self.thread_level = MPI.Query_thread()
+        self.over = False
+        self.watch = None if comm.size == 1 else Watch(comm.Dup(), names)
+        self._everyones_members = [layout_groups(self.hosts, rank)[1] for rank in range(comm.size)]
+        self._limit = limit
+        self._sets: dict[int, ChannelSet] = {}
+        self._next = 0
+        self._meeting = Channel(MPI.COMM_NULL, limit, _MEETING, range(comm.size))
+        self._lock = threading.Lock()
+        self._dropped = self._said = False
+        if self.watch is not None:
+            self.watch.add([self._meeting])
+            lookout.add(self.watch)
+
+    def take(self, comm: MPI.Comm, count: int) -> list[ChannelSet]:
+        """Return sets of channels that nobody else uses, the same on all ranks. Collective over ``comm``.
+
+        Parameters
+        ----------
+        comm : mpi4py.MPI.Comm
+            Of these ranks; it is duplicated where there are too few.
+        count : int
+            How many.
+
+        Raises
+        ------
+        ConfigurationError
+            On all ranks, where rank 0's ``MPICOMP_STALL`` is no number of seconds.
+        """
+        offered = self._offer()
+        everyones = self._meet(comm, offered)
+        offers = everyones[:, 3:].reshape(comm.size, _OFFERS, _OF_A_SET)
+        seconds = everyones[0, 0] / 1e6
+        taken = [self._sets[number] for number in self._common(offers)[:count]] if seconds >= 0 else []
+        for own in offered:
+            own.free = own not in taken
+        check_seconds(seconds)
+        if self.watch is not None:
+            self.watch.seconds = seconds
+        self.thread_level = int(everyones[:, 1].min())
+        self._next = int(everyones[:, 2].max())
+        while len(taken) < count:
+            taken.append(self._make(comm.Dup()))
+        self._say_once(comm.rank)
+        return taken
+
+    def put(self, sets: Iterable[ChannelSet], dropped: bool = False) -> None:
+        """Take back sets of channels; not collective.
+
+        Parameters
+        ----------
+        sets : iterable of ChannelSet
+            Nothing is begun on them any more.
+        dropped : bool
+            Whether the program forgot to close what had them.
+        """
+        self._dropped |= dropped
+        for back in sets:
+            if self.watch is not None:
+                self.watch.forget(back.channels.values())
+            back.free = True
+
+    def settle(self) -> bool:
+        """Move on everything that is under way and tell whether nothing is."""
+        return False not in [own.settle() for own in list(self._sets.values())]
+
+    def _offer(self) -> list[ChannelSet]:
+        """Return what can be used again as far as this rank knows; nobody else offers it meanwhile."""
+        if sum(not own.free for own in self._sets.values()) > _MANY:
+            gc.collect()  # what had them may be garbage that nobody has looked at yet
+        with self._lock:
+            offered = [own for own in self._sets.values() if own.free and own.settle()][:_OFFERS]
+            for own in offered:
+                own.free = False
+        return offered
+
+    def _meet(self, comm: MPI.Comm, offered: Sequence[ChannelSet]) -> NDArray[np.int64]:
+        """Exchange what ranks have to say before channels are handed out, a row for each."""
+        mine = np.full(3 + _OFFERS * _OF_A_SET, -1, np.int64)
+        mine[:3] = round(wanted_seconds() * 1e6), MPI.Query_thread(), self._next  # microseconds
+        for place, own in enumerate(offered):
+            start = 3 + place * _OF_A_SET
+            mine[start : start + _OF_A_SET] = own.number, *own.begun
+        everyones = np.empty((comm.size, mine.size), np.int64)
+        self._meeting.begun += 1
+        watch = self.watch
+        if watch is not None:
+            watch.begin(self._meeting, self._meeting, self._meeting.begun, "making of a transport")
+        try:
+            wait(comm.Iallgather(mine, everyones).Test, None if watch is None else watch.tick)
+        finally:
+            if watch is not None:
+                watch.end(self._meeting)
+        return everyones
+
+    def _common(self, offers: NDArray[np.int64]) -> list[int]:
+        """Return the numbers that all ranks offer, with as many rounds begun on a channel as its other ranks have."""
+        of_rank = [{int(own[0]): own[1:].tolist() for own in offer if own[0] >= 0} for offer in offers]
+        return [
+            number
+            for number in sorted(set.intersection(*map(set, of_rank)))
+            if all(
+                of_rank[rank][number][_NAMES.index(name)] == of_rank[ranks[0]][number][_NAMES.index(name)]
+                for rank, members in enumerate(self._everyones_members)
+                for name, ranks in members.items()
+            )
+        ]
+
+    def _make(self, world: MPI.Comm) -> ChannelSet:
+        """Make another set upon a communicator that is nobody else's. Collective."""
+        number = self._next
+        self._next += 1
+        whole = Channel(world, self._limit, number * len(_NAMES), self.members[WORLD])
+        channels = {WORLD: whole}
+        if is_split(self.group):
+            for place, name in enumerate(_NAMES[1:], 1):
+                members = self.members.get(name)
+                comm = world.Split(MPI.UNDEFINED if members is None else members[0], world.rank)
+                if members is not None:
+                    channels[name] = Channel(comm, self._limit, number * len(_NAMES) + place, members)
+        else:
+            alone = Channel(MPI.COMM_SELF, self._limit, _ALONE, [self.group.rank])
+            one = self.group.hosts == 1
+            channels |= {HOST: whole if one else alone, ACROSS: alone if one else whole}
+        if self.watch is not None:
+            self.watch.add(channels.values())
+        made = self._sets[number] = ChannelSet(number, channels)
+        return made
+
+    def _say_once(self, rank: int) -> None:
+        if self._dropped and not self._said and rank == 0:
+            self._said = True
+            print(
+                "mpicomp: reducers or transports were dropped without close(); their communicators are used again as "
+                "soon as every rank has collected them. Call close() where one is needed no longer",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def is_split(group: Group) -> bool:
+    """Tell whether some group of a host, or across hosts, is neither all ranks nor one alone."""
+    return 1 < group.hosts < group.size
+
+
+_Ranks = tuple[tuple[int, ...], tuple[int, ...] | None, int]
+
+pools: dict[_Ranks | Pool, Pool] = {}
+"""All of this process; those of ranks that are not in MPI.COMM_WORLD go by themselves."""
+
+
+def pool_of(comm: MPI.Comm, layout: Sequence[int] | None, limit: int) -> Pool:
+    """Return the pool of a communicator's ranks; see `Pool` for the others. Collective over ``comm``."""
+    names = _world_ranks(comm)
+    key = (names, None if layout is None else tuple(layout), limit)
+    known = MPI.UNDEFINED not in names
+    if known and key in pools:
+        return pools[key]
+    _gather_all(comm)
+    made = Pool(comm, names if known else range(comm.size), layout, limit)
+    pools[key if known else made] = made
+    return made
+
+
+def _gather_all(comm: MPI.Comm) -> None:
+    """Wait until all ranks have come for the first time, and say after a while that some have not."""
+    began, said = time.monotonic(), False
+    seconds = wanted_seconds() or float("inf")
+
+    def meanwhile() -> None:
+        nonlocal said
+        if not said and time.monotonic() - began > (seconds if seconds > 0 else STALL_S):
+            said = True
+            print(
+                f"mpicomp: rank {MPI.COMM_WORLD.rank} has waited for {time.monotonic() - began:.0f} s for the other "
+                "ranks to make a reducer or a transport, too; all ranks of its communicator have to. MPICOMP_STALL=0 "
+                "turns this off",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    wait(comm.Ibarrier().Test, meanwhile)
+
+
+def _world_ranks(comm: MPI.Comm) -> tuple[int, ...]:
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    names = tuple(group.Translate_ranks(None, world))
+    group.Free()
+    world.Free()
+    return names

@@ -1,0 +1,28 @@
+"""PyTorch's own exchange among the ranks of an MPI job, when one of them fails."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+SCRIPT = """
+import numpy as np
+import torch
+from mpicomp.bench.exchanges import share
+from mpicomp.bench.gloo import process_group
+from mpicomp.transport.mpi import MPITransport
+from torch import distributed
+
+transport = MPITransport()
+with process_group(transport):
+    if transport.group.rank == 1:
+        pending = distributed.all_reduce(torch.ones(4), async_op=True)
+        raise RuntimeError("only this rank fails")
+    share(np.zeros(1), transport)
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_fails_waits_for_no_exchange_that_it_has_begun(mpiexec, ranks):
+    done = mpiexec(ranks, "-c", SCRIPT, timeout=120)
+    assert done.returncode != 0
+    assert "RuntimeError: only this rank fails" in done.stderr

@@ -1,0 +1,218 @@
+"""What is wrong on one rank is raised on all of them, the same, before any data moves."""
+
+import numpy as np
+import pytest
+
+import mpicomp
+from mpicomp.errors import ConfigurationError, DisagreementError, IncompatiblePairError, MpicompError, UnknownNameError
+from mpicomp.policies import Static
+
+
+def the_same_on_all(comm, kind, act):
+    """Run something that has to raise, and return the message that all ranks have in common."""
+    with pytest.raises(kind) as raised:
+        act()
+    said = comm.allgather((type(raised.value).__name__, str(raised.value)))
+    assert len(set(said)) == 1
+    return said[0][1]
+
+
+def still_works(comm, reducer, names=("w",)):
+    means = reducer.reduce({name: np.full(100, comm.rank + 1.0, np.float32) for name in names})
+    assert sorted(means) == sorted(names)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("wrong", "kind", "said"),
+    [
+        ({"compressor": "nosuch"}, UnknownNameError, "compressor: unknown name 'nosuch'"),
+        ({"compressor": {"id": "topk", "ratio": 2}}, ConfigurationError, "ratio is the kept fraction and must be in"),
+        ({"compressor": "topk", "collective": "allreduce"}, IncompatiblePairError, "allreduce"),
+        ({"collective": "nosuch"}, UnknownNameError, "unknown name 'nosuch'"),
+        ({"policy": "nosuch"}, UnknownNameError, "unknown name 'nosuch'"),
+        ({"policy": "gravac", "compressor": "onebit"}, ConfigurationError, "gravac"),
+        ({"nonfinite": "ignore"}, UnknownNameError, "nonfinite: unknown name 'ignore'"),
+        ({"feedback": 3}, ConfigurationError, "feedback must be None, True or False, got 3"),
+        ({"bucket_bytes": 1.5}, ConfigurationError, "bucket_bytes must be a whole number, got 1.5"),
+        ({"bucket_bytes": 0}, ConfigurationError, "bucket_bytes must be at least 1, got 0"),
+        ({"threads": "all"}, ConfigurationError, "threads must be a whole number, got 'all'"),
+        ({"seed": 0.5}, ConfigurationError, "seed must be a whole number, got 0.5"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("first", [True, False], ids=["on the first rank", "on the last rank"])
+def test_a_setting(comm, wrong, kind, said, first):
+    failing = comm.rank == (0 if first else comm.size - 1)
+    fine = {"compressor": "topk", "comm": comm}
+    message = the_same_on_all(comm, kind, lambda: mpicomp.Reducer(**(fine | (wrong if failing else {}))))
+    assert said in message
+    reducer = mpicomp.Reducer("topk", comm=comm)
+    still_works(comm, reducer)
+    reducer.close()
+
+
+@pytest.mark.mpi
+def test_a_policy_whose_reducer_was_refused_serves_another_one(comm):
+    policy = Static()
+    wrong = "nosuch" if comm.rank == comm.size - 1 else "topk"
+    the_same_on_all(comm, UnknownNameError, lambda: mpicomp.Reducer(wrong, policy=policy, comm=comm))
+    reducer = mpicomp.Reducer("topk", policy=policy, comm=comm)
+    still_works(comm, reducer)
+    reducer.close()
+
+
+STEPPED = [
+    ({"id": "randomk", "ratio": 0.1}, "ring"),
+    ({"id": "topk", "ratio": 0.1}, "star-topk"),
+    ("countsketch", "auto"),
+    ("fetchsgd", "auto"),
+    ("globalrandk-maxnorm", "auto"),
+]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("running", [False, True], ids=["before the first step", "in mid-run"])
+@pytest.mark.parametrize(("compressor", "collective"), STEPPED, ids=str)
+def test_a_state_of_another_step(comm, compressor, collective, running):
+    def make():
+        return mpicomp.Reducer(compressor, collective, comm=comm)
+
+    def gradients(step):
+        return {"w": np.random.default_rng([comm.rank, step]).normal(size=3000).astype(np.float32)}
+
+    earlier = make()
+    states = [earlier.state_dict()]
+    for step in range(2):
+        earlier.reduce(gradients(step))
+        states.append(earlier.state_dict())
+    reducer = earlier if running else make()
+    last = comm.size - 1
+    reducer.load_state_dict(states[1 if comm.rank == last else 2])
+    message = the_same_on_all(comm, DisagreementError, lambda: reducer.reduce(gradients(2)))
+    assert f"the step that follows must be the same on all ranks, got 2 on rank 0 and 1 on rank {last}" in message
+    the_same_on_all(comm, DisagreementError, lambda: reducer.reduce(gradients(2)))
+    assert reducer.state_dict()["step"] == (1 if comm.rank == last else 2)
+    if comm.rank == last:
+        reducer.load_state_dict(states[2])
+    again = reducer.reduce(gradients(2))["w"].tobytes()
+    assert len(set(comm.allgather(again))) == 1
+    assert reducer.last_step.step == 2
+    assert reducer.state_dict()["step"] == 3
+    if not running:
+        earlier.close()
+    reducer.close()
+
+
+@pytest.mark.mpi
+def test_all_ranks_go_back_to_an_earlier_step_in_mid_run(comm):
+    reducer = mpicomp.Reducer({"id": "randomk", "ratio": 0.1}, "ring", comm=comm)
+
+    def step(number):
+        gradient = np.random.default_rng([comm.rank, number]).normal(size=3000).astype(np.float32)
+        return reducer.reduce({"w": gradient})["w"].copy(), reducer.residual("w")
+
+    step(0)
+    state = reducer.state_dict()
+    before = [step(number) for number in (1, 2)]
+    reducer.load_state_dict(state)
+    assert reducer.state_dict()["step"] == 1
+    for (mean, residual), (again, residual_again) in zip(before, [step(number) for number in (1, 2)], strict=True):
+        assert mean.tobytes() == again.tobytes()
+        assert residual.tobytes() == residual_again.tobytes()
+    reducer.close()
+
+
+@pytest.mark.mpi
+def test_a_state_without_a_step_loads_nothing(comm):
+    reducer = mpicomp.Reducer({"id": "topk", "ratio": 0.1}, comm=comm)
+    still_works(comm, reducer)
+    before, state = reducer.residual("w"), reducer.state_dict()
+    state["residuals"]["w"][:] = 7
+    for wrong in ({key: value for key, value in state.items() if key != "step"}, state | {"step": -1}):
+        with pytest.raises(ConfigurationError, match="reducer: the state's step must be"):
+            reducer.load_state_dict(wrong)
+        assert reducer.residual("w").tobytes() == before.tobytes()
+    reducer.close()
+
+
+@pytest.mark.mpi
+def test_a_state_of_another_policy_on_one_rank(comm):
+    reducer = mpicomp.Reducer({"id": "topk"}, policy="gravac", comm=comm)
+    still_works(comm, reducer)
+    state = reducer.state_dict()
+    if comm.rank == comm.size - 1:
+        state["policy"] |= {"floor": "highest"}
+    reducer.load_state_dict(state)
+    message = the_same_on_all(comm, ConfigurationError, lambda: still_works(comm, reducer))
+    assert "reducer: the loaded state is none of policy 'gravac'" in message
+    reducer.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("policy", ["static", "accordion", "auto"])
+def test_learning_rates_of_any_type(comm, policy):
+    torch = pytest.importorskip("torch")
+    of_a_type = [
+        0.25,
+        np.float32(0.25),
+        np.float64(0.25),
+        np.array(0.25),
+        torch.tensor(0.25),
+        1,
+        True,
+    ]
+    compressor = {"id": "topk", "ratio": 0.1} if policy != "auto" else None
+    reducer = mpicomp.Reducer(compressor, policy=policy, comm=comm)
+    for _ in range(2):
+        for lr in of_a_type:
+            reducer.reduce({"w": np.full(3000, comm.rank + 1.0, np.float32)}, lr=lr)
+            assert type(reducer.last_step.lr) is float
+            assert reducer.last_step.lr == float(lr)
+    if policy == "accordion":
+        assert reducer.state_dict()["policy"]["highest_lr"] == 1.0
+    reducer.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("lr", ["0.1", [1.0, 2.0], np.ones(2), 1j], ids=str)
+def test_a_learning_rate_that_is_none_on_one_rank(comm, lr):
+    reducer = mpicomp.Reducer({"id": "topk"}, "allgather", comm=comm)
+    still_works(comm, reducer)
+    given = lr if comm.rank == comm.size - 1 else 0.1
+    act = lambda: reducer.reduce({"w": np.ones(100, np.float32)}, lr=given)  # noqa: E731
+    assert "reduce: lr must be a number or None, got" in the_same_on_all(comm, ConfigurationError, act)
+    still_works(comm, reducer)
+    reducer.close()
+
+
+@pytest.mark.mpi
+def test_numbers_of_numpy_are_settings_too(comm):
+    reducer = mpicomp.Reducer(
+        {"id": "randomk", "ratio": 0.1},
+        comm=comm,
+        seed=np.int64(3),
+        bucket_bytes=np.uint32(1 << 20),
+        threads=np.int8(1),
+    )
+    same = mpicomp.Reducer({"id": "randomk", "ratio": 0.1}, comm=comm, seed=3, bucket_bytes=1 << 20)
+    gradient = {"w": np.random.default_rng(comm.rank).normal(size=3000).astype(np.float32)}
+    assert reducer.reduce(gradient)["w"].tobytes() == same.reduce(gradient)["w"].tobytes()
+    assert reducer.state_dict()["settings"] == same.state_dict()["settings"]
+    reducer.close()
+    same.close()
+
+
+@pytest.mark.mpi
+def test_an_error_of_ours_leaves_the_reducer_usable(comm):
+    reducer = mpicomp.Reducer({"id": "topk", "ratio": 0.1}, comm=comm)
+    for wrong in ({"w": "text"}, {"w": np.ones(7)}, {"other": np.ones(100, np.float32)}, {}):
+        still_works(comm, reducer)
+        if comm.rank == comm.size - 1 and comm.size > 1:
+            act = lambda given=wrong: reducer.reduce(given)  # noqa: E731
+        else:
+            act = lambda: reducer.reduce({"w": np.ones(100, np.float32)})  # noqa: E731
+        if comm.size > 1:
+            the_same_on_all(comm, MpicompError, act)
+    still_works(comm, reducer)
+    reducer.close()

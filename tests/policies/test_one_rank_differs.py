@@ -1,0 +1,111 @@
+"""What only some ranks have or meet: it is told to all of them before any waits for another."""
+
+import importlib
+import importlib.util
+
+import numpy as np
+import pytest
+from worlds import Link, Ranks
+
+import mpicomp
+from mpicomp.compressors.powersgd import Matrix
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies.surveys import RankSurvey
+from mpicomp.transport import LocalWorld
+
+NEEDS = [
+    ("torch", {"id": "lgc", "code": "autoencoder"}, "auto", "static"),
+    ("torch", {"id": "lgc", "code": "autoencoder"}, "learned", "static"),
+    ("torch", {"id": "lgc", "code": "autoencoder"}, "auto", "auto"),
+    ("pymoo", "topk", "auto", {"id": "flexible", "solver": "nsga2"}),
+    ("pymoo", "topk", "allgather", {"id": "flexible", "solver": "nsga2"}),
+]
+
+
+def hide(monkeypatch, package):
+    """Have this process find no package of a name."""
+    find = importlib.util.find_spec
+
+    def find_others(name, *arguments):
+        return None if name.partition(".")[0] == package else find(name, *arguments)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_others)
+    for module in ("compressors.lgc", "policies.codes", "policies.pareto"):
+        monkeypatch.setattr(f"mpicomp.{module}.find_spec", find_others)
+
+
+@pytest.mark.parametrize(("package", "compressor", "collective", "policy"), NEEDS)
+def test_what_is_not_installed_is_said_when_a_reducer_is_made(monkeypatch, package, compressor, collective, policy):
+    """Later only the rank that lacks it would raise, in the middle of a step."""
+    hide(monkeypatch, package)
+    with pytest.raises(ConfigurationError, match=f"{package}.* not installed"):
+        mpicomp.Reducer(compressor, collective, policy, comm=LocalWorld(2).transports[0])
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("package", "compressor", "collective", "policy"), NEEDS)
+def test_what_one_rank_lacks_is_one_error_on_all(comm, monkeypatch, package, compressor, collective, policy):
+    if comm.rank == comm.size - 1:
+        hide(monkeypatch, package)
+    elif package == "pymoo":
+        monkeypatch.setattr("mpicomp.policies.pareto.find_spec", lambda name: name)
+    with pytest.raises(ConfigurationError, match=rf"{package}.* not installed.*\(on rank {comm.size - 1}\)"):
+        mpicomp.Reducer(compressor, collective, policy, comm=comm)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("share", [0.1, 0.9, 0.99])
+def test_matrices_near_overflow_are_surveyed(dtype, share):
+    signs = np.sign(np.random.default_rng(0).standard_normal(600))
+    largest = (signs * share * float(np.finfo(dtype).max)).astype(dtype)
+    survey = RankSurvey([Matrix(0, 20, 30, 2)], [(1, 4)])
+    told = survey.measure(largest, [600], 0)
+    assert told.size == survey.width([600])
+    assert not (told[1:] < 0).any()
+
+
+def test_a_gradient_near_overflow_on_one_rank_leaves_the_others_alone():
+    policy = {"id": "lgreco", "first": 3, "every": 3}
+    ranks = Ranks(2, mpicomp.PowerSGD(rank=2), "low-rank", policy, nonfinite="skip", network=Link(1e-5, 1e9))
+    random = np.random.default_rng(0)
+    for step in range(12):
+        gradients = [{"w": random.standard_normal((40, 30)).astype(np.float32)} for _ in range(2)]
+        if step in (1, 5):
+            gradients[1]["w"] = np.sign(gradients[1]["w"]) * np.float32(3.3e38)
+        means = ranks.reduce(gradients)
+        assert (means[0]["w"] == means[1]["w"]).all()
+        assert np.isfinite(means[0]["w"]).all()
+
+
+PROBES = [("0", None), (None, "0"), ("1", "0"), ("0", "1"), ("1", "nonsense"), (None, "")]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("first", "others"), PROBES)
+@pytest.mark.parametrize("collective", ["auto", "allgather"])
+def test_whether_to_probe_is_what_rank_0_says(comm, monkeypatch, collective, first, others):
+    from mpicomp.doctor.measured import measure
+
+    mine = first if comm.rank == 0 else others
+    if mine is None:
+        monkeypatch.delenv("MPICOMP_PROBE", raising=False)
+    else:
+        monkeypatch.setenv("MPICOMP_PROBE", mine)
+    reducer = mpicomp.Reducer("topk", collective, comm=comm)
+    for _ in range(3):
+        reducer.reduce({"w": np.ones(300, np.float32)})
+    reducer.close()
+    link, _ = measure(comm)
+    assert (link is None) == (first == "0")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("wrong", ["2", "nonsense", ""])
+def test_nonsense_on_rank_0_is_one_error_on_all(comm, monkeypatch, wrong):
+    monkeypatch.setattr(importlib.import_module("mpicomp.cost.calibrate"), "_remembered", {})
+    if comm.rank == 0:
+        monkeypatch.setenv("MPICOMP_PROBE", wrong)
+    reducer = mpicomp.Reducer("topk", "auto", comm=comm)
+    with pytest.raises(ConfigurationError, match="MPICOMP_PROBE must be 0 or 1"):
+        reducer.reduce({"w": np.ones(300, np.float32)})
+    reducer.close()

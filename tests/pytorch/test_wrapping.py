@@ -1,0 +1,428 @@
+"""Whatever was put into an optimizer before it is wrapped, or is put there later: each step exchanges, once."""
+
+import copy
+import functools
+import gc
+import io
+import pickle
+import types
+import unittest.mock
+import warnings
+import weakref
+
+import pytest
+
+import mpicomp
+from mpicomp.errors import ClosedError, ConfigurationError
+from mpicomp.transport import LocalWorld
+
+torch = pytest.importorskip("torch")
+
+from replicas import Reference, assert_replicas, assert_same, distribute, network, sgd, square  # noqa: E402
+from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
+
+torch.set_num_threads(1)
+# What torch.compile does within.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:The .grad attribute of a T")
+
+
+def alone(model, optimizer, *args, **settings):
+    end = LocalWorld(1).transports[0]
+    return mpicomp.torch.DistributedOptimizer(optimizer, model.named_parameters(), *args, comm=end, **settings)
+
+
+def gradients(model):
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def step_lr(optimizer, seen):
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+
+
+def wrapper(optimizer, seen):
+    inner = optimizer.step
+
+    def step(closure=None):
+        seen.append("wrapper")
+        return inner(closure)
+
+    optimizer.step = step
+
+
+def method(optimizer, seen):
+    inner = optimizer.step
+
+    def step(self, *args, **kwargs):
+        assert self is optimizer
+        seen.append("method")
+        return inner(*args, **kwargs)
+
+    optimizer.step = types.MethodType(step, optimizer)
+
+
+def partial(optimizer, seen):
+    optimizer.step = functools.partial(optimizer.step)
+
+
+def compiled(optimizer, seen):
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+
+
+def several(optimizer, seen):
+    step_lr(optimizer, seen)
+    wrapper(optimizer, seen)
+
+
+def hooks(optimizer, seen):
+    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+
+
+WAYS = [step_lr, wrapper, method, partial, compiled, several, hooks]
+SAYS = {wrapper: ["wrapper"], method: ["method"], several: ["wrapper"], hooks: ["pre", "post"]}
+
+
+@pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_step_that_something_was_put_around_exchanges_once(way, when, closure):
+    if (way, when) == (compiled, "after"):
+        torch._dynamo.reset()
+    plain, model, seen = network(), network(), []
+    reference, own = sgd(plain), sgd(model)
+    if when == "before":
+        way(own, seen)
+    optimizer = alone(model, own, "dense", "allreduce")
+    if when == "after":
+        way(optimizer, seen)
+    for step in range(3):
+
+        def backward(model=model, step=step):
+            optimizer.zero_grad()
+            loss = square(model, step, 0)
+            loss.backward()
+            return loss
+
+        reference.zero_grad()
+        expected = square(plain, step, 0)
+        expected.backward()
+        reference.step()
+        if closure:
+            assert optimizer.step(backward).item() == expected.item()
+        else:
+            backward()
+            optimizer.step()
+        assert optimizer.reducer.last_step.step == step
+        assert optimizer.reducer.state_dict()["step"] == step + 1
+    assert seen == SAYS.get(way, []) * 3
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_ranks_stay_together_whatever_was_put_into_the_optimizer(comm, way, overlap):
+    model = network()
+    reference = Reference(model, sgd, comm.size)
+    own = sgd(model)
+    way(own, [])
+    optimizer = distribute(model, comm, own, overlap=overlap)
+    for step in range(3):
+        optimizer.zero_grad()
+        square(model, step, comm.rank).backward()
+        optimizer.step()
+        reference.step(lambda m, r, s=step: square(m, s, r))
+    assert optimizer.reducer.last_step.step == 2
+    assert_same(model, reference)
+    assert_replicas(model, comm)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch.optim.lr_scheduler.StepLR(o, 2, gamma=0.5),
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=20),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+        lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o,
+            [torch.optim.lr_scheduler.ConstantLR(o, 0.1), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+            [2],
+        ),
+    ],
+    ids=["step", "lambda", "onecycle", "cosine", "sequential"],
+)
+def test_schedulers_work_as_on_a_plain_optimizer(make, when):
+    plain, model = network(), network()
+    reference, own = sgd(plain), sgd(model)
+    theirs, ours = [make(reference)], []
+    if when in ("before", "both"):
+        ours.append(make(own))
+    optimizer = alone(model, own, "dense")
+    if when in ("after", "both"):
+        ours.append(make(optimizer))
+    if when == "both":
+        theirs.append(make(reference))
+    with warnings.catch_warnings():
+        # What torch itself has to say of lists of schedulers.
+        warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")
+        warnings.filterwarnings("error", ".*optimizer.step()")
+        for step in range(6):
+            for each, steps, schedulers in ((plain, reference, theirs), (model, optimizer, ours)):
+                steps.zero_grad()
+                square(each, step, 0).backward()
+                steps.step()
+                for scheduler in schedulers:
+                    scheduler.step()
+            assert optimizer.reducer.last_step.step == step
+            assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+    assert [vars(s).get("_step_count") for s in ours] == [vars(s).get("_step_count") for s in theirs]
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_scheduler_that_steps_first_is_warned_of(when):
+    model = network()
+    own = sgd(model)
+    if when == "before":
+        scheduler = torch.optim.lr_scheduler.StepLR(own, 1)
+    optimizer = alone(model, own, "dense")
+    if when == "after":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
+        scheduler.step()
+
+
+def test_steps_that_were_looked_up_before_exchange_too():
+    """A profiler that puts back what it has found, a bound method, the class's own step."""
+    model = network()
+    own = sgd(model)
+    bound = own.step
+    with unittest.mock.patch.object(own, "step", wraps=own.step):
+        optimizer = alone(model, own, "dense")
+    count = 0
+    for step in (optimizer.step, bound, lambda: torch.optim.SGD.step(optimizer), own.step):
+        square(model, 0, 0).backward()
+        step()
+        assert optimizer.reducer.last_step.step == count
+        count += 1
+        optimizer.zero_grad()
+    loss = bound(lambda: square(model, 0, 0))
+    assert loss.item() == square(model, 0, 0).item()
+    assert optimizer.reducer.last_step.step == count
+
+
+def test_what_a_plain_optimizer_passed_is_the_one_that_exchanges():
+    model = network()
+    inner = sgd(model)
+    optimizer = alone(model, inner, "dense")
+    square(model, 0, 0).backward()
+    inner.step()
+    assert optimizer.reducer.last_step.step == 0
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("loaded", [False, True], ids=["new", "loaded"])
+@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
+def test_hooks_come_once_and_see_means(comm, patched, loaded):
+    model, seen = network(), []
+
+    def pre(which):
+        return lambda *_: seen.append((which, gradients(model).clone()))
+
+    own = sgd(model)
+    if patched:
+        torch.optim.lr_scheduler.StepLR(own, 10)
+    own.register_step_pre_hook(pre("early"))
+    everywhere = register_optimizer_step_pre_hook(pre("global"))
+    try:
+        optimizer = distribute(model, comm, own)
+        if loaded:
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.register_step_pre_hook(pre("late"))
+        optimizer.register_step_post_hook(lambda *_: seen.append(("post", gradients(model).clone())))
+        for step in range(2):
+            optimizer.zero_grad()
+            square(model, step, comm.rank).backward()
+            optimizer.step()
+            assert [which for which, _ in seen] == ["global", "early", "late", "post"]
+            everyones = comm.allgather(gradients(model).numpy())
+            assert all((other == everyones[0]).all() for other in everyones)
+            assert all(torch.equal(found, gradients(model)) for _, found in seen)
+            seen.clear()
+        optimizer.close()
+    finally:
+        everywhere.remove()
+
+
+def test_a_wrapper_that_clips_clips_the_mean():
+    model = network()
+    own = torch.optim.SGD(model.parameters(), lr=1.0)
+    inner = own.step
+    own.step = lambda: (torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3), inner())
+    optimizer = alone(model, own, "dense")
+    before = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    square(model, 0, 0).backward()
+    optimizer.step()
+    after = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    assert (after - before).norm().item() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_a_step_that_fails_leaves_nothing_behind():
+    model = network()
+    own = sgd(model)
+    optimizer = alone(model, own, "dense")
+    fails = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    square(model, 0, 0).backward()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    fails.remove()
+    optimizer.step()
+    assert optimizer.reducer.last_step.step == 1
+
+
+def test_an_optimizer_whose_step_calls_the_one_it_derives_from():
+    class Mine(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = network()
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = alone(model, Mine(model.parameters(), lr=0.1), "dense")
+    for step in range(2):
+        square(model, step, 0).backward()
+        optimizer.step()
+        assert optimizer.reducer.last_step.step == step
+
+
+def test_a_closure_that_is_asked_for_again_is_refused():
+    model = network()
+    own = sgd(model)
+    inner = own.step
+    own.step = lambda closure: (inner(closure), inner(closure))
+    optimizer = alone(model, own, "dense")
+    with pytest.raises(ConfigurationError, match="calls its closure several times in a step"):
+        optimizer.step(lambda: square(model, 0, 0))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: alone(model, sgd(model), "topk"),
+        lambda model: mpicomp.torch.OneBitAdam(model.parameters(), comm=LocalWorld(1).transports[0]),
+        lambda model: mpicomp.torch.SketchedAMSGrad(model.parameters(), comm=LocalWorld(1).transports[0]),
+        lambda model: mpicomp.torch.PowerGossip(sgd(model), comm=LocalWorld(1).transports[0]),
+    ],
+    ids=["distributed", "onebit", "sketched", "gossip"],
+)
+def test_copies_and_pickles_are_refused_and_states_are_not(make):
+    model = network()
+    optimizer = make(model)
+    square(model, 0, 0).backward()
+    optimizer.step()
+    for act in (copy.copy, copy.deepcopy, pickle.dumps, lambda o: torch.save({"o": o}, io.BytesIO())):
+        with pytest.raises(ConfigurationError, match=r"can be neither copied nor pickled; .* its state_dict\(\)"):
+            act(optimizer)
+    state = pickle.loads(pickle.dumps(copy.deepcopy(optimizer.state_dict())))
+    other = network()
+    make(other).load_state_dict(state)
+    # The model is free of the optimizer.
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), model.parameters(), strict=True))
+
+
+def test_it_is_wrapped_once_and_anew_after_close():
+    model = network()
+    own = sgd(model)
+    torch.optim.lr_scheduler.StepLR(own, 10)
+    seen = []
+    own.register_step_pre_hook(lambda *_: seen.append("pre"))
+    first = alone(model, own, "dense")
+    with pytest.raises(ConfigurationError, match="distributed already"):
+        alone(model, own, "dense")
+    torch.optim.lr_scheduler.StepLR(first, 10)
+    square(model, 0, 0).backward()
+    first.step()
+    first.close()
+    for step in (first.step, lambda: torch.optim.SGD.step(first)):
+        with pytest.raises(ClosedError):
+            step()
+    seen.clear()
+    second = alone(model, first, "topk")
+    torch.optim.lr_scheduler.StepLR(second, 10)
+    for step in range(2):
+        second.zero_grad()
+        square(model, step, 0).backward()
+        second.step()
+        assert second.reducer.last_step.step == step
+    assert second.reducer.compressor.id == "topk"
+    assert len(seen) == 2
+    assert isinstance(second, torch.optim.SGD)
+
+
+def test_power_gossip_in_the_same_way():
+    world = LocalWorld(1)
+    for way in WAYS:
+        model, seen = network(), []
+        own = sgd(model)
+        bound = own.step
+        way(own, seen)
+        optimizer = mpicomp.torch.PowerGossip(own, comm=world.transports[0])
+        averaged = []
+        models = optimizer._mpicomp_models
+        inner = models.average
+        models.average = lambda parameters, inner=inner, averaged=averaged: averaged.append(1) or inner(parameters)
+        for count, step in enumerate((optimizer.step, optimizer.step, bound), 1):
+            square(model, 0, 0).backward()
+            step()
+            assert len(averaged) == count
+        assert seen[:1] == SAYS.get(way, [])[:1]
+        optimizer.close()
+
+
+def test_a_dropped_optimizer_is_collected():
+    model = network()
+    torch.optim.lr_scheduler.StepLR(sgd(model), 10)
+    for patched in (False, True):
+        own = sgd(model)
+        if patched:
+            wrapper(own, [])
+        scaler = torch.amp.GradScaler("cpu")
+        optimizer = alone(model, own, "topk", scaler=scaler)
+        scaler.scale(square(model, 0, 0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        ends = [weakref.ref(each) for each in (optimizer, optimizer.reducer, optimizer._mpicomp_gradients)]
+        del own, optimizer
+        gc.collect()
+        assert [end() for end in ends] == [None] * 3
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+        square(model, 1, 0).backward()
+        model.zero_grad()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_dropped_optimizer_leaves_no_thread(comm):
+    import threading
+
+    before = threading.active_count()
+    model = network()
+    optimizer = distribute(model, comm)
+    assert optimizer.overlaps
+    square(model, 0, comm.rank).backward()
+    optimizer.step()
+    assert threading.active_count() > before
+    watching = weakref.ref(optimizer._mpicomp_gradients)
+    del optimizer
+    gc.collect()
+    assert watching() is None
+    deadline = 200
+    names = [thread.name for thread in threading.enumerate()]
+    while any(name == "mpicomp progress" for name in names) and deadline:
+        deadline -= 1
+        threading.Event().wait(0.05)
+        names = [thread.name for thread in threading.enumerate()]
+    assert "mpicomp progress" not in names
+    square(model, 1, comm.rank).backward()
