@@ -1,0 +1,34 @@
+"""Nothing that others' scripts rely on has gone: see collect.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+from contract import collect
+
+BEFORE = json.loads(Path(__file__).with_name("contract.json").read_text())
+
+
+@pytest.mark.parametrize("module", BEFORE["names"])
+def test_public_names_and_their_parameters(module):
+    now = collect.signatures(module)
+    gone = {name: sorted(set(own) - set(now.get(name, []))) for name, own in BEFORE["names"][module].items()}
+    assert set(BEFORE["names"][module]) <= set(now)
+    assert {name: own for name, own in gone.items() if own} == {}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_names_in_the_docs():
+    assert [name for name in BEFORE["documented"] if not collect.exists(name)] == []
+
+
+def test_flags():
+    now = collect.flags()
+    gone = {name: sorted(set(own) - set(now.get(name, []))) for name, own in BEFORE["flags"].items()}
+    assert {name: own for name, own in gone.items() if own} == {}
+
+
+def test_fields():
+    now = collect.outputs()
+    gone = {name: sorted(set(own) - set(now.get(name, []))) for name, own in BEFORE["fields"].items()}
+    assert {name: own for name, own in gone.items() if own} == {}
