@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Group, Round
+from mpicomp.rounds import Group, Round
 
 BINS = 16
 """Of each of the two arrays."""

@@ -11,10 +11,10 @@ from mpicomp.bench.gradients import Gradients, Settled
 from mpicomp.bench.sketch import Check, judge, statement
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Round
 from mpicomp.compressors import Compressor, SharedSparsifier, Sparsifier
 from mpicomp.cost import CostModel
 from mpicomp.reducer import Reducer, StepRecord
+from mpicomp.rounds import Round
 from mpicomp.transport import Transport
 
 NAME = "gradient"

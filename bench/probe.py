@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Round, fitting
+from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.reducer import Reducer
+from mpicomp.rounds import Round
 from mpicomp.transport import Transport
 
 _WARM = 3

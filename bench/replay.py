@@ -12,7 +12,8 @@ from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Delivered, Named, Plan, Policy, Shape
 from mpicomp.policies.policy import feedback_of
-from mpicomp.transport.base import Asked, Transport
+from mpicomp.rounds import Asked
+from mpicomp.transport.base import Transport
 
 
 @dataclass(eq=False)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpicomp import abort
 from mpicomp._version import __version__
+from mpicomp.system import abort
 
 SCHEMA = 1
 

@@ -18,12 +18,12 @@ from mpicomp.bench.progress import Progress
 from mpicomp.bench.tasks import Task
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Round
 from mpicomp.compressors import Compressor
 from mpicomp.errors import MpicompError
 from mpicomp.policies import Policy
 from mpicomp.policies.levels import has_ratio
 from mpicomp.reducer import StepRecord
+from mpicomp.rounds import Round
 from mpicomp.torch import DistributedOptimizer, broadcast_parameters
 from mpicomp.transport import Transport
 

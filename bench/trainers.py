@@ -33,7 +33,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from mpicomp.collectives import dense_ring_bytes
+from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import DistributedOptimizer, broadcast_parameters
 from mpicomp.transport import Transport
 

@@ -7,8 +7,8 @@ Public names live here and in `mpicomp.torch`; they are loaded when they are fir
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mpicomp import abort as abort  # puts itself in front of sys.exit before a script looks it up
 from mpicomp._version import __version__
+from mpicomp.system import abort as _abort  # noqa: F401 (puts itself in front of sys.exit before a script looks it up)
 
 if TYPE_CHECKING:
     from mpicomp import torch
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
         register_compressor,
     )
     from mpicomp.errors import MpicompError
-    from mpicomp.gpus import local_device
     from mpicomp.policies import get_policy, list_policies, register_policy
     from mpicomp.reducer import BucketRecord, Reducer, StepRecord, allreduce
+    from mpicomp.system.gpus import local_device
 
 _HOMES = {
     "BlockRandomK": "mpicomp.compressors",
@@ -97,7 +97,7 @@ _HOMES = {
     "list_policies": "mpicomp.policies",
     "register_policy": "mpicomp.policies",
     "load_checkpoint": "mpicomp.checkpoint",
-    "local_device": "mpicomp.gpus",
+    "local_device": "mpicomp.system.gpus",
     "register_compressor": "mpicomp.compressors",
     "save_checkpoint": "mpicomp.checkpoint",
 }
@@ -154,8 +154,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "torch":
-        return importlib.import_module("mpicomp.torch")
+    if name in ("abort", "torch"):
+        return importlib.import_module(f"mpicomp.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'mpicomp' has no attribute '{name}'")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -6,8 +6,7 @@ hand; what is expected of a rank is told by what that rank is known to send.
 
 import numpy as np
 
-from mpicomp.collectives import Round
-from mpicomp.collectives.graph import make_graph
+from mpicomp.rounds import Round, make_graph
 
 LAYOUTS = {
     1: [[0]],

@@ -8,7 +8,7 @@ import pytest
 PROGRAM = """
 import os, signal, sys, threading, time
 from mpi4py import MPI
-from mpicomp import abort
+from mpicomp.system import abort
 
 abort.install()
 abort.install()
@@ -204,5 +204,5 @@ def test_a_single_rank_is_left_alone(job):
 
 
 def test_importing_it_does_not_initialise_mpi():
-    code = "import sys, mpicomp.abort as a; assert a.running() is None; assert 'mpi4py.MPI' not in sys.modules"
+    code = "import sys, mpicomp.system.abort as a; assert a.running() is None; assert 'mpi4py.MPI' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)

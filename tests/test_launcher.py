@@ -1,6 +1,6 @@
 import pytest
 
-from mpicomp.launcher import Launch, detect, singletons
+from mpicomp.system.launcher import Launch, detect, singletons
 
 HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "3", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 OPENMPI = {

@@ -5,8 +5,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 import mpicomp
-from mpicomp.collectives import Context, Exchange, Group, Result, Round, Scheme
+from mpicomp.collectives import Context, Exchange, Result, Scheme
 from mpicomp.compressors import Accumulated
+from mpicomp.rounds import Group, Round
 
 
 class BorrowedIndices(Scheme[mpicomp.Sparsifier]):

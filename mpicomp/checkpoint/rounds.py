@@ -14,9 +14,9 @@ from mpicomp.arrays import Described
 from mpicomp.checkpoint.file import Header, RankFile, encode, file_name, write_file
 from mpicomp.checkpoint.folder import begin, complete_folder, drop_older, finish, newest, part_folder
 from mpicomp.checkpoint.shares import STATES, reducers, shared_anew, weights
-from mpicomp.collectives import Group, Round
 from mpicomp.errors import CheckpointError, ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree
+from mpicomp.rounds import Group, Round
 from mpicomp.transport.connect import connect
 
 Folder = str | os.PathLike[str]

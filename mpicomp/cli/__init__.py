@@ -19,8 +19,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from mpicomp import abort, launcher
 from mpicomp._version import __version__
+from mpicomp.system import abort, launcher
 
 COMMANDS = ("doctor", "list", "bench", "train", "lab")
 

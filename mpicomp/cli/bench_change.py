@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the steps, or the labs that they are run in."""
-    from mpicomp import launcher
     from mpicomp.cli.options import check_least, check_writable, read_compressors, read_list, read_numels, read_ratios
     from mpicomp.errors import ConfigurationError
+    from mpicomp.system import launcher
 
     check_least(_COMMAND, "--hosts", arguments.hosts)
     read_numels(_COMMAND, str(arguments.numel))
@@ -74,8 +74,8 @@ def _in_labs(arguments: argparse.Namespace, compressor: "Compressor") -> int:
     """Run auto in a lab that changes, then the fixed plans in labs that do not."""
     from mpicomp.bench.change import Step, lines_of, medians_of, phases_of
     from mpicomp.bench.networks import Network, check_lab, rows_in_lab, run_in_lab
-    from mpicomp.collectives import Group
     from mpicomp.policies.carriers import names_for
+    from mpicomp.rounds import Group
 
     networks = [Network.read(f"{word}/{arguments.latency}") for word in arguments.bandwidths.split(",")]
     check_lab(_COMMAND)

@@ -87,10 +87,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure on all ranks, print on rank 0; 1 where a mean was wrong."""
-    from mpicomp import launcher
     from mpicomp.bench.collectives import Settings, measure
     from mpicomp.cli.options import check_writable, read_compressors, read_list, read_numels, read_ratios
     from mpicomp.errors import ConfigurationError
+    from mpicomp.system import launcher
 
     numels = read_numels(_COMMAND, _NUMELS if arguments.numel is None else arguments.numel)
     ratios = read_ratios(_COMMAND, arguments.ratio)

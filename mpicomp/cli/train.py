@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print a verdict on rank 0."""
-    from mpicomp import launcher
     from mpicomp.cli.options import check_least, check_writable
     from mpicomp.errors import ConfigurationError
+    from mpicomp.system import launcher
 
     if arguments.steps is not None:
         check_least("train", "--steps", arguments.steps)

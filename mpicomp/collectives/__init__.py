@@ -15,7 +15,6 @@ from mpicomp.collectives.packed_allgather import PackedAllgather
 from mpicomp.collectives.parameter_server import ParameterServer
 from mpicomp.collectives.recursive_doubling import RecursiveDoubling
 from mpicomp.collectives.ring import Ring
-from mpicomp.collectives.round import Group, Pending, Round, dense_ring_bytes
 from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
 from mpicomp.collectives.shared import SharedPositions
@@ -26,23 +25,22 @@ from mpicomp.collectives.two_phase import TwoPhase
 from mpicomp.collectives.var_topk import VarTopk
 from mpicomp.compressors.base import Compressor, SharedSparsifier
 from mpicomp.compressors.dense import Dense
+from mpicomp.deprecation import moved
 from mpicomp.errors import ConfigurationError, IncompatiblePairError, UnknownNameError
 
 __all__ = [
     "Context",
     "Exchange",
-    "Group",
-    "Pending",
     "Result",
-    "Round",
     "Scheme",
     "bind",
     "collective_class",
-    "dense_ring_bytes",
     "fitting",
     "list_collectives",
     "variants",
 ]
+
+__getattr__ = moved(__name__, dict.fromkeys(("Group", "Pending", "Round", "dense_ring_bytes"), "mpicomp.rounds"))
 
 # In the order in which they are preferred where nothing has been measured.
 _classes: dict[str, type[Scheme[Any]]] = {

@@ -4,7 +4,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of, is_finite, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
@@ -12,6 +11,7 @@ from mpicomp.compressors.base import Selection, Sparsifier
 from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, write_message
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Group, Round
 
 _COUNT = np.dtype(np.int64)
 _BYTE = np.dtype(np.uint8)

@@ -4,12 +4,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, gain_of
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.dense import Dense
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Group, Round
 
 
 class Allreduce(Scheme[Dense]):

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.graph import Graph
-from mpicomp.collectives.round import Round
 from mpicomp.collectives.stacks import multiply, stacked
 from mpicomp.compressors.powersgd import Matrix, orthonormal
 from mpicomp.errors import NonFiniteError
+from mpicomp.rounds import Graph, Round
 from mpicomp.workspace import Workspace
 
 _FARTHEST = 2.0**-20  # times the largest number: two models further apart are told, since steps towards it may overflow

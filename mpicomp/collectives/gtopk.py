@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import (
     Context,
     Exchange,
@@ -35,6 +34,7 @@ from mpicomp.compressors.message import (
 from mpicomp.compressors.wire import Wire
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Group, Round
 from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)

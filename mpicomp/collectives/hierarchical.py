@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import ACROSS, HOST, Group, Round, parts_of
 from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import (
     Context,
@@ -27,6 +26,7 @@ from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.message import DAMAGED
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
+from mpicomp.rounds import ACROSS, HOST, Asked, Group, Round, observe, parts_of
 from mpicomp.workspace import Workspace
 
 _NUMBER = np.dtype(np.float64)
@@ -225,7 +225,7 @@ class Hierarchical(Scheme[Compressor]):
 
     def _between_hosts(
         self, part: Accumulated, context: Context, across: Group
-    ) -> Generator[Round, NDArray[Any], tuple[Result, bool]]:
+    ) -> Generator[Asked, Any, tuple[Result, bool]]:
         """Run the inner collective among the owners of a slice, and divide its mean by ranks in place of hosts.
 
         Tell also whether one of them was sent a damaged message, where all of them know.
@@ -236,22 +236,17 @@ class Hierarchical(Scheme[Compressor]):
             memory=context.memory.setdefault("hierarchical", {}),
             workspace=context.workspace.made("hierarchical", Workspace),
         )
-        exchange = self._inner.exchange(part, inner)
-        received: Any = None
-        result: Result
-        while True:
-            try:
-                task = exchange.send(received)
-            except StopIteration as stop:
-                result = stop.value
-                break
-            except MessageError as error:
-                result = undelivered(part, error, stale=False)
-                result.problem = cause_of(error)
-                return result, True
-            if isinstance(task, Round):  # not one that was started before and is now waited for
-                task.group = ACROSS
-            received = yield task
+
+        def address(asked: Asked) -> None:
+            if isinstance(asked, Round):  # not one that was started before and is now waited for
+                asked.group = ACROSS
+
+        try:
+            result = yield from observe(self._inner.exchange(part, inner), before=address)
+        except MessageError as error:
+            result = undelivered(part, error, stale=False)
+            result.problem = cause_of(error)
+            return result, True
         if context.group.size > context.group.hosts:
             cpu.scale(result.mean, context.group.hosts / context.group.size)
         return result, False

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.dense_message import HEADER_BYTES, read_header, write_header
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, check_undamaged, flags_of, gain_of
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import SharedQuantiser
 from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Group, Round
 
 _BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.uint64)
 _MOST = 2**31 - 1

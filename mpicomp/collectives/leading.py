@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 
 from mpicomp.collectives.positions import exchange_at
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Scheme
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor, Selection, Sparsifier
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Group, Round
 
 
 class Leading(Scheme[Sparsifier]):

@@ -11,7 +11,6 @@ from mpicomp.collectives.learned_lead import Lead, follow, leader_of, make_frame
 from mpicomp.collectives.learned_ring import CodeRing
 from mpicomp.collectives.learned_server import CodeServer
 from mpicomp.collectives.positions import exchange_at
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor, Scope
@@ -19,6 +18,7 @@ from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.learned_code import LearnedCode
 from mpicomp.compressors.lgc import LGC, Selected
 from mpicomp.errors import MpicompError
+from mpicomp.rounds import Asked, Group, Round
 from mpicomp.workspace import Workspace
 
 _MEMORY = "lgc"  # what the bucket's memory has it under
@@ -175,7 +175,7 @@ class Learned(Scheme[LGC]):
 
     def _exchange_values(
         self, selected: Selected, accumulated: Accumulated, context: Context
-    ) -> Generator[Round, NDArray[Any], tuple[Result, NDArray[np.floating]]]:
+    ) -> Generator[Asked, Any, tuple[Result, NDArray[np.floating]]]:
         """Average the values at one rank's indices as they are; give this rank's, too."""
         led = yield from follow(Lead(selected, accumulated.numel), accumulated, context)
         result = yield from exchange_at(led.indices, 1.0, accumulated, context, self._sum, led.problem)

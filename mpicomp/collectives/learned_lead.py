@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import Round
 from mpicomp.collectives.scheme import Context
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.learned_code import LearnedCode
@@ -18,6 +17,7 @@ from mpicomp.compressors.topk import largest_of_parts
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Round
 from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.learned_lead import Lead, follow, leader_of, relative
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, check_undamaged, far_from_largest, gain_of
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import TAIL, Accumulated
@@ -16,6 +15,7 @@ from mpicomp.compressors.learned_code import LearnedCode
 from mpicomp.compressors.lgc import LGC
 from mpicomp.compressors.message import DAMAGED
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Group, Round
 
 _TOLD = np.dtype([("energy", "<f8"), ("sparse", "<f8"), ("match", "<f8"), ("decoded", "<f8")])
 """Squared norms of a rank's whole array and of what is not coded, of which rounding is taken off; then, of what is

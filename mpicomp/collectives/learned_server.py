@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.learned_lead import Lead, Led, follow, leader_of
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import (
     Context,
     Exchange,
@@ -34,6 +33,7 @@ from mpicomp.compressors.message import (
 from mpicomp.compressors.wire import Wire, compact
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Group, Round
 
 _BYTE = np.dtype(np.uint8)
 _FACTOR = 8  # bytes

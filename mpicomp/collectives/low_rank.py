@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, far_from_largest, undelivered
 from mpicomp.collectives.stacks import multiply, stacked
 from mpicomp.compressors.accumulated import TAIL, Accumulated
@@ -15,6 +14,7 @@ from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.powersgd import PowerSGD, orthonormal
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Group, Round
 
 
 class LowRank(Scheme[PowerSGD]):

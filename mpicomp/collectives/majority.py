@@ -7,12 +7,12 @@ import numpy as np
 
 from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
 from mpicomp.collectives.owners import read_answers, read_sent
-from mpicomp.collectives.round import Group, Round, parts_of
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, undelivered
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.compressors.signsgd import SignSGD
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Group, Round, parts_of
 
 _BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.uint64)
 _SIGNS = 64  # in a word

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.regions import even_bounds, mean_bounds, overlaps, quantiles
-from mpicomp.collectives.round import Group, Round, parts_of
 from mpicomp.collectives.scheme import (
     Context,
     Exchange,
@@ -36,6 +35,7 @@ from mpicomp.compressors.message import (
 )
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Group, Round, parts_of
 from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)

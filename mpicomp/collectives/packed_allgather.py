@@ -5,12 +5,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp.collectives.dense_message import HEADER_BYTES, read_headers, write_header
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of, is_finite, undelivered
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Quantiser
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.errors import MessageError
+from mpicomp.rounds import Group, Round
 
 _BYTE = np.dtype(np.uint8)
 

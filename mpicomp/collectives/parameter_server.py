@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, write_header
 from mpicomp.collectives.owners import read_answers, read_sent
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of, is_finite, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
@@ -17,6 +16,7 @@ from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_me
 from mpicomp.compressors.wire import Wire, compact
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Group, Round
 from mpicomp.workspace import Workspace
 
 _COUNT = np.dtype(np.int64)

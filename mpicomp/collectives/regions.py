@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import parts_of
+from mpicomp.rounds import parts_of
 
 
 def even_bounds(numel: int, size: int) -> list[int]:

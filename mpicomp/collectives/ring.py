@@ -4,12 +4,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.round import Group, Round, parts_of
 from mpicomp.collectives.scheme import Context, Exchange, Scheme
 from mpicomp.collectives.segments import SegmentedMean
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.dense import Dense
+from mpicomp.rounds import Group, Round, parts_of
 
 
 class Ring(Scheme[Dense]):

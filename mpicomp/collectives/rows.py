@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import Group, Round
+from mpicomp.rounds import Group, Round
 
 _INDEX = np.dtype(np.int64)
 _NONE = -1  # what a rank without a gradient says in place of the number of its rows

@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import Group, Round
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor, Scope, Selection
 from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
 from mpicomp.errors import MessageError
+from mpicomp.rounds import Asked, Group, Round
 
-Exchange = Generator[Round, NDArray[Any], "Result"]
+Exchange = Generator[Asked, Any, "Result"]
 """Yields rounds, is sent what they received, and returns a `Result`."""
 
 

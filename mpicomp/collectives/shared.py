@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp.collectives.positions import exchange_at
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Scheme
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import SharedSparsifier
+from mpicomp.rounds import Group, Round
 
 
 class SharedPositions(Scheme[SharedSparsifier]):

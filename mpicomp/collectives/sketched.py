@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.positions import exchange_at
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.base import Compressor
@@ -14,6 +13,7 @@ from mpicomp.compressors.countsketch import CountSketch
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.sketch import Sketch
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Group, Round
 from mpicomp.workspace import Workspace
 
 

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, undelivered
 from mpicomp.collectives.sketched import largest_estimates, sum_of_tables
 from mpicomp.collectives.sparse_mean import SparseMean
@@ -15,6 +14,7 @@ from mpicomp.compressors.base import Compressor, Scope, Selection
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.fetchsgd import FetchSGD
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Group, Round
 
 _KINDS = "velocity", "error"
 

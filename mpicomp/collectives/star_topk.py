@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp.collectives.leading import Leading
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange
 from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.rounds import Group, Round
 
 
 class StarTopk(Leading):

@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.leading import Leading
-from mpicomp.collectives.round import Group, Round
 from mpicomp.collectives.scheme import Context, Exchange
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Group, Round
 
 _HEADER = np.dtype([("energy", "<f8"), ("count", "<i8")])
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from mpicomp.collectives import Scheme
-from mpicomp.collectives.round import Round
 from mpicomp.cost.kernels import Alone, measure_alone
 from mpicomp.cost.model import CostModel, scheme_key
 from mpicomp.cost.network import Network
 from mpicomp.cost.probe import probe
 from mpicomp.errors import ConfigurationError
-from mpicomp.transport.base import Asked, Transport
+from mpicomp.rounds import Asked, Round
+from mpicomp.transport.base import Transport
 from mpicomp.transport.clocks import compare_clocks
 
 _remembered: dict[tuple[str, tuple[int, ...], int], CostModel] = {}

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mpicomp.collectives.round import ACROSS, Group, Round
+from mpicomp.rounds import ACROSS, Group, Round
 
 
 @dataclass(frozen=True)

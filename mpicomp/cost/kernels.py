@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Context, Group, Scheme, bind
+from mpicomp.collectives import Context, Scheme, bind
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.rounds import Group
 from mpicomp.transport.local import LocalWorld
 from mpicomp.workspace import Workspace
 

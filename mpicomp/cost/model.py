@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.collectives import Group, Scheme
+from mpicomp.collectives import Scheme
 from mpicomp.cost.kernels import Alone
 from mpicomp.cost.network import Network, seen_by_some
 from mpicomp.cost.plans import Candidates, Learnt
 from mpicomp.errors import ConfigurationError
+from mpicomp.rounds import Group
 
 SCHEMA = 2
 

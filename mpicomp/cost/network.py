@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import ACROSS, HOST, WORLD, Group, Round
 from mpicomp.cost import arithmetic
 from mpicomp.cost.formulas import Terms, slowest, terms
+from mpicomp.rounds import ACROSS, HOST, WORLD, Group, Round
 
 OPERATIONS = ("allreduce", "allgatherv", "alltoallv", "bcast", "gatherv", "sendrecv")
 GROUPS = (WORLD, HOST, ACROSS)

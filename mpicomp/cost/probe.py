@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import ACROSS, HOST, WORLD, Group, Round
 from mpicomp.cost.formulas import terms
 from mpicomp.cost.network import OPERATIONS, Network
-from mpicomp.transport.base import Asked, Transport
+from mpicomp.rounds import ACROSS, HOST, WORLD, Asked, Group, Round
+from mpicomp.transport.base import Transport
 
 _SMALL = 64  # bytes that a rank sends where latency is measured
 _FIRST = 1 << 16  # bytes of the first look at the bandwidth

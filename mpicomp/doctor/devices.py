@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from mpicomp.errors import LaunchError
-from mpicomp.gpus import Gpu, installed, visible
+from mpicomp.system.gpus import Gpu, installed, visible
 
 _HIDDEN = ("", "-1", "NoDevFiles")  # how users and Slurm write that there shall be none
 

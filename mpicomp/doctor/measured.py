@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from mpicomp.launcher import Problem
+from mpicomp.system.launcher import Problem
 
 _LOOKS = 8
 _WALL_S = 1.0  # by which wall clocks may differ: files and logs have seconds

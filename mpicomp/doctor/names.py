@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from mpicomp.doctor.ranks import Rank
-from mpicomp.launcher import Problem
+from mpicomp.system.launcher import Problem
 
 _LIMIT_S = 5.0  # a resolver without a server answers after a minute
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mpicomp.gpus import Gpu
-from mpicomp.launcher import Problem
+from mpicomp.system.gpus import Gpu
+from mpicomp.system.launcher import Problem
 
 
 @dataclass(frozen=True)

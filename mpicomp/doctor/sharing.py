@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from mpicomp.doctor.ranks import Rank, by_host, named, spans
-from mpicomp.launcher import Problem
+from mpicomp.system.launcher import Problem
 
 
 def cpu_notes(ranks: Sequence[Rank], launcher: str | None) -> list[Problem]:
@@ -17,7 +17,7 @@ def cpu_notes(ranks: Sequence[Rank], launcher: str | None) -> list[Problem]:
     ranks
         All.
     launcher
-        Its name as in `mpicomp.launcher.Launch`, None without one.
+        Its name as in `mpicomp.system.launcher.Launch`, None without one.
     """
     notes = _slurm_notes(ranks, launcher)
     for here in by_host(ranks):

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpicomp.launcher import Problem
+from mpicomp.system.launcher import Problem
 
 SHARED, TCP, UNKNOWN = "shared memory", "tcp", "unknown"
 

@@ -18,7 +18,8 @@ from mpicomp.policies.levels import at_ratio, check_least, check_ratios, has_rat
 from mpicomp.policies.policy import Delivered, Named, Shape, Told
 from mpicomp.policies.registry import register_policy
 from mpicomp.policies.surveys import SpectrumSurvey, Survey
-from mpicomp.transport.base import Asked, Transport
+from mpicomp.rounds import Asked
+from mpicomp.transport.base import Transport
 
 _STRIDE = 8  # of a survey: one group of elements in so many
 _DROP = 0.5  # of the learning rate: a schedule that lowers it a little at every step is none

@@ -12,7 +12,8 @@ from mpicomp.compressors import Compressor, Dense, TopK
 from mpicomp.cost import CostModel
 from mpicomp.policies.carriers import Carriers, names_for
 from mpicomp.policies.policy import Named, Plan, Policy, Shape, Told, feedback_of
-from mpicomp.transport.base import Asked, Transport
+from mpicomp.rounds import Asked
+from mpicomp.transport.base import Transport
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Group, Scheme, bind, variants
+from mpicomp.collectives import Scheme, bind, variants
 from mpicomp.compressors import Compressor
 from mpicomp.cost import (
     Candidates,
@@ -23,7 +23,8 @@ from mpicomp.cost import (
     share_model,
 )
 from mpicomp.policies.policy import Plan, Shape, Told
-from mpicomp.transport.base import Asked, Transport
+from mpicomp.rounds import Asked, Group
+from mpicomp.transport.base import Transport
 
 _SETTLING = "as in the step before, until it is known what it takes"
 _UNMEASURED = "nothing can be measured, the first that fits"  # one rank, or ranks in lockstep

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.collectives import Group, bind
-from mpicomp.collectives.round import Round
+from mpicomp.collectives import bind
 from mpicomp.compressors import LGC, get_compressor
 from mpicomp.cost import CostModel, measure_kernels, seen_by_some
 from mpicomp.policies.balance import Balance
 from mpicomp.policies.policy import Shape
-from mpicomp.transport.base import Asked, Transport
+from mpicomp.rounds import Asked, Group, Round
+from mpicomp.transport.base import Transport
 from mpicomp.workspace import Workspace
 
 _RATIOS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Group, bind
+from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense, Sparsifier, TopK
 from mpicomp.compressors.base import check_choice, check_range
 from mpicomp.cost import CostModel
@@ -19,7 +19,8 @@ from mpicomp.policies.levels import at_ratio, check_adaptable, check_least, chec
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told, feedback_of
 from mpicomp.policies.registry import register_policy
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
-from mpicomp.transport.base import Asked, Transport
+from mpicomp.rounds import Asked, Group
+from mpicomp.transport.base import Transport
 
 _WEIGHTS = (0.6, 0.4)  # of seconds and of 1 / gain
 _KINDS = ("allgather", "star-topk")  # that carry a sparsifier

@@ -19,7 +19,8 @@ from mpicomp.policies.levels import at_ratio, check_adaptable, check_least, chec
 from mpicomp.policies.policy import Delivered, Named, Shape, Told
 from mpicomp.policies.registry import register_policy
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
-from mpicomp.transport.base import Asked, Transport
+from mpicomp.rounds import Asked
+from mpicomp.transport.base import Transport
 
 _SCALINGS = ("exponential", "geometric")
 _STRIDE = 16  # of a survey: one group of elements in so many

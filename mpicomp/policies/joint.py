@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Group, Scheme, bind
+from mpicomp.collectives import Scheme, bind
 from mpicomp.collectives.star_topk import StarTopk
 from mpicomp.compressors import LGC, QSGD, Compressor, Dense, OneBit, Quantiser, TopK
 from mpicomp.cost import CostModel
@@ -25,7 +25,8 @@ from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told,
 from mpicomp.policies.registry import register_policy
 from mpicomp.policies.signal import Signal, SketchSurvey
 from mpicomp.policies.surveys import Both, LossSurvey, Spectra, SpectrumSurvey, Survey
-from mpicomp.transport.base import Asked, Transport
+from mpicomp.rounds import Asked, Group
+from mpicomp.transport.base import Transport
 
 _QUANTISERS = (OneBit(), QSGD(rounding="nearest"))  # of others something here is as fast and loses less
 _LEAST, _MOST, _STEP = 0.001, 0.25, 2 ** (1 / 3)  # ratios, and from one to the next

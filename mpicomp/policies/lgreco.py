@@ -19,7 +19,8 @@ from mpicomp.policies.policy import Delivered, Named, Shape, Told
 from mpicomp.policies.registry import get_policy, register_policy
 from mpicomp.policies.surveys import Both, Survey
 from mpicomp.policies.tables import Table, table_for
-from mpicomp.transport.base import Asked, Transport
+from mpicomp.rounds import Asked
+from mpicomp.transport.base import Transport
 
 _SURVEYS = 10  # steps that are looked at before an adjustment
 _RATIOS, _RANKS = 8.0, 2.0  # how far candidates are from the uniform setting

@@ -13,7 +13,8 @@ from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel, Prediction
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.policies.surveys import Survey
-from mpicomp.transport.base import Asked, Transport
+from mpicomp.rounds import Asked
+from mpicomp.transport.base import Transport
 
 
 @dataclass(frozen=True)

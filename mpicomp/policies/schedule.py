@@ -12,7 +12,8 @@ from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.levels import at_ratio, check_least, has_ratio, ladder
 from mpicomp.policies.policy import Delivered, Named, Shape
 from mpicomp.policies.registry import register_policy
-from mpicomp.transport.base import Asked, Transport
+from mpicomp.rounds import Asked
+from mpicomp.transport.base import Transport
 
 _SHAPES = ("linear", "exponential", "step", "varco")
 _LEVELS = 33  # ratios, at most, for which seconds are predicted

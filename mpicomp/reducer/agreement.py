@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from mpicomp import errors
 from mpicomp.arrays import Described
-from mpicomp.collectives.round import Group, Round
 from mpicomp.errors import DisagreementError, MpicompError
+from mpicomp.rounds import Group, Round
 from mpicomp.transport import Transport
 
 Made = TypeVar("Made")

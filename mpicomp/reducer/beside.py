@@ -3,7 +3,7 @@
 from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
-from mpicomp.transport.base import Asked
+from mpicomp.rounds import Asked
 
 Given = tuple[Mapping[str, Any], Collection[str]]
 """Arrays by name, and those of them that stand for no gradient; see `mpicomp.Reducer.reduce`."""

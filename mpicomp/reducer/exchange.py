@@ -1,18 +1,19 @@
 """One bucket's exchange, with all that a record and a policy want to know of it."""
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Context, Result, Round, dense_ring_bytes
+from mpicomp.collectives import Context, Result
 from mpicomp.policies import Plan, Policy
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.reducer.layers import layers_of
 from mpicomp.reducer.record import BucketRecord
+from mpicomp.rounds import Asked, Group, Pending, dense_ring_bytes, observe
 from mpicomp.transport import Transport
 from mpicomp.transport.staging import Staging
 
@@ -89,9 +90,41 @@ class Exchanged:
         self.own_s += seconds
 
 
+class _Watch:
+    """Counts the bytes of a bucket's rounds, and the seconds in them and between them."""
+
+    def __init__(self, clock: Callable[[], float], group: Group, start: float) -> None:
+        self._clock, self._group = clock, group
+        self.last = start  # when the last round ended
+        self.own_s = self.waited_s = self.wire_bytes = self.once_wire_bytes = 0.0
+        self.sent_bytes = 0
+        self.operations: list[str] = []
+        self._asked = start
+
+    def before(self, asked: Asked) -> None:
+        """Note that a round begins."""
+        self._asked = self._clock()
+        self.own_s += self._asked - self.last
+
+    def after(self, asked: Asked) -> None:
+        """Note that it has ended."""
+        self.last = self._clock()
+        self.waited_s += self.last - self._asked
+        if isinstance(asked, Pending):
+            return
+        part = self._group.part(asked.group)
+        assert part is not None
+        self.operations.append(asked.operation)
+        if asked.once:
+            self.once_wire_bytes += asked.wire_bytes(part)
+        else:
+            self.sent_bytes += asked.sent_bytes(part)
+            self.wire_bytes += asked.wire_bytes(part)
+
+
 def exchange(
     bucket: Bucket, gradients: Sequence[Any] | None, conditions: Conditions, ready: float
-) -> Generator[Round, Any, Exchanged]:
+) -> Generator[Asked, Any, Exchanged]:
     """Exchange one bucket, as rounds.
 
     Parameters
@@ -119,37 +152,16 @@ def exchange(
         workspace=bucket.workspace,
     )
     conditions.transport.doing(f"step {conditions.step}, bucket {bucket.index} ('{bucket.members[0].name}' ...)")
-    start = last = clock()
+    start = clock()
+    watch = _Watch(clock, group, start)
     arrays = None
     if gradients is not None:
         host = conditions.staging.host
         arrays = [host(member.name, own) for member, own in zip(bucket.members, gradients, strict=True)]
     accumulated = bucket.accumulate(arrays, conditions.scale)
-    run = plan.scheme.exchange(accumulated, context)
-    own_s = waited_s = wire_bytes = once_wire_bytes = 0.0
-    sent_bytes = 0
-    operations: list[str] = []
-    received: Any = None
-    while True:
-        try:
-            task = run.send(received)
-        except StopIteration as stop:
-            result: Result = stop.value
-            break
-        asked = clock()
-        own_s += asked - last
-        received = yield task
-        last = clock()
-        waited_s += last - asked
-        part = group.part(task.group)
-        assert part is not None
-        operations.append(task.operation)
-        if task.once:
-            once_wire_bytes += task.wire_bytes(part)
-            continue
-        sent_bytes += task.sent_bytes(part)
-        wire_bytes += task.wire_bytes(part)
+    result = yield from observe(plan.scheme.exchange(accumulated, context), watch.before, watch.after)
     end = clock()
+    decode_s = end - watch.last
     begin = time.perf_counter()
     asked_for = conditions.policy.survey(bucket.index) if conditions.plans is None else None
     survey = energies = None
@@ -172,15 +184,16 @@ def exchange(
         ratio=getattr(compressor, "ratio", None),
         ratio_reached=result.kept / bucket.numel,
         gain=result.gain if np.isfinite(result.gain) else None,
-        phases_s={"compress": own_s, "exchange": waited_s, "decode": end - last},
+        phases_s={"compress": watch.own_s, "exchange": watch.waited_s, "decode": decode_s},
         predicted_s=prediction.seconds if prediction else None,
         predicted_phases_s=prediction.phases() if prediction else None,
-        sent_bytes=sent_bytes,
-        wire_bytes=wire_bytes,
+        sent_bytes=watch.sent_bytes,
+        wire_bytes=watch.wire_bytes,
         dense_wire_bytes=dense_ring_bytes(bucket.numel, group.size),
-        rounds=operations,
+        rounds=watch.operations,
         layers=layers,
         code_error=result.code_error if result.code_error is None or np.isfinite(result.code_error) else None,
         energy=result.energy if np.isfinite(result.energy) else None,
     )
-    return Exchanged(plan, result, record, choosing_s, ready, start, end, own_s + end - last, survey, once_wire_bytes)
+    own_s, once = watch.own_s + decode_s, watch.once_wire_bytes
+    return Exchanged(plan, result, record, choosing_s, ready, start, end, own_s, survey, once)

@@ -4,9 +4,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from mpicomp.collectives.round import Group, Round
 from mpicomp.reducer.layers import Layers
-from mpicomp.transport.base import Asked
+from mpicomp.rounds import Asked, Group, Round, observe
 
 Value = TypeVar("Value")
 
@@ -31,18 +30,14 @@ class Tally:
 
     def count(self, exchange: Generator[Asked, Any, Value], group: Group) -> Generator[Asked, Any, Value]:
         """Pass a generator of rounds on, and add the bytes of each."""
-        received: Any = None
-        while True:
-            try:
-                asked = exchange.send(received)
-            except StopIteration as stop:
-                value: Value = stop.value
-                return value
+
+        def add(asked: Asked) -> None:
             part = group.part(asked.group) if isinstance(asked, Round) else None
             if isinstance(asked, Round) and part is not None:
                 self.sent_bytes += asked.sent_bytes(part)
                 self.wire_bytes += asked.wire_bytes(part)
-            received = yield asked
+
+        return (yield from observe(exchange, before=add))
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from mpicomp.reducer.record import StepRecord, Value
 from mpicomp.reducer.step import Core, Loaded, Rounds, Step
 from mpicomp.reducer.stream import Stream
 from mpicomp.reducer.timer import Timer
+from mpicomp.rounds import Asked
 from mpicomp.transport import Transport
-from mpicomp.transport.base import Asked
 from mpicomp.transport.connect import connect
 from mpicomp.transport.interleave import ProgressThread
 

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import Described, describe
-from mpicomp.collectives import Round
 from mpicomp.collectives.scheme import cause_of
 from mpicomp.compressors.base import Entry
 from mpicomp.cost import CostModel
@@ -25,8 +24,8 @@ from mpicomp.reducer.exchange import Conditions, Exchanged, exchange
 from mpicomp.reducer.layout import Layout
 from mpicomp.reducer.record import StepRecord, Tally
 from mpicomp.reducer.timer import Timer
+from mpicomp.rounds import Asked, Round
 from mpicomp.transport import Transport
-from mpicomp.transport.base import Asked
 from mpicomp.transport.staging import Staging
 
 Rounds = Generator[Asked, Any, Any]

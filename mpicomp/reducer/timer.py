@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Pending, Round
 from mpicomp.policies import Policy, Told
-from mpicomp.transport.base import Asked
+from mpicomp.rounds import Asked, Pending, Round
 
 _PER_BUCKET = 4  # numbers of its times
 

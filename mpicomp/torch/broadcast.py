@@ -8,9 +8,9 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
-from mpicomp.collectives import Group, Round
 from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree
+from mpicomp.rounds import Group, Round
 from mpicomp.transport.connect import connect
 
 

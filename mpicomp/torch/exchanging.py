@@ -8,8 +8,8 @@ import torch
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
+from mpicomp.rounds import Asked
 from mpicomp.torch.wrapped import Uncopied
-from mpicomp.transport.base import Asked
 from mpicomp.transport.connect import connect
 
 Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]

@@ -12,15 +12,15 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
-from mpicomp.collectives import Group, Round
 from mpicomp.collectives.rows import mean_of_rows
 from mpicomp.errors import ConfigurationError, DisagreementError, LaunchError, MpicompError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside, Given
 from mpicomp.reducer.stream import Stream
+from mpicomp.rounds import Asked, Group, Round
 from mpicomp.torch.broadcast import as_bytes
-from mpicomp.transport.base import Asked, Value
+from mpicomp.transport.base import Value
 from mpicomp.transport.interleave import ProgressThread
 
 _FLAG = np.dtype(np.uint8)

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Round
+from mpicomp.rounds import Asked, Round
 from mpicomp.torch.broadcast import as_bytes
 from mpicomp.torch.gradients import Gradients
-from mpicomp.transport.base import Asked
 
 _BYTE = np.dtype(np.uint8)
 

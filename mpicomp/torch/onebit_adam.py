@@ -8,8 +8,8 @@ import torch
 from mpicomp.compressors import Dense, OneBit
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
+from mpicomp.rounds import Asked
 from mpicomp.torch.exchanging import Exchanging, Params, gradient_of
-from mpicomp.transport.base import Asked
 
 _LEAST = 0.01  # of the median variance: less is taken for this much, so that a bit cannot move an element far
 

@@ -9,13 +9,12 @@ from numpy.typing import NDArray
 
 from mpicomp.arrays import WORK_DTYPES, Described
 from mpicomp.collectives.gossip import Gossip
-from mpicomp.collectives.graph import Graph, make_graph
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.agreement import Signature, agree, together
+from mpicomp.rounds import Asked, Graph, make_graph
 from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.wrapped import Arguments, Wrapped, unwrap, wrap
 from mpicomp.transport import Transport
-from mpicomp.transport.base import Asked
 from mpicomp.transport.connect import connect
 
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from mpicomp.compressors import CountSketch, Scope
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
+from mpicomp.rounds import Asked
 from mpicomp.torch.exchanging import Exchanging, Params, gradient_of
-from mpicomp.transport.base import Asked
 
 
 class SketchedAMSGrad(Exchanging):

@@ -10,13 +10,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import Group, Pending, Round
 from mpicomp.errors import MpicompError
+from mpicomp.rounds import Asked, Group, Pending, Round, drive
 
 Value = TypeVar("Value")
-
-Asked = Round | Pending
-"""What a generator may yield: a round to be run or started, or one that was started and is now waited for."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +98,14 @@ class Transport(ABC):
         off, see `break_off`.
         """
         begun = False
+
+        def answer(asked: Asked) -> Any:
+            nonlocal begun
+            begun = True
+            return self._answer(asked)
+
         try:
-            asked = next(exchange)
-            while True:
-                begun = True
-                asked = exchange.send(self._answer(asked))
-        except StopIteration as stop:
-            value: Value = stop.value
-            return value
+            return drive(exchange, answer)
         except MpicompError:
             raise
         except BaseException as error:

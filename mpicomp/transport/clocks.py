@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.collectives.round import Group, Round
+from mpicomp.rounds import Group, Round
 from mpicomp.transport.base import Transport
 
 _QUESTIONS = 5  # and one before them, which opens the connection and does not count

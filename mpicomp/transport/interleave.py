@@ -12,9 +12,9 @@ from collections.abc import Generator, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from mpicomp.collectives.round import Pending, Round
 from mpicomp.errors import ClosedError, MpicompError
-from mpicomp.transport.base import Asked, RoundLog, Transport
+from mpicomp.rounds import Asked, Pending, Returned, Round, advance
+from mpicomp.transport.base import RoundLog, Transport
 from mpicomp.transport.naps import Naps
 
 Value = TypeVar("Value")
@@ -131,7 +131,7 @@ class ProgressThread:
     Examples
     --------
     >>> import numpy as np
-    >>> from mpicomp.collectives import Round
+    >>> from mpicomp.rounds import Round
     >>> from mpicomp.transport import LocalWorld
     >>> def total(number):
     ...     send = np.array([number])
@@ -268,17 +268,17 @@ class _Lane:
         try:
             if self._pending is not None and not self._pending.test():
                 return False
-            self._step(job)
-        except StopIteration as stop:
-            self._end().set_result(stop.value)
+            returned = self._step(job)
+            if returned is not None:
+                self._end().set_result(returned.value)
         except BaseException as error:  # it is raised where the job's result is asked for
             if not isinstance(error, MpicompError):
                 self.transport.break_off(error)
             self._end().set_exception(error)
         return True
 
-    def _step(self, job: Job[Any]) -> None:
-        """Take a job to its next round that has to be waited for."""
+    def _step(self, job: Job[Any]) -> Returned[Any] | None:
+        """Take a job to its next round that has to be waited for, or to its end."""
         self.transport.log = job.log
         reply: Any = None
         if self._pending is not None:
@@ -287,7 +287,9 @@ class _Lane:
                 self.transport.note(self._task, time.perf_counter() - self._began)
         self._pending = self._task = None
         while self._pending is None:
-            asked = job.exchange.send(reply)
+            asked = advance(job.exchange, reply)
+            if isinstance(asked, Returned):
+                return asked
             if isinstance(asked, Pending):
                 self._pending = asked
             elif asked.background:
@@ -295,6 +297,7 @@ class _Lane:
             else:
                 self._began = time.perf_counter()
                 self._task, self._pending = asked, self.transport.start(asked)
+        return None
 
     def _end(self) -> Job[Any]:
         self._pending = self._task = None

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import Group, Pending, Round, layout_groups, parts_of
 from mpicomp.errors import MpicompError
-from mpicomp.transport.base import Asked, Transport, Value, received
+from mpicomp.rounds import Asked, Group, Pending, Returned, Round, advance, layout_groups, parts_of
+from mpicomp.transport.base import Transport, Value, received
 
 Network = Callable[[Round, Group], float]
 """Gives the seconds that a round takes a group."""
@@ -121,14 +121,16 @@ class LocalWorld:
         while replies:
             for rank, reply in replies.items():
                 try:
-                    ask = exchanges[rank].send(reply)
+                    ask = advance(exchanges[rank], reply)
                     while isinstance(ask, Pending):
-                        ask = exchanges[rank].send(received(ask.task))
-                    asked[rank] = ask
-                except StopIteration as stop:
-                    values[rank] = stop.value
+                        ask = advance(exchanges[rank], received(ask.task))
                 except Exception as error:
                     failures[rank] = error
+                    continue
+                if isinstance(ask, Returned):
+                    values[rank] = ask.value
+                else:
+                    asked[rank] = ask
             replies = self._perform_met(asked)
         if failures:
             for exchange in exchanges:

@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 from mpi4py import MPI
 
-from mpicomp import abort, launcher
-from mpicomp.collectives.round import ACROSS, HOST, WORLD, Group
 from mpicomp.errors import LaunchError
+from mpicomp.rounds import ACROSS, HOST, WORLD, Group
+from mpicomp.system import abort, launcher
 from mpicomp.transport import mpi_end
 from mpicomp.transport.mpi_lane import MPILane
 from mpicomp.transport.mpi_layout import cores_of_a_rank, hosts_of_ranks, sums_are_identical, takes_naps

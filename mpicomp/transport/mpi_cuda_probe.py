@@ -1,15 +1,15 @@
 """``python -m mpicomp.transport.mpi_cuda_probe``: give MPI a pointer to GPU memory and see whether it survives.
 
 One rank alone sends an array of a device to itself, and sums it. Exit status 0 where it comes out right, 1 where it
-does not, `mpicomp.cuda.NO_GPU` where there is nothing to try it with; a library that reads the pointer as one of the
-host ends the process, which is why `mpicomp.cuda.probe` starts it as a child.
+does not, `mpicomp.system.cuda.NO_GPU` where there is nothing to try it with; a library that reads the pointer as one of
+the host ends the process, which is why `mpicomp.system.cuda.probe` starts it as a child.
 """
 
 import sys
 
 import numpy as np
 
-from mpicomp.cuda import NO_GPU
+from mpicomp.system.cuda import NO_GPU
 from mpicomp.transport.device import Driver, driver
 
 _ELEMENTS = 1 << 18  # libraries take different paths for short and long messages; this is a long one

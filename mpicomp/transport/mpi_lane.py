@@ -7,8 +7,8 @@ from typing import Any
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import WORLD, Group, Pending, Round
 from mpicomp.errors import ClosedError, LaunchError
+from mpicomp.rounds import WORLD, Group, Pending, Round
 from mpicomp.transport.base import Transport, received
 from mpicomp.transport.mpi_pool import ChannelSet, Pool
 from mpicomp.transport.mpi_rounds import Channel, Started

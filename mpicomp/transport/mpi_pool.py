@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpicomp.collectives.round import ACROSS, HOST, WORLD, Group, layout_groups
+from mpicomp.rounds import ACROSS, HOST, WORLD, Group, layout_groups
 from mpicomp.transport.mpi_layout import hosts_of_ranks
 from mpicomp.transport.mpi_rounds import Channel
 from mpicomp.transport.mpi_watch import STALL_S, Watch, check_seconds, lookout, wanted_seconds

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomp.collectives.graph import Graph
-from mpicomp.collectives.round import Pending, Round
+from mpicomp.rounds import Graph, Pending, Round
 from mpicomp.transport.naps import Naps, wait
 
 SEGMENT = 1 << 19

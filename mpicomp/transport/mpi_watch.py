@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from mpicomp import abort
 from mpicomp.errors import ConfigurationError
+from mpicomp.system import abort
 
 STALL_S = 60.0
 _PARTS = 8  # of the stall limit between two looks: a question and its answer take two of them

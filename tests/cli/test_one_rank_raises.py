@@ -12,7 +12,7 @@ from mpicomp.cost import CostModel, Network
 
 SCRIPT = """
 import importlib, sys
-from mpicomp import launcher
+from mpicomp.system import launcher
 from mpicomp.cli import main
 
 place, call, words = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
@@ -61,7 +61,7 @@ def test_the_job_ends_with_its_traceback(mpiexec, ranks, place, call, words):
 
 WORDS_OF_RANKS = """
 import sys
-from mpicomp import launcher
+from mpicomp.system import launcher
 from mpicomp.cli import main
 
 sys.exit(main([word.replace("RANK", str(launcher.detect().rank)) for word in sys.argv[1:]]))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mpicomp.collectives.gossip import Gossip
-from mpicomp.collectives.graph import make_graph
 from mpicomp.errors import NonFiniteError
+from mpicomp.rounds import make_graph
 from mpicomp.transport import LocalWorld
 
 SHAPES = [(6, 9), (5,), (6, 9), (5,), (12, 3, 4), (2, 2), (), (6, 9), (0,)]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mpicomp.collectives.graph import make_graph
 from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.rounds import make_graph
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@ import pytest
 from lockstep import gradients, run
 
 from mpicomp import GlobalRandKMaxNorm, MaxNorm, TernGrad
-from mpicomp.collectives import Group, bind
+from mpicomp.collectives import bind
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.rounds import Group
 
 DTYPES = [np.float32, np.float64]
 SINGLE = np.dtype(np.float32)

@@ -5,8 +5,9 @@ from lockstep import gradients, run
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.collectives import Group, bind, variants
+from mpicomp.collectives import bind, variants
 from mpicomp.errors import NonFiniteError
+from mpicomp.rounds import Group
 
 TIGHT = {"rtol": 1e-11, "atol": 1e-13}
 HEADER = 24  # bytes

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,14 +48,18 @@ OUTPUTS = {
 }
 
 
-def signatures(name: str) -> dict[str, list[str]]:
-    """Return the public names of a module, each with its parameters."""
+def signatures(name: str, names: Iterable[str] | None = None) -> dict[str, list[str]]:
+    """Return the public names of a module, or those that are given, each with its parameters."""
     module = importlib.import_module(name)
-    public = getattr(module, "__all__", None) or [
-        key
-        for key, value in vars(module).items()
-        if not key.startswith("_") and getattr(value, "__module__", None) == name
-    ]
+    public = (
+        names
+        or getattr(module, "__all__", None)
+        or [
+            key
+            for key, value in vars(module).items()
+            if not key.startswith("_") and getattr(value, "__module__", None) == name
+        ]
+    )
     found = {}
     for key in sorted(public):
         value = getattr(module, key)

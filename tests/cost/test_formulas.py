@@ -5,8 +5,8 @@ import pytest
 
 import mpicomp
 from mpicomp.collectives import bind
-from mpicomp.collectives.round import layout_groups
 from mpicomp.cost.formulas import Terms, allgather, broadcast, parameter_server, ring, slowest, terms, tree
+from mpicomp.rounds import layout_groups
 
 RANKS = 8
 ALPHA = 1e-3  # seconds

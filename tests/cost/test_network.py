@@ -7,9 +7,9 @@ import pytest
 
 import mpicomp
 from mpicomp.collectives import bind
-from mpicomp.collectives.round import layout_groups
 from mpicomp.cost.formulas import slowest, terms
 from mpicomp.cost.network import Network, seen_by_some
+from mpicomp.rounds import layout_groups
 
 LATENCY, PER_BYTE = 2e-4, 8e-9
 NOISE = 0.05

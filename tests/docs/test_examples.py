@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import mpicomp
-from mpicomp.collectives import Context, Group
+from mpicomp.collectives import Context
 from mpicomp.compressors import Accumulated
 from mpicomp.compressors.accumulated import TAIL, Piece
 from mpicomp.errors import ConfigurationError
+from mpicomp.rounds import Group
 from mpicomp.transport import LocalWorld
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"

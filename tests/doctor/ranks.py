@@ -1,7 +1,7 @@
 """Ranks as the doctor gathers them, for tests that need many and different ones."""
 
 from mpicomp.doctor.ranks import Rank
-from mpicomp.gpus import Gpu
+from mpicomp.system.gpus import Gpu
 
 VERSIONS = ("mpi_version", "python_version", "mpicomp", "mpi4py", "numpy", "numba", "torch")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpicomp.launcher import protocol, singletons
+from mpicomp.system.launcher import protocol, singletons
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}
 PMI2 = {**STEP, "PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "5"}

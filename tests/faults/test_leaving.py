@@ -310,8 +310,12 @@ training.optimizer.reducer.transport.check_threads(alone=True)
 print(training.optimizer.overlaps, flush=True)
 training.close()
 """
-    level = "import mpi4py\nfrom mpicomp import launcher\nmpi4py.rc.thread_level = 'serialized' if {} else 'multiple'\n"
-    ended = job(3, body, first=level.format("launcher.detect().rank == 1"))
+    first = """
+import mpi4py
+from mpicomp.system import launcher
+mpi4py.rc.thread_level = "serialized" if launcher.detect().rank == 1 else "multiple"
+"""
+    ended = job(3, body, first=first)
     assert ended.returncode == 0, ended.stderr
     assert re.findall("True|False", ended.stdout) == ["False"] * 3
 

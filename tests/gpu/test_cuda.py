@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from mpicomp import cuda
-from mpicomp.cuda import Awareness, cuda_aware, probe
+from mpicomp.system import cuda
+from mpicomp.system.cuda import Awareness, cuda_aware, probe
 
 YES = Awareness(True, "a child process that gave it GPU memory got it back")
 NO = Awareness(False, "a child process that gave it GPU memory was ended by SIGSEGV")
@@ -180,6 +180,6 @@ def test_the_real_child_on_a_gpu():
 
 
 def test_it_starts_no_mpi():
-    code = "import sys, mpicomp.cuda; assert not {'mpi4py', 'numpy'} & set(sys.modules)"
+    code = "import sys, mpicomp.system.cuda; assert not {'mpi4py', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert cuda.PROBE.startswith("mpicomp.transport.mpi_")

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from mpicomp import gpus
 from mpicomp.errors import LaunchError
+from mpicomp.system import gpus
 
 FOUR = "".join(f"GPU {index}: NVIDIA H200 (UUID: GPU-{index}{index}aa)\n" for index in range(4))
 PARTS = """\

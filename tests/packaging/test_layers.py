@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # From the top down. A file may import what stands in its own line and in the lines below.
 LAYERS = [
+    ["mpicomp.abort", "mpicomp.cuda"],  # where these were
     ["mpicomp.cli"],
     ["mpicomp.bench", "mpicomp.doctor"],
     ["mpicomp.torch"],
@@ -16,15 +17,14 @@ LAYERS = [
     ["mpicomp.reducer"],
     ["mpicomp.policies"],
     ["mpicomp.cost"],
-    ["mpicomp.transport"],
     ["mpicomp.collectives"],
-    ["mpicomp.compressors", "mpicomp.arrays"],
-    ["mpicomp.workspace", "mpicomp.registry", "mpicomp.kernels"],
-    ["mpicomp.errors", "mpicomp.launcher", "mpicomp.gpus", "mpicomp.cuda", "mpicomp.abort", "mpicomp._version"],
+    ["mpicomp.compressors", "mpicomp.transport"],
+    ["mpicomp.rounds", "mpicomp.arrays", "mpicomp.workspace", "mpicomp.registry"],
+    ["mpicomp.system", "mpicomp.kernels", "mpicomp.errors", "mpicomp.deprecation", "mpicomp._version"],
 ]
 # Who may import what from outside, at whatever place in the file.
 HOMES = {
-    "mpi4py": ("mpicomp/transport/mpi", "mpicomp/abort.py", "mpicomp/doctor/"),
+    "mpi4py": ("mpicomp/transport/mpi", "mpicomp/system/abort.py", "mpicomp/doctor/"),
     "torch": (
         "mpicomp/torch/",
         "mpicomp/compressors/autoencoder.py",

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import mpicomp
-from mpicomp.collectives.graph import make_graph
 from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError, UnknownNameError
+from mpicomp.rounds import make_graph
 from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")

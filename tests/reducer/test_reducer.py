@@ -7,7 +7,7 @@ import pytest
 from worlds import Link, Ranks
 
 import mpicomp
-from mpicomp.collectives import Group, fitting
+from mpicomp.collectives import fitting
 from mpicomp.errors import (
     ArrayTypeError,
     ClosedError,
@@ -16,6 +16,7 @@ from mpicomp.errors import (
     NonFiniteError,
     UnknownNameError,
 )
+from mpicomp.rounds import Group
 from mpicomp.transport import Transport
 
 COMPRESSORS = [mpicomp.Dense(), mpicomp.Dense(wire="bf16"), mpicomp.Dense(wire="fp16"), mpicomp.TopK(ratio=0.2)]

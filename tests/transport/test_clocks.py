@@ -5,8 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from mpicomp.collectives import Round
-from mpicomp.collectives.round import layout_groups
+from mpicomp.rounds import Round, layout_groups
 from mpicomp.transport import LocalWorld
 from mpicomp.transport.clocks import compare_clocks
 from mpicomp.transport.local import LocalTransport

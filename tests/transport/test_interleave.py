@@ -6,8 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from mpicomp.collectives import Group, Pending, Round
 from mpicomp.errors import ClosedError, MpicompError
+from mpicomp.rounds import Group, Pending, Round
 from mpicomp.transport import LocalWorld, Transport
 from mpicomp.transport.interleave import Interleaver, ProgressThread
 
@@ -199,7 +199,7 @@ def test_rounds_of_several_ranks_in_one_process_go_together():
 LEVELS = """
 import sys
 import numpy as np
-from mpicomp.collectives import Round
+from mpicomp.rounds import Round
 from mpicomp.errors import LaunchError
 from mpicomp.transport.interleave import ProgressThread
 from mpicomp.transport.mpi import MPITransport
@@ -236,7 +236,7 @@ def test_a_thread_needs_its_thread_level(mpiexec, level, alone, said):
 
 LEAVES = """
 import numpy as np
-from mpicomp.collectives import Round
+from mpicomp.rounds import Round
 from mpicomp.transport.interleave import ProgressThread
 from mpicomp.transport.mpi import MPITransport
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from exchanges import DTYPES, LAYOUTS, OPERATIONS, allreduce, at_once, in_the_background
 
-from mpicomp.collectives import Round
 from mpicomp.errors import MessageError
+from mpicomp.rounds import Round
 
 pytestmark = pytest.mark.mpi
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from exchanges import LAYOUTS, at_once, in_the_background
 
-from mpicomp.collectives import Round
 from mpicomp.errors import MpicompError
+from mpicomp.rounds import Round
 from mpicomp.transport import LocalWorld
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpicomp.collectives import Round
+from mpicomp.rounds import Round
 
 pytestmark = pytest.mark.mpi
 DTYPES = [np.uint8, np.uint32, np.int64, np.uint64, np.float32, np.float64]

@@ -8,7 +8,7 @@ import pytest
 SCRIPT = """
 import sys, time
 import numpy as np
-from mpicomp.collectives import Round
+from mpicomp.rounds import Round
 from mpicomp.transport.mpi import MPITransport
 
 transport = MPITransport()

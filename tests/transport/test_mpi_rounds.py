@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from exchanges import LAYOUTS, at_once, in_the_background, of
 
-from mpicomp.collectives import Round
 from mpicomp.errors import ClosedError
+from mpicomp.rounds import Round
 
 pytestmark = pytest.mark.mpi
 

@@ -12,8 +12,8 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mpicomp import launcher
 from mpicomp.errors import LaunchError
+from mpicomp.system import launcher
 
 _MASK = "CUDA_VISIBLE_DEVICES"
 _ASK = "ask the job for one (Slurm: --gpus-per-task=1, or --gres=gpu:1 for a node)"

@@ -1,0 +1,25 @@
+"""Rounds: what schemes ask of transports, for which ranks, and how generators of them are run. No MPI."""
+
+from mpicomp.rounds.drive import Returned, advance, drive, observe
+from mpicomp.rounds.graph import Graph, make_graph
+from mpicomp.rounds.group import ACROSS, HOST, WORLD, Group, layout_groups, parts_of
+from mpicomp.rounds.round import Asked, Pending, Round, dense_ring_bytes
+
+__all__ = [
+    "ACROSS",
+    "HOST",
+    "WORLD",
+    "Asked",
+    "Graph",
+    "Group",
+    "Pending",
+    "Returned",
+    "Round",
+    "advance",
+    "dense_ring_bytes",
+    "drive",
+    "layout_groups",
+    "make_graph",
+    "observe",
+    "parts_of",
+]

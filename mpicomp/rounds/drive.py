@@ -1,0 +1,66 @@
+"""Generators of rounds: taken one round on, run to their end, or looked at on the way."""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from mpicomp.rounds.round import Asked
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Returned(Generic[Value]):
+    """The end of a generator, with what it returned."""
+
+    value: Value
+
+
+def advance(exchange: Generator[Asked, Any, Value], reply: Any = None) -> Asked | Returned[Value]:
+    """Take a generator to its next round with the reply to its last one; ``None`` begins it."""
+    try:
+        return exchange.send(reply)
+    except StopIteration as stop:
+        return Returned(stop.value)
+
+
+def drive(exchange: Generator[Asked, Any, Value], answer: Callable[[Asked], Any]) -> Value:
+    """Run a generator to its end and return what it returns.
+
+    Parameters
+    ----------
+    exchange : generator
+        Yields rounds.
+    answer : callable
+        Runs a round and returns the reply: what was received, or a `Pending` for a round in the background.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpicomp.rounds import Round
+    >>> def total(number):
+    ...     received = yield Round("allreduce", (1,), np.dtype("f8"), send=np.array([number]), recv=np.empty(1))
+    ...     return received.tolist()
+    >>> drive(total(2.0), lambda task: 3 * task.send)  # as among three ranks
+    [6.0]
+    """
+    asked = advance(exchange)
+    while not isinstance(asked, Returned):
+        asked = advance(exchange, answer(asked))
+    return asked.value
+
+
+def observe(
+    exchange: Generator[Asked, Any, Value],
+    before: Callable[[Asked], None] | None = None,
+    after: Callable[[Asked], None] | None = None,
+) -> Generator[Asked, Any, Value]:
+    """Pass a generator's rounds on, with a call before each and one after it. As rounds."""
+    reply: Any = None
+    while not isinstance(asked := advance(exchange, reply), Returned):
+        if before is not None:
+            before(asked)
+        reply = yield asked
+        if after is not None:
+            after(asked)
+    return asked.value

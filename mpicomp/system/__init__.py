@@ -1,0 +1,1 @@
+"""What this process finds itself in: its launcher, its end, its GPUs."""

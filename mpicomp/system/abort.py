@@ -1,0 +1,276 @@
+"""End the whole job when one rank fails, so that the others do not wait for it forever.
+
+An MPI job in which one rank stops with an error hangs: the others sit in a collective that will never be
+complete, and often the traceback is not even shown. `install` sets hooks that print it and end the job.
+It is called when MPI is first used. ``sys.exit`` alone is replaced as soon as this module is imported, in
+processes that a launcher started as one of several: in ``sys.exit(main())`` Python looks the function up
+before it calls ``main``. Until `install` was called, the replacement does what the original does.
+
+What is covered on a job of several ranks:
+
+- an uncaught exception in the main thread or in a thread;
+- ``sys.exit(status)``, ``exit(status)`` and ``quit(status)`` with a status other than 0 on some of the ranks.
+  Ranks that all leave with such a status within a second end in the ordinary way.
+
+What is not: ``raise SystemExit(3)`` written out, and a ``sys.exit`` that was looked up before this module was
+imported (nothing in Python can see their status in time; start such a program with ``python -m mpi4py``), and
+an ``excepthook`` that someone sets later and that does not call the one before it. A rank that is killed or
+calls ``os._exit`` is noticed by the launcher, not by this module.
+
+``MPICOMP_ABORT=0`` in the environment turns all of it off.
+"""
+
+from __future__ import annotations
+
+import _sitebuiltins
+import atexit
+import contextlib
+import faulthandler
+import io
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn
+
+from mpicomp.system import launcher
+
+GRACE_S = 1.0  # how long a rank that leaves with an error waits for the others to do the same
+LAST_WORDS_S = 0.25  # how long the launcher has to pass on what was printed: it drops the rest
+LIMIT_S = 10.0  # after this long, a rank that tries to end the job is ended the hard way
+_STATUS: Any = SystemExit.__dict__["code"]  # where a SystemExit keeps it
+_TAG = 32749  # below the 32767 that every MPI must allow
+
+_installed_in: int | None = None  # the process that installed the hooks; a forked child is another one
+_met: bool | None = None  # whether all the ranks have said that they leave; None if nobody asked
+_pending: list[Any] = []  # requests, and buffers that MPI may still read
+
+
+def running() -> Any:
+    """Return ``mpi4py.MPI`` if MPI is initialised and not yet finalised in this process, else None.
+
+    It never initialises MPI: the module is looked up, not imported.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return None
+    return mpi
+
+
+def install() -> bool:
+    """Set the hooks that end the job when this rank fails.
+
+    To be called once MPI is up; it costs no communication, and calling it again does nothing. On a job of
+    one rank, where nobody waits, it does nothing either.
+
+    Returns
+    -------
+    bool
+        Whether the hooks are set.
+    """
+    global _installed_in
+    if not wanted():
+        return False
+    if _installed_in == os.getpid():
+        return True
+    import mpi4py.MPI  # noqa: F401  (this initialises MPI, unless the program has said that it will do so)
+
+    mpi = running()
+    if mpi is None or mpi.COMM_WORLD.Get_size() == 1:
+        return False
+    _installed_in = os.getpid()
+    _hook_main(sys.excepthook)
+    _hook_threads(threading.excepthook)
+    _replace_exit()
+    return True
+
+
+def end_job(status: int) -> None:
+    """End every rank of the job with this status; without MPI running, return."""
+    mpi = running()
+    if mpi is None:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        # A stream that is closed or broken must not keep the job from ending.
+        with contextlib.suppress(Exception):
+            stream.flush()
+    if isinstance(sys.stderr, io.StringIO):
+        # The hook of torch.distributed collects what this one prints, and would pass it on when it is too late.
+        with contextlib.suppress(Exception):
+            print(sys.stderr.getvalue(), end="", file=sys.__stderr__, flush=True)
+    # MPI_Abort may itself get stuck behind another thread's call. This timer needs neither the interpreter
+    # nor its lock.
+    with contextlib.suppress(Exception):
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__ or 2)
+    time.sleep(LAST_WORDS_S)
+    mpi.COMM_WORLD.Abort(status)
+    # MPICH tells the launcher and returns. Until the launcher's signal comes, this thread must not go on.
+    time.sleep(LIMIT_S)
+    os._exit(status)
+
+
+def meet(note: bytes = b"", limit_s: float = GRACE_S) -> dict[int, bytes]:
+    """Tell the other ranks that this one leaves with an error, and wait a moment for them to say so too.
+
+    It is no collective operation: a rank may call it alone. When all of them come, the job needs no abort and
+    the exit of each is an ordinary one.
+
+    Parameters
+    ----------
+    note
+        What to tell the others, a few bytes.
+    limit_s
+        How long to wait.
+
+    Returns
+    -------
+    dict
+        Rank to note, of this rank and those that came in time.
+    """
+    global _met
+    mpi = running()
+    if mpi is None:
+        return {}
+    comm = mpi.COMM_WORLD
+    size, rank = comm.Get_size(), comm.Get_rank()
+    notes = {rank: note}
+    _met = False
+    if mpi.Query_thread() != mpi.THREAD_MULTIPLE and threading.active_count() > 1:
+        return notes
+    for peer in range(size):
+        if peer != rank:
+            _pending.append((note, comm.Isend([note, mpi.BYTE], dest=peer, tag=_TAG)))
+    deadline = time.monotonic() + limit_s
+    state = mpi.Status()
+    while len(notes) < size:
+        if comm.Iprobe(source=mpi.ANY_SOURCE, tag=_TAG, status=state):
+            received = bytearray(state.Get_count(mpi.BYTE))
+            comm.Recv([received, mpi.BYTE], source=state.Get_source(), tag=_TAG)
+            notes[state.Get_source()] = bytes(received)
+        elif time.monotonic() > deadline:
+            return notes
+        else:
+            time.sleep(0.001)
+    _met = True
+    return notes
+
+
+def wanted() -> bool:
+    """Tell whether the job is to be ended where a rank fails: ``MPICOMP_ABORT`` is not 0."""
+    return os.environ.get("MPICOMP_ABORT") != "0"
+
+
+def _here() -> bool:
+    """Whether this is the process that installed the hooks, with MPI up. A forked child must not call MPI."""
+    return _installed_in == os.getpid() and running() is not None
+
+
+def _announce(text: str) -> None:
+    comm = running().COMM_WORLD
+    with contextlib.suppress(Exception):
+        print(f"mpicomp: rank {comm.Get_rank()} of {comm.Get_size()}: {text}", file=sys.stderr, flush=True)
+
+
+def _hook_main(previous: Callable[..., Any]) -> None:
+    def hook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        if not _here():
+            previous(kind, value, traceback)
+            return
+        try:
+            _announce("uncaught exception, ending the job")
+            previous(kind, value, traceback)
+        finally:
+            end_job(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = hook
+
+
+def _hook_threads(previous: Callable[..., Any]) -> None:
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        # SystemExit ends a thread and nothing else.
+        if not _here() or issubclass(arguments.exc_type, SystemExit):
+            previous(arguments)
+            return
+        try:
+            name = arguments.thread.name if arguments.thread else "unknown"
+            _announce(f"uncaught exception in thread {name}, ending the job")
+            previous(arguments)
+        finally:
+            end_job(1)
+
+    threading.excepthook = hook
+
+
+class _Exit(SystemExit):
+    """A SystemExit that knows when the interpreter acts on it.
+
+    Whether the exception that ``sys.exit`` raises ends the program or is caught somewhere is only known when
+    the interpreter reads its status, to hand it to the operating system. It does so when every frame is gone,
+    and that is what tells this reader from all others.
+    """
+
+    @property
+    def code(self) -> Any:
+        code = _STATUS.__get__(self)
+        if sys._getframe().f_back is None:
+            _leave(code)
+        return code
+
+    @code.setter
+    def code(self, value: Any) -> None:
+        _STATUS.__set__(self, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SystemExit, self.args
+
+
+_Exit.__name__ = _Exit.__qualname__ = "SystemExit"
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    """Exit the interpreter by raising SystemExit(status), as the function of this name in sys does."""
+    # Only the main thread ends the program. In the others, threading looks for this very class, not for ours.
+    kind = _Exit if threading.current_thread() is threading.main_thread() else SystemExit
+    # Like the original: a tuple is the arguments, not the status.
+    raise kind(*status) if isinstance(status, tuple) else kind(status)
+
+
+def _leave(code: Any) -> None:
+    """Make sure that the job ends if this rank leaves it with an error.
+
+    This is called as the interpreter begins to exit, when the exception has passed all the user's handlers.
+    Threads are joined, exit handlers run and streams are flushed after this and before mpi4py ends MPI, so
+    the end of the job is only prepared here.
+    """
+    status = code & 0xFF if isinstance(code, int) else 0 if code is None else 1
+    if status == 0 or _met or not _here():
+        return
+    mpi = running()
+    everyone = False
+    try:
+        everyone = _met is None and len(meet()) == mpi.COMM_WORLD.Get_size()
+        if not everyone:
+            _announce(f"left with status {status} while other ranks go on, ending the job")
+            # mpi4py ends the job with this status where it would wait for the others in MPI_Finalize.
+            mpi._set_abort_status(status)
+            # This handler comes after a message that is the status has been printed, and before the end.
+            atexit.register(time.sleep, LAST_WORDS_S)
+    finally:
+        if not everyone:
+            # An exit handler or a thread that waits for the other ranks would keep it from getting there.
+            timer = threading.Timer(GRACE_S, end_job, [status])
+            timer.daemon = True
+            timer.start()
+
+
+def _replace_exit() -> None:
+    sys.exit = _exit
+    # exit() and quit() raise the SystemExit they find in their own module. Nobody catches anything there.
+    _sitebuiltins.SystemExit = _Exit  # type: ignore[attr-defined]
+
+
+_launch = launcher.detect()
+if _launch is not None and _launch.size > 1 and wanted():
+    _replace_exit()

@@ -1,0 +1,219 @@
+"""Whether the MPI library may be given pointers to GPU memory.
+
+A wrong yes ends in a segmentation fault and a wrong no in a copy through the host: only what is certain is a yes. A
+library that was built for CUDA is not enough, as it may be told at run time to do without; what says so is looked at
+before the library is asked. Nothing here starts MPI.
+"""
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_OVERRIDE = "MPICOMP_CUDA_AWARE"
+_ADVICE = f"{_OVERRIDE}=1 overrules this"
+_OFF = ("0", "false", "no", "off", "disable", "disabled")
+# What launchers leave for the processes of a job, which the child is not one of.
+_LAUNCHERS = ("PMI", "PMIX_", "OMPI_COMM_", "OMPI_FILE_", "MPI_LOCAL", "HYD", "PRTE_", "SLURM_", "PALS_")
+NO_GPU = 3
+"""Exit status of a probe that found no GPU to try it with."""
+PROBE = "mpicomp.transport.mpi_cuda_probe"
+
+
+class Awareness(NamedTuple):
+    """Whether MPI takes pointers to GPU memory, and how that is known."""
+
+    value: bool
+    reason: str
+
+
+def cuda_aware(
+    vendor: str | None,
+    path: str | None,
+    environ: Mapping[str, str] | None = None,
+    version: str = "",
+    loaded: Iterable[str] | None = None,
+    probed: Awareness | None = None,
+) -> Awareness:
+    """Say whether the MPI library may be given pointers to GPU memory, and how that is known.
+
+    Asked in this order, and the first that knows is believed: ``MPICOMP_CUDA_AWARE=0/1``; settings that turn it off;
+    a probe that failed; the loaded library; Cray's and Open MPI's own ways. Where nobody knows, it is no.
+
+    Parameters
+    ----------
+    vendor
+        The first item of ``mpi4py.MPI.get_vendor()``.
+    path
+        The file of the library that is loaded. MPI has to be initialised.
+    environ
+        The environment; that of this process when it is not given.
+    version
+        ``mpi4py.MPI.Get_library_version()``.
+    loaded
+        The lines of a ``/proc/self/maps``; those of this process when not given.
+    probed
+        What `probe` gave before MPI was initialised.
+
+    Examples
+    --------
+    >>> cuda_aware("MPICH", None, {"MPICOMP_CUDA_AWARE": "1"})
+    Awareness(value=True, reason='MPICOMP_CUDA_AWARE=1 says so')
+    """
+    environ = os.environ if environ is None else environ
+    asked = environ.get(_OVERRIDE, "").strip()
+    if asked in ("0", "1"):
+        return Awareness(asked == "1", f"{_OVERRIDE}={asked} says so")
+    if asked:
+        return Awareness(False, f"{_OVERRIDE} must be 0 or 1, got '{asked}', which counts as 0")
+    if vendor is None or path is None:
+        return Awareness(False, f"which MPI library is loaded is not known; {_ADVICE}")
+    cray = "CRAY" in f"{vendor} {version}".upper()
+    off = _turned_off(vendor, cray, environ)
+    if off is not None:
+        return Awareness(False, off)
+    if probed is not None and not probed.value:
+        return probed
+    answer = _query(path)
+    if answer is not None:
+        return Awareness(answer, f"the loaded {vendor} library was asked{_and(probed)}")
+    if cray and any("libmpi_gtl_cuda" in line for line in _maps(loaded)):
+        return Awareness(True, f"MPICH_GPU_SUPPORT_ENABLED=1, and Cray's libmpi_gtl_cuda is loaded{_and(probed)}")
+    if vendor == "Open MPI":
+        answer = _ompi_info(path)
+        if answer is not None:
+            return Awareness(answer, f"ompi_info was asked{_and(probed)}")
+    return Awareness(False, f"the library does not say{_but(probed)}; {_ADVICE}")
+
+
+def _and(probed: Awareness | None) -> str:
+    return "" if probed is None else f", and {probed.reason}"
+
+
+def _but(probed: Awareness | None) -> str:
+    # It has sent to itself alone: the way to others may be one that knows no GPUs.
+    return "" if probed is None else f" ({probed.reason}, which tells nothing of other ranks)"
+
+
+def _turned_off(vendor: str, cray: bool, environ: Mapping[str, str]) -> str | None:
+    """Give the setting for which a library takes no GPU memory, however it was built; None if there is none."""
+    if cray and environ.get("MPICH_GPU_SUPPORT_ENABLED", "").strip() != "1":
+        return "Cray MPICH takes GPU memory with MPICH_GPU_SUPPORT_ENABLED=1 only, and that is not set"
+    if vendor.startswith("MVAPICH") and not any(
+        environ.get(name, "").strip() == "1" for name in ("MV2_USE_CUDA", "MVP_USE_CUDA")
+    ):
+        return "MVAPICH takes GPU memory with MV2_USE_CUDA=1 (MVP_USE_CUDA=1) only, and that is not set"
+    switches = ["MPIR_CVAR_ENABLE_GPU"]
+    if vendor == "Open MPI":
+        switches = ["OMPI_MCA_opal_cuda_support", "OMPI_MCA_mpi_cuda_support"]
+    for name in switches:
+        if environ.get(name, "").strip().lower() in _OFF:
+            return f"{name}={environ[name]} turns it off"
+    if not _ucx_takes_cuda(environ.get("UCX_TLS", "all")):
+        return f"UCX_TLS={environ['UCX_TLS']} leaves out cuda"
+    return None
+
+
+def _ucx_takes_cuda(transports: str) -> bool:
+    """Tell whether a list of UCX's transports, or of those that are left out (``^``), lets it touch GPU memory."""
+    without = transports.strip().startswith("^")
+    names = [name.strip().lstrip("\\") for name in transports.strip().lstrip("^").split(",")]
+    named = any(name in ("cuda", "cuda_copy") for name in names)
+    return not named if without else named or "all" in names
+
+
+def _query(path: str) -> bool | None:
+    """Ask the loaded library itself whether it takes pointers to CUDA memory; None if it has no answer."""
+    try:
+        library = ctypes.CDLL(path)  # loaded already: this gives the same copy
+    except OSError:
+        return None
+    if hasattr(library, "MPIX_Query_cuda_support"):  # Open MPI and MPICH
+        return bool(library.MPIX_Query_cuda_support())
+    if hasattr(library, "MPIX_GPU_query_support"):  # relatives of MPICH; 0 stands for CUDA
+        answer = ctypes.c_int(0)
+        if library.MPIX_GPU_query_support(0, ctypes.byref(answer)) == 0:
+            return bool(answer.value)
+    return None
+
+
+def _maps(lines: Iterable[str] | None) -> Iterable[str]:
+    if lines is not None:
+        return lines
+    try:
+        return Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return ()
+
+
+def _ompi_info(path: str) -> bool | None:
+    """Ask Open MPI's own tool, for versions whose library has no answer."""
+    tool = Path(path).parent.parent / "bin" / "ompi_info"
+    try:
+        command = [str(tool), "--parsable", "--all"]
+        text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"opal_built_with_cuda_support:value:(true|false)", text)
+    return None if found is None else found[1] == "true"
+
+
+def probe(
+    command: Sequence[str] = (sys.executable, "-m", PROBE),
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+) -> Awareness | None:
+    """Have a child process give MPI a pointer to GPU memory, and say what became of it.
+
+    The child is an MPI job of its own with one rank, so what fails is known for certain, and what works says nothing
+    of the way to other ranks. It starts a process: call it before MPI is initialised, and on one rank of a host.
+
+    Parameters
+    ----------
+    command
+        The child's.
+    environ
+        The environment; that of this process when it is not given. The child gets it without what a launcher has put
+        in.
+    timeout_s
+        Seconds for the child; a library that waits for what it cannot reach would wait forever.
+
+    Returns
+    -------
+    Awareness or None
+        None where there is no GPU to try it with.
+
+    Examples
+    --------
+    >>> probe([sys.executable, "-c", "import os; os.abort()"])
+    Awareness(value=False, reason='a child process that gave it GPU memory was ended by SIGABRT')
+    """
+    given = os.environ if environ is None else environ
+    own = {name: value for name, value in given.items() if not name.startswith(_LAUNCHERS)}
+    try:
+        ended = subprocess.run(
+            command, env=own, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
+        )
+    except OSError as error:
+        return Awareness(False, f"a child process that was to try it did not start: {error}")
+    except subprocess.TimeoutExpired:
+        return Awareness(False, f"a child process that gave it GPU memory had not ended after {timeout_s:g} s")
+    if ended.returncode == 0:
+        return Awareness(True, "a child process that gave it GPU memory got it back")
+    if ended.returncode == NO_GPU:
+        return None
+    return Awareness(False, f"a child process that gave it GPU memory {_how(ended.returncode)}")
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
