@@ -10,7 +10,7 @@ from typing import Any
 from mpicomp.bench.jobs import DONE, FAILED, Folder, Job, Start, on_one_host, read_json, read_lines
 from mpicomp.bench.jobs import Finished as Ended
 
-from mpicomp.compressors.lgc import LGC
+from mpicomp.algorithms.lgc import LGC
 
 DENSE = "dense"
 STEPS = 900

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from mpicomp.algorithms.lgc import LGC
 from mpicomp.collectives import bind
 from mpicomp.compressors import get_compressor
-from mpicomp.compressors.lgc import LGC
 from mpicomp.rounds import Group
 
 _DTYPE = np.dtype(np.float32)

@@ -8,7 +8,7 @@ from mpicomp.bench.learned import DENSE, GOALS, Finished, Runner, Training
 from mpicomp.bench.learned_bytes import coded_bytes
 from mpicomp.bench.seeds import cell, finite, mean, mean_and_deviation
 
-from mpicomp.compressors.lgc import LGC
+from mpicomp.algorithms.lgc import LGC
 
 _TOPK = "topk"  # whose bytes are what others are fewer than
 

@@ -12,25 +12,26 @@ from mpicomp.system import abort as _abort  # noqa: F401 (puts itself in front o
 
 if TYPE_CHECKING:
     from mpicomp import torch
+    from mpicomp.algorithms.countsketch import CountSketch
+    from mpicomp.algorithms.fetchsgd import FetchSGD
+    from mpicomp.algorithms.lgc import LGC
+    from mpicomp.algorithms.powersgd import PowerSGD
+    from mpicomp.algorithms.signsgd import SignSGD
     from mpicomp.checkpoint import load_checkpoint, save_checkpoint
     from mpicomp.collectives import list_collectives
     from mpicomp.compressors import (
         DGC,
-        LGC,
         QSGD,
         BlockRandomK,
         Compressor,
-        CountSketch,
         Dense,
         EFSign,
-        FetchSGD,
         GaussianK,
         GlobalRandKMaxNorm,
         MaxNorm,
         MSTopK,
         Natural,
         OneBit,
-        PowerSGD,
         Quantiser,
         RandomK,
         RedSync,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
         SharedQuantiser,
         SharedSparsifier,
         SIDCo,
-        SignSGD,
         Sparsifier,
         TernGrad,
         Threshold,
@@ -52,17 +52,18 @@ if TYPE_CHECKING:
     from mpicomp.errors import MpicompError
     from mpicomp.policies import get_policy, list_policies, register_policy
     from mpicomp.reducer import BucketRecord, Reducer, StepRecord, allreduce
+    from mpicomp.registry import register
     from mpicomp.system.gpus import local_device
 
 _HOMES = {
     "BlockRandomK": "mpicomp.compressors",
     "BucketRecord": "mpicomp.reducer",
     "Compressor": "mpicomp.compressors",
-    "CountSketch": "mpicomp.compressors",
+    "CountSketch": "mpicomp.algorithms.countsketch",
     "DGC": "mpicomp.compressors",
-    "LGC": "mpicomp.compressors",
+    "LGC": "mpicomp.algorithms.lgc",
     "Dense": "mpicomp.compressors",
-    "FetchSGD": "mpicomp.compressors",
+    "FetchSGD": "mpicomp.algorithms.fetchsgd",
     "EFSign": "mpicomp.compressors",
     "GaussianK": "mpicomp.compressors",
     "GlobalRandKMaxNorm": "mpicomp.compressors",
@@ -71,7 +72,7 @@ _HOMES = {
     "MpicompError": "mpicomp.errors",
     "Natural": "mpicomp.compressors",
     "OneBit": "mpicomp.compressors",
-    "PowerSGD": "mpicomp.compressors",
+    "PowerSGD": "mpicomp.algorithms.powersgd",
     "QSGD": "mpicomp.compressors",
     "Quantiser": "mpicomp.compressors",
     "RandomK": "mpicomp.compressors",
@@ -82,7 +83,7 @@ _HOMES = {
     "Selection": "mpicomp.compressors",
     "SharedQuantiser": "mpicomp.compressors",
     "SharedSparsifier": "mpicomp.compressors",
-    "SignSGD": "mpicomp.compressors",
+    "SignSGD": "mpicomp.algorithms.signsgd",
     "Sparsifier": "mpicomp.compressors",
     "StepRecord": "mpicomp.reducer",
     "TernGrad": "mpicomp.compressors",
@@ -98,6 +99,7 @@ _HOMES = {
     "register_policy": "mpicomp.policies",
     "load_checkpoint": "mpicomp.checkpoint",
     "local_device": "mpicomp.system.gpus",
+    "register": "mpicomp.registry",
     "register_compressor": "mpicomp.compressors",
     "save_checkpoint": "mpicomp.checkpoint",
 }
@@ -146,6 +148,7 @@ __all__ = [
     "list_policies",
     "load_checkpoint",
     "local_device",
+    "register",
     "register_compressor",
     "register_policy",
     "save_checkpoint",

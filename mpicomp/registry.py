@@ -1,12 +1,41 @@
-"""A registry: a name gives a class, a configuration gives an object."""
+"""One register for compressors, collectives, policies and training tasks, built in or a user's own.
 
-from collections.abc import Mapping
+A class is registered where it is defined. Built-in ones stand in packages whose modules are all imported at the first
+look-up, and so are plugins: a new one is one file, and nothing else names it.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from mpicomp import plugins
 from mpicomp.errors import ConfigurationError, UnknownNameError
 
 Object = TypeVar("Object")
 Class = TypeVar("Class", bound=type)
+
+
+def register(cls: Class) -> Class:
+    """Make a compressor, collective, policy or training task known by its name; use it as a decorator.
+
+    Parameters
+    ----------
+    cls : type
+        Derived from `mpicomp.Compressor`, `mpicomp.collectives.Scheme`, `mpicomp.policies.Policy` or
+        `mpicomp.bench.tasks.Task`, which tell what kind it is. The name is its ``id``; a task's is its ``name``.
+
+    Raises
+    ------
+    ConfigurationError
+        Where it is of no known kind, has no name, or another class has that id.
+    """
+    kind = getattr(cls, "kind", None)
+    if kind not in REGISTRIES:
+        raise ConfigurationError(
+            f"register: {cls!r} is neither a Compressor, a Scheme, a Policy nor a Task; derive it from one of them"
+        )
+    return REGISTRIES[kind].register(cls)
 
 
 class Registry(Generic[Object]):
@@ -15,22 +44,25 @@ class Registry(Generic[Object]):
     Parameters
     ----------
     kind : str
-        What they are, for messages.
+        What they are, for messages; their attribute ``kind``.
+    packages : sequence of str
+        Where built-in ones are: all modules of these packages are imported at the first look-up.
+    key : str
+        The attribute with a class's name.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, packages: Sequence[str], key: str = "id") -> None:
         self._kind = kind
+        self._key = key
+        self._packages = packages
+        self._loaded = False
         self._classes: dict[str, Any] = {}
 
     def register(self, cls: Class) -> Class:
-        """Take up a class.
-
-        Raises
-        ------
-        ConfigurationError
-            Where another class has that id.
-        """
-        name = cls.id  # type: ignore[attr-defined]
+        """Take up a class; see `register`."""
+        name = getattr(cls, self._key, None)
+        if not isinstance(name, str):
+            raise ConfigurationError(f"{self._kind}: {cls.__qualname__} needs {self._key}, a string, got {name!r}")
         other = self._classes.setdefault(name, cls)
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ConfigurationError(f"{self._kind}: '{name}' is already {other.__module__}.{other.__qualname__}")
@@ -58,15 +90,39 @@ class Registry(Generic[Object]):
         return built
 
     def names(self) -> list[str]:
-        """Give all names, sorted."""
+        """Return all names, sorted."""
+        self._load()
         return sorted(self._classes)
 
     def cls(self, name: str) -> type[Object]:
-        """Give the class behind a name."""
+        """Return the class behind a name."""
         found: type[Object] = self._class(name)
         return found
 
+    def classes(self) -> list[type[Object]]:
+        """Return all classes, in the order of their names."""
+        return [self._classes[name] for name in self.names()]
+
     def _class(self, name: str) -> Any:
+        self._load()
         if name not in self._classes:
             raise UnknownNameError(self._kind, name, self._classes)
         return self._classes[name]
+
+    def _load(self) -> None:
+        """Import what registers classes, once. What is imported may look names up itself."""
+        if self._loaded:
+            return
+        self._loaded = True
+        for name in self._packages:
+            package = importlib.import_module(name)
+            for found in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{name}.{found.name}")
+        plugins.load_all()
+
+
+COMPRESSORS: Registry[Any] = Registry("compressor", ["mpicomp.compressors", "mpicomp.algorithms"])
+COLLECTIVES: Registry[Any] = Registry("collective", ["mpicomp.collectives", "mpicomp.algorithms"])
+POLICIES: Registry[Any] = Registry("policy", ["mpicomp.policies"])
+TASKS: Registry[Any] = Registry("task", ["mpicomp.bench.tasks"], key="name")
+REGISTRIES = {"compressor": COMPRESSORS, "collective": COLLECTIVES, "policy": POLICIES, "task": TASKS}

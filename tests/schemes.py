@@ -9,7 +9,7 @@ import mpicomp
 from mpicomp.collectives import fitting
 
 
-@mpicomp.register_compressor
+@mpicomp.register
 @dataclass(frozen=True)
 class Above(mpicomp.Sparsifier):
     """What a user might write: everything above a fixed magnitude, possibly nothing."""

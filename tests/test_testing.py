@@ -9,6 +9,7 @@ from schemes import OWN, UNBIASED, USERS
 
 import mpicomp
 from mpicomp.compressors import SharedSparsifier
+from mpicomp.registry import COMPRESSORS
 from mpicomp.testing import check_compressor, checks
 
 ALL = [
@@ -31,16 +32,13 @@ def test_every_registered_compressor_is_tested():
 @pytest.fixture
 def registry(monkeypatch):
     """Names that are registered in a test are gone after it."""
-    from mpicomp.compressors import registry
-
-    known = registry._registry
-    monkeypatch.setattr(known, "_classes", dict(known._classes))
+    monkeypatch.setattr(COMPRESSORS, "_classes", dict(COMPRESSORS._classes))
 
 
 def broken(change):
     """A top-k with one thing wrong with it."""
 
-    @mpicomp.register_compressor
+    @mpicomp.register
     @dataclass(frozen=True)
     class Broken(mpicomp.TopK):
         id: ClassVar[str] = "test-broken"
@@ -118,7 +116,7 @@ def test_what_is_wrong_is_found(change, law, message):
 
 @pytest.mark.usefixtures("registry")
 def test_positions_that_differ_between_ranks():
-    @mpicomp.register_compressor
+    @mpicomp.register
     @dataclass(frozen=True)
     class Own(SharedSparsifier):
         id: ClassVar[str] = "test-own"
@@ -136,7 +134,7 @@ def test_positions_that_differ_between_ranks():
 
 @pytest.mark.usefixtures("registry")
 def test_feedback_that_does_not_contract():
-    @mpicomp.register_compressor
+    @mpicomp.register
     @dataclass(frozen=True)
     class Scaled(SharedSparsifier):
         id: ClassVar[str] = "test-scaled"
@@ -157,7 +155,7 @@ def test_feedback_that_does_not_contract():
 
 @pytest.mark.usefixtures("registry")
 def test_what_is_not_right_on_the_average():
-    @mpicomp.register_compressor
+    @mpicomp.register
     @dataclass(frozen=True)
     class Nearest(mpicomp.QSGD):
         """Says that it rounds at random, and does not."""
@@ -167,7 +165,7 @@ def test_what_is_not_right_on_the_average():
         def pack(self, array, message, sent, key):
             return mpicomp.QSGD(rounding="nearest").pack(array, message, sent, key)
 
-    @mpicomp.register_compressor
+    @mpicomp.register
     @dataclass(frozen=True)
     class Shrinking(mpicomp.Natural):
         """Right but for a hundredth, towards zero."""
@@ -185,7 +183,7 @@ def test_what_is_not_right_on_the_average():
 
 @pytest.mark.usefixtures("registry")
 def test_random_rounding_that_does_not_contract_on_the_average():
-    @mpicomp.register_compressor
+    @mpicomp.register
     @dataclass(frozen=True)
     class Coarse(mpicomp.QSGD):
         id: ClassVar[str] = "test-coarse"
@@ -201,7 +199,7 @@ def test_random_rounding_that_does_not_contract_on_the_average():
 
 @pytest.mark.usefixtures("registry")
 def test_a_parameter_without_a_default():
-    @mpicomp.register_compressor
+    @mpicomp.register
     @dataclass(frozen=True)
     class Bare(mpicomp.TopK):
         id: ClassVar[str] = "test-bare"

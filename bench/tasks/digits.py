@@ -10,8 +10,11 @@ import numpy as np
 import torch
 from mpicomp.bench.tasks.sampling import Sampler, evenly
 from mpicomp.bench.tasks.seeding import seeded
+from mpicomp.bench.tasks.task import Task
 from torch import nn
 from torch.nn import functional
+
+from mpicomp.registry import register
 
 # The split is the task's, not the run's: accuracies of different seeds are measured on the same images.
 _SPLIT_SEED = 1797
@@ -22,7 +25,8 @@ class _MissingError(ValueError):
     """Already a message for the user."""
 
 
-class Digits:
+@register
+class Digits(Task):
     """Classify the 1,797 images of 8 x 8 pixels that come with scikit-learn; quality is held-out accuracy.
 
     A quarter of the images is held out. The network has two convolutions and two linear layers, 38 thousand

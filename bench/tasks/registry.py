@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import os
 from typing import TYPE_CHECKING
+
+from mpicomp.registry import TASKS
 
 if TYPE_CHECKING:
     from mpicomp.bench.tasks.task import Task
 
-# Module and class, so that a task's imports wait until somebody asks for that task.
-_TASKS = {
-    "digits": ("mpicomp.bench.tasks.digits", "Digits"),
-    "text-lstm": ("mpicomp.bench.tasks.text", "TextLSTM"),
-    "vgg": ("mpicomp.bench.tasks.vgg", "VGG"),
-}
-
 
 def list_tasks() -> list[str]:
-    """Return the names that `get_task` knows.
+    """Return the names that `get_task` knows; loads torch.
 
     Examples
     --------
     >>> list_tasks()
     ['digits', 'text-lstm', 'vgg']
     """
-    return sorted(_TASKS)
+    try:
+        return TASKS.names()
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError("train: tasks need PyTorch: pip install 'mpicomp[torch]'") from error
 
 
 def get_task(name: str, seed: int = 0, data: str | os.PathLike[str] | None = None) -> Task:
@@ -52,21 +50,10 @@ def get_task(name: str, seed: int = 0, data: str | os.PathLike[str] | None = Non
     --------
     >>> get_task("digit")
     Traceback (most recent call last):
-    ValueError: train: unknown task 'digit'; did you mean 'digits'? Known: digits, text-lstm, vgg
+    mpicomp.errors.UnknownNameError: task: unknown name 'digit'; did you mean 'digits'? Known: digits, text-lstm, vgg
     """
-    if name not in _TASKS:
-        # cutoff 0: even a distant guess names something that exists.
-        nearest = difflib.get_close_matches(str(name), _TASKS, n=1, cutoff=0.0)[0]
-        known = ", ".join(list_tasks())
-        raise ValueError(f"train: unknown task {name!r}; did you mean {nearest!r}? Known: {known}")
     if seed < 0:
         raise ValueError(f"train: seed must be 0 or larger, got {seed}")
-    module, factory = _TASKS[name]
-    try:
-        loaded = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ImportError(f"train: task {name!r} needs PyTorch: pip install 'mpicomp[torch]'") from error
-    task: Task = getattr(loaded, factory)(seed=seed, data=data)
+    list_tasks()
+    task: Task = TASKS.cls(name)(seed=seed, data=data)
     return task

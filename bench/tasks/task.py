@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # the protocol is read by code that must not load torch
     import torch
@@ -16,6 +16,7 @@ class Task(Protocol):
     hold the same model and agree on who sees which samples without a word between them.
     """
 
+    kind: ClassVar[str] = "task"
     name: str
     """Name in the registry."""
     quality_name: str

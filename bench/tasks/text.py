@@ -10,9 +10,12 @@ import torch
 from mpicomp.bench.tasks import corpus
 from mpicomp.bench.tasks.sampling import Sampler, evenly
 from mpicomp.bench.tasks.seeding import seeded
+from mpicomp.bench.tasks.task import Task
 from mpicomp.bench.tasks.tokens import Vocabulary
 from torch import nn
 from torch.nn import functional
+
+from mpicomp.registry import register
 
 _VOCABULARY = 4096
 _WIDTH = 512
@@ -37,7 +40,8 @@ class LanguageModel(nn.Module):
         return logits
 
 
-class TextLSTM:
+@register
+class TextLSTM(Task):
     """Model the Python standard library's own sources; quality is the held-out loss in nats a token.
 
     More than 5 MB of text that every installation has, tokens of at most four letters with bytes for what is rare,

@@ -10,10 +10,13 @@ from mpicomp.bench.tasks.digits import Digits
 from mpicomp.bench.tasks.seeding import seeded
 from torch import nn
 
+from mpicomp.registry import register
+
 _SIDE = 32
 _WIDTH = 1024
 
 
+@register
 class VGG(Digits):
     """Classify the digits, enlarged to 32 x 32 pixels, by six convolutions and three linear layers.
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import mpicomp
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies import Adaptive, Delivered, Named, register_policy
+from mpicomp.policies import Adaptive, Delivered, Named
 
 
-@register_policy
+@mpicomp.register
 @dataclass(eq=False)
 class Flush(Adaptive):
     """The compressor that was named, and dense in one step of many.

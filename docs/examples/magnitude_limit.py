@@ -10,7 +10,7 @@ from mpicomp.compressors import Accumulated, Scope
 from mpicomp.errors import ConfigurationError
 
 
-@mpicomp.register_compressor
+@mpicomp.register
 @dataclass(frozen=True)
 class MagnitudeLimit(mpicomp.Sparsifier):
     """Everything above a magnitude, possibly nothing.

@@ -71,14 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train on all ranks, print on rank 0; 1 where replicas that were to be equal are not."""
-    from mpicomp.bench.tasks import list_tasks
     from mpicomp.cli.options import check_least, check_writable, read_list
     from mpicomp.compressors.base import check_ratio
-    from mpicomp.errors import ConfigurationError, UnknownNameError
+    from mpicomp.errors import ConfigurationError
     from mpicomp.system import launcher
 
-    if arguments.task not in list_tasks():
-        raise UnknownNameError(f"{_COMMAND}: --task", arguments.task, list_tasks())
     ratio = check_ratio(_COMMAND, arguments.ratio)
     exchanges = [_exchange(word, ratio) for word in dict.fromkeys(read_list(arguments.exchange))]
     if not exchanges:

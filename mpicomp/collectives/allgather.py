@@ -11,12 +11,14 @@ from mpicomp.compressors.base import Selection, Sparsifier
 from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, write_message
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
 _COUNT = np.dtype(np.int64)
 _BYTE = np.dtype(np.uint8)
 
 
+@register
 class Allgather(Scheme[Sparsifier]):
     """Allgatherv of sparse messages with their true lengths.
 
@@ -25,6 +27,7 @@ class Allgather(Scheme[Sparsifier]):
     """
 
     id: ClassVar[str] = "allgather"
+    precedence: ClassVar[int] = 2
     paper: ClassVar[str] = "none: MPI_Allgatherv of sparse messages"
     messages: ClassVar[str] = "sparse"
 

@@ -9,9 +9,11 @@ from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, gain_o
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.dense import Dense
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
 
+@register
 class Allreduce(Scheme[Dense]):
     """Allreduce of the whole array, with two flags and two energies behind it that are summed along.
 
@@ -20,6 +22,7 @@ class Allreduce(Scheme[Dense]):
     """
 
     id: ClassVar[str] = "allreduce"
+    precedence: ClassVar[int] = 1
     paper: ClassVar[str] = "none: MPI_Allreduce"
     messages: ClassVar[str] = "dense"
 

@@ -34,6 +34,7 @@ from mpicomp.compressors.message import (
 from mpicomp.compressors.wire import Wire
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 from mpicomp.workspace import Workspace
 
@@ -41,6 +42,7 @@ _BYTE = np.dtype(np.uint8)
 _COUNT = np.dtype(np.int64)
 
 
+@register
 class Gtopk(Scheme[Sparsifier]):
     """A binomial tree of merges that keep k elements, then a bcast of what the root holds.
 
@@ -54,6 +56,7 @@ class Gtopk(Scheme[Sparsifier]):
     """
 
     id: ClassVar[str] = "gtopk"
+    precedence: ClassVar[int] = 6
     paper: ClassVar[str] = (
         "gTop-k, Shi et al. 2019, arXiv 1901.04359; any number of ranks, integer indices; the rank that merges keeps "
         "what it drops (the paper's put-back returns only own values that miss the result, and loses partial sums)"

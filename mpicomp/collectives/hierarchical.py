@@ -26,6 +26,7 @@ from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.message import DAMAGED
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 from mpicomp.rounds import ACROSS, HOST, Asked, Group, Round, observe, parts_of
 from mpicomp.workspace import Workspace
 
@@ -36,6 +37,7 @@ some owner of the slice was sent a damaged message, and whether this one was and
 """
 
 
+@register
 class Hierarchical(Scheme[Compressor]):
     """The array is cut into as many slices as the host with the fewest ranks has; each slice has one owner a host.
 
@@ -63,6 +65,7 @@ class Hierarchical(Scheme[Compressor]):
     """
 
     id: ClassVar[str] = "hierarchical"
+    precedence: ClassVar[int] = 91
     paper: ClassVar[str] = (
         "none: two-level allreduce, as in MPI libraries; an owner for every slice, compressed between hosts only"
     )

@@ -14,6 +14,7 @@ from mpicomp.compressors.base import SharedQuantiser
 from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
 _BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.uint64)
@@ -27,6 +28,7 @@ _DAMAGED = 2**47
 """More than all parts that ranks tell: a rank that could not read a header adds it to its own."""
 
 
+@register
 class IntegerSum(Scheme[SharedQuantiser]):
     """Allgatherv of norms, then an allreduce of integers that stand side by side in words of 64 bits.
 

@@ -35,6 +35,7 @@ from mpicomp.compressors.message import (
 )
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
 from mpicomp.workspace import Workspace
 
@@ -54,6 +55,7 @@ _Span = tuple[int, int]
 """Where a part of the array begins and ends."""
 
 
+@register
 class Oktopk(Scheme[Sparsifier]):
     """Each rank owns a region, sums what all ranks selected there, and hands on what is large among all sums.
 
@@ -77,6 +79,7 @@ class Oktopk(Scheme[Sparsifier]):
     """
 
     id: ClassVar[str] = "oktopk"
+    precedence: ClassVar[int] = 7
     paper: ClassVar[str] = (
         "Ok-Topk, Li and Hoefler 2022, arXiv 2201.07598; the compressor selects locally, indices are integers, "
         "boundaries serve from the next step on, the threshold is found anew too where it is off by a factor of 2, "

@@ -10,11 +10,13 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Quantiser
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.errors import MessageError
+from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
 _BYTE = np.dtype(np.uint8)
 
 
+@register
 class PackedAllgather(Scheme[Quantiser]):
     """Allgatherv of packed arrays; the mean is that of what was packed, and nothing is packed twice.
 
@@ -23,6 +25,7 @@ class PackedAllgather(Scheme[Quantiser]):
     """
 
     id: ClassVar[str] = "packed-allgather"
+    precedence: ClassVar[int] = 11
     paper: ClassVar[str] = "the exchange of QSGD, Alistarh et al. 2017, arXiv 1610.02132"
     messages: ClassVar[str] = "packed"
 

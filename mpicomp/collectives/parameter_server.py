@@ -16,6 +16,7 @@ from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_me
 from mpicomp.compressors.wire import Wire, compact
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 from mpicomp.workspace import Workspace
 
@@ -24,6 +25,7 @@ _BYTE = np.dtype(np.uint8)
 _SERVER = 0
 
 
+@register
 class ParameterServer(Scheme[Compressor]):
     """Gatherv to rank 0, which decodes in rank order, and Bcast of the mean, which all ranks decode, rank 0 too.
 
@@ -36,6 +38,7 @@ class ParameterServer(Scheme[Compressor]):
     """
 
     id: ClassVar[str] = "parameter-server"
+    precedence: ClassVar[int] = 90
     paper: ClassVar[str] = "Li et al. 2014 (OSDI) in shape; one server, which is a worker too"
     messages: ClassVar[str] = "dense or sparse"
 

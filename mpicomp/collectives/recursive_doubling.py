@@ -9,9 +9,11 @@ from mpicomp.collectives.segments import SegmentedMean
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.dense import Dense
+from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
 
+@register
 class RecursiveDoubling(Scheme[Dense]):
     """Exchanges of the whole array with ranks at distances 1, 2, 4 ...
 
@@ -25,6 +27,7 @@ class RecursiveDoubling(Scheme[Dense]):
     """
 
     id: ClassVar[str] = "recursive-doubling"
+    precedence: ClassVar[int] = 9
     paper: ClassVar[str] = (
         "Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521; segments summed as they arrive"
     )

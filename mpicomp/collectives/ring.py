@@ -9,9 +9,11 @@ from mpicomp.collectives.segments import SegmentedMean
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.dense import Dense
+from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
 
 
+@register
 class Ring(Scheme[Dense]):
     """Reduce-scatter and allgather in ``ranks - 1`` steps each, a part of one rank's share at a time.
 
@@ -23,6 +25,7 @@ class Ring(Scheme[Dense]):
     """
 
     id: ClassVar[str] = "ring"
+    precedence: ClassVar[int] = 8
     paper: ClassVar[str] = "Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002; segments summed as they arrive"
     messages: ClassVar[str] = "dense"
 

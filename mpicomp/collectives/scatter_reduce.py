@@ -11,9 +11,11 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
 
 
+@register
 class ScatterReduce(Scheme[Dense]):
     """Alltoallv of parts, a sum in rank order by each part's owner, Allgatherv of the sums.
 
@@ -24,6 +26,7 @@ class ScatterReduce(Scheme[Dense]):
     """
 
     id: ClassVar[str] = "scatter-reduce"
+    precedence: ClassVar[int] = 3
     paper: ClassVar[str] = "Rabenseifner 2004 in shape; summed in rank order"
     messages: ClassVar[str] = "dense"
 

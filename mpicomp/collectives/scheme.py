@@ -85,8 +85,11 @@ class Scheme(ABC, Generic[CompressorType]):
     over MPI, among ranks inside one process, or under a simulator's clock.
     """
 
+    kind: ClassVar[str] = "collective"
     id: ClassVar[str]
     """The name in the list of collectives."""
+    precedence: ClassVar[int] = 50
+    """Of those that carry a compressor's messages, the one with the lowest is used where nothing has been measured."""
     paper: ClassVar[str]
     """Where it comes from, and what is done differently."""
     messages: ClassVar[str]

@@ -7,9 +7,11 @@ import numpy as np
 from mpicomp.collectives.leading import Leading
 from mpicomp.collectives.scheme import Context, Exchange
 from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
 
+@register
 class StarTopk(Leading):
     """Bcast of the selecting rank's indices, then a sum of every rank's values at them.
 
@@ -17,6 +19,7 @@ class StarTopk(Leading):
     """
 
     id: ClassVar[str] = "star-topk"
+    precedence: ClassVar[int] = 4
     paper: ClassVar[str] = (
         "AR-Topk with round-robin selection, Tyagi and Swany 2023, arXiv 2312.02493; indices coded or of 32 bits, "
         "residuals start at zero, gain from all ranks' norms"

@@ -12,11 +12,13 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Quantiser
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
 
 _BYTE = np.dtype(np.uint8)
 
 
+@register
 class TwoPhase(Scheme[Quantiser]):
     """Alltoallv of packed parts, a mean in rank order by each part's owner, Allgatherv of the means, packed once more.
 
@@ -26,6 +28,7 @@ class TwoPhase(Scheme[Quantiser]):
     """
 
     id: ClassVar[str] = "two-phase"
+    precedence: ClassVar[int] = 10
     paper: ClassVar[str] = (
         "Seide et al. 2014 and the compressed allreduce of 1-bit Adam, Tang et al. 2021, arXiv 2102.02888; owners do "
         "not pack their own share, and their error, times the ranks, is part of the residual"

@@ -9,11 +9,13 @@ from mpicomp.collectives.leading import Leading
 from mpicomp.collectives.scheme import Context, Exchange
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
 _HEADER = np.dtype([("energy", "<f8"), ("count", "<i8")])
 
 
+@register
 class VarTopk(Leading):
     """Every rank selects; those whose selection has the largest energy lend their indices to all.
 
@@ -22,6 +24,7 @@ class VarTopk(Leading):
     """
 
     id: ClassVar[str] = "var-topk"
+    precedence: ClassVar[int] = 5
     paper: ClassVar[str] = (
         "AR-Topk with variance-based selection, Tyagi and Swany 2023, arXiv 2312.02493; energies in float64, ties to "
         "the lowest rank, indices coded or of 32 bits, residuals start at zero, gain from all ranks' norms"

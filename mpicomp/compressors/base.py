@@ -88,6 +88,7 @@ class Compressor(ABC):
     but in the memory of the bucket that is compressed, so one object can serve many buckets.
     """
 
+    kind: ClassVar[str] = "compressor"
     id: ClassVar[str]
     """The name in the registry."""
     family: ClassVar[str]
@@ -207,7 +208,7 @@ class Sparsifier(Compressor):
     """A compressor that sends some elements as they are and keeps the others back.
 
     To add one: derive from it, give `select` and, where the number of selected elements depends on the
-    array's length alone, `count`; register it with `mpicomp.register_compressor`.
+    array's length alone, `count`; register it with `mpicomp.register`.
 
     Parameters
     ----------

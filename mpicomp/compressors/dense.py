@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mpicomp.compressors.base import Compressor
-from mpicomp.compressors.registry import register_compressor
 from mpicomp.errors import ConfigurationError
+from mpicomp.registry import register
 
 
-@register_compressor
+@register
 @dataclass(frozen=True)
 class Dense(Compressor):
     """No compression, or 16-bit numbers on the wire.

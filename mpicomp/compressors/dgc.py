@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Entry, Scope, Selection, Sparsifier, check_choice, check_range, check_ratio, kept
 from mpicomp.compressors.estimator import Search
-from mpicomp.compressors.registry import register_compressor
 from mpicomp.errors import ConfigurationError
+from mpicomp.registry import register
 
 _FEW = 0.8  # times k; with fewer than that the threshold is lowered
 _LOWER = 0.8
 _CORRECTIONS = 10
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class DGC(Sparsifier):
     """Deep Gradient Compression (arXiv 1712.01887): a threshold from a sample, momentum correction, clipping, warm-up.

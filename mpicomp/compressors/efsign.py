@@ -7,13 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.base import Quantiser
-from mpicomp.compressors.registry import register_compressor
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 
 _WORD = 64  # signs
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class EFSign(Quantiser):
     """Scaled sign: one bit an element, and the mean magnitude of the whole array.

@@ -6,13 +6,13 @@ from statistics import NormalDist
 from typing import ClassVar
 
 from mpicomp.compressors.estimator import Estimator, Search
-from mpicomp.compressors.registry import register_compressor
+from mpicomp.registry import register
 
 _CORRECTIONS = 3
 _LEAST = 5e-324  # half of the smallest ratio is 0, which has no quantile
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class GaussianK(Estimator):
     """GaussianK-SGD (arXiv 1911.08772): the threshold that a normal distribution of the elements would have.

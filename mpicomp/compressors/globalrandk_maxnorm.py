@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from mpicomp.compressors.base import Compressor, Scope, SharedSparsifier, check_choice, check_ratio, kept
 from mpicomp.compressors.maxnorm import MaxNorm, check_bits
 from mpicomp.compressors.randomk import one_of_each
-from mpicomp.compressors.registry import register_compressor
 from mpicomp.errors import ConfigurationError
+from mpicomp.registry import register
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class GlobalRandKMaxNorm(SharedSparsifier):
     """GlobalRandK-MaxNorm (arXiv 2109.12497): every element has its turn, and then travels as `MaxNorm` says.

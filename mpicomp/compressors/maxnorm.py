@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.base import Compressor, SharedQuantiser, check_choice
-from mpicomp.compressors.registry import register_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class MaxNorm(SharedQuantiser):
     """QSGD-MaxNorm (arXiv 2109.12497), with one, two or more scales.

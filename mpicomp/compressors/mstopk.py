@@ -9,12 +9,12 @@ import numpy as np
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Scope, Selection, Sparsifier, check_ratio, kept
 from mpicomp.compressors.estimator import Search
-from mpicomp.compressors.registry import register_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class MSTopK(Sparsifier):
     """MSTopK (arXiv 2010.10458): k elements, chosen by bisection of a threshold between mean and largest magnitude.

@@ -7,14 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.base import Quantiser
-from mpicomp.compressors.registry import register_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 
 _WORD = 64  # signs
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class OneBit(Quantiser):
     """One bit an element: its sign; and one float32 a block: the mean magnitude, which stands for all of the block's.

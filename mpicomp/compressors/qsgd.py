@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from mpicomp.compressors.base import check_choice
 from mpicomp.compressors.grid import Grid
-from mpicomp.compressors.registry import register_compressor
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class QSGD(Grid):
     """Every element to one of ``2 * s + 1`` multiples of its bucket's norm over s, with ``s = 2**(bits - 1) - 1``.

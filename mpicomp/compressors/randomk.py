@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.base import Scope, SharedSparsifier, check_choice, check_ratio, kept
-from mpicomp.compressors.registry import register_compressor
+from mpicomp.registry import register
 
 _CHUNK = 1 << 16  # strata that are drawn at once: what they need stays in the cache
 
@@ -51,7 +51,7 @@ class _Random(SharedSparsifier):
         return kept(self.ratio, numel)
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class RandomK(_Random):
     """Random-k: one element at random of each of k parts of nearly equal length.
@@ -98,7 +98,7 @@ class RandomK(_Random):
         return _lengths(numel, self.count(numel)) if self.scaled else 1.0
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class BlockRandomK(_Random):
     """Block random-k (arXiv 2009.09271): k neighbours from a random element on; behind the last comes the first.

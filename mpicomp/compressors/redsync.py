@@ -5,13 +5,13 @@ from typing import ClassVar
 
 from mpicomp.compressors.base import check_choice
 from mpicomp.compressors.estimator import Estimator, Search
-from mpicomp.compressors.registry import register_compressor
+from mpicomp.registry import register
 
 _WIDTH = 0.2  # of the interval at which the search ends
 _TRIMS = (0.8, 0.6, 0.4, 0.2, 0.0)
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class RedSync(Estimator):
     """RedSync (arXiv 1808.04357): a coarse search for the threshold ``mean + t * (largest - mean)`` of magnitudes.

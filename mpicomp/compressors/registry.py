@@ -1,25 +1,19 @@
-"""The one registry of compressors: a name gives a class, a configuration gives an object."""
+"""A name gives a class, a configuration gives an object."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from mpicomp.compressors.base import Compressor
-from mpicomp.registry import Registry
-
-_registry: Registry[Compressor] = Registry("compressor")
+from mpicomp.registry import COMPRESSORS, register
 
 Class = TypeVar("Class", bound=type[Compressor])
 
 
 def register_compressor(cls: Class) -> Class:
-    """Make a compressor known under its ``id``; use it as a decorator.
-
-    Raises
-    ------
-    ConfigurationError
-        Where another class has that id.
-    """
-    return _registry.register(cls)
+    """Register a compressor: an earlier name of `mpicomp.register`."""
+    warnings.warn("register_compressor is now mpicomp.register", DeprecationWarning, stacklevel=2)
+    return register(cls)
 
 
 def get_compressor(config: str | Mapping[str, Any] | Compressor) -> Compressor:
@@ -48,7 +42,10 @@ def get_compressor(config: str | Mapping[str, Any] | Compressor) -> Compressor:
     >>> get_compressor("dense").get_config()
     {'id': 'dense', 'wire': None}
     """
-    return config if isinstance(config, Compressor) else _registry.build(config)
+    if isinstance(config, Compressor):
+        return config
+    built: Compressor = COMPRESSORS.build(config)
+    return built
 
 
 def list_compressors() -> list[str]:
@@ -59,9 +56,9 @@ def list_compressors() -> list[str]:
     >>> {"dense", "topk"} <= set(list_compressors())
     True
     """
-    return _registry.names()
+    return COMPRESSORS.names()
 
 
 def compressor_class(name: str) -> type[Compressor]:
     """Give the class behind a name."""
-    return _registry.cls(name)
+    return COMPRESSORS.cls(name)

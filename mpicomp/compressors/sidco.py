@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from mpicomp.compressors.base import check_choice
 from mpicomp.compressors.estimator import Estimator, Search
 from mpicomp.compressors.fits import DISTRIBUTIONS, excess_threshold, interpolated, whole_threshold
-from mpicomp.compressors.registry import register_compressor
 from mpicomp.errors import ConfigurationError
+from mpicomp.registry import register
 
 _FIRST = 0.25  # share that the first of several stages leaves
 _STEPS = 5  # between two looks at how well the thresholds do
@@ -19,7 +19,7 @@ _SMALL = 2048  # elements; below, an exact selection is cheaper than an estimate
 _SAMPLE = 1 << 21  # elements that are enough for a fit: thresholds come from every n-th group of a larger array
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class SIDCo(Estimator):
     """Everything above a threshold that is estimated from fitted distributions, so that about k elements are sent.

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from mpicomp.compressors.base import SharedQuantiser
 from mpicomp.compressors.maxnorm import largest
-from mpicomp.compressors.registry import register_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class TernGrad(SharedQuantiser):
     """TernGrad (arXiv 1705.07878): an element is sent as w with its sign, with probability ``|x| / w``, or as zero.

@@ -9,14 +9,14 @@ import numpy as np
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Scope, Selection, Sparsifier, check_range, kept
 from mpicomp.compressors.candidates import Candidates
-from mpicomp.compressors.registry import register_compressor
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 
 _SHARE = 0.01  # what a fixed threshold is taken to keep where nothing is known yet
 _SLACK = 1024  # elements that can be listed beyond twice what the step before had
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class Threshold(Sparsifier):
     """Every element of at least a magnitude that stays the same over training.

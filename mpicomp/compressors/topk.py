@@ -11,13 +11,13 @@ import numpy as np
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Scope, Selection, Sparsifier, check_ratio, kept
 from mpicomp.compressors.candidates import Candidates
-from mpicomp.compressors.registry import register_compressor
 from mpicomp.errors import ConfigurationError
+from mpicomp.registry import register
 
 _ROOM = 4  # candidates that are stored, as a multiple of k
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class TopK(Sparsifier):
     """Exact top-k by magnitude; of equal magnitudes the lower index goes first, NaN counts as largest.

@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.grid import Grid
-from mpicomp.compressors.registry import register_compressor
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class Uniform(Grid):
     """Every element to one of ``2**bits`` points between its bucket's least and largest element.

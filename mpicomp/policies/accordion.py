@@ -16,8 +16,8 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.levels import at_ratio, check_least, check_ratios, has_ratio, ladder
 from mpicomp.policies.policy import Delivered, Named, Shape, Told
-from mpicomp.policies.registry import register_policy
 from mpicomp.policies.surveys import SpectrumSurvey, Survey
+from mpicomp.registry import register
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
 
@@ -50,7 +50,7 @@ class NormSurvey:
         return measured.astype(np.float64)
 
 
-@register_policy
+@register
 @dataclass(eq=False)
 class Accordion(Adaptive):
     """Two ratios: the larger one for parts of the model whose gradients change much, the smaller one for the others.

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from mpicomp.algorithms.lgc import LGC
 from mpicomp.collectives import bind
-from mpicomp.compressors import LGC, get_compressor
+from mpicomp.compressors import get_compressor
 from mpicomp.cost import CostModel, measure_kernels, seen_by_some
 from mpicomp.policies.balance import Balance
 from mpicomp.policies.policy import Shape

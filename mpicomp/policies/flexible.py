@@ -17,8 +17,8 @@ from mpicomp.policies import pareto
 from mpicomp.policies.carriers import Carriers, Rows, names_for
 from mpicomp.policies.levels import at_ratio, check_adaptable, check_least, check_ratios, lost_share
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told, feedback_of
-from mpicomp.policies.registry import register_policy
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
+from mpicomp.registry import register
 from mpicomp.rounds import Asked, Group
 from mpicomp.transport.base import Transport
 
@@ -37,7 +37,7 @@ class Option:
     kind: str
 
 
-@register_policy
+@register
 @dataclass(eq=False)
 class Flexible(Policy):
     """Chooses a ratio, and allgather, star-topk or dense, by seconds and by gain.

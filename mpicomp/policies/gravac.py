@@ -17,8 +17,8 @@ from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.delays import over
 from mpicomp.policies.levels import at_ratio, check_adaptable, check_least, check_ratios, lost_share
 from mpicomp.policies.policy import Delivered, Named, Shape, Told
-from mpicomp.policies.registry import register_policy
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
+from mpicomp.registry import register
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
 
@@ -27,7 +27,7 @@ _STRIDE = 16  # of a survey: one group of elements in so many
 _FEW = 3  # steps at a ratio, of which an interrupted one could pass for the median
 
 
-@register_policy
+@register
 @dataclass(eq=False)
 class GraVAC(Adaptive):
     """One ratio for the whole model, lowered while that pays and raised where too little of the gradient would be sent.

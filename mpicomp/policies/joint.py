@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.algorithms.lgc import LGC
 from mpicomp.collectives import Scheme, bind
 from mpicomp.collectives.star_topk import StarTopk
-from mpicomp.compressors import LGC, QSGD, Compressor, Dense, OneBit, Quantiser, TopK
+from mpicomp.compressors import QSGD, Compressor, Dense, OneBit, Quantiser, TopK
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.policies.balance import Balance, delay_for
@@ -22,9 +23,9 @@ from mpicomp.policies.codes import TEMPLATES, Codes, Rivals, late_under
 from mpicomp.policies.delays import Delays, Lateness, first_ratio, over
 from mpicomp.policies.levels import at_ratio, check_adaptable, ladder, lost_share
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told, feedback_of
-from mpicomp.policies.registry import register_policy
 from mpicomp.policies.signal import Signal, SketchSurvey
 from mpicomp.policies.surveys import Both, LossSurvey, Spectra, SpectrumSurvey, Survey
+from mpicomp.registry import register
 from mpicomp.rounds import Asked, Group
 from mpicomp.transport.base import Transport
 
@@ -45,7 +46,7 @@ _WORTH = 0.03  # by which other plans have to be better than those that run
 _PAYS = 0.1  # by which plans have to be better than dense ones: late gradients may cost more than they do elsewhere
 
 
-@register_policy
+@register
 @dataclass(eq=False)
 class Joint(Policy):
     """What makes a model learn fastest here and now: compressor, collective and wire of every bucket together.

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.algorithms.powersgd import PowerSGD
 from mpicomp.collectives import fitting
-from mpicomp.compressors import Compressor, PowerSGD, TopK
+from mpicomp.compressors import Compressor, TopK
 from mpicomp.compressors.base import check_range
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
@@ -16,9 +17,10 @@ from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.allocate import least_total, total
 from mpicomp.policies.levels import at_ratio, check_least, ladder
 from mpicomp.policies.policy import Delivered, Named, Shape, Told
-from mpicomp.policies.registry import get_policy, register_policy
+from mpicomp.policies.registry import get_policy
 from mpicomp.policies.surveys import Both, Survey
 from mpicomp.policies.tables import Table, table_for
+from mpicomp.registry import register
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
 
@@ -26,7 +28,7 @@ _SURVEYS = 10  # steps that are looked at before an adjustment
 _RATIOS, _RANKS = 8.0, 2.0  # how far candidates are from the uniform setting
 
 
-@register_policy
+@register
 @dataclass(eq=False)
 class LGreCo(Adaptive):
     """Gives each layer its own ratio (top-k) or rank (PowerSGD), anew every few steps.

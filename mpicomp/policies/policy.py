@@ -120,10 +120,11 @@ class Policy(ABC):
     """Chooses plans, the same on all ranks. Its fields are its settings; one object serves one reducer.
 
     To add one: derive a dataclass from it, give `id`, `adopt`, `plan` and what else it needs, and register it with
-    `mpicomp.policies.register_policy`. It may decide by nothing but what these methods tell it: that is the same on all
+    `mpicomp.register`. It may decide by nothing but what these methods tell it: that is the same on all
     ranks.
     """
 
+    kind: ClassVar[str] = "policy"
     id: ClassVar[str]
     """The name in the registry."""
     paper: ClassVar[str] = "none"

@@ -1,25 +1,19 @@
-"""The one registry of policies: a name gives a class, a configuration gives an object."""
+"""A name gives a class, a configuration gives an object."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from mpicomp.policies.policy import Policy
-from mpicomp.registry import Registry
-
-_registry: Registry[Policy] = Registry("policy")
+from mpicomp.registry import POLICIES, register
 
 Class = TypeVar("Class", bound=type[Policy])
 
 
 def register_policy(cls: Class) -> Class:
-    """Make a policy known under its ``id``; use it as a decorator.
-
-    Raises
-    ------
-    ConfigurationError
-        Where another class has that id.
-    """
-    return _registry.register(cls)
+    """Register a policy: an earlier name of `mpicomp.register`."""
+    warnings.warn("register_policy is now mpicomp.register", DeprecationWarning, stacklevel=2)
+    return register(cls)
 
 
 def get_policy(config: str | Mapping[str, Any] | Policy) -> Policy:
@@ -43,7 +37,10 @@ def get_policy(config: str | Mapping[str, Any] | Policy) -> Policy:
     >>> get_policy({"id": "gravac", "window": 50}).window
     50
     """
-    return config if isinstance(config, Policy) else _registry.build(config)
+    if isinstance(config, Policy):
+        return config
+    built: Policy = POLICIES.build(config)
+    return built
 
 
 def list_policies() -> list[str]:
@@ -55,9 +52,9 @@ def list_policies() -> list[str]:
     >>> {"auto", "static"} <= set(list_policies())
     True
     """
-    return _registry.names()
+    return POLICIES.names()
 
 
 def policy_class(name: str) -> type[Policy]:
     """Give the class behind a name."""
-    return _registry.cls(name)
+    return POLICIES.cls(name)

@@ -11,7 +11,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.levels import at_ratio, check_least, has_ratio, ladder
 from mpicomp.policies.policy import Delivered, Named, Shape
-from mpicomp.policies.registry import register_policy
+from mpicomp.registry import register
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
 
@@ -20,7 +20,7 @@ _LEVELS = 33  # ratios, at most, for which seconds are predicted
 _MOST_SLOPE = 1e6  # a ramp of one step, however long training is
 
 
-@register_policy
+@register
 @dataclass(eq=False)
 class Schedule(Adaptive):
     """A ratio that goes from one value to another in the first steps and then stays.

@@ -11,12 +11,12 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.policies.carriers import Carriers, names_for
 from mpicomp.policies.policy import Named, Plan, Policy, Shape, Told, feedback_of
-from mpicomp.policies.registry import register_policy
+from mpicomp.registry import register
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
 
 
-@register_policy
+@register
 @dataclass(eq=False)
 class Static(Policy):
     """One compressor as it was named, carried by the collective that was named.

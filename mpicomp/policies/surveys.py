@@ -7,8 +7,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.algorithms.matrix_batches import Matrix, orthonormal
 from mpicomp.compressors.base import Quantiser
-from mpicomp.compressors.powersgd import Matrix, orthonormal
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors import Compressor, PowerSGD, TopK, get_compressor
+from mpicomp.algorithms.powersgd import PowerSGD
+from mpicomp.compressors import Compressor, TopK, get_compressor
 from mpicomp.compressors.base import kept
 from mpicomp.compressors.message import message_bytes
 from mpicomp.policies.levels import ladder

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mpicomp.algorithms.power_gossip import Gossip
 from mpicomp.arrays import WORK_DTYPES, Described
-from mpicomp.collectives.gossip import Gossip
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.agreement import Signature, agree, together
 from mpicomp.rounds import Asked, Graph, make_graph

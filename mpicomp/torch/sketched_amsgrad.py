@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpicomp.compressors import CountSketch, Scope
+from mpicomp.algorithms.countsketch import CountSketch
+from mpicomp.compressors import Scope
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Asked

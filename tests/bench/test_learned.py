@@ -15,8 +15,8 @@ from no_processes import stand_in
 from tables import check_types, documented
 
 import mpicomp
+from mpicomp.algorithms.lgc import LGC
 from mpicomp.cli import main
-from mpicomp.compressors.lgc import LGC
 from mpicomp.transport import LocalWorld
 
 LEARNT = sum(PHASES)

@@ -212,7 +212,7 @@ def test_a_second_run_is_the_same_run(mpiexec, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--task", "digit"], "train: unknown task 'digit'; did you mean 'digits'"),
+        (["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
         (["--task", "digits", "--compressor", "topkk"], "unknown name 'topkk'; did you mean 'topk'"),
         (["--task", "digits", "--compressor", '{"id": '], "--compressor must be a name or JSON"),
         (["--task", "digits", "--compressor", '{"ratio": 0.1}'], "names its compressor under 'id'"),

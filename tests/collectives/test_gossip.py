@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mpicomp.collectives.gossip import Gossip
+from mpicomp.algorithms.power_gossip import Gossip
 from mpicomp.errors import NonFiniteError
 from mpicomp.rounds import make_graph
 from mpicomp.transport import LocalWorld

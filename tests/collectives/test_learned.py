@@ -6,8 +6,8 @@ import pytest
 from worlds import Ranks
 
 import mpicomp
+from mpicomp.algorithms.lgc.learned_code import LearnedCode
 from mpicomp.collectives import bind
-from mpicomp.compressors.learned_code import LearnedCode
 from mpicomp.errors import IncompatiblePairError, MpicompError
 from mpicomp.transport import LocalWorld
 

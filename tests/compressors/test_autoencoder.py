@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from mpicomp.compressors.autoencoder import Autoencoder
+from mpicomp.algorithms.lgc.autoencoder import Autoencoder
 from mpicomp.workspace import Workspace
 
 torch = pytest.importorskip("torch")
@@ -242,7 +242,7 @@ def test_running_it_needs_no_torch():
 import sys
 sys.modules["torch"] = None
 import numpy as np
-from mpicomp.compressors.autoencoder import Autoencoder
+from mpicomp.algorithms.lgc.autoencoder import Autoencoder
 from mpicomp.workspace import Workspace
 code = Autoencoder(Workspace())
 code.use(np.ones(code.size(1), np.float32))

@@ -6,9 +6,9 @@ from worlds import Link, Ranks
 
 import mpicomp
 from mpicomp import LGC
+from mpicomp.algorithms.lgc import compressor as module
+from mpicomp.algorithms.lgc.compressor import Part, Selected
 from mpicomp.collectives import bind
-from mpicomp.compressors import lgc as module
-from mpicomp.compressors.lgc import Part, Selected
 from mpicomp.errors import ConfigurationError
 from mpicomp.testing import checks
 

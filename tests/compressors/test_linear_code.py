@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from mpicomp.compressors.linear_code import LinearCode
+from mpicomp.algorithms.lgc.linear_code import LinearCode
 from mpicomp.workspace import Workspace
 
 BLOCK, KEPT = 16, 4

@@ -5,10 +5,9 @@ import pytest
 from worlds import Link, Ranks
 
 import mpicomp
+from mpicomp.algorithms.matrix_batches import Matrix, orthonormal, stacked
 from mpicomp.collectives import Context, bind
-from mpicomp.collectives.stacks import stacked
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.powersgd import Matrix, orthonormal
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.testing import checks
 from mpicomp.transport import LocalWorld

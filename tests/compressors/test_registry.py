@@ -43,7 +43,7 @@ def test_an_unknown_wire_is_refused():
 def test_an_id_is_taken_once():
     with pytest.raises(ConfigurationError, match="'topk' is already"):
 
-        @mpicomp.register_compressor
+        @mpicomp.register
         @dataclass(frozen=True)
         class Other(mpicomp.TopK):
             id: ClassVar[str] = "topk"

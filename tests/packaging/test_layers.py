@@ -16,10 +16,11 @@ LAYERS = [
     ["mpicomp.testing", "mpicomp.checkpoint"],
     ["mpicomp.reducer"],
     ["mpicomp.policies"],
-    ["mpicomp.cost"],
+    ["mpicomp.algorithms", "mpicomp.cost"],
     ["mpicomp.collectives"],
     ["mpicomp.compressors", "mpicomp.transport"],
     ["mpicomp.rounds", "mpicomp.arrays", "mpicomp.workspace", "mpicomp.registry"],
+    ["mpicomp.plugins"],
     ["mpicomp.system", "mpicomp.kernels", "mpicomp.errors", "mpicomp.deprecation", "mpicomp._version"],
 ]
 # Who may import what from outside, at whatever place in the file.
@@ -27,7 +28,7 @@ HOMES = {
     "mpi4py": ("mpicomp/transport/mpi", "mpicomp/system/abort.py", "mpicomp/doctor/"),
     "torch": (
         "mpicomp/torch/",
-        "mpicomp/compressors/autoencoder.py",
+        "mpicomp/algorithms/lgc/autoencoder.py",
         "bench/train.py",
         "bench/trainers.py",
         "bench/gloo.py",

@@ -150,6 +150,6 @@ def test_other_parameters_have_to_learn_anew():
 
 
 def test_what_is_not_installed_is_refused(monkeypatch):
-    monkeypatch.setattr("mpicomp.compressors.lgc.find_spec", lambda name: None)
+    monkeypatch.setattr("mpicomp.algorithms.lgc.compressor.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="lgc: code='autoencoder' is trained with torch"):
         Ranks(2, "lgc", policy="auto")

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 import mpicomp
-from mpicomp.compressors.powersgd import Matrix
+from mpicomp.algorithms.matrix_batches import Matrix
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies import LGreCo, register_policy, registry
+from mpicomp.policies import LGreCo
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.surveys import RankSurvey, SpectrumSurvey
+from mpicomp.registry import POLICIES
 from mpicomp.transport import LocalWorld
 
 # Layers whose magnitudes are spread differently, some of them in a bucket of their own.
@@ -22,9 +23,9 @@ PERIODS = {"first": 12, "every": 15}
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     """The policy of this file is known to its tests alone."""
-    known = registry._registry
-    monkeypatch.setattr(known, "_classes", dict(known._classes))
-    register_policy(InTurn)
+    POLICIES.names()  # built-in ones are there
+    monkeypatch.setattr(POLICIES, "_classes", dict(POLICIES._classes))
+    mpicomp.register(InTurn)
 
 
 def gradients(step, rank, scale=1.0):

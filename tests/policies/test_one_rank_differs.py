@@ -8,7 +8,7 @@ import pytest
 from worlds import Link, Ranks
 
 import mpicomp
-from mpicomp.compressors.powersgd import Matrix
+from mpicomp.algorithms.matrix_batches import Matrix
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.surveys import RankSurvey
 from mpicomp.transport import LocalWorld
@@ -30,7 +30,7 @@ def hide(monkeypatch, package):
         return None if name.partition(".")[0] == package else find(name, *arguments)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_others)
-    for module in ("compressors.lgc", "policies.codes", "policies.pareto"):
+    for module in ("algorithms.lgc.compressor", "policies.codes", "policies.pareto"):
         monkeypatch.setattr(f"mpicomp.{module}.find_spec", find_others)
 
 

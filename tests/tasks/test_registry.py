@@ -13,7 +13,7 @@ def test_names():
 
 @pytest.mark.parametrize(("name", "nearest"), [("digit", "digits"), ("lstm", "text-lstm"), ("vg", "vgg")])
 def test_unknown_name_is_answered_with_the_nearest(name, nearest):
-    with pytest.raises(ValueError, match=f"^train: unknown task '{name}'; did you mean '{nearest}'") as error:
+    with pytest.raises(ValueError, match=f"^task: unknown name '{name}'; did you mean '{nearest}'") as error:
         get_task(name)
     assert str(error.value).endswith("Known: digits, text-lstm, vgg")
 

@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.learned_lead import Lead, Led, follow, leader_of
+from mpicomp.algorithms.lgc.compressor import LGC
+from mpicomp.algorithms.lgc.lead import Lead, Led, follow, leader_of
+from mpicomp.algorithms.lgc.learned_code import LearnedCode
 from mpicomp.collectives.scheme import (
     Context,
     Exchange,
@@ -19,8 +21,6 @@ from mpicomp.collectives.scheme import (
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Selection, kept
-from mpicomp.compressors.learned_code import LearnedCode
-from mpicomp.compressors.lgc import LGC
 from mpicomp.compressors.message import (
     DAMAGED,
     NONFINITE,

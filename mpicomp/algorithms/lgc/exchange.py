@@ -7,17 +7,18 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.learned_lead import Lead, follow, leader_of, make_frame, relative
-from mpicomp.collectives.learned_ring import CodeRing
-from mpicomp.collectives.learned_server import CodeServer
+from mpicomp.algorithms.lgc.compressor import LGC, Selected
+from mpicomp.algorithms.lgc.lead import Lead, follow, leader_of, make_frame, relative
+from mpicomp.algorithms.lgc.learned_code import LearnedCode
+from mpicomp.algorithms.lgc.ring import CodeRing
+from mpicomp.algorithms.lgc.server import CodeServer
 from mpicomp.collectives.positions import exchange_at
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor, Scope
 from mpicomp.compressors.dense import Dense
-from mpicomp.compressors.learned_code import LearnedCode
-from mpicomp.compressors.lgc import LGC, Selected
 from mpicomp.errors import MpicompError
+from mpicomp.registry import register
 from mpicomp.rounds import Asked, Group, Round
 from mpicomp.workspace import Workspace
 
@@ -62,6 +63,7 @@ class _Held:
     entry: Any = None
 
 
+@register
 class Learned(Scheme[LGC]):
     """Phases of an exchange in a learned code.
 
@@ -70,8 +72,8 @@ class Learned(Scheme[LGC]):
        averages all ranks' values there. Values to be coded are also gathered on rank 0, which learns from them once it
        knows that all are finite, while the others go on.
     3. **Coded**: rank 0 has broadcast what it has learnt, once. One rank, drawn at random, broadcasts its indices and
-       what values are relative to; for the rest see `mpicomp.collectives.learned_ring.CodeRing` and
-       `mpicomp.collectives.learned_server.CodeServer`.
+       what values are relative to; for the rest see `mpicomp.algorithms.lgc.ring.CodeRing` and
+       `mpicomp.algorithms.lgc.server.CodeServer`.
 
     How many exchanges a bucket has behind it is in its memory; a step that was undone does not count. Where the bucket
     is another one than memory tells of, or a code with a decoder for each rank was learnt among more or fewer of them,

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.algorithms.lgc.compressor import Selected, index_bytes
+from mpicomp.algorithms.lgc.learned_code import LearnedCode
 from mpicomp.collectives.scheme import Context
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.learned_code import LearnedCode
-from mpicomp.compressors.lgc import Selected, index_bytes
 from mpicomp.compressors.topk import largest_of_parts
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import MessageError
@@ -31,7 +31,7 @@ class Lead:
 
     Parts follow each other, each a multiple of 8 bytes: for each coded layer the scale of its values, a float64; for
     each coded layer the signs of its values, in words of 64; the leader's code, where it alone has one; the indices of
-    everything but what travels dense, see `mpicomp.compressors.lgc.index_bytes`.
+    everything but what travels dense, see `mpicomp.algorithms.lgc.compressor.index_bytes`.
 
     Parameters
     ----------

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.stacks import multiply, stacked
-from mpicomp.compressors.powersgd import Matrix, orthonormal
+from mpicomp.algorithms.matrix_batches import Matrix, multiply, orthonormal, stacked
 from mpicomp.errors import NonFiniteError
 from mpicomp.rounds import Graph, Round
 from mpicomp.workspace import Workspace

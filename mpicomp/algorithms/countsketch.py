@@ -1,18 +1,23 @@
-"""A sum of sketches says where the sum of all ranks' gradients is large, and exact values are summed there."""
+"""CountSketch: a sum of sketches says where the sum of all gradients is large; exact values are summed there."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Entry, Scope, check_range, kept
-from mpicomp.compressors.registry import register_compressor
-from mpicomp.compressors.sketch import Sketch
+from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
+from mpicomp.collectives.positions import exchange_at
+from mpicomp.collectives.scheme import Context, Exchange, Scheme
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import Compressor, Entry, Scope, check_range, kept
+from mpicomp.compressors.dense import Dense
 from mpicomp.errors import ConfigurationError
+from mpicomp.registry import register
+from mpicomp.rounds import Group, Round
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class CountSketch(Sketch):
     """SketchedSGD (arXiv 1903.04488): ranks sum sketches, and then values at the positions that the sketch points to.
@@ -113,3 +118,57 @@ class CountSketch(Sketch):
             Of the dtype of the bucket, at least 0; the same on all ranks.
         """
         return None
+
+
+@register
+class Sketched(Scheme[CountSketch]):
+    """The ranks' tables are summed, each rank tells the largest estimates from the sum, and values there are summed.
+
+    The mean table has the same bits on all ranks, and so have the estimates: all ranks find the same positions.
+
+    Parameters
+    ----------
+    compressor : CountSketch
+        Says how large the table is, and how many positions are taken.
+    inner : Scheme
+        Sums tables and values.
+    """
+
+    id: ClassVar[str] = "sketched"
+    paper: ClassVar[str] = "the two rounds of SketchedSGD, Ivkin et al. 2019, arXiv 1903.04488, by any dense sum"
+    messages: ClassVar[str] = "sketch"
+
+    def __init__(self, compressor: CountSketch, inner: Scheme[Dense]) -> None:
+        super().__init__(compressor)
+        self._sum = inner
+
+    @classmethod
+    def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
+        """Carry sketches that are followed by values; see `Scheme.carries`."""
+        return super().carries(compressor) and not getattr(compressor, "remembered", False)
+
+    @classmethod
+    def upon(cls, compressor: Compressor) -> Compressor:
+        """Tables and values are summed by a dense collective."""
+        return Dense(wire=getattr(compressor, "wire", None))
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        """Give two sums; see `Scheme.rounds`."""
+        rows, columns = self.compressor.table(numel)
+        lengths = rows * columns, self.compressor.count(numel)
+        return [task for length in lengths for task in self._sum.rounds(length, dtype, group, step)]
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Sketch, sum, look for the largest, sum there; see `Scheme.exchange`."""
+        key, array, weights = context.key(shared=True), accumulated.array(), self.compressor.weights(context)
+        if weights is not None:
+            weighted = context.workspace.array("weighted", array.size, array.dtype)
+            with np.errstate(over="ignore", invalid="ignore"):
+                array = np.multiply(array, weights, out=weighted)
+        first = yield from sum_of_tables(self.compressor, array, key, accumulated, context, self._sum)
+        table = first.mean.reshape(self.compressor.table(array.size))
+        count = self.compressor.count(array.size)
+        indices, _ = largest_estimates(table, key, array.size, count, context.workspace)
+        result = yield from exchange_at(indices, 1.0, accumulated, context, self._sum, first.problem)
+        result.nonfinite |= first.nonfinite  # a cell may overflow where no value does
+        return result

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.learned_code import LearnedCode
+from mpicomp.algorithms.lgc.learned_code import LearnedCode
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
 

@@ -8,7 +8,20 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from mpicomp.compressors.powersgd import Matrix
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter that travels as two factors: where it starts in its bucket, its sides, and their common rank."""
+
+    start: int
+    rows: int
+    columns: int
+    rank: int
+
+    @property
+    def stop(self) -> int:
+        """Where it ends."""
+        return self.start + self.rows * self.columns
 
 
 @dataclass(frozen=True)
@@ -75,3 +88,12 @@ def multiply(left: NDArray[np.floating], right: NDArray[np.floating], out: NDArr
             np.multiply(left, right, out=out)
         else:
             np.matmul(left, right, out=out)
+
+
+def orthonormal(matrix: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Give an orthonormal basis of as many columns, which holds the span of the matrix's; of its dtype.
+
+    Shape (rows, rank) with at least as many rows, or a stack of such. The same bits for the same matrix.
+    """
+    basis, _ = np.linalg.qr(matrix.astype(np.float64))
+    return basis.astype(matrix.dtype)

@@ -1,6 +1,6 @@
 """Learned Gradient Compression: the largest values travel in a code that the run itself has taught.
 
-What is here says what is selected and how it is coded; `mpicomp.collectives.learned` says who sends what when.
+What is here says what is selected and how it is coded; `mpicomp.algorithms.lgc.exchange` says who sends what when.
 """
 
 import sys
@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.compressors.autoencoder import Autoencoder
+from mpicomp.algorithms.lgc.autoencoder import Autoencoder
+from mpicomp.algorithms.lgc.learned_code import LearnedCode
+from mpicomp.algorithms.lgc.linear_code import LinearCode
 from mpicomp.compressors.base import Compressor, check_choice, check_range, check_ratio, kept
-from mpicomp.compressors.learned_code import LearnedCode
-from mpicomp.compressors.linear_code import LinearCode
-from mpicomp.compressors.registry import register_compressor
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
+from mpicomp.registry import register
 from mpicomp.workspace import Workspace
 
 _FEW = 0.01  # of a model's parameters: so much of it may the first layer have to travel dense
@@ -98,7 +98,7 @@ class Selected:
         return [(part.start, part.stop, part.kept) for part in self.parts if part.travels != "dense"]
 
 
-@register_compressor
+@register
 @dataclass(frozen=True, repr=False)
 class LGC(Compressor):
     """LGC (arXiv 2103.08870): the largest values of each layer, at one rank's indices, in a code learned in the run.
@@ -133,10 +133,10 @@ class LGC(Compressor):
         Whether the signs of the values of the rank whose indices are taken travel with these, a bit each, so that
         a code sees values relative to them.
     encoder, decoder : sequence of int
-        Channels of the autoencoder; see `mpicomp.compressors.autoencoder.Autoencoder`. The published ones are
+        Channels of the autoencoder; see `mpicomp.algorithms.lgc.autoencoder.Autoencoder`. The published ones are
         ``[64, 128, 256, 64]`` and ``[32, 64, 128, 32]``.
     learning_rate : float
-        Of the autoencoder's training, at first; see `mpicomp.compressors.autoencoder.Autoencoder`.
+        Of the autoencoder's training, at first; see `mpicomp.algorithms.lgc.autoencoder.Autoencoder`.
     passes : int
         How many optimizer steps each step of the second phase makes.
     backward : bool

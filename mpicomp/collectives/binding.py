@@ -1,0 +1,129 @@
+"""Bind a compressor to a collective that carries its messages."""
+
+from typing import Any
+
+from mpicomp.collectives.scatter_reduce import ScatterReduce
+from mpicomp.collectives.scheme import Scheme
+from mpicomp.collectives.shared import SharedPositions
+from mpicomp.collectives.two_phase import TwoPhase
+from mpicomp.compressors.base import Compressor, SharedSparsifier
+from mpicomp.compressors.dense import Dense
+from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.registry import COLLECTIVES
+
+
+def list_collectives() -> list[str]:
+    """Return the names of all collectives, sorted.
+
+    Examples
+    --------
+    >>> list_collectives()[:2]
+    ['allgather', 'allreduce']
+    """
+    return COLLECTIVES.names()
+
+
+def collective_class(name: str) -> type[Scheme[Any]]:
+    """Return the class behind a name."""
+    return COLLECTIVES.cls(name)
+
+
+def fitting(compressor: type[Compressor] | Compressor) -> list[str]:
+    """Give the collectives that carry a compressor's messages, the preferred one first.
+
+    Examples
+    --------
+    >>> from mpicomp.compressors import TopK
+    >>> fitting(TopK)[:2]
+    ['allgather', 'star-topk']
+    """
+    if isinstance(compressor, SharedSparsifier):
+        return fitting(_values_of(compressor))
+    if isinstance(compressor, type) and issubclass(compressor, SharedSparsifier):
+        return fitting(type(_values_of(compressor())))
+    carriers = [cls for cls in COLLECTIVES.classes() if cls.carries(compressor)]
+    return [cls.id for cls in sorted(carriers, key=lambda cls: cls.precedence)]
+
+
+def bind(compressor: Compressor, collective: str) -> Scheme[Any]:
+    """Bind a compressor to a collective.
+
+    Parameters
+    ----------
+    compressor : Compressor
+        What turns arrays into messages.
+    collective : str
+        Its name. One that is built upon another may name it behind a colon, as in ``"star-topk:ring"``; if not, it is
+        the first one that fits. Of packed messages ``"scatter-reduce"`` is another name of ``"two-phase"``.
+
+    Raises
+    ------
+    UnknownNameError
+        Where there is no such collective.
+    IncompatiblePairError
+        Where it does not carry this compressor's messages; the message names those that do.
+
+    Examples
+    --------
+    >>> from mpicomp.compressors import TopK
+    >>> bind(TopK(), "star-topk:scatter-reduce").id
+    'star-topk:scatter-reduce'
+    >>> bind(TopK(), "allreduce")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    mpicomp.errors.IncompatiblePairError: topk: does not fit collective 'allreduce', which sums dense messages; \
+use allgather, star-topk, ...
+    """
+    name, _, inner = collective.partition(":")
+    if name in inner.split(":"):
+        raise ConfigurationError(f"{name}: is not built upon itself, got '{collective}'")
+    if name == ScatterReduce.id and compressor.message == "packed":
+        name = TwoPhase.id
+    cls = collective_class(name)
+    if isinstance(compressor, SharedSparsifier) and cls.carries(_values_of(compressor)):
+        return SharedPositions(compressor, bind(_values_of(compressor), collective))
+    if not cls.carries(compressor):
+        verb = "sums" if cls.messages == "dense" else "carries"
+        *others, last = fitting(compressor)
+        subject = repr(compressor) if name in fitting(type(compressor)) else compressor.id
+        raise IncompatiblePairError(
+            f"{subject}: does not fit collective '{name}', which {verb} {cls.messages} messages; "
+            f"use {', '.join(others) + ' or ' if others else ''}{last}"
+        )
+    carried = cls.upon(compressor)
+    if carried is None:
+        if inner:
+            raise ConfigurationError(f"{name}: is not built upon another collective, got '{collective}'")
+        return cls(compressor)
+    scheme: Scheme[Any] = cls(compressor, bind(carried, inner or fitting(carried)[0]))  # type: ignore[call-arg]
+    scheme.id = collective  # type: ignore[misc]  # one class for as many names as there are inner collectives
+    return scheme
+
+
+def variants(compressor: Compressor) -> list[str]:
+    """Give everything that `bind` takes for a compressor: the collectives that fit, upon all those that they may use.
+
+    Examples
+    --------
+    >>> from mpicomp.compressors import TopK
+    >>> variants(TopK())[:3]
+    ['allgather', 'star-topk:allreduce', 'star-topk:scatter-reduce']
+    """
+    return _variants(compressor, ())
+
+
+def _variants(compressor: Compressor, above: tuple[str, ...]) -> list[str]:
+    """Give the variants in which no collective is built upon itself."""
+    names = []
+    values = _values_of(compressor) if isinstance(compressor, SharedSparsifier) else compressor
+    for name in fitting(values):
+        carried = collective_class(name).upon(values)
+        if carried is None:
+            names.append(name)
+        elif name not in above:
+            names += [f"{name}:{inner}" for inner in _variants(carried, (*above, name))]
+    return names
+
+
+def _values_of(compressor: SharedSparsifier) -> Compressor:
+    """Give what values travel by at positions that all ranks share: they are summed as any dense array is."""
+    return compressor.values or Dense(wire=compressor.wire)
