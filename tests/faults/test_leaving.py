@@ -265,7 +265,7 @@ def test_the_first_reducer_is_waited_for_with_a_word(job):
     ended = job(2, body, MPICOMP_STALL="1", within=5)
     assert ended.returncode == 0
     assert "rank 1 has waited for 1 s for the other ranks to make a reducer" in ended.stderr
-    assert ended.stdout.split() == ["done", "done"]
+    assert ended.stdout.count("done") == 2
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -346,6 +346,6 @@ print("done", flush=True)
 """
     ended = job(2, body, within=30)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["done"] * 2
+    assert ended.stdout.count("done") == 2
     said = ended.stderr.count("were dropped without close()")
     assert said == (0 if drop == "training.close()" else 1)
