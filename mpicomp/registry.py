@@ -5,7 +5,9 @@ look-up, and so are plugins: a new one is one file, and nothing else names it.
 """
 
 import importlib
+import os
 import pkgutil
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -64,7 +66,7 @@ class Registry(Generic[Object]):
         if not isinstance(name, str):
             raise ConfigurationError(f"{self._kind}: {cls.__qualname__} needs {self._key}, a string, got {name!r}")
         other = self._classes.setdefault(name, cls)
-        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+        if _origin(other) != _origin(cls):
             raise ConfigurationError(f"{self._kind}: '{name}' is already {other.__module__}.{other.__qualname__}")
         self._classes[name] = cls
         return cls
@@ -119,6 +121,12 @@ class Registry(Generic[Object]):
             for found in pkgutil.iter_modules(package.__path__):
                 importlib.import_module(f"{name}.{found.name}")
         plugins.load_all()
+
+
+def _origin(cls: type) -> tuple[str, str]:
+    """Return where a class is defined: a file that is imported under two names defines one class."""
+    module = sys.modules.get(cls.__module__)
+    return os.path.realpath(getattr(module, "__file__", None) or cls.__module__), cls.__qualname__
 
 
 COMPRESSORS: Registry[Any] = Registry("compressor", ["mpicomp.compressors", "mpicomp.algorithms"])

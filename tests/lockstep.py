@@ -7,6 +7,7 @@ import numpy as np
 from mpicomp.collectives import Context, Scheme, bind
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.compressors.base import Selection
+from mpicomp.rounds import observe
 from mpicomp.transport import LocalWorld
 
 
@@ -46,15 +47,12 @@ def run(
 
 def in_segments(exchange, segment):
     """Let what arrives do so in segments."""
-    received = None
-    while True:
-        try:
-            task = exchange.send(received)
-        except StopIteration as stop:
-            return stop.value
+
+    def cut(task):
         if task.arrived is not None:
             task.arrived = _cut(task.arrived, segment)
-        received = yield task
+
+    return observe(exchange, before=cut)
 
 
 def _cut(arrived, segment):

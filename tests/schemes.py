@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import pytest
 
 import mpicomp
 from mpicomp.collectives import fitting
@@ -24,15 +25,30 @@ class Above(mpicomp.Sparsifier):
         return mpicomp.Selection(indices, array[indices])
 
 
-OWN = [
+LINEAR = {"ratio": 0.3, "code": "linear", "dense_steps": 0, "training_steps": 3}
+REPRESENTATIVES = [
     mpicomp.Dense(),
     mpicomp.Dense(wire="fp16"),
     mpicomp.Dense(wire="bf16"),
     mpicomp.TopK(ratio=0.05),
     mpicomp.TopK(ratio=0.5, wire="fp16"),
     mpicomp.TopK(ratio=0.1, wire="bf16", indices="elias-fano"),
-    mpicomp.TopK(ratio=1.0, indices="plain"),
     mpicomp.SIDCo(ratio=0.05),
+    mpicomp.RandomK(ratio=0.05),
+    mpicomp.BlockRandomK(ratio=0.05, wire="bf16"),
+    mpicomp.OneBit(block=64),
+    mpicomp.PowerSGD(),
+    mpicomp.CountSketch(ratio=0.05, wire=None),
+    mpicomp.LGC(**LINEAR),
+    mpicomp.LGC(**LINEAR, instance="server"),
+    mpicomp.MaxNorm(bits=[3, 5, 12], rounding="nearest"),
+    mpicomp.GlobalRandKMaxNorm(ratio=0.3, bits=[4, 8]),
+]
+"""One of each kind of message, with each form of numbers, with lengths that ranks know and with those that they do
+not: what depends on the number of ranks or on the collective depends on nothing else."""
+
+OTHERS = [
+    mpicomp.TopK(ratio=1.0, indices="plain"),
     mpicomp.SIDCo(ratio=0.02, distribution="gamma", wire="fp16"),
     mpicomp.SIDCo(ratio=0.1, distribution="pareto", stages=2),
     mpicomp.DGC(ratio=0.05),
@@ -40,41 +56,36 @@ OWN = [
     mpicomp.GaussianK(ratio=0.05),
     mpicomp.MSTopK(ratio=0.05),
     mpicomp.Threshold(limit=1.5),
-    mpicomp.RandomK(ratio=0.05),
-    mpicomp.BlockRandomK(ratio=0.05, wire="bf16"),
     mpicomp.OneBit(),
-    mpicomp.OneBit(block=64),
     mpicomp.EFSign(),
     mpicomp.QSGD(),
     mpicomp.QSGD(bits=3, bucket=1024, rounding="nearest"),
     mpicomp.Uniform(),
     mpicomp.Natural(),
-    mpicomp.PowerSGD(),
-    mpicomp.CountSketch(ratio=0.05, wire=None),
     mpicomp.CountSketch(ratio=0.02, rows=1, columns=0.3, candidates=1, wire="bf16"),
-    mpicomp.LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=3),
-    mpicomp.LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=3, wire="bf16"),
-    mpicomp.LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=3, instance="server"),
+    mpicomp.LGC(**LINEAR, wire="bf16"),
     mpicomp.MaxNorm(bits=8, rounding="nearest"),
-    mpicomp.MaxNorm(bits=[3, 5, 12], rounding="nearest"),
-    mpicomp.GlobalRandKMaxNorm(ratio=0.3, bits=[4, 8]),
 ]
-UNBIASED = [  # refused with error feedback
+UNBIASED_REPRESENTATIVES = [  # refused with error feedback
+    mpicomp.FetchSGD(ratio=0.05, momentum=0.9),
+    mpicomp.MaxNorm(bits=[6, 10]),
+    mpicomp.SignSGD(scale=0.01),
+]
+UNBIASED_OTHERS = [
     mpicomp.QSGD(bits=2, norm="l2"),
     mpicomp.Uniform(bits=1, bucket=64, rounding="stochastic"),
     mpicomp.RandomK(ratio=0.3, scaled=True),
     mpicomp.BlockRandomK(ratio=0.3, scaled=True),
-    mpicomp.FetchSGD(ratio=0.05, momentum=0.9),
     mpicomp.MaxNorm(),
-    mpicomp.MaxNorm(bits=[6, 10]),
     mpicomp.TernGrad(),
     mpicomp.GlobalRandKMaxNorm(ratio=0.3, rounding="stochastic"),
-    mpicomp.SignSGD(scale=0.01),
 ]
 USERS = [
     Above(limit=1.5),
     Above(limit=1e30),  # selects nothing, on all ranks
 ]
+OWN = REPRESENTATIVES + OTHERS
+UNBIASED = UNBIASED_REPRESENTATIVES + UNBIASED_OTHERS
 
 
 def pairs(compressors):
@@ -82,5 +93,24 @@ def pairs(compressors):
     return [(compressor, name) for compressor in compressors for name in fitting(compressor)]
 
 
-PAIRS = pairs(OWN + UNBIASED + USERS)
-IDS = [f"{compressor}-{name}" for compressor, name in PAIRS]
+def one_of_each_collective(compressors):
+    """Every collective once, with the first of the compressors that it carries."""
+    found = {}
+    for compressor, name in pairs(compressors):
+        found.setdefault(name, (compressor, name))
+    return list(found.values())
+
+
+REPRESENTED = pairs(REPRESENTATIVES + UNBIASED_REPRESENTATIVES + USERS)
+OTHER_PAIRS = pairs(OTHERS + UNBIASED_OTHERS)
+
+
+def everywhere(few, many):
+    """Cases of a law: representatives with many settings, and all other compressors with a few.
+
+    Each is a compressor, a collective, and the setting. What is left of the whole product is slow.
+    """
+    cases = [(*pair, *setting) for pair in REPRESENTED for setting in many]
+    cases += [(*pair, *setting) for pair in OTHER_PAIRS for setting in few]
+    rest = [(*pair, *setting) for pair in OTHER_PAIRS for setting in many if setting not in few]
+    return [*cases, *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]

@@ -1,9 +1,6 @@
 """A rank that does not come is named by those who wait for it."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -22,17 +19,17 @@ reducer.close()
 """
 
 
-def run(collective, late, stall, ranks=3):
-    source = SCRIPT.format(collective=collective, late=late)
-    mpiexec = os.path.join(os.path.dirname(sys.executable), "mpiexec")
-    command = [mpiexec, "-n", str(ranks), sys.executable, "-c", source]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "MPI_", "HYDRA"))}
-    environment["MPICOMP_STALL"] = stall
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+@pytest.fixture
+def run(mpiexec):
+    def start(collective, late, stall, ranks=3):
+        source = SCRIPT.format(collective=collective, late=late)
+        return mpiexec(ranks, "-c", source, timeout=60, env={"MPICOMP_STALL": stall})
+
+    return start
 
 
 @pytest.mark.parametrize("collective", ["allreduce", "ring"])
-def test_the_ranks_that_are_missing_are_named(collective):
+def test_the_ranks_that_are_missing_are_named(run, collective):
     done = run(collective, late="1,", stall="1")
     assert done.returncode == 0, done.stderr
     assert len(re.findall("mpicomp: rank", done.stderr)) == 1
@@ -40,19 +37,19 @@ def test_the_ranks_that_are_missing_are_named(collective):
     assert re.search(rf"mpicomp: rank 0 has waited for (\S+) s {where}", done.stderr)
 
 
-def test_several_are_missing():
+def test_several_are_missing(run):
     done = run("allreduce", late="0, 1", stall="1")
     assert "rank 2 has waited" in done.stderr
     assert "ranks 0, 1 are not there" in done.stderr
 
 
 @pytest.mark.parametrize("stall", ["0", "", "30"])
-def test_nothing_is_said_otherwise(stall):
+def test_nothing_is_said_otherwise(run, stall):
     done = run("allreduce", late="1,", stall=stall)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_number_of_seconds_that_is_none():
+def test_a_number_of_seconds_that_is_none(run):
     done = run("allreduce", late="9,", stall="soon")
     assert done.returncode != 0
     assert "MPICOMP_STALL must be a number of seconds" in done.stderr
