@@ -1,6 +1,9 @@
 """Run everything that has to pass: lint, types, the serial suite, and the parallel tests at 1 to 4 ranks.
 
-    python tests/run.py [--slow] [-k EXPRESSION] [--ranks 1,2,3,4] [--only lint,serial,parallel] [PATH ...]
+    python tests/run.py [--quick | --slow] [-k EXPRESSION] [--ranks 1,2,3,4] [--only lint,serial,parallel] [PATH ...]
+
+``--quick`` is for the minute before a commit: lint, types, and the tests marked quick, those in parallel at 2 ranks.
+``--slow`` adds the tests marked slow: what is left of products of which others run representatives, and long studies.
 
 It uses the tools of the Python that runs it and the ``mpiexec`` beside it, of MPICH or of Open MPI. The last line is
 ``N passed, N failed``: tests over all runs, and each check that is no test counts as one. The line before it says what
@@ -14,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,16 +118,22 @@ def checks() -> Count:
     for step in (["ruff", "check"], ["ruff", "format", "--check"]):
         ok = run([sys.executable, "-m", *step], LIMIT_S["check"]) == 0
         total += Count(int(ok), int(not ok))
-    with tempfile.TemporaryDirectory() as folder:
-        # mypy goes by folders: it needs to see the packages where they are installed, not where they stand.
-        package = Path(folder) / "mpicomp"
-        package.mkdir()
-        for entry in [*(ROOT / "mpicomp").iterdir(), ROOT / "kernels", ROOT / "bench"]:
-            (package / entry.name).symlink_to(entry)
-        settings = ["--config-file", str(ROOT / "setup.cfg"), "--cache-dir", str(Path(folder) / "cache")]
-        ok = run([sys.executable, "-m", "mypy", *settings, str(package)], LIMIT_S["check"]) == 0
-        total += Count(int(ok), int(not ok))
-    return total
+    # mypy goes by folders: it needs to see the packages where they are installed, not where they stand.
+    cache = ROOT / ".mypy_cache"
+    package = cache / "tree" / "mpicomp"
+    shutil.rmtree(package, ignore_errors=True)
+    package.mkdir(parents=True)
+    for entry in [*(ROOT / "mpicomp").iterdir(), ROOT / "kernels", ROOT / "bench"]:
+        (package / entry.name).symlink_to(entry)
+    settings = ["--config-file", str(ROOT / "setup.cfg"), "--cache-dir", str(cache)]
+    ok = run([sys.executable, "-m", "mypy", *settings, str(package)], LIMIT_S["check"]) == 0
+    return total + Count(int(ok), int(not ok))
+
+
+def quick_paths() -> list[str]:
+    """Return the files in which tests are marked quick: collecting all of them takes longer than running these."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in files if "mark.quick" in path.read_text()]
 
 
 def results(junit: Path) -> Count:
@@ -190,9 +200,9 @@ def launcher() -> tuple[list[str], dict[str, str]]:
     return command, env
 
 
-def parallel(arguments: list[str], ranks: list[int], folder: Path) -> Count:
+def parallel(arguments: list[str], ranks: list[int], folder: Path, marked: str = "mpi") -> Count:
     """Run the parallel tests at each number of ranks, and check that none of them was left out."""
-    expected = census(arguments, folder)
+    expected = census([*arguments, "-m", marked], folder)
     total, skipped = Count(), []
     if not expected:
         say("no parallel test was found")
@@ -204,7 +214,7 @@ def parallel(arguments: list[str], ranks: list[int], folder: Path) -> Count:
         return Count(failed=1)
     for size in ranks:
         junit = folder / f"parallel-{size}.xml"
-        options = ["--only-mpi", "-m", "mpi", "-p", "no:cacheprovider", "-r", "fE", *arguments]
+        options = ["--only-mpi", "-m", marked, "-p", "no:cacheprovider", "-r", "fE", *arguments]
         counted = pytest(options, junit, LIMIT_S["parallel"], [*mpiexec, "-n", str(size)], env)
         wanted = sum(least <= size for least in expected.values())
         if counted.failed == 0 and counted.passed + counted.xfailed != wanted:
@@ -223,6 +233,7 @@ def parallel(arguments: list[str], ranks: list[int], folder: Path) -> Count:
 def main() -> int:
     """Run what was asked for and return the exit status."""
     parser = argparse.ArgumentParser(description="Run lint, types, the serial suite and the parallel tests.")
+    parser.add_argument("--quick", action="store_true", help="run the tests marked quick only, in parallel at 2 ranks")
     parser.add_argument("--slow", action="store_true", help="run the tests marked slow, too")
     parser.add_argument("-k", metavar="EXPRESSION", help="only the tests that match, as for pytest")
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="numbers of ranks, with commas")
@@ -232,7 +243,11 @@ def main() -> int:
     parts = set(arguments.only.split(","))
     if not parts <= {"lint", "serial", "parallel"}:
         parser.error(f"--only takes lint, serial and parallel, got {arguments.only}")
-    passed_on = ["--slow"] * arguments.slow + (["-k", arguments.k] if arguments.k else []) + arguments.paths
+    passed_on = ["--slow"] * arguments.slow + (["-k", arguments.k] if arguments.k else [])
+    marked = " and quick" if arguments.quick else ""
+    if arguments.quick:
+        arguments.ranks = "2"
+    passed_on += arguments.paths or (quick_paths() if arguments.quick else [])
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a limit from outside: the ranks end with this process
     total = Count()
@@ -241,10 +256,10 @@ def main() -> int:
         if "lint" in parts:
             total += checks()
         if "serial" in parts:
-            options = [*SIDE_BY_SIDE, "-r", "fEs", "-m", "not mpi", *passed_on]
+            options = [*SIDE_BY_SIDE, "-r", "fEs", "-m", f"not mpi{marked}", *passed_on]
             total += pytest(options, folder / "serial.xml", LIMIT_S["serial"], [], {})
         if "parallel" in parts:
-            total += parallel(passed_on, [int(size) for size in arguments.ranks.split(",")], folder)
+            total += parallel(passed_on, [int(size) for size in arguments.ranks.split(",")], folder, f"mpi{marked}")
     print(f"{total.skipped} skipped, {total.xfailed} failed as expected")
     print(f"{total.passed} passed, {total.failed} failed", flush=True)
     return 1 if total.failed else 0
