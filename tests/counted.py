@@ -7,11 +7,11 @@ class Count:
     """Bytes of everything that this rank has handed to MPI since a reducer was made, or since they were taken."""
 
     def __init__(self, monkeypatch):
-        from mpicomp.transport.mpi_lane import MPILane
+        from mpicomp.transport.mpi import MPITransport
 
         self.sent, self.wire = 0, 0.0
         for name in ("start", "perform"):
-            monkeypatch.setattr(MPILane, name, self._counting(getattr(MPILane, name)))
+            monkeypatch.setattr(MPITransport, name, self._counting(getattr(MPITransport, name)))
         make = Reducer.__init__
 
         def init(reducer, *args, **settings):

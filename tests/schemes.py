@@ -93,24 +93,30 @@ def pairs(compressors):
     return [(compressor, name) for compressor in compressors for name in fitting(compressor)]
 
 
-def one_of_each_collective(compressors):
-    """Every collective once, with the first of the compressors that it carries."""
-    found = {}
-    for compressor, name in pairs(compressors):
-        found.setdefault(name, (compressor, name))
-    return list(found.values())
-
-
 REPRESENTED = pairs(REPRESENTATIVES + UNBIASED_REPRESENTATIVES + USERS)
 OTHER_PAIRS = pairs(OTHERS + UNBIASED_OTHERS)
 
 
-def everywhere(few, many):
+def once(cases):
+    """The first pair of each collective; the others are slow."""
+    seen, marked = set(), []
+    for case in cases:
+        marked.append(pytest.param(*case, marks=pytest.mark.slow) if case[1] in seen else case)
+        seen.add(case[1])
+    return marked
+
+
+def everywhere(few, many, represented=REPRESENTED, others=OTHER_PAIRS):
     """Cases of a law: representatives with many settings, and all other compressors with a few.
 
-    Each is a compressor, a collective, and the setting. What is left of the whole product is slow.
+    Each is a compressor, a collective, and the setting. What is left of the whole product is slow; representatives with
+    the few are quick.
     """
-    cases = [(*pair, *setting) for pair in REPRESENTED for setting in many]
-    cases += [(*pair, *setting) for pair in OTHER_PAIRS for setting in few]
-    rest = [(*pair, *setting) for pair in OTHER_PAIRS for setting in many if setting not in few]
-    return [*cases, *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
+    marked = []
+    for chosen, settings in ((represented, many), (others, few)):
+        for pair in chosen:
+            for setting in many:
+                marks = [] if setting in settings else [pytest.mark.slow]
+                marks += [pytest.mark.quick] if chosen is represented and setting in few else []
+                marked.append(pytest.param(*pair, *setting, marks=marks))
+    return marked

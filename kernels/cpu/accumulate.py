@@ -1,12 +1,12 @@
 """Error feedback: gradient plus residual, in the sweep that also finds what a selection needs to know."""
 
 import numpy as np
+from mpicomp.kernels.cpu.bit_ops import first_one
 from mpicomp.kernels.cpu.bits import as_bits, infinity_of, mask_of
 from mpicomp.kernels.cpu.compile import kernel
-from mpicomp.kernels.cpu.lanes import LANES, at_least
 from mpicomp.kernels.cpu.moments import LEAST, MOST, Moments, _sums
+from mpicomp.kernels.cpu.simd import LANES, at_least
 from mpicomp.kernels.cpu.threads import cut, spread
-from mpicomp.kernels.cpu.words import first_one
 from numpy.typing import NDArray
 
 _BLOCK = 1024  # elements that are swept again while they are in the first-level cache

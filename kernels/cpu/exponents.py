@@ -5,12 +5,12 @@ float32 has it: 0 stands for zero, e for ``2**(e - 127)``, 255 for what is infin
 """
 
 import numpy as np
+from mpicomp.kernels.cpu.bit_planes import read_planes
 from mpicomp.kernels.cpu.cast import _to_float32
 from mpicomp.kernels.cpu.compile import exact, kernel
-from mpicomp.kernels.cpu.lanes import LANES
-from mpicomp.kernels.cpu.planes import read_planes
 from mpicomp.kernels.cpu.random import draw, halves
 from mpicomp.kernels.cpu.signs import _signs
+from mpicomp.kernels.cpu.simd import LANES
 from numpy.typing import NDArray
 
 _BLOCK = 1024  # elements that are gone through again while they are in the first-level cache

@@ -3,18 +3,18 @@
 An element travels as a code of b bits and comes out as ``base + (code - offset) * step``, where base and step are
 float32 numbers of its bucket. A symmetric grid has ``2 * offset + 1`` points around zero, with ``offset`` being
 ``2**(b-1) - 1``, and no base; one between the extremes of a bucket has ``2**b``, and no offset. Codes travel in bit
-planes, see `mpicomp.kernels.cpu.planes`. Buckets are multiples of 64 elements long, but for the last one.
+planes, see `mpicomp.kernels.cpu.bit_planes`. Buckets are multiples of 64 elements long, but for the last one.
 """
 
 import math
 from typing import Any
 
 import numpy as np
+from mpicomp.kernels.cpu.bit_planes import read_planes, write_planes
 from mpicomp.kernels.cpu.cast import _to_float32
 from mpicomp.kernels.cpu.compile import exact, kernel
-from mpicomp.kernels.cpu.lanes import LANES
-from mpicomp.kernels.cpu.planes import read_planes, write_planes
 from mpicomp.kernels.cpu.random import draw, halves
+from mpicomp.kernels.cpu.simd import LANES
 from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray

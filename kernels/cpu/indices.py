@@ -7,8 +7,8 @@ the lowest bit of their first word on, and leave the rest of their last word zer
 """
 
 import numpy as np
+from mpicomp.kernels.cpu.bit_ops import first_one, ones
 from mpicomp.kernels.cpu.compile import kernel
-from mpicomp.kernels.cpu.words import first_one, ones
 from numpy.typing import NDArray
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from mpicomp.kernels.cpu.bits import as_bits
 from mpicomp.kernels.cpu.cast import _to_float32
 from mpicomp.kernels.cpu.compile import kernel
-from mpicomp.kernels.cpu.lanes import LANES, add_signed, negative, put_signed
 from mpicomp.kernels.cpu.moments import _sums
+from mpicomp.kernels.cpu.simd import LANES, add_signed, negative, put_signed
 from numpy.typing import NDArray
 
 _PART = 4096  # elements that stay in the first-level cache

@@ -3,12 +3,12 @@
 from typing import NamedTuple
 
 import numpy as np
+from mpicomp.kernels.cpu.bit_ops import first_one
 from mpicomp.kernels.cpu.bits import as_bits, magnitude_bits, mask_of
 from mpicomp.kernels.cpu.compile import kernel
-from mpicomp.kernels.cpu.lanes import LANES, at_least
 from mpicomp.kernels.cpu.moments import LEAST, MOST, strided
+from mpicomp.kernels.cpu.simd import LANES, at_least
 from mpicomp.kernels.cpu.threads import spread
-from mpicomp.kernels.cpu.words import first_one
 from numpy.typing import NDArray
 
 _BLOCK = 1024

@@ -1,7 +1,7 @@
 """One bucket's exchange, with all that a record and a policy want to know of it."""
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,42 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives import Context, Result
-from mpicomp.policies import Plan, Policy
+from mpicomp.policies import Plan
 from mpicomp.reducer.bucket import Bucket
+from mpicomp.reducer.core import Core
 from mpicomp.reducer.layers import layers_of
 from mpicomp.reducer.record import BucketRecord
 from mpicomp.rounds import Asked, Group, Pending, dense_ring_bytes, observe
-from mpicomp.transport import Transport
-from mpicomp.transport.staging import Staging
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What is the same for all buckets of a step.
-
-    Parameters
-    ----------
-    transport : Transport
-        Whose group and clock.
-    policy : Policy
-        Gives the plans.
-    step, seed : int
-        For schemes that draw random numbers.
-    scale : float
-        What gradients are multiplied by first.
-    staging : Staging
-        Brings gradients to the host.
-    plans : mapping of int to Plan, or None
-        By bucket, what is run in a step that the policy has no part in; None where it has.
-    """
-
-    transport: Transport
-    policy: Policy
-    step: int
-    seed: int
-    scale: float
-    staging: Staging
-    plans: Mapping[int, Plan] | None = None
 
 
 @dataclass
@@ -123,7 +93,7 @@ class _Watch:
 
 
 def exchange(
-    bucket: Bucket, gradients: Sequence[Any] | None, conditions: Conditions, ready: float
+    bucket: Bucket, gradients: Sequence[Any] | None, core: Core, scale: float, frozen: bool, ready: float
 ) -> Generator[Asked, Any, Exchanged]:
     """Exchange one bucket, as rounds.
 
@@ -133,47 +103,50 @@ def exchange(
         Which.
     gradients : sequence of arrays or None
         One for each member; None takes part with zeros and asks all ranks to agree anew.
-    conditions : Conditions
-        Of the step.
+    core : Core
+        The reducer's.
+    scale : float
+        What gradients are multiplied by first.
+    frozen : bool
+        Whether the plan of the last step is run again, and the policy has no part in it.
     ready : float
         When gradients were handed over, on the clock that ranks share.
     """
-    clock, group = conditions.transport.clock, conditions.transport.group
+    clock, group = core.transport.clock, core.transport.group
     begin = time.perf_counter()
-    plan = None if conditions.plans is None else conditions.plans.get(bucket.index)
-    plan = plan or conditions.policy.plan(bucket.index)
+    plan = (core.plans.get(bucket.index) if frozen else None) or core.policy.plan(bucket.index)
     choosing_s = time.perf_counter() - begin
     context = Context(
         group=group,
-        step=conditions.step,
+        step=core.count,
         bucket=bucket.index,
-        seed=conditions.seed,
+        seed=core.seed,
         memory=bucket.memory,
         workspace=bucket.workspace,
     )
-    conditions.transport.doing(f"step {conditions.step}, bucket {bucket.index} ('{bucket.members[0].name}' ...)")
+    core.transport.doing(f"step {core.count}, bucket {bucket.index} ('{bucket.members[0].name}' ...)")
     start = clock()
     watch = _Watch(clock, group, start)
     arrays = None
     if gradients is not None:
-        host = conditions.staging.host
+        host = core.staging.host
         arrays = [host(member.name, own) for member, own in zip(bucket.members, gradients, strict=True)]
-    accumulated = bucket.accumulate(arrays, conditions.scale)
+    accumulated = bucket.accumulate(arrays, scale)
     result = yield from observe(plan.scheme.exchange(accumulated, context), watch.before, watch.after)
     end = clock()
     decode_s = end - watch.last
     begin = time.perf_counter()
-    asked_for = conditions.policy.survey(bucket.index) if conditions.plans is None else None
+    asked_for = None if frozen else core.policy.survey(bucket.index)
     survey = energies = None
     if asked_for is not None and not result.stale:
-        survey = asked_for.measure(accumulated.array(), bucket.sizes, conditions.step)
+        survey = asked_for.measure(accumulated.array(), bucket.sizes, core.count)
         energies = asked_for.energies(survey, bucket.sizes)
     choosing_s += time.perf_counter() - begin
     layers = layers_of(
         bucket.names, bucket.sizes, accumulated.array(), result.sent, energies, result.gain, result.thinned
     )
     compressor, prediction = plan.scheme.compressor, plan.prediction
-    kept = "" if conditions.plans is None else "as before, since some rank has no gradients of its own"
+    kept = "as before, since some rank has no gradients of its own" if frozen else ""
     record = BucketRecord(
         bucket=bucket.index,
         parameters=len(bucket.members),

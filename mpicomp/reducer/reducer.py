@@ -14,9 +14,10 @@ from mpicomp.errors import ClosedError, ConfigurationError, UnknownNameError
 from mpicomp.policies import Named, Policy, get_policy
 from mpicomp.reducer.agreement import together
 from mpicomp.reducer.beside import Beside
+from mpicomp.reducer.core import Core, Loaded
 from mpicomp.reducer.layout import Layout
 from mpicomp.reducer.record import StepRecord, Value
-from mpicomp.reducer.step import Core, Loaded, Rounds, Step
+from mpicomp.reducer.step import Rounds, Step
 from mpicomp.reducer.stream import Stream
 from mpicomp.reducer.timer import Timer
 from mpicomp.rounds import Asked

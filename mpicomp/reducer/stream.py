@@ -5,7 +5,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mpicomp.reducer.beside import Beside
-from mpicomp.reducer.step import Core, Step
+from mpicomp.reducer.core import Core
+from mpicomp.reducer.step import Step
 from mpicomp.transport.interleave import Job, ProgressThread
 
 

@@ -4,31 +4,47 @@ Only buffer operations are used, on communicators that are duplicated once, so t
 Importing this module imports mpi4py.MPI, which starts MPI, and sets the hooks that end the job when this rank fails.
 """
 
+import traceback
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
-from mpicomp.errors import LaunchError
-from mpicomp.rounds import ACROSS, HOST, WORLD, Group
+from mpicomp.errors import ClosedError, LaunchError
+from mpicomp.rounds import ACROSS, HOST, WORLD, Group, Pending, Round
 from mpicomp.system import abort, launcher
 from mpicomp.transport import mpi_end
-from mpicomp.transport.mpi_lane import MPILane
+from mpicomp.transport.base import Transport, received
 from mpicomp.transport.mpi_layout import cores_of_a_rank, hosts_of_ranks, sums_are_identical, takes_naps
-from mpicomp.transport.mpi_pool import is_split, pool_of
+from mpicomp.transport.mpi_pool import ChannelSet, Pool, is_split, pool_of
+from mpicomp.transport.mpi_rounds import Channel, Started
 
 COUNT_LIMIT = 2**31 - 1
 """Largest count, displacement and number of bytes that is handed to MPI in one call."""
+
+_LEVELS = {
+    MPI.THREAD_SINGLE: "SINGLE",
+    MPI.THREAD_FUNNELED: "FUNNELED",
+    MPI.THREAD_SERIALIZED: "SERIALIZED",
+    MPI.THREAD_MULTIPLE: "MULTIPLE",
+}
 
 abort.install()
 mpi_end.install()
 
 
-class MPITransport(MPILane):
+class MPITransport(Transport):
     """One rank of an MPI communicator.
 
     Collective over the communicator; closing it is not.
+
+    An MPI call that waits keeps its core busy. Where ranks have a core each that is the fastest way to wait; where
+    they share cores it takes them from the ranks that still compute, so there rounds are started without blocking
+    and asked for with naps in between.
 
     Parameters
     ----------
@@ -48,6 +64,8 @@ class MPITransport(MPILane):
         On all ranks, where rank 0's ``MPICOMP_STALL`` is no number of seconds.
     """
 
+    family = "mpi"
+
     def __init__(
         self, comm: MPI.Comm | None = None, count_limit: int = COUNT_LIMIT, layout: Sequence[int] | None = None
     ) -> None:
@@ -58,19 +76,128 @@ class MPITransport(MPILane):
         front, back = pool.take(found, 2)
         cores = cores_of_a_rank(found, hosts_of_ranks(found) if layout is not None else pool.hosts)
         naps = takes_naps(found, cores) or pool.thread_level < MPI.THREAD_MULTIPLE
-        super().__init__(pool.group, pool, front, back, naps)
+        self._open(pool, front, back, naps)
         self.cores = cores
-        self.group = self._with_sums()
+        self.group = self._with_sums(pool.group)
 
-    def _with_sums(self) -> Group:
+    def _open(self, pool: Pool, front: ChannelSet, back: ChannelSet, naps: bool) -> None:
+        """Take channels up, which the pool gets back when this is closed or collected.
+
+        Parameters
+        ----------
+        pool : Pool
+            Of these ranks.
+        front, back : ChannelSet
+            For rounds that are waited for at once and for those in the background, so that these need not begin in one
+            order with the others.
+        naps : bool
+            Whether ranks share cores.
+        """
+        super().__init__()
+        self._pool = pool
+        self._front = front.channels
+        self._back = back.channels
+        self._naps = naps
+        self._watch = pool.watch
+        # Where there is no thread that looks who is missing, whatever waits has to do it.
+        threaded = pool.thread_level == MPI.THREAD_MULTIPLE
+        self._meanwhile = None if threaded or pool.watch is None else pool.watch.tick
+        self._refusal: str | None = None
+        self._sets = list(dict.fromkeys((front, back)))
+        self._finalizer = weakref.finalize(self, pool.put, self._sets, dropped=True)
+        self._finalizer.atexit = False
+
+    def start(self, task: Round) -> Pending:
+        """See `Transport.start`."""
+        channel = self._channel(task)
+        started = channel.start(task)
+        if self._watch is not None and not task.background:
+            self._watch.begin(started, channel, started.number, task.operation)
+        return started
+
+    def wait(self, pending: Pending) -> NDArray[Any]:
+        """See `Transport.wait`."""
+        assert isinstance(pending, Started)
+        channel = self._channel(pending.task)
+        if self._watch is not None and pending.task.background:
+            self._watch.begin(pending, channel, pending.number, pending.task.operation)
+        try:
+            pending.finish(self._naps, self._meanwhile)
+        finally:
+            if self._watch is not None:
+                self._watch.end(pending)
+        channel.done(pending)
+        return received(pending.task)
+
+    def perform(self, task: Round) -> NDArray[Any]:
+        """See `Transport.perform`."""
+        channel = self._channel(task)
+        if self._watch is not None:
+            self._watch.begin(self, channel, channel.begun + 1, task.operation)
+        try:
+            channel.perform(task, self._naps, self._meanwhile)
+        finally:
+            if self._watch is not None:
+                self._watch.end(self)
+        return received(task)
+
+    def lanes(self, count: int) -> list[Transport]:
+        """See `Transport.lanes`."""
+        made: list[Transport] = []
+        for own in self._pool.take(self._front[WORLD].comm, count):
+            lane = MPITransport.__new__(MPITransport)
+            # A lane never blocks, so that what it begins in one order may be under way together.
+            lane._open(self._pool, own, own, self._naps)
+            lane.group, lane.cores = self.group, self.cores
+            made.append(lane)
+        return made
+
+    def doing(self, what: str) -> None:
+        """See `Transport.doing`."""
+        if self._watch is not None:
+            self._watch.about = what
+
+    def check_threads(self, alone: bool) -> None:
+        """See `Transport.check_threads`."""
+        provided = self._pool.thread_level
+        if provided < (MPI.THREAD_SERIALIZED if alone else MPI.THREAD_MULTIPLE):
+            raise LaunchError(
+                f"mpi: a thread for rounds needs MPI_THREAD_{'SERIALIZED' if alone else 'MULTIPLE'}, and this MPI "
+                f"provides MPI_THREAD_{_LEVELS[provided]}; set MPI4PY_RC_THREAD_LEVEL=multiple, or run rounds without "
+                "a thread"
+            )
+
+    def break_off(self, error: BaseException) -> None:
+        """See `Transport.break_off`."""
+        if self._refusal is None and self.group.size > 1:
+            self._refusal = (
+                f"mpi: {type(error).__name__} broke off an exchange on this rank while others go on with it, so that "
+                "nothing more can be exchanged; let the error end the program"
+            )
+            if self._watch is not None:
+                channels = [channel for own in self._sets for channel in own.channels.values()]
+                self._watch.break_off(channels, "".join(traceback.format_exception(error)))
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if self._finalizer.detach() is not None:
+            self._refusal = self._refusal or "mpi: the transport was closed; make a new one"
+            self._pool.put(self._sets)
+
+    def _channel(self, task: Round) -> Channel:
+        if self._refusal is not None or self._pool.over:
+            raise ClosedError(self._refusal or "mpi: MPI has come to its end on this rank; nothing can be exchanged")
+        return (self._back if task.background else self._front)[task.group]
+
+    def _with_sums(self, group: Group) -> Group:
         """Give the group with what is found out about sums, the same for all groups of a name. Collective."""
-        names = (WORLD, HOST, ACROSS) if is_split(self.group) else (WORLD,)
+        names = (WORLD, HOST, ACROSS) if is_split(group) else (WORLD,)
         mine = [n not in self._front or sums_are_identical(self._front[n].comm, self._naps) for n in names]
         everyones = np.empty(len(names), np.int32)
         self._front[WORLD].comm.Allreduce(np.array(mine, np.int32), everyones, MPI.MIN)
         identical = dict(zip(names, everyones.astype(bool).tolist(), strict=True))
-        parts = (replace(p, identical_sums=identical.get(p.name, identical[WORLD])) for p in self.group.parts)
-        return replace(self.group, identical_sums=identical[WORLD], parts=tuple(parts))
+        parts = (replace(p, identical_sums=identical.get(p.name, identical[WORLD])) for p in group.parts)
+        return replace(group, identical_sums=identical[WORLD], parts=tuple(parts))
 
 
 def _check_launch() -> None:

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from schemes import OWN, pairs
+from schemes import OTHERS, OWN, REPRESENTATIVES, everywhere, pairs
 from worlds import Ranks
 
 import mpicomp
 
-PAIRS = pairs(OWN)
+SETTINGS = [(1, 200), (2, 200), (3, 200), (4, 200), (3, 1), (2, 1 << 20)]
+CASES = everywhere([(3, 200)], SETTINGS, pairs(REPRESENTATIVES), pairs(OTHERS))
 torch = pytest.importorskip("torch")
 
 
@@ -45,8 +46,7 @@ def bits(array):
 EPS = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 1e-6, "float64": 1e-6}
 
 
-@pytest.mark.parametrize(("ranks", "bucket_bytes"), [(1, 200), (2, 200), (3, 200), (4, 200), (3, 1), (2, 1 << 20)])
-@pytest.mark.parametrize(("compressor", "collective"), PAIRS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("compressor", "collective", "ranks", "bucket_bytes"), CASES, ids=str)
 def test_the_law(compressor, collective, ranks, bucket_bytes):
     together = Ranks(ranks, compressor, collective, feedback=True, bucket_bytes=bucket_bytes)
     rng = np.random.default_rng(ranks)

@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from schemes import OWN, pairs
+from schemes import OWN, UNBIASED_REPRESENTATIVES, once, pairs
 from worlds import Ranks
 
 import mpicomp
 from mpicomp.errors import ArrayTypeError, DisagreementError, NonFiniteError
 
 pytestmark = pytest.mark.mpi
-PAIRS = pairs(OWN)
 
 
 def gradients(rank, step):
@@ -32,8 +31,8 @@ def gather(comm, array):
     return [row.view(array.dtype).reshape(array.shape) for row in everyones]
 
 
-@pytest.mark.parametrize(("compressor", "collective"), PAIRS, ids=str)
-@pytest.mark.parametrize("bucket_bytes", [1000, 1 << 20])
+@pytest.mark.parametrize(("compressor", "collective"), once(pairs(OWN)), ids=str)
+@pytest.mark.parametrize("bucket_bytes", [1000, pytest.param(1 << 20, marks=pytest.mark.slow)])
 def test_the_law_and_the_bits(comm, compressor, collective, bucket_bytes):
     reducer = mpicomp.Reducer(compressor, collective, feedback=True, comm=comm, bucket_bytes=bucket_bytes)
     here = Ranks(comm.size, compressor, collective, feedback=True, bucket_bytes=bucket_bytes)
@@ -76,7 +75,7 @@ def test_allreduce_of_one_array(comm):
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])
-@pytest.mark.parametrize(("compressor", "collective"), PAIRS, ids=str)
+@pytest.mark.parametrize(("compressor", "collective"), once(pairs(OWN + UNBIASED_REPRESENTATIVES)), ids=str)
 def test_all_ranks_raise_and_none_hangs(comm, compressor, collective, steps_before):
     if comm.size == 1:
         return

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from mpicomp.kernels.cpu.planes import read_planes, write_planes
+from mpicomp.kernels.cpu.bit_planes import read_planes, write_planes
 
 
 @pytest.mark.parametrize("planes", range(1, 9))

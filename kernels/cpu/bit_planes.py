@@ -7,7 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 from mpicomp.kernels.cpu.compile import kernel
-from mpicomp.kernels.cpu.lanes import LANES
+from mpicomp.kernels.cpu.simd import LANES
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic

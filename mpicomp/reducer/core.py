@@ -1,0 +1,110 @@
+"""What a reducer owns, and its steps work on."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpicomp.compressors.base import Entry
+from mpicomp.cost import CostModel
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies import Plan, Policy
+from mpicomp.reducer.layout import Layout
+from mpicomp.reducer.record import StepRecord, Tally
+from mpicomp.reducer.timer import Timer
+from mpicomp.transport import Transport
+from mpicomp.transport.staging import Staging
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A state that was loaded; it is taken up when the ranks have compared their steps, at the next one."""
+
+    step: int
+    policy: Mapping[str, Any]
+    cost: CostModel | None
+
+
+@dataclass
+class Core:
+    """What a reducer owns.
+
+    Attributes
+    ----------
+    settings : dict
+        What has to be the same on all ranks.
+    nonfinite : str
+        What happens when some gradient is not finite.
+    seed : int
+        For schemes that draw random numbers.
+    entry : Entry
+        What happens to gradients first.
+    layout : Layout
+        Arrays and residuals.
+    policy : Policy
+        Chooses plans.
+    transport : Transport
+        Runs rounds.
+    timer : Timer
+        Tells ranks what steps took.
+    count : int
+        Steps so far.
+    last_step : StepRecord or None
+        What the last one did.
+    staging : Staging
+        Brings arrays of devices to the host and back.
+    loaded : Loaded or None
+        What waits to be taken up.
+    plans : dict of int to Plan
+        By bucket, what the last step has run.
+    outside : Tally
+        Of rounds since the last step that belong to none; the next one's record takes it over.
+    suspect : bool
+        Whether the last step has failed here in a way that the other ranks may not know of: all of them then compare
+        whether it has, at the next one.
+    """
+
+    settings: dict[str, Any]
+    nonfinite: str
+    seed: int
+    entry: Entry
+    layout: Layout
+    policy: Policy
+    transport: Transport
+    timer: Timer
+    count: int = 0
+    last_step: StepRecord | None = None
+    staging: Staging = field(default_factory=Staging)
+    plans: dict[int, Plan] = field(default_factory=dict)
+    outside: Tally = field(default_factory=Tally)
+    loaded: Loaded | None = None
+    suspect: bool = False
+
+    def loading(self) -> dict[str, Any]:
+        """Return what of a loaded state has to be the same on all ranks, beside its step: plans follow from it."""
+        learnt = self.policy.state_dict() if self.loaded is None else self.loaded.policy
+        digest = hashlib.blake2b(json.dumps(learnt, sort_keys=True, default=str).encode(), digest_size=4).hexdigest()
+        return {"what the policy has learnt": digest, "whether a state was loaded": self.loaded is not None}
+
+    def take_up(self) -> None:
+        """Begin with what was loaded.
+
+        Raises
+        ------
+        ConfigurationError
+            Where it is no state of this policy, which is then as it was.
+        """
+        if self.loaded is None:
+            return
+        cost, before = self.loaded.cost, self.policy.state_dict()
+        if cost is not None and cost.network.hosts != self.transport.group.hosts:
+            cost = None
+        try:
+            self.policy.load_state_dict(self.loaded.policy, cost)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            self.policy.load_state_dict(before, None)
+            raise ConfigurationError(
+                f"reducer: the loaded state is none of policy '{self.policy.id}' ({type(error).__name__}: {error}); "
+                "delete state['policy'] to begin without"
+            ) from error
