@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
-from mpicomp.collectives.positions import exchange_at
 from mpicomp.collectives.scheme import Context, Exchange, Scheme
+from mpicomp.collectives.values_at import exchange_at
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor, Entry, Scope, check_range, kept
 from mpicomp.compressors.dense import Dense

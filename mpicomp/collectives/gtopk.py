@@ -16,7 +16,7 @@ from mpicomp.collectives.scheme import (
     gain_of,
     undelivered,
 )
-from mpicomp.collectives.selections import added, less, parted
+from mpicomp.collectives.selection_ops import added, less, parted
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Selection, Sparsifier

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.regions import even_bounds, mean_bounds, overlaps, quantiles
+from mpicomp.collectives.owned_regions import even_bounds, mean_bounds, overlaps, quantiles
 from mpicomp.collectives.scheme import (
     Context,
     Exchange,
@@ -19,7 +19,7 @@ from mpicomp.collectives.scheme import (
     gain_of,
     undelivered,
 )
-from mpicomp.collectives.selections import added, common, less, parted, room
+from mpicomp.collectives.selection_ops import added, common, less, parted, room
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Selection, Sparsifier

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp.collectives.scheme import Context, Exchange, Scheme
-from mpicomp.collectives.segments import SegmentedMean
+from mpicomp.collectives.segmented_mean import SegmentedMean
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.dense import Dense

@@ -4,8 +4,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.leading import Leading
 from mpicomp.collectives.scheme import Context, Exchange
+from mpicomp.collectives.shared_indices import Leading
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.leading import Leading
 from mpicomp.collectives.scheme import Context, Exchange
+from mpicomp.collectives.shared_indices import Leading
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.kernels import cpu
 from mpicomp.registry import register

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
-from mpicomp.collectives.rows import mean_of_rows
+from mpicomp.collectives.sparse_rows import mean_of_rows
 from mpicomp.errors import ConfigurationError, DisagreementError, LaunchError, MpicompError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import Signature, agree

@@ -10,7 +10,7 @@ from schemes import Above
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.collectives.regions import overlaps
+from mpicomp.collectives.owned_regions import overlaps
 from mpicomp.errors import NonFiniteError
 
 SELECT = {

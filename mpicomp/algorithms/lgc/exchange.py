@@ -12,8 +12,8 @@ from mpicomp.algorithms.lgc.lead import Lead, follow, leader_of, make_frame, rel
 from mpicomp.algorithms.lgc.learned_code import LearnedCode
 from mpicomp.algorithms.lgc.ring import CodeRing
 from mpicomp.algorithms.lgc.server import CodeServer
-from mpicomp.collectives.positions import exchange_at
 from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
+from mpicomp.collectives.values_at import exchange_at
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor, Scope
 from mpicomp.compressors.dense import Dense

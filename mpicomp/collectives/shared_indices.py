@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.collectives.positions import exchange_at
 from mpicomp.collectives.scheme import Context, Exchange, Scheme
+from mpicomp.collectives.values_at import exchange_at
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor, Selection, Sparsifier
 from mpicomp.compressors.dense import Dense
