@@ -3,19 +3,7 @@
 import numpy as np
 
 import mpicomp
-from mpicomp.cost.formulas import terms
 from mpicomp.transport import LocalWorld
-
-
-class Link:
-    """What a round takes: the formulas, times a factor for each operation that a cost model does not know."""
-
-    def __init__(self, latency, bits, factors=None):
-        self.latency, self.bits, self.factors = latency, bits, factors or {}
-
-    def __call__(self, task, group):
-        seconds = terms(task, group).seconds(self.latency, 8 / self.bits)
-        return seconds * self.factors.get(task.operation, 1.0)
 
 
 class Ranks:

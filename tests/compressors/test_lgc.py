@@ -2,7 +2,8 @@ import json
 
 import numpy as np
 import pytest
-from worlds import Link, Ranks
+from networks import Link
+from worlds import Ranks
 
 import mpicomp
 from mpicomp import LGC

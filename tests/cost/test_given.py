@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from worlds import Link
+from networks import Link
 
 import mpicomp
 from mpicomp.cost import CostModel, Network

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from worlds import Link
+from networks import Link
 
 import mpicomp
 from mpicomp.collectives import bind, variants

@@ -4,8 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from networks import Link
 from trainings import Training
-from worlds import Link, Ranks
+from worlds import Ranks
 
 from mpicomp import LGC
 from mpicomp.collectives import bind

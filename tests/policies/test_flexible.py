@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from worlds import Link
+from networks import Link
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, IncompatiblePairError

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from networks import Link
 from trainings import Training
-from worlds import Link, Ranks
+from worlds import Ranks
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, IncompatiblePairError

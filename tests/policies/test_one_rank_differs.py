@@ -5,7 +5,8 @@ import importlib.util
 
 import numpy as np
 import pytest
-from worlds import Link, Ranks
+from networks import Link
+from worlds import Ranks
 
 import mpicomp
 from mpicomp.algorithms.matrix_batches import Matrix

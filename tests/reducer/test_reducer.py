@@ -4,7 +4,8 @@ import types
 
 import numpy as np
 import pytest
-from worlds import Link, Ranks
+from networks import Link
+from worlds import Ranks
 
 import mpicomp
 from mpicomp.collectives import fitting
