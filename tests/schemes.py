@@ -97,15 +97,6 @@ REPRESENTED = pairs(REPRESENTATIVES + UNBIASED_REPRESENTATIVES + USERS)
 OTHER_PAIRS = pairs(OTHERS + UNBIASED_OTHERS)
 
 
-def once(cases):
-    """The first pair of each collective; the others are slow."""
-    seen, marked = set(), []
-    for case in cases:
-        marked.append(pytest.param(*case, marks=pytest.mark.slow) if case[1] in seen else case)
-        seen.add(case[1])
-    return marked
-
-
 def everywhere(few, many, represented=REPRESENTED, others=OTHER_PAIRS):
     """Cases of a law: representatives with many settings, and all other compressors with a few.
 

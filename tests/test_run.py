@@ -75,6 +75,7 @@ def test_one_rank_reports(mpiexec, suite):
     assert ended.stderr == ""
 
 
+@pytest.mark.slow
 def test_an_expected_failure_ends_nothing(mpiexec, suite):
     ended = pytest_of(mpiexec, suite("@pytest.mark.xfail\n" + FAILING.format("assert False") + PASSING), 2)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -141,6 +142,7 @@ def test_never(comm):
 )
 
 
+@pytest.mark.slow
 def test_parallel_tests_that_ran_at_no_number_of_ranks_are_skipped(suite):
     status, lines = outcome(suite(PARALLEL), "--only", "parallel", "--ranks", "1,2")
     assert (status, lines[-2:]) == (0, ["2 skipped, 2 failed as expected", "3 passed, 0 failed"])
@@ -171,6 +173,7 @@ def test_parallel_tests_that_did_not_run_are_a_failure(suite, tmp_path, body, co
     assert run.parallel([str(suite(body))], [2], tmp_path) == count
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_is_killed_with_its_stacks(suite, capfd):
     folder = suite("@pytest.mark.mpi\ndef test_hang(comm):\n    time.sleep(600 * (comm.rank == 1))\n")
     mpiexec, env = run.launcher()

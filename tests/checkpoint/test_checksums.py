@@ -6,6 +6,7 @@ import zlib
 import numpy as np
 import pytest
 from checkpoints import about, check_same, content, file_of, load, load_errors, save, the_one, write_before
+from marks import slow
 
 
 def head_of(path):
@@ -26,8 +27,7 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 1), slow(2, 0), *(slow(n, rank) for n in (1, 3) for rank in (0, 1))])
 def test_every_flipped_byte_is_an_error_that_names_file_and_array(tmp_path, rank, ranks):
     save(tmp_path, STATES)
     path = file_of(tmp_path, rank)

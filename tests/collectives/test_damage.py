@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from marks import once
 from schemes import Above
 
 import mpicomp
@@ -160,7 +161,7 @@ PAIRS = [pair for compressor in COMPRESSORS for pair in with_headers(compressor,
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize(("compressor", "collective"), PAIRS, ids=str)
+@pytest.mark.parametrize(("compressor", "collective"), once(PAIRS), ids=str)
 def test_a_header_that_one_rank_receives_damaged(compressor, collective, rank):
     for damage in (version, count, flags):
         check([0, 0, 0], compressor, collective, rank, has_header, [damage])
@@ -210,7 +211,7 @@ HIERARCHIES = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize(("compressor", "collective"), HIERARCHIES, ids=str)
+@pytest.mark.parametrize(("compressor", "collective"), once(HIERARCHIES), ids=str)
 def test_messages_between_hosts(compressor, collective, layout):
     if any(map(between_hosts, begun(layout, compressor, collective).step(gradients(len(layout), 2), 0)[1])):
         for rank in (0, 2) if layout == [0, 0, 1, 1] else (0, 1):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from marks import once
 from mpicomp.kernels import cpu
 from schemes import Above
 
@@ -200,18 +201,18 @@ MANY = 10  # a tenth of the largest number, rounded, makes more than it ten time
 
 
 @pytest.mark.parametrize(("ranks", "nonfinite"), [(3, "raise"), (4, "skip"), (4, "pass")])
-@pytest.mark.parametrize(("compressor", "collective"), PAIRS, ids=str)
+@pytest.mark.parametrize(("compressor", "collective"), once(PAIRS), ids=str)
 def test_on_one_host(compressor, collective, ranks, nonfinite):
     check(compressor, collective, [0] * ranks, SHAPE, nonfinite)
 
 
-@pytest.mark.parametrize(("compressor", "collective"), ON_HOSTS, ids=str)
+@pytest.mark.parametrize(("compressor", "collective"), once(ON_HOSTS), ids=str)
 def test_on_two_hosts(compressor, collective):
     check(compressor, collective, [0, 0, 0, 1, 1], SHAPE, "skip")
 
 
 @pytest.mark.parametrize(
-    ("compressor", "collective"), [pair for pair in ON_HOSTS if pair[1].startswith("hierarchical")], ids=str
+    ("compressor", "collective"), once(pair for pair in ON_HOSTS if pair[1].startswith("hierarchical")), ids=str
 )
 def test_passed_on_between_hosts(compressor, collective):
     check(compressor, collective, [0, 0, 1, 1], SHAPE, "pass")

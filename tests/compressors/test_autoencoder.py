@@ -151,6 +151,7 @@ def common(rng, ranks, count, noise):
     return (shared + noise * rng.normal(size=(ranks, count))).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leader", [False, True])
 def test_it_learns_what_there_is(leader):
     """Two of sixteen numbers say it all, and the code has four: much less is lost than by zeros."""

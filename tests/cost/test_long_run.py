@@ -9,7 +9,10 @@ import mpicomp
 from mpicomp.cost import CostModel, Network
 
 LATENCY, BITS = 1e-5, 1e7
-SHAPE = (400, 1000)  # so large that a library broadcasts in parts, which is what is taken for granted before it is measured
+SHAPE = (
+    400,
+    1000,
+)  # so large that a library broadcasts in parts, which is what is taken for granted before it is measured
 
 
 @pytest.mark.parametrize(

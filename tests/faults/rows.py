@@ -45,7 +45,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mpicomp-faults-") as name:
         folder = Path(name)
         for limit_s, tests in sorted(by_limit.items()):
-            options = [f"--timeout={limit_s:.0f}", *sorted(tests)]
+            options = ["--slow", f"--timeout={limit_s:.0f}", *sorted(tests)]
             parallel = run.census(options, folder)
             for turn in range(arguments.repeat):
                 junit, most_s = folder / f"serial-{turn}.xml", 50 * limit_s

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import slow
 from mpicomp.kernels import cpu, gpu
 from mpicomp.kernels.gpu.compile import THREADS
 from mpicomp.kernels.gpu.countsketch import PART, ROWS
@@ -39,7 +40,7 @@ def architectures():
     return nvcc, known
 
 
-@pytest.mark.parametrize("real", ["float", "double"])
+@pytest.mark.parametrize("real", ["float", slow("double")])
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_compiles_without_a_spilled_register(architectures, source, real, tmp_path):
     nvcc, known = architectures
@@ -60,7 +61,7 @@ def test_every_source_compiles_without_a_spilled_register(architectures, source,
     assert set(re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", done.stderr)) == {"0"}
 
 
-@pytest.mark.parametrize("real", ["float", "double"])
+@pytest.mark.parametrize("real", ["float", slow("double")])
 @pytest.mark.parametrize("source", ["blocks", "convolution", "exponents", "fields", "grid", "signs"])
 def test_what_ranks_decode_is_rounded_after_every_product(architectures, source, real, tmp_path):
     """A mean must have the same bits on ranks whose processors cannot multiply and add in one go."""

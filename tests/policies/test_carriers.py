@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from marks import slow
 from networks import Link
 
 import mpicomp
@@ -53,8 +54,8 @@ LINKS = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 6])
 @pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("size", [4, slow(2), slow(3), slow(6)])
 def test_it_runs_the_fastest_plan(size, link):
     best = fixed(size, LINKS[link])
     ranks = Ranks(size, LINKS[link], mpicomp.TopK(ratio=0.01))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from marks import slow
 from networks import Link
 from trainings import Training
 from worlds import Ranks
@@ -24,7 +25,7 @@ def late(buckets):
     return sum(1 / own.gain - 1 for own in buckets) / len(buckets)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, slow(3), slow(4)])
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 30_000])
 def test_ranks_agree_and_nothing_is_lost(size, bucket_bytes):
     steps = Training(size, SLOW, bucket_bytes=bucket_bytes).run(60)
@@ -49,6 +50,7 @@ def test_much_signal_is_sent_in_few_bits():
     assert np.mean([late(buckets) for buckets in steps]) < 0.5
 
 
+@pytest.mark.slow
 def test_what_is_known_of_quantisers_survives_a_restart():
     training = Training(3, Link(1e-5, 2e7), signal=0.6)
     training.run(80)
@@ -60,6 +62,7 @@ def test_what_is_known_of_quantisers_survives_a_restart():
     assert any(own["delay"] for own in state["quantisers"]["embedding"].values())
 
 
+@pytest.mark.slow
 def test_it_is_careful_at_first_and_loosens():
     training = Training(4, SLOW, signal=0.4)
     before = ratios(training.run(100))
@@ -70,7 +73,7 @@ def test_it_is_careful_at_first_and_loosens():
     assert after[-10:].mean() < 0.1
 
 
-@pytest.mark.parametrize("fidelity", [0.8, 0.95, 0.99])
+@pytest.mark.parametrize("fidelity", [slow(0.8), slow(0.95), 0.99])
 def test_training_falls_behind_by_no_more_than_was_said(fidelity):
     training = Training(4, SLOW, policy={"id": "auto", "fidelity": fidelity})
     steps = training.run(240)
@@ -79,11 +82,13 @@ def test_training_falls_behind_by_no_more_than_was_said(fidelity):
         assert behind(delay, training.signal) <= 2 * (1 - fidelity) * (age + 80)  # gains and what is signal scatter
 
 
+@pytest.mark.slow
 def test_the_more_is_signal_the_more_is_sent():
     little, much = (ratios(Training(4, SLOW, signal=share).run(150))[-20:].mean() for share in (0.01, 0.3))
     assert much > 1.5 * little
 
 
+@pytest.mark.slow
 def test_less_fidelity_sends_less():
     reached = [
         ratios(Training(4, SLOW, policy={"id": "auto", "fidelity": f}).run(150))[-20:].mean() for f in (0.5, 0.99)
@@ -101,6 +106,7 @@ def test_where_exchanges_take_no_time_they_are_nearly_whole():
     assert np.mean([late(buckets) for buckets in steps[-20:]]) < 0.2
 
 
+@pytest.mark.slow
 def test_a_drop_of_the_learning_rate_makes_it_careful_again():
     training = Training(4, SLOW)
     before = ratios(training.run(150))[-5:].mean()
@@ -173,7 +179,7 @@ def test_it_goes_on_where_it_was():
     assert ratios(again.run(12))[-3:].mean() < 2 * reached
 
 
-@pytest.mark.parametrize("first", range(8))
+@pytest.mark.parametrize("first", [0, 3, *map(slow, (1, 2, 4, 5, 6, 7))])
 def test_steps_that_are_undone_teach_nothing(first):
     training = Training(3, SLOW, nonfinite="skip")
     training.run(first)

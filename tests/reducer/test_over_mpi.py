@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from schemes import OWN, UNBIASED_REPRESENTATIVES, once, pairs
+from marks import once
+from schemes import OWN, UNBIASED_REPRESENTATIVES, pairs
 from worlds import Ranks
 
 import mpicomp

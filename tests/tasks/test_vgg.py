@@ -41,6 +41,7 @@ def test_first_layers_are_small_and_last_ones_huge(task):
     assert sum(convolutions) < sum(numels) / 10
 
 
+@pytest.mark.slow
 def test_learns(task):
     model = train(task, 25)
     assert task.evaluate(model) > 0.5  # ten classes

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from marks import slow
 
 SCRIPT = """
 import sys, time
@@ -28,7 +29,7 @@ def run(mpiexec):
     return start
 
 
-@pytest.mark.parametrize("collective", ["allreduce", "ring"])
+@pytest.mark.parametrize("collective", ["allreduce", slow("ring")])
 def test_the_ranks_that_are_missing_are_named(run, collective):
     done = run(collective, late="1,", stall="1")
     assert done.returncode == 0, done.stderr
@@ -43,7 +44,7 @@ def test_several_are_missing(run):
     assert "ranks 0, 1 are not there" in done.stderr
 
 
-@pytest.mark.parametrize("stall", ["0", "", "30"])
+@pytest.mark.parametrize("stall", ["0", slow(""), slow("30")])
 def test_nothing_is_said_otherwise(run, stall):
     done = run("allreduce", late="1,", stall=stall)
     assert (done.returncode, done.stderr) == (0, "")
