@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.exchanges import Plan, Residuals, Runner, share
-from mpicomp.bench.gradients import Gradients
+from mpicomp.bench.measure.exchanges import Plan, Residuals, Runner, share
+from mpicomp.bench.measure.gradients import Gradients
 
 from mpicomp.compressors import Compressor
 from mpicomp.transport import Transport

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.feedback import Selecting, make_bucket
+from mpicomp.bench.measure.feedback import Selecting, make_bucket
 from mpicomp.bench.tasks import get_task, list_tasks
 from numpy.typing import NDArray
 

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 
 import numpy as np
-from mpicomp.bench.exchanges import share
+from mpicomp.bench.measure.exchanges import share
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not said to be exported
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.feedback import DTYPE, Selecting, make_bucket, write_plain
-from mpicomp.bench.gradients import POOL, Gradients, Settled
-from mpicomp.bench.turns import Kernel, rows_of, take_turns
+from mpicomp.bench.measure.feedback import DTYPE, Selecting, make_bucket, write_plain
+from mpicomp.bench.measure.gradients import POOL, Gradients, Settled
+from mpicomp.bench.measure.interleaved import Kernel, rows_of, take_turns
 from mpicomp.kernels import cpu
 from numpy.typing import NDArray
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.feedback import DTYPE
-from mpicomp.bench.gradients import Gradients, steps_to_settle
 from mpicomp.bench.kernels import RANKS, STRIDE, Settings
-from mpicomp.bench.turns import Kernel, rows_of, take_turns
+from mpicomp.bench.measure.feedback import DTYPE
+from mpicomp.bench.measure.gradients import Gradients, steps_to_settle
+from mpicomp.bench.measure.interleaved import Kernel, rows_of, take_turns
 from mpicomp.kernels import gpu
 
 from mpicomp.compressors import Compressor

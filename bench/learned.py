@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from mpicomp.bench.jobs import DONE, FAILED, Folder, Job, Start, on_one_host, read_json, read_lines
-from mpicomp.bench.jobs import Finished as Ended
+from mpicomp.bench.measure.jobs import DONE, FAILED, Folder, Job, Start, on_one_host, read_json, read_lines
+from mpicomp.bench.measure.jobs import Finished as Ended
 
 from mpicomp.compressors.lgc import LGC
 
@@ -146,7 +146,7 @@ class Runner:
     Parameters
     ----------
     folder : Path
-        Of their files; see `mpicomp.bench.jobs.Folder`.
+        Of their files; see `mpicomp.bench.measure.jobs.Folder`.
     ranks : int
         Of each training, on this host.
     steps : int
@@ -154,7 +154,7 @@ class Runner:
     phases : tuple of int
         Steps of the phases before codes travel.
     start : callable, optional
-        See `mpicomp.bench.jobs.Start`.
+        See `mpicomp.bench.measure.jobs.Start`.
     """
 
     def __init__(

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpicomp.bench.jobs import CUT, DONE, FAILED
 from mpicomp.bench.learned import DENSE, GOALS, Finished, Runner, Training
 from mpicomp.bench.learned_bytes import coded_bytes
-from mpicomp.bench.seeds import cell, finite, mean, mean_and_deviation
+from mpicomp.bench.measure.jobs import CUT, DONE, FAILED
+from mpicomp.bench.measure.seed_means import cell, finite, mean, mean_and_deviation
 
 from mpicomp.compressors.lgc import LGC
 
@@ -148,7 +148,7 @@ COLUMNS = {
     "control": ">",
     "problem": "",
 }
-"""Of the text, for `mpicomp.bench.rows.show`."""
+"""Of the text, for `mpicomp.bench.measure.results.show`."""
 
 
 def cells_of(row: Mapping[str, Any]) -> dict[str, str]:

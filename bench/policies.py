@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpicomp.bench.lab.units import parse_bandwidth
-from mpicomp.bench.networks import Network
+from mpicomp.bench.measure.networks import Network
 
 DENSE = "dense"
 NETWORKS = ("50mbit/1ms", "200mbit/1ms", "1gbit/0us", "2.5gbit/0us")

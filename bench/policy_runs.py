@@ -6,8 +6,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mpicomp.bench.jobs import CUT, DONE, FAILED, MPICOMP, Folder, Job, Start, on_one_host, read_json, read_lines
-from mpicomp.bench.jobs import Finished as Ended
+from mpicomp.bench.measure.jobs import (
+    CUT,
+    DONE,
+    FAILED,
+    MPICOMP,
+    Folder,
+    Job,
+    Start,
+    on_one_host,
+    read_json,
+    read_lines,
+)
+from mpicomp.bench.measure.jobs import Finished as Ended
 from mpicomp.bench.policies import (
     DENSE,
     Run,
@@ -44,13 +55,13 @@ class Runner:
     Parameters
     ----------
     folder : Path
-        Of their files; see `mpicomp.bench.jobs.Folder`.
+        Of their files; see `mpicomp.bench.measure.jobs.Folder`.
     hosts : int
         Of a lab, and ranks on one host.
     steps : int or None
         Of a training; None is what each task is tuned for.
     start : callable, optional
-        See `mpicomp.bench.jobs.Start`.
+        See `mpicomp.bench.measure.jobs.Start`.
     """
 
     def __init__(self, folder: Path, hosts: int, steps: int | None, start: Start | None = None) -> None:

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.jobs import CUT, DONE, FAILED
-from mpicomp.bench.networks import Network
+from mpicomp.bench.measure.jobs import CUT, DONE, FAILED
+from mpicomp.bench.measure.networks import Network
+from mpicomp.bench.measure.seed_means import cell, finite, mean, mean_and_deviation
 from mpicomp.bench.policies import ARMS, DENSE, GOALS, Run, Timing, Training
 from mpicomp.bench.policy_runs import Finished
-from mpicomp.bench.seeds import cell, finite, mean, mean_and_deviation
 from numpy.typing import NDArray
 
 _MEANS = (
@@ -266,7 +266,7 @@ COLUMNS = {
     "mean_curve": ">",
     "problem": "",
 }
-"""Of the text, for `mpicomp.bench.rows.show`."""
+"""Of the text, for `mpicomp.bench.measure.results.show`."""
 
 
 def cells_of(row: Mapping[str, Any]) -> dict[str, str]:

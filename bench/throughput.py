@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from mpicomp.bench.exchanges import share
 from mpicomp.bench.lab.network import read_counters
-from mpicomp.bench.sampling import block_interval
+from mpicomp.bench.measure.exchanges import share
+from mpicomp.bench.measure.intervals import block_interval
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor

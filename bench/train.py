@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpicomp.bench.choices import Choices, Layer, Ran, leading
-from mpicomp.bench.correlation import Comparison, Correlations
-from mpicomp.bench.metrics import MetricsWriter
-from mpicomp.bench.probe import Probe, probe, probe_dense
-from mpicomp.bench.progress import Progress
+from mpicomp.bench.measure.chosen_plans import Choices, Layer, Ran, leading
+from mpicomp.bench.measure.correlation import Comparison, Correlations
+from mpicomp.bench.measure.metrics import MetricsWriter
+from mpicomp.bench.measure.probe import Probe, probe, probe_dense
+from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.tasks import Task
 from numpy.typing import NDArray
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpicomp.bench.exchanges import name_of
 from mpicomp.bench.gloo import process_group
+from mpicomp.bench.measure.exchanges import name_of
 from mpicomp.bench.replay import Replay
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.throughput import (

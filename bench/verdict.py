@@ -1,6 +1,6 @@
 """What a run came to, in plain words, from wire bytes and seconds."""
 
-from mpicomp.bench.choices import chosen_table
+from mpicomp.bench.measure.chosen_plans import chosen_table
 from mpicomp.bench.train import PHASES, Outcome
 
 from mpicomp.compressors import Compressor, Dense

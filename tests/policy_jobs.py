@@ -4,7 +4,7 @@ import itertools
 import json
 from pathlib import Path
 
-from mpicomp.bench.networks import Network
+from mpicomp.bench.measure.networks import Network
 from mpicomp.bench.policies import runs_of
 from mpicomp.bench.policy_runs import Runner
 

@@ -73,7 +73,7 @@ def _among_ranks(arguments: argparse.Namespace, compressor: "Compressor") -> int
 def _in_labs(arguments: argparse.Namespace, compressor: "Compressor") -> int:
     """Run auto in a lab that changes, then the fixed plans in labs that do not."""
     from mpicomp.bench.change import Step, lines_of, medians_of, phases_of
-    from mpicomp.bench.networks import Network, check_lab, rows_in_lab, run_in_lab
+    from mpicomp.bench.measure.networks import Network, check_lab, rows_in_lab, run_in_lab
     from mpicomp.policies.carriers import names_for
     from mpicomp.rounds import Group
 

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print a table."""
-    from mpicomp.bench import rows
     from mpicomp.bench.estimators import WARM, Settings, check_data, load_gradients, measure, sources, trainable
+    from mpicomp.bench.measure import results
     from mpicomp.cli.options import check_least, check_writable, read_list, read_ratios
 
     check_least(_COMMAND, "--numel", arguments.numel)
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if left_out:
         print(f"left out: {', '.join(left_out)}; they need pip install 'mpicomp[torch,bench]'")
     found = measure(settings, lambda text: print(text, flush=True))
-    rows.show(found, _COLUMNS)
+    results.show(found, _COLUMNS)
     if arguments.json is not None:
-        rows.write(arguments.json, found, 1)
+        results.write(arguments.json, found, 1)
     return 0

@@ -94,16 +94,16 @@ def _results(finished: "Finished") -> str:
 
 def _show(runner: "Runner") -> int:
     """Print the tables and what they mean; give the exit status."""
-    from mpicomp.bench import rows
-    from mpicomp.bench.jobs import FAILED
     from mpicomp.bench.learned import GOALS
     from mpicomp.bench.learned_table import COLUMNS, cells_of, explained, rows_of
+    from mpicomp.bench.measure import results
+    from mpicomp.bench.measure.jobs import FAILED
 
     found = rows_of(runner)
     for task in dict.fromkeys(row["task"] for row in found):
         own = [row for row in found if row["task"] == task]
         better = "lower" if GOALS[task].lower else "higher"
         print(f"\n{task}, {runner.ranks} ranks, ratio {GOALS[task].ratio}; quality: {better} is better")
-        rows.show([cells_of(row) for row in own], COLUMNS)
+        results.show([cells_of(row) for row in own], COLUMNS)
     print("\n" + "\n".join(explained(found, runner)))
     return int(any(own.status == FAILED for own in runner.finished.values()))

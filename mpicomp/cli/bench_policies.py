@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mpicomp.cli import runs
 
 if TYPE_CHECKING:
-    from mpicomp.bench.networks import Network
+    from mpicomp.bench.measure.networks import Network
     from mpicomp.bench.policy_runs import Finished, Runner
 
 HELP = "compare policies by the time to equal quality, on emulated networks (needs root)"
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the trainings one after the other, and print a table for each task and network; 1 where one failed."""
-    from mpicomp.bench.networks import Network, check_lab
+    from mpicomp.bench.measure.networks import Network, check_lab
     from mpicomp.bench.policies import ARMS, DENSE, GOALS, NETWORKS, QUICK_NETWORKS, runs_of
     from mpicomp.bench.policy_runs import Runner
     from mpicomp.bench.policy_table import rows_of, told_of
@@ -90,8 +90,8 @@ def _results(finished: "Finished") -> str:
 
 def _show(runner: "Runner", networks: "list[Network]", hosts: int) -> int:
     """Print the tables and what they mean; give the exit status."""
-    from mpicomp.bench import rows
-    from mpicomp.bench.jobs import FAILED
+    from mpicomp.bench.measure import results
+    from mpicomp.bench.measure.jobs import FAILED
     from mpicomp.bench.policies import GOALS
     from mpicomp.bench.policy_table import COLUMNS, cells_of, explained, rows_of
 
@@ -100,6 +100,6 @@ def _show(runner: "Runner", networks: "list[Network]", hosts: int) -> int:
         own = [row for row in found if (row["task"], row["bandwidth"], row["latency"]) == (task, bandwidth, latency)]
         better = "lower" if GOALS[task].lower else "higher"
         print(f"\n{task}, {hosts} hosts, {bandwidth}, {latency}; quality: {better} is better")
-        rows.show([cells_of(row) for row in own], COLUMNS)
+        results.show([cells_of(row) for row in own], COLUMNS)
     print("\n" + "\n".join(explained(found, runner.finished)))
     return int(any(own.status == FAILED for own in runner.finished.values()))

@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the labs one after the other, and print a table."""
-    from mpicomp.bench import rows
-    from mpicomp.bench.networks import Network, check_lab, rows_in_lab
+    from mpicomp.bench.measure import results
+    from mpicomp.bench.measure.networks import Network, check_lab, rows_in_lab
     from mpicomp.bench.regret import judged, prediction_errors, summary
     from mpicomp.cli.options import check_least, check_writable, read_compressors, read_list, read_numels, read_ratios
     from mpicomp.errors import ConfigurationError
@@ -77,9 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
         own, job = rows_in_lab(arguments.hosts, network, options, watch)
         found += judged(own)
         if arguments.json is not None:
-            rows.write(arguments.json, found, 1, job=job)
+            results.write(arguments.json, found, 1, job=job)
     cells = [row for row in found if row["chosen"] is not None]
-    rows.show(cells, _COLUMNS)
+    results.show(cells, _COLUMNS)
     print("\n" + "\n".join(summary(cells, prediction_errors(found))))
     print(f"seconds in all: {time.monotonic() - begin:.0f}")
     return 0

@@ -111,7 +111,7 @@ def folder_of(arguments: argparse.Namespace) -> Iterator[Path]:
 
 def write(path: str | None, rows: list[dict[str, Any]], told: list[dict[str, Any]]) -> None:
     """Write what there is so far, if a file was named: rows of the tables, and what is told of runs."""
-    from mpicomp.bench.rows import SCHEMA, environment
+    from mpicomp.bench.measure.results import SCHEMA, environment
 
     if path is None:
         return

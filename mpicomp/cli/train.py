@@ -84,8 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     except (ValueError, OSError) as error:
         raise ConfigurationError(str(error)) from error
-    from mpicomp.bench.metrics import MetricsWriter
-    from mpicomp.bench.progress import Progress
+    from mpicomp.bench.measure.metrics import MetricsWriter
+    from mpicomp.bench.measure.progress import Progress
 
     group = transport.group
     first = group.rank == 0

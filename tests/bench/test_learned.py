@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mpicomp.bench.jobs import CUT, DONE, FAILED
 from mpicomp.bench.learned import EXCHANGES, GOALS, PHASES, Runner, Training, runs_of, words_of
 from mpicomp.bench.learned_bytes import coded_bytes
 from mpicomp.bench.learned_table import cells_of, explained, rows_of
+from mpicomp.bench.measure.jobs import CUT, DONE, FAILED
 from no_processes import stand_in
 from tables import check_types, documented
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mpicomp.bench.jobs import CUT, DONE, FAILED
+from mpicomp.bench.measure.jobs import CUT, DONE, FAILED
 from mpicomp.bench.policies import Timing, Training
 from mpicomp.bench.policy_runs import Runner
 from mpicomp.bench.policy_table import explained, rows_of

@@ -1,7 +1,7 @@
 """What rows of a grid come to."""
 
 import pytest
-from mpicomp.bench.networks import Network
+from mpicomp.bench.measure.networks import Network
 from mpicomp.bench.regret import judged, prediction_errors, summary
 
 from mpicomp.errors import ConfigurationError

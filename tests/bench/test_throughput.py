@@ -208,8 +208,8 @@ def test_ranks_train_with_each_exchange(comm):
 @pytest.mark.mpi
 @pytest.mark.timeout(120)
 def test_recorded_plans_are_run_in_the_steps_that_count(comm, tmp_path):
-    from mpicomp.bench.metrics import MetricsWriter
-    from mpicomp.bench.progress import Progress
+    from mpicomp.bench.measure.metrics import MetricsWriter
+    from mpicomp.bench.measure.progress import Progress
     from mpicomp.bench.tasks import get_task
     from mpicomp.bench.train import Settings as Training
     from mpicomp.bench.train import train

@@ -43,13 +43,13 @@ TRAINING = ["bench", "training", "--task", "digits", "--steps", "4", "--blocks",
 @pytest.mark.parametrize(
     ("place", "call", "words"),
     [
-        ("mpicomp.bench.exchanges:Runner.step", 5, COLLECTIVES),
+        ("mpicomp.bench.measure.exchanges:Runner.step", 5, COLLECTIVES),
         ("mpicomp.cost.probe:_task", 3, ["doctor"]),
         ("mpicomp.doctor.job:by_host", 1, ["doctor"]),
         ("mpicomp.bench.tasks.digits:Digits.loss", 5, TRAIN),
         ("mpicomp.bench.train:probe", 1, TRAIN),
         ("mpicomp.bench.tasks.digits:Digits.loss", 9, [*TRAINING, "--exchange", "ddp,topk"]),
-        ("mpicomp.bench.exchanges:Runner.step", 3, ["bench", "change", "--seconds", "3", "--numel", "1000"]),
+        ("mpicomp.bench.measure.exchanges:Runner.step", 3, ["bench", "change", "--seconds", "3", "--numel", "1000"]),
     ],
 )
 def test_the_job_ends_with_its_traceback(mpiexec, ranks, place, call, words):

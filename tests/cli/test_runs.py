@@ -11,7 +11,7 @@ import pytest
 PARENT = """
 import os, signal, sys
 from pathlib import Path
-from mpicomp.bench.jobs import execute
+from mpicomp.bench.measure.jobs import execute
 from mpicomp.cli.runs import run_all
 
 CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"

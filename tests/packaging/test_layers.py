@@ -7,11 +7,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# From the top down. A file may import what stands in its own line and in the lines below.
+# From the top down. A file may import what stands in its own line and in the lines below; the longest name counts.
 LAYERS = [
     ["mpicomp.abort", "mpicomp.cuda"],  # where these were
     ["mpicomp.cli"],
     ["mpicomp.bench", "mpicomp.doctor"],
+    ["mpicomp.bench.measure"],
+    ["mpicomp.bench.lab", "mpicomp.bench.tasks"],
     ["mpicomp.torch"],
     ["mpicomp.testing", "mpicomp.checkpoint"],
     ["mpicomp.reducer"],
@@ -54,10 +56,10 @@ def imported(path):
 
 
 def layer_of(name):
-    for depth, prefixes in enumerate(LAYERS):
-        if any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes):
-            return depth
-    return None
+    """Return the depth of the longest prefix that is known; None where none is."""
+    known = {prefix: depth for depth, prefixes in enumerate(LAYERS) for prefix in prefixes}
+    own = [prefix for prefix in known if name == prefix or name.startswith(prefix + ".")]
+    return known[max(own, key=len)] if own else None
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def settings_apart(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say of each configuration in what it differs from others of the same compressor, but for the ratio.
 
     Parameters
@@ -20,7 +20,7 @@ def settings_apart(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     Examples
     --------
     >>> lgc = {"id": "lgc", "ratio": 0.01, "code": "linear", "instance": "ring"}
-    >>> settings_apart([lgc, {**lgc, "code": "autoencoder"}, {**lgc, "ratio": 0.1}, {"id": "topk", "ratio": 0.01}])
+    >>> differing_settings([lgc, {**lgc, "code": "autoencoder"}, {**lgc, "ratio": 0.1}, {"id": "topk", "ratio": 0.01}])
     ['code=linear', 'code=autoencoder', 'code=linear', '']
     """
     words = []

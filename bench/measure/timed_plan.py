@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.exchanges import CHOOSING, COMPRESS, DECODE, EXCHANGE, SECONDS, SENT, WIRE, Plan, Runner
-from mpicomp.bench.sampling import median_interval
+from mpicomp.bench.measure.exchanges import CHOOSING, COMPRESS, DECODE, EXCHANGE, SECONDS, SENT, WIRE, Plan, Runner
+from mpicomp.bench.measure.intervals import median_interval
 
 _MEASURED = (
     "median_s",
@@ -50,7 +50,7 @@ _OF_AUTO = (
 
 
 @dataclass
-class Timing:
+class TimedPlan:
     """A plan that was timed, or was not worth it.
 
     Attributes
@@ -62,7 +62,7 @@ class Timing:
     ranks, hosts : int
         That took part.
     settings : str
-        What tells its compressor from others of the same name; see `mpicomp.bench.apart.settings_apart`.
+        What tells its compressor from others of the same name; see `differing_settings` of `config_diff`.
     expected_s : float or None
         What a cost model predicted before it was run.
     runner : Runner or None
@@ -111,21 +111,21 @@ class Timing:
         return f"{1e3 * self.median_s:.4g} ms, {number} {'sample' if number == 1 else 'samples'} ({self.stopped})"
 
 
-def rows_of(timings: Sequence[Timing], dense: Sequence[Timing]) -> list[dict[str, Any]]:
+def rows_of(timings: Sequence[TimedPlan], dense: Sequence[TimedPlan]) -> list[dict[str, Any]]:
     """Give the rows of plans; docs/benchmarks.md says what is in them.
 
     Parameters
     ----------
-    timings : sequence of Timing
+    timings : sequence of TimedPlan
         The plans.
-    dense : sequence of Timing
+    dense : sequence of TimedPlan
         The best of which speed-ups are over.
     """
     base = min(timing.median_s for timing in dense)
     return [_row(timing, base) for timing in timings]
 
 
-def _row(timing: Timing, base: float) -> dict[str, Any]:
+def _row(timing: TimedPlan, base: float) -> dict[str, Any]:
     """Give a plan's row; ``base`` is the median of the best dense one."""
     plan, runner = timing.plan, timing.runner
     row: dict[str, Any] = {
@@ -144,7 +144,7 @@ def _row(timing: Timing, base: float) -> dict[str, Any]:
     return row | {"settings": timing.settings or None, "config": plan.compressor.get_config()}
 
 
-def _measured(timing: Timing, runner: Runner, base: float) -> dict[str, Any]:
+def _measured(timing: TimedPlan, runner: Runner, base: float) -> dict[str, Any]:
     """Give what a row holds of a plan that was run."""
     steps = np.array(runner.steps[timing.first :])  # steps, ranks, fields
     seconds = timing.samples

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from mpicomp.bench import gradients
-from mpicomp.bench.feedback import make_bucket
+from mpicomp.bench.measure import gradients
+from mpicomp.bench.measure.feedback import make_bucket
 
 from mpicomp.compressors import TopK, get_compressor
 from mpicomp.compressors.base import SharedSparsifier

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from mpicomp.bench.sampling import is_narrow, median_interval, ratio_interval
+from mpicomp.bench.measure.intervals import is_narrow, median_interval, ratio_interval
 from scipy.stats import binom
 
 

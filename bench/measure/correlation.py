@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+from mpicomp.bench.measure.results import plain
 from numpy.typing import NDArray
 
 from mpicomp.rounds import Group, Round
@@ -161,15 +162,7 @@ class Correlations:
         rows = [(f"  {name}", f"{numel:,}", *_cells(own)) for name, (numel, own) in self.layers.items()]
         rows.append(("  all of them", f"{sum(numel for numel, _ in self.layers.values()):,}", *_cells(self.whole)))
         header = ("what ranks' gradients have in common", "elements", "correlation", "information", "control")
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = []
-        for row in [header, *rows]:
-            cells = [
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-            ]
-            lines.append("  ".join(cells))
-        return "\n".join(lines)
+        return plain(header, rows, (True, False, False, False, False))
 
 
 def _cells(own: Common) -> tuple[str, str, str]:

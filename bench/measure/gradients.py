@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.feedback import Selecting, make_bucket
+from mpicomp.bench.measure.feedback import Selecting, make_bucket
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor, Quantiser, SharedSparsifier, Sparsifier

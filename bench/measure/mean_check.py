@@ -46,13 +46,13 @@ class Check:
         return self.identical and self.error <= self.tolerance
 
 
-def sketch(array: NDArray[np.floating]) -> NDArray[np.float64]:
+def signed_sums(array: NDArray[np.floating]) -> NDArray[np.float64]:
     """Give the signed sums of an array's blocks, in float64.
 
     Examples
     --------
-    >>> sums = sketch(np.ones(1000, np.float32))
-    >>> sums.shape, bool(np.array_equal(sketch(np.full(1000, 3.0)), 3 * sums))
+    >>> sums = signed_sums(np.ones(1000, np.float32))
+    >>> sums.shape, bool(np.array_equal(signed_sums(np.full(1000, 3.0)), 3 * sums))
     ((64,), True)
     """
     sums = np.zeros(BLOCKS)
@@ -90,12 +90,12 @@ def statement(
     array of float64, shape (2 * BLOCKS + 2,)
         Sums of what was sent, sums of the mean, a norm that bounds rounding errors, a checksum of the mean's bits.
     """
-    sent, size = sketch(gradient), norm(gradient)
+    sent, size = signed_sums(gradient), norm(gradient)
     if before is not None and after is not None:
-        sent += sketch(before) - sketch(after)
+        sent += signed_sums(before) - signed_sums(after)
         size += norm(before) + norm(after)
     checksum = float(zlib.crc32(np.ascontiguousarray(mean).data))
-    return np.concatenate((sent, sketch(mean), [size, checksum]))
+    return np.concatenate((sent, signed_sums(mean), [size, checksum]))
 
 
 def judge(statements: NDArray[np.float64], lossless: bool) -> Check:

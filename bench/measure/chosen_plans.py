@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from mpicomp.bench.measure.results import plain
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor, get_compressor
@@ -178,13 +179,13 @@ _PLANS, _LAYERS = 8, 24  # lines of a table
 def chosen_table(plans: Sequence[Ran], layers: Sequence[Layer]) -> str:
     """Give a table of plans, and one of layers; of many those that count most."""
     rows = [(f"  {_label(plan.compressor)}", plan.collective, f"{100 * plan.share:.1f} %") for plan in plans[:_PLANS]]
-    lines = _aligned([("what was run", "collective", "of the steps"), *rows], "<<>")
+    lines = [plain(("what was run", "collective", "of the steps"), rows, (True, True, False))]
     if len(plans) > _PLANS:
         rest = sum(plan.share for plan in plans[_PLANS:])
         lines.append(f"  and {len(plans) - _PLANS} more, {100 * rest:.1f} % together")
     largest = sorted(sorted(layers, key=lambda layer: -layer.numel)[:_LAYERS], key=layers.index)
     own = [(f"  {each.name}", f"{each.numel:,}", f"{each.ratio:.3g}", _gain(each)) for each in largest]
-    lines += _aligned([("layer", "elements", "ratio", "gain"), *own], "<>>>")
+    lines.append(plain(("layer", "elements", "ratio", "gain"), own, (True, False, False, False)))
     if len(layers) > _LAYERS:
         lines.append(f"  and {len(layers) - _LAYERS} smaller ones")
     return "\n".join(lines)
@@ -199,13 +200,3 @@ def _label(compressor: Compressor) -> str:
 
 def _gain(layer: Layer) -> str:
     return "not seen" if layer.gain is None else f"{layer.gain:.3f}"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]], sides: str) -> list[str]:
-    """Give rows as lines, with each column on its side."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(sides))]
-    lines = []
-    for row in rows:
-        words = [f"{word:{side}{width}}" for word, side, width in zip(row, sides, widths, strict=True)]
-        lines.append("  ".join(words).rstrip())
-    return lines

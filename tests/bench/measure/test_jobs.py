@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from mpicomp.bench.jobs import execute, last_words
+from mpicomp.bench.measure.jobs import execute, last_words
 
 
 def test_a_command_is_run_to_its_end_or_until_the_time_is_over(tmp_path):

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from mpicomp.bench.correlation import BINS, LEAST, Comparison, common
+from mpicomp.bench.measure.correlation import BINS, LEAST, Comparison, common
 
 from mpicomp.transport import LocalWorld
 

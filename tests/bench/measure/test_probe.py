@@ -1,7 +1,7 @@
 """What the best dense exchange is found to take, by a clock that the test moves."""
 
 import pytest
-from mpicomp.bench import probe
+from mpicomp.bench.measure import probe
 
 from mpicomp.transport import LocalWorld
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.feedback import DTYPE, make_bucket
-from mpicomp.bench.gradients import Gradients, Settled
-from mpicomp.bench.sketch import Check, judge, statement
+from mpicomp.bench.measure.feedback import DTYPE, make_bucket
+from mpicomp.bench.measure.gradients import Gradients, Settled
+from mpicomp.bench.measure.mean_check import Check, judge, statement
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor, SharedSparsifier, Sparsifier

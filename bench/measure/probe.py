@@ -5,13 +5,13 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+from mpicomp.bench.measure.exchanges import share
 from numpy.typing import NDArray
 
 from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.reducer import Reducer
-from mpicomp.rounds import Round
 from mpicomp.transport import Transport
 
 _WARM = 3
@@ -62,13 +62,16 @@ def probe(
     samples: list[float] = []
     rounds: list[float] = []
 
+    def of_all(seconds: float) -> NDArray[np.float64]:
+        return share(np.array([seconds]), transport)
+
     def exchange() -> float:
-        _of_all(transport, 0.0)  # nobody starts before the others are there
+        of_all(0.0)  # nobody starts before the others are there
         start = time.perf_counter()
         reducer.reduce(gradient)
-        samples.append(float(_of_all(transport, time.perf_counter() - start).max()))
+        samples.append(float(of_all(time.perf_counter() - start).max()))
         assert reducer.last_step is not None
-        rounds.append(float(_of_all(transport, reducer.last_step.phases_s["exchange"]).min()))
+        rounds.append(float(of_all(reducer.last_step.phases_s["exchange"]).min()))
         return samples[-1]
 
     for _ in range(_WARM):  # agrees, compiles, grows buffers and finds bounds
@@ -96,9 +99,3 @@ def probe_dense(numel: int, transport: Transport) -> Probe:
             best = measured
     assert best is not None
     return best
-
-
-def _of_all(transport: Transport, seconds: float) -> NDArray[np.float64]:
-    size = transport.group.size
-    task = Round("allgatherv", [1] * size, np.dtype(float), send=np.array([seconds]), recv=np.empty(size))
-    return transport.perform(task)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from mpicomp.bench.choices import in_short
+from mpicomp.bench.measure.chosen_plans import in_short
 
 from mpicomp.reducer import StepRecord
 

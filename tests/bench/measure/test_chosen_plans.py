@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from mpicomp.bench.choices import Choices, chosen_table, in_short, kept_share, leading
+from mpicomp.bench.measure.chosen_plans import Choices, chosen_table, in_short, kept_share, leading
 
 import mpicomp
 from mpicomp.reducer.layers import Layers

@@ -1,6 +1,6 @@
 """Kernels that are timed in turns."""
 
-from mpicomp.bench.turns import Kernel, take_turns
+from mpicomp.bench.measure.interleaved import Kernel, take_turns
 
 
 def test_slow_kernels_are_repeated_less():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from mpicomp.bench.sketch import BLOCKS, judge, norm, sketch, statement
+from mpicomp.bench.measure.mean_check import BLOCKS, judge, norm, signed_sums, statement
 from worlds import Ranks
 
 from mpicomp import Dense, TopK
@@ -91,7 +91,7 @@ def test_every_element_counts_once(size):
     for place in {0, size // 2, size - 1}:
         array = np.zeros(size, np.float32)
         array[place] = 2
-        sums = sketch(array)
+        sums = signed_sums(array)
         assert np.count_nonzero(sums) == 1
         assert np.abs(sums).sum() == norm(array) == 2
 
