@@ -13,7 +13,8 @@ from mpicomp.bench.gloo import process_group
 from mpicomp.bench.measure.exchanges import name_of
 from mpicomp.bench.replay import Replay
 from mpicomp.bench.tasks import Task
-from mpicomp.bench.throughput import (
+from mpicomp.bench.train import threads_of_rank
+from mpicomp.bench.training import (
     BACKWARD,
     DDP_FP16,
     DDP_POWERSGD,
@@ -27,7 +28,6 @@ from mpicomp.bench.throughput import (
     Trained,
     train_in_turn,
 )
-from mpicomp.bench.train import threads_of_rank
 from numpy.typing import NDArray
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -63,7 +63,7 @@ class Alone:
 
     @property
     def overlaps(self) -> bool:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         return False
 
     @property
@@ -72,7 +72,7 @@ class Alone:
         return sum(parameter.numel() for parameter in self._parameters)
 
     def block(self, steps: int) -> NDArray[np.float64]:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         told = np.empty((steps, FIELDS))
         begin = time.perf_counter()
         for own in told:
@@ -93,18 +93,18 @@ class Alone:
         return told
 
     def ran(self) -> str | None:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         return None
 
     def digest(self) -> bytes:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         digest = hashlib.blake2b(digest_size=8)
         for parameter in self._parameters:
             digest.update(parameter.detach().contiguous().numpy().data)
         return digest.digest()
 
     def evaluate(self) -> float:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         return self._task.evaluate(self._model)
 
     def close(self) -> None:
@@ -142,11 +142,11 @@ class Ours(Alone):
 
     @property
     def overlaps(self) -> bool:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         return bool(self._optimizer.overlaps)
 
     def ran(self) -> str | None:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         return self._plans.most_common(1)[0][0]
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class PyTorchs(Alone):
 
     @property
     def overlaps(self) -> bool:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         return True
 
     def _wire_bytes(self) -> float:

@@ -1,4 +1,4 @@
-"""Benchmarks that run jobs, without their processes."""
+"""Studies that run jobs, without their processes."""
 
 from pathlib import Path
 
@@ -9,5 +9,5 @@ def stand_in(monkeypatch, jobs):
     monkeypatch.setattr("mpicomp.bench.measure.jobs.find_launcher", lambda: Path("/bin/mpiexec"))
     monkeypatch.setattr("mpicomp.bench.measure.jobs.find_mpi", lambda launcher: "mpich")
     monkeypatch.setattr("mpicomp.bench.measure.networks.check_lab", lambda command: None)
-    monkeypatch.setattr("mpicomp.cli.runs.check_tasks", lambda command: None)
+    monkeypatch.setattr("comparison.check_tasks", lambda command: None)
     return jobs

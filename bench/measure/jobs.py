@@ -21,9 +21,6 @@ _LONGEST_S = 1800.0  # of a job, which otherwise does not end
 _ENDING_S = 30.0  # that a process has to end when it is told to
 _OVER = "not run to its end: the time was over"
 
-Start = Callable[[Sequence[str], Mapping[str, str], Path, float], int | None]
-"""Runs a command with an environment and a file for its output; gives its status, None where the time was over."""
-
 Run = TypeVar("Run")
 
 
@@ -90,13 +87,10 @@ class Folder:
     ----------
     path : Path
         It exists.
-    start : callable, optional
-        See `Start`; `execute` if not given.
     """
 
-    def __init__(self, path: Path, start: Start | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path.resolve()  # jobs may run elsewhere
-        self._start = start or execute
 
     def path(self, name: str, kind: str) -> Path:
         """Give where a job's file of a kind is."""
@@ -134,7 +128,7 @@ class Folder:
         files = [word for option, path in written.items() for word in (option, str(path))]
         command, variables = job.command()
         begin = time.monotonic()
-        status = self._start([*command, *files], {**os.environ, **variables}, log, min(left_s, _LONGEST_S))
+        status = execute([*command, *files], {**os.environ, **variables}, log, min(left_s, _LONGEST_S))
         finished.seconds = time.monotonic() - begin
         if status is None:
             late = f"no end after {_LONGEST_S:.0f} s"
@@ -170,7 +164,7 @@ def on_one_host(ranks: int, words: Sequence[str]) -> tuple[list[str], dict[str, 
 
 
 def execute(command: Sequence[str], environment: Mapping[str, str], log: Path, limit_s: float) -> int | None:
-    """Run a command to its end, or until the time is over; see `Start`."""
+    """Run a command to its end with its output in a file; return its status, None where the time was over."""
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT

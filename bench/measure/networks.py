@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from mpicomp.bench.lab.errors import LabError
 from mpicomp.bench.lab.launch import find_launcher
 from mpicomp.bench.lab.run import check_requirements
 from mpicomp.bench.lab.units import parse_bandwidth, parse_latency
+from mpicomp.bench.measure.jobs import MPICOMP
 
 from mpicomp.errors import ConfigurationError, MpicompError
 
@@ -48,6 +48,20 @@ class Network:
         return f"{self.bandwidth}/{self.latency}"
 
 
+def read(command: str, text: str) -> list[Network]:
+    """Read networks with commas between them; what is named twice counts once.
+
+    Raises
+    ------
+    ConfigurationError
+        Where one cannot be read, or nothing is named.
+    """
+    networks = list(dict.fromkeys(Network.read(word) for word in text.split(",") if word.strip()))
+    if not networks:
+        raise ConfigurationError(f"{command}: --networks names nothing; write for example 50mbit/1ms")
+    return networks
+
+
 def check_lab(command: str) -> None:
     """Say in time that there can be no labs here.
 
@@ -64,9 +78,14 @@ def check_lab(command: str) -> None:
 
 
 def run_in_lab(
-    hosts: int, network: Network, command: Sequence[str], lab: Sequence[str] = (), watch: Callable[[str], None] = print
+    hosts: int,
+    network: Network,
+    words: Sequence[str],
+    lab: Sequence[str] = (),
+    watch: Callable[[str], None] = print,
+    program: Sequence[str] = MPICOMP,
 ) -> None:
-    """Run ``mpicomp COMMAND`` on an emulated cluster, to its end.
+    """Run a program on an emulated cluster, to its end.
 
     Parameters
     ----------
@@ -74,22 +93,23 @@ def run_in_lab(
         One rank on each.
     network : Network
         Their links.
-    command : sequence of str
-        The words after ``mpicomp``.
+    words : sequence of str
+        After the program: its own.
     lab : sequence of str
         More words for ``mpicomp lab run``.
     watch : callable
         Is given every line of output.
+    program : sequence of str
+        What is run, ``mpicomp`` if not given.
 
     Raises
     ------
     MpicompError
         Where it fails; the message ends with its last lines.
     """
-    mpicomp = [sys.executable, "-m", "mpicomp"]
     links = ["--hosts", str(hosts), "--bandwidth", network.bandwidth, "--latency", network.latency]
     process = subprocess.Popen(
-        [*mpicomp, "lab", "run", *links, *lab, "--", *mpicomp, *command],
+        [*MPICOMP, "lab", "run", *links, *lab, "--", *program, *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -107,7 +127,8 @@ def run_in_lab(
         process.wait()
         process.stdout.close()
     if status != 0:
-        raise MpicompError(f"lab: {' '.join(command[:2])} ended with status {status} at {network}: " + " | ".join(last))
+        name = " ".join([Path(program[-1]).stem, *words[:2]])
+        raise MpicompError(f"lab: {name} ended with status {status} at {network}: " + " | ".join(last))
 
 
 def rows_in_lab(

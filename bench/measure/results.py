@@ -88,10 +88,14 @@ def write(
     threads: int,
     device: str = "cpu",
     job: Mapping[str, Any] | None = None,
+    runs: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write rows and environment as one JSON object."""
+    """Write rows and environment as one JSON object, with the runs that they sum up where there are such."""
+    written: dict[str, Any] = {"schema": SCHEMA, "environment": environment(threads, device, job), "rows": rows}
+    if runs is not None:
+        written["runs"] = runs
     with open(path, "w", encoding="utf-8") as file:
-        json.dump({"schema": SCHEMA, "environment": environment(threads, device, job), "rows": rows}, file, indent=1)
+        json.dump(written, file, indent=1)
         file.write("\n")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpicomp.bench.throughput import Exchange
+    from mpicomp.bench.training import Exchange
 
 HELP = "train with several exchanges in turn and compare their throughput with that of no exchange at all"
 
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         raise ConfigurationError(str(error)) from error
     from mpicomp.bench.measure import results
-    from mpicomp.bench.throughput import Settings, rows_of
+    from mpicomp.bench.training import Settings, rows_of
 
     job = results.job_environment(group.size, hosts, group.sharing)
 
@@ -151,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _exchange(word: str, ratio: float) -> "Exchange":
     """Read the name of an exchange."""
     from mpicomp.bench.replay import Replay
-    from mpicomp.bench.throughput import AUTO, INLINE, OTHERS, REPLAY, Exchange
+    from mpicomp.bench.training import AUTO, INLINE, OTHERS, REPLAY, Exchange
     from mpicomp.cli.options import read_configuration
     from mpicomp.compressors import get_compressor, list_compressors
     from mpicomp.errors import ConfigurationError, UnknownNameError

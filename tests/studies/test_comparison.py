@@ -1,31 +1,35 @@
-"""Benchmarks that start trainings: whoever ends them ends these, too."""
+"""Studies that start trainings: whoever ends them ends these, too."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+STUDIES = Path(__file__).resolve().parents[2] / "studies"
 PARENT = """
 import os, signal, sys
 from pathlib import Path
 from mpicomp.bench.measure.jobs import execute
-from mpicomp.cli.runs import run_all
+from comparison import Runner, Table, run_all
 
 CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
 
-class Runner:
+class Only(Runner):
     def run(self, run, left_s):
         execute([sys.executable, "-c", CHILD], os.environ, Path(sys.argv[1]), left_s)
 
-    def expected_s(self, run):
-        return 0.0
+    fill = summary = None
 
-run_all("bench", "here", ["only"], Runner(), 60.0, str, lambda: None)
+class Empty(Table):
+    rows = told = title = cells = explained = None
+
+run_all("study", "here", ["only"], Only(Path(sys.argv[1]).parent, 1), Empty(), 1.0, None)
 """
 
 
@@ -34,7 +38,10 @@ run_all("bench", "here", ["only"], Runner(), 60.0, str, lambda: None)
 def test_a_signal_ends_what_was_started(number, status, tmp_path):
     log = tmp_path / "log"
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(log)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        [sys.executable, "-c", PARENT, str(log)],
+        cwd=STUDIES,  # where the scripts find each other
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
     while not (log.exists() and log.read_text().strip()):
         time.sleep(0.05)

@@ -5,18 +5,20 @@ import json
 import statistics
 from pathlib import Path
 
+import learned
 import numpy as np
 import pytest
-from mpicomp.bench.learned import EXCHANGES, GOALS, PHASES, Runner, Training, runs_of, words_of
-from mpicomp.bench.learned_bytes import coded_bytes
-from mpicomp.bench.learned_table import cells_of, explained, rows_of
+from comparison import Training, unfinished
+from learned_bytes import coded_bytes
+from learned_runs import EXCHANGES, GOALS, PHASES, Runner, runs_of, words_of
+from learned_table import Table
 from mpicomp.bench.measure.jobs import CUT, DONE, FAILED
 from no_processes import stand_in
+from study_words import call
 from tables import check_types, documented
 
 import mpicomp
-from mpicomp.cli import main
-from mpicomp.compressors.lgc import LGC
+from mpicomp import LGC
 from mpicomp.transport import LocalWorld
 
 LEARNT = sum(PHASES)
@@ -63,7 +65,7 @@ class Jobs:
         log.write_text("begin\n" + self.failing.get(name, ""))
         if name in self.failing:
             return 3
-        exchange = name.removeprefix(f"{words['--task']}-").removesuffix(f"-{words['--seed']}")
+        exchange = name.removeprefix(f"{words['--task']}-host-").removesuffix(f"-{words['--seed']}")
         config = mpicomp.get_compressor(json.loads(words["--compressor"])).get_config()
         steps = int(words["--steps"])
         lines = [line_of(exchange, config, words["--collective"], step) for step in range(steps)]
@@ -103,10 +105,10 @@ def test_every_run_is_there_once_and_a_seed_comes_after_the_other():
     assert len({run.name for run in runs}) == len(runs) == 2 * (3 + 2)
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)
     assert [str(run) for run in runs[:4]] == [
-        "digits, dense, seed 0",
-        "digits, lgc-ring, seed 0",
-        "text-lstm, dense, seed 0",
-        "text-lstm, lgc-ring, seed 0",
+        "digits, one host, dense, seed 0",
+        "digits, one host, lgc-ring, seed 0",
+        "text-lstm, one host, dense, seed 0",
+        "text-lstm, one host, lgc-ring, seed 0",
     ]
 
 
@@ -146,7 +148,7 @@ def test_codes_travel_in_most_of_a_run():
 
 def test_a_row_sums_up_its_seeds(jobs, tmp_path):
     runner = all_of(tmp_path)
-    rows = {row["exchange"]: row for row in rows_of(runner)}
+    rows = {row["exchange"]: row for row in Table(runner).rows()}
     assert list(rows) == ["dense", "topk", "lgc-ring"]
     row = rows["lgc-ring"]
     assert (row["task"], row["ratio"], row["ranks"], row["steps"], row["seeds"]) == ("digits", 0.05, 4, STEPS, 2)
@@ -174,7 +176,7 @@ def test_a_row_sums_up_its_seeds(jobs, tmp_path):
 
 
 def test_layers_that_a_code_covers_are_counted_for_all_alike(jobs, tmp_path):
-    rows = {row["exchange"]: row for row in rows_of(all_of(tmp_path))}
+    rows = {row["exchange"]: row for row in Table(all_of(tmp_path)).rows()}
     assert [row["coded_numel"] for row in rows.values()] == [20_080] * 3
     dense, topk, ring = rows.values()
     assert dense["coded_sent_bytes"] == pytest.approx(4 * 20_080, abs=64)  # flags and a norm ride along
@@ -192,17 +194,17 @@ def test_shorter_phases_are_longer_codes(jobs, tmp_path):
     late = [line for line in (line_of("lgc-ring", {}, "", step) for step in range(STEPS)) if line["step"] >= 30]
     assert runner.run(run, 1e6).late["wire_bytes"] == statistics.mean(line["wire_bytes"] for line in late)
     assert '"dense_steps": 10, "training_steps": 20' in " ".join(jobs.commands[0])
-    assert "from step 30 on" in " ".join(explained(rows_of(runner), runner))
+    assert "from step 30 on" in " ".join(Table(runner).explained(Table(runner).rows()))
 
 
 def test_without_dense_or_topk_there_is_nothing_to_compare_with(jobs, tmp_path):
-    jobs.failing["digits-dense-0"] = "mpicomp: lgc: no\n"
+    jobs.failing["digits-host-dense-0"] = "mpicomp: lgc: no\n"
     runner = all_of(tmp_path, exchanges=["dense", "lgc-ring"], seeds=[0])
-    dense, ring = rows_of(runner)
+    dense, ring = Table(runner).rows()
     assert (dense["seeds"], dense["quality"], dense["error"]) == (0, None, "seed 0: mpicomp: lgc: no")
     assert ring["quality"] == pytest.approx(0.93)
     assert [ring[name] for name in ("difference", "is_within", "once_bytes", "sent_fewer")] == [None] * 4
-    cells = cells_of(dense)
+    cells = Table(runner).cells(dense)
     assert cells["problem"] == "seed 0: mpicomp: lgc: no"
     assert cells["quality"] == cells["coded_kB"] == "-"
     assert runner.finished[Training("digits", "dense", 0)].status == FAILED
@@ -211,20 +213,21 @@ def test_without_dense_or_topk_there_is_nothing_to_compare_with(jobs, tmp_path):
 def test_what_has_no_time_left_is_cut(jobs, tmp_path):
     runner = all_of(tmp_path, seeds=[0], left_s=0.0)
     assert {own.status for own in runner.finished.values()} == {CUT}
-    rows = rows_of(runner)
+    rows = Table(runner).rows()
     assert rows[0]["error"] == "1 of 1 runs were cut: the time was over"
-    assert "cut, since the time was over: digits, dense, seed 0" in explained(rows, runner)[-1]
+    (line,) = unfinished(runner.finished.values())
+    assert line.startswith("cut, since the time was over: digits, one host, dense, seed 0")
 
 
 def test_what_is_complete_is_not_run_again(jobs, tmp_path):
     first = all_of(tmp_path)
     jobs.commands.clear()
-    torn = tmp_path / "digits-topk-1.jsonl"
+    torn = tmp_path / "digits-host-topk-1.jsonl"
     torn.write_text(torn.read_text()[:-30])
     second = all_of(tmp_path)
-    assert [Path(command[-1]).stem for command in jobs.commands] == ["digits-topk-1"]
+    assert [Path(command[-1]).stem for command in jobs.commands] == ["digits-host-topk-1"]
     assert {own.status for own in second.finished.values()} == {DONE}
-    assert rows_of(second) == rows_of(first)
+    assert Table(second).rows() == Table(first).rows()
 
 
 # Bytes of the layers that a code covers
@@ -242,10 +245,10 @@ def test_bytes_of_plain_pairs(ranks):
         buckets_of({"id": "topk", "ratio": 0.05, "indices": "plain"}, "allgather"), LGC(ratio=0.05), ranks, LEARNT + 1
     )
     pairs = 8 * 1004
-    assert found.numel == 20_080
-    assert pairs <= found.sent <= pairs + 64
-    assert found.sent_least == found.sent
-    assert found.wire == pytest.approx((ranks - 1) * found.sent)
+    assert found["coded_numel"] == 20_080
+    assert pairs <= found["coded_sent_bytes"] <= pairs + 64
+    assert found["coded_least_bytes"] == found["coded_sent_bytes"]
+    assert found["coded_wire_bytes"] == pytest.approx((ranks - 1) * found["coded_sent_bytes"])
 
 
 @pytest.mark.parametrize("instance", ["ring", "server"])
@@ -266,10 +269,10 @@ def test_bytes_of_codes_are_those_that_a_model_of_these_layers_sends(ranks, inst
         records = [own.last_step.buckets[0] for own in reducers]
         sent.append([own.sent_bytes for own in records])
         wire.append([own.wire_bytes for own in records])
-    assert found.sent == pytest.approx(np.mean(sent[-1]))
-    assert found.sent_least == min(sent[-1])
-    assert found.wire == pytest.approx(np.mean(wire[-1]))
-    assert found.sent < np.mean(sent[1])  # when values travelled as they are
+    assert found["coded_sent_bytes"] == pytest.approx(np.mean(sent[-1]))
+    assert found["coded_least_bytes"] == min(sent[-1])
+    assert found["coded_wire_bytes"] == pytest.approx(np.mean(wire[-1]))
+    assert found["coded_sent_bytes"] < np.mean(sent[1])  # when values travelled as they are
 
 
 # The command
@@ -278,7 +281,7 @@ def test_bytes_of_codes_are_those_that_a_model_of_these_layers_sends(ranks, inst
 def test_the_table_from_one_command(jobs, tmp_path, capsys):
     path = tmp_path / "rows.json"
     words = ["--tasks", "digits", "--exchanges", "topk,lgc-ring,lgc-linear", "--steps", str(STEPS), "--json", str(path)]
-    assert main(["bench", "learned", *words, "--keep", str(tmp_path / "runs")]) == 0
+    assert call(learned, [*words, "--keep", str(tmp_path / "runs")]) == 0
     shown = capsys.readouterr().out
     assert f"{4 * len(GOALS['digits'].seeds)} runs, 4 ranks, {STEPS} steps" in shown
     lines = shown[shown.index("digits, 4 ranks, ratio 0.05") :].splitlines()
@@ -288,18 +291,18 @@ def test_the_table_from_one_command(jobs, tmp_path, capsys):
     assert (len(written["rows"]), len(written["runs"])) == (4, 20)
     assert str(tmp_path) not in path.read_text()
     for name in ("rows", "runs"):
-        fields = documented("benchmarks.md", f"{name.capitalize()} of learned codes")
+        fields = documented("studies.md", f"{name.capitalize()} of learned codes")
         for own in written[name]:
             assert list(own) == list(fields)
             check_types(own, fields)
 
 
 def test_one_that_fails_is_told_and_the_rest_goes_on(jobs, tmp_path, capsys):
-    jobs.failing["digits-lgc-ring-1"] = "mpicomp: lgc: a reason\n"
+    jobs.failing["digits-host-lgc-ring-1"] = "mpicomp: lgc: a reason\n"
     words = ["--tasks", "digits", "--exchanges", "topk,lgc-ring", "--seeds", "0,1", "--steps", str(STEPS)]
-    assert main(["bench", "learned", *words]) == 1
+    assert call(learned, [*words]) == 1
     shown = capsys.readouterr().out
-    assert "failed: digits, lgc-ring, seed 1 (mpicomp: lgc: a reason)" in shown
+    assert "failed: digits, one host, lgc-ring, seed 1 (mpicomp: lgc: a reason)" in shown
     assert "seed 1: mpicomp: lgc: a reason" in shown
 
 
@@ -320,7 +323,7 @@ def test_one_that_fails_is_told_and_the_rest_goes_on(jobs, tmp_path, capsys):
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(jobs, capsys, words, text):
-    assert main(["bench", "learned", *words]) == 2
+    assert call(learned, [*words]) == 2
     shown = capsys.readouterr()
     assert text in shown.err
     assert shown.out == ""

@@ -4,11 +4,10 @@ import math
 import random
 
 import pytest
-from mpicomp.bench.policies import runs_of
-from mpicomp.bench.policy_runs import Runner
-from mpicomp.bench.policy_table import cells_of, mean_over_steps, rows_of, smoothed, steps_to
 from no_processes import stand_in
 from policy_jobs import CHOOSING_S, FAST, SLOW, Jobs, all_of
+from policy_runs import Runner, runs_of
+from policy_table import Table, mean_over_steps, smoothed, steps_to
 
 
 @pytest.fixture
@@ -85,7 +84,8 @@ def test_the_area_under_the_curve_is_over_steps():
 
 def test_a_row_is_of_its_seeds_and_its_network(jobs, tmp_path):
     found = all_of(tmp_path).finished
-    rows = rows_of(found, [SLOW, FAST], 4)
+    table = Table(found, [SLOW, FAST], 4)
+    rows = table.rows()
     assert [(row["bandwidth"], row["policy"]) for row in rows] == [
         (network, policy) for network in ("50mbit", "1gbit") for policy in ("dense", "static", "auto")
     ]
@@ -104,9 +104,9 @@ def test_a_row_is_of_its_seeds_and_its_network(jobs, tmp_path):
     assert (auto["reached"], auto["time_to_quality_s"], auto["of_dense"], auto["is_equal"]) == (0, None, None, False)
     assert auto["shared"] is False
     assert rows[5]["median_step_s"] == 0.5 + CHOOSING_S
-    cells = cells_of(auto)
+    cells = table.cells(auto)
     assert (cells["time_s"], cells["of_dense"], cells["reached"], cells["equal"]) == ("-", "-", "0/2", "no")
-    assert cells_of(dense)["steps"] == "297 (0)"
+    assert table.cells(dense)["steps"] == "297 (0)"
 
 
 def test_times_are_over_those_of_dense_with_the_same_seeds(jobs, tmp_path):
@@ -114,7 +114,7 @@ def test_times_are_over_those_of_dense_with_the_same_seeds(jobs, tmp_path):
     runner = Runner(tmp_path, 4, None)
     for run in runs_of(["dense", "auto"], [FAST], {"text-lstm": [0, 1]}):
         runner.run(run, 0.0 if run.name == "text-lstm-1gbit-0us-auto-1" else 1e6)
-    first, second = rows_of(runner.finished, [FAST], 4)
+    first, second = Table(runner.finished, [FAST], 4).rows()
     assert (first["policy"], second["policy"]) == ("auto", "dense")  # the best first
     assert first["steps_to_quality"] == pytest.approx(297 / 1.2)
     # With seed 1 dense ends with 4.5 and has 4.545 after (6 - 4.545) / 1.5 of its steps.
@@ -129,7 +129,7 @@ def test_higher_is_better_for_digits(jobs, tmp_path):
     runner = Runner(tmp_path, 4, None)
     for run in runs_of(["dense", "static", "auto"], [FAST], {"digits": [0]}):
         runner.run(run, 1e6)
-    rows = {row["policy"]: row for row in rows_of(runner.finished, [FAST], 4)}
+    rows = {row["policy"]: row for row in Table(runner.finished, [FAST], 4).rows()}
     # From 0.5 to 0.9 in 200 steps: 0.885 after 192.5.
     assert rows["dense"]["steps_to_quality"] == pytest.approx(192.5)
     assert rows["dense"]["quality_limit"] == pytest.approx(0.885)

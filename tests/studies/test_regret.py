@@ -1,8 +1,10 @@
 """What rows of a grid come to."""
 
 import pytest
+import regret
 from mpicomp.bench.measure.networks import Network
-from mpicomp.bench.regret import judged, prediction_errors, summary
+from regret import judged, prediction_errors, summary
+from study_words import call
 
 from mpicomp.errors import ConfigurationError
 
@@ -73,3 +75,28 @@ def test_the_summary():
 def test_networks_that_are_none(word, text):
     with pytest.raises(ConfigurationError, match=text):
         Network.read(word)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--networks", "1gbit"], "lab: a network must be like 50mbit/1ms, got '1gbit'"),
+        (["--networks", ","], "regret: --networks names nothing"),
+        (["--hosts", "0"], "regret: --hosts must be at least 1, got 0"),
+        (["--numel", "0"], "regret: --numel must be at least 1, got 0"),
+        (["--json", "/nonexistent/out.json"], "regret: '/nonexistent/out.json' cannot be written"),
+    ],
+)
+def test_bad_words_are_told_before_anything_is_measured(words, text, capsys):
+    assert call(regret, words) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("mpicomp: ")
+    assert text in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+def test_labs_need_root(monkeypatch, capsys):
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert call(regret, []) == 2
+    assert "a lab needs root to make network namespaces" in capsys.readouterr().err

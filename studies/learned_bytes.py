@@ -1,41 +1,20 @@
 """What the layers that a learned code covers cost by themselves: the bytes of their rounds, by any exchange."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from mpicomp import LGC
 from mpicomp.collectives import bind
 from mpicomp.compressors import get_compressor
-from mpicomp.compressors.lgc import LGC
 from mpicomp.rounds import Group
 
 _DTYPE = np.dtype(np.float32)
 
 
-@dataclass(frozen=True)
-class Coded:
-    """Bytes of a step of the layers that a code covers.
-
-    Attributes
-    ----------
-    numel : int
-        Elements of these layers.
-    sent, sent_least : float
-        Payload that a rank hands to the transport: mean over ranks, and of the rank that has least.
-    wire : float
-        Bytes that leave a rank, mean over ranks.
-    """
-
-    numel: int
-    sent: float
-    sent_least: float
-    wire: float
-
-
-def coded_bytes(buckets: Sequence[Mapping[str, Any]], covered: LGC, ranks: int, step: int) -> Coded:
+def coded_bytes(buckets: Sequence[Mapping[str, Any]], covered: LGC, ranks: int, step: int) -> dict[str, float]:
     """Give the bytes of the layers that a code covers, as if they were all there is.
 
     The bytes of rounds are those of the shapes that collectives announce, which are those that they run.
@@ -50,6 +29,12 @@ def coded_bytes(buckets: Sequence[Mapping[str, Any]], covered: LGC, ranks: int, 
         That took part, in one group.
     step : int
         Counted from 0.
+
+    Returns
+    -------
+    dict
+        Of a row, see docs/studies.md: elements of these layers, payload that a rank hands to the transport (mean over
+        ranks, and of the rank that has least), and bytes that leave a rank (mean over ranks).
     """
     names = [layer["name"] for bucket in buckets for layer in bucket["layers"]]
     sizes = [layer["numel"] for bucket in buckets for layer in bucket["layers"]]
@@ -70,7 +55,12 @@ def coded_bytes(buckets: Sequence[Mapping[str, Any]], covered: LGC, ranks: int, 
                 if not task.once:
                     sent[rank] += task.sent_bytes(group)
                     wire[rank] += task.wire_bytes(group)
-    return Coded(numel, fmean(sent), float(sent.min()), fmean(wire))
+    return {
+        "coded_numel": numel,
+        "coded_sent_bytes": fmean(sent),
+        "coded_least_bytes": float(sent.min()),
+        "coded_wire_bytes": fmean(wire),
+    }
 
 
 def _covered(model: LGC, layers: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:

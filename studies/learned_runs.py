@@ -2,17 +2,17 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from mpicomp.bench.measure.jobs import DONE, FAILED, Folder, Job, Start, on_one_host, read_json, read_lines
-from mpicomp.bench.measure.jobs import Finished as Ended
+import comparison
+from comparison import DENSE, Goal, Training
+from mpicomp.bench.measure.jobs import FAILED, read_json, read_lines
 
-from mpicomp.compressors.lgc import LGC
+from mpicomp import LGC
 
-DENSE = "dense"
 STEPS = 900
 """Of a training, if not told otherwise."""
 PHASES = (LGC().dense_steps, LGC().training_steps)
@@ -21,42 +21,12 @@ PHASES = (LGC().dense_steps, LGC().training_steps)
 _LOOKS = 20  # at ranks' gradients, in a training
 
 
-@dataclass(frozen=True)
-class Goal:
-    """What is compared on a task.
-
-    Attributes
-    ----------
-    ratio : float
-        Of all exchanges that have one.
-    lower : bool
-        Whether a lower quality is the better one.
-    factor, offset : float
-        What an exchange may lose: the limit is ``factor * quality of dense + offset``.
-    seeds : tuple of int
-        Where none are named.
-    words : str
-        The limit, for people.
-    """
-
-    ratio: float
-    lower: bool
-    factor: float
-    offset: float
-    seeds: tuple[int, ...]
-    words: str
-
-    def reaches(self, quality: float, dense: float) -> bool:
-        """Tell whether a quality is within the limit."""
-        limit = self.factor * dense + self.offset
-        return quality <= limit if self.lower else quality >= limit
-
-
-# Of digits, whose model has 38 thousand parameters, less than a twentieth is too few values for an autoencoder.
 GOALS = {
-    "digits": Goal(0.05, False, 1.0, -0.015, (0, 1, 2, 3, 4), "the held-out accuracy of dense less 0.015"),
-    "text-lstm": Goal(0.01, True, 1.02, 0.0, (0, 1, 2), "1.02 times the held-out loss of dense"),
+    "digits": Goal(False, 1.0, -0.015, (0, 1, 2, 3, 4), "the held-out accuracy of dense less 0.015"),
+    "text-lstm": Goal(True, 1.02, 0.0, (0, 1, 2), "1.02 times the held-out loss of dense"),
 }
+RATIOS = {"digits": 0.05, "text-lstm": 0.01}
+"""Of digits, whose model has 38 thousand parameters, less than a twentieth is too few values for an autoencoder."""
 
 EXCHANGES: Mapping[str, Mapping[str, Any]] = {
     DENSE: {"id": "dense"},
@@ -73,30 +43,6 @@ EXCHANGES: Mapping[str, Mapping[str, Any]] = {
 _COLLECTIVES = {"dense": "allreduce", "topk": "allgather", "star-topk": "star-topk"}
 
 
-@dataclass(frozen=True)
-class Training:
-    """A call of `mpicomp train`.
-
-    Attributes
-    ----------
-    exchange : str
-        Of `EXCHANGES`.
-    """
-
-    task: str
-    exchange: str
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """How its files begin."""
-        return f"{self.task}-{self.exchange}-{self.seed}"
-
-    def __str__(self) -> str:
-        """Say for people what it is."""
-        return f"{self.task}, {self.exchange}, seed {self.seed}"
-
-
 def runs_of(exchanges: Sequence[str], seeds: Mapping[str, Sequence[int]]) -> list[Training]:
     """Give all trainings in their order: a seed after the other, so that all is known of some when time is over."""
     every = sorted({seed for own in seeds.values() for seed in own})
@@ -107,24 +53,22 @@ def runs_of(exchanges: Sequence[str], seeds: Mapping[str, Sequence[int]]) -> lis
 
 def words_of(run: Training, steps: int, phases: tuple[int, int] = PHASES) -> list[str]:
     """Give the words after ``mpicomp`` for a training, but for the files that it writes."""
-    config = dict(EXCHANGES[run.exchange])
+    config = dict(EXCHANGES[run.arm])
     if config["id"] != DENSE:
-        config["ratio"] = GOALS[run.task].ratio
+        config["ratio"] = RATIOS[run.task]
     if config["id"] == LGC.id:
         config["dense_steps"], config["training_steps"] = phases
     words = ["train", "--task", run.task, "--seed", str(run.seed), "--steps", str(steps), "--no-verdict"]
-    words += ["--compressor", json.dumps(config), "--collective", _COLLECTIVES.get(run.exchange, "learned")]
+    words += ["--compressor", json.dumps(config), "--collective", _COLLECTIVES.get(run.arm, "learned")]
     return [*words, "--correlation", str(max(1, steps // _LOOKS))]
 
 
 @dataclass
-class Finished(Ended[Training]):
+class Finished(comparison.Finished):
     """What became of a training.
 
     Attributes
     ----------
-    quality : float
-        On all held-out data, in the end.
     late : mapping
         Of the steps in which codes travel, as rank 0 has seen them: ``wire_bytes`` and ``sent_bytes`` (means),
         ``kernels_s`` (what exchanges compute) and ``step_s`` (medians), and ``code_error`` (mean, or None).
@@ -134,35 +78,28 @@ class Finished(Ended[Training]):
         The last step's, as ``train --metrics`` has them.
     """
 
-    quality: float = float("nan")
     late: dict[str, float | None] = field(default_factory=dict)
     errors: tuple[float | None, float | None] = (None, None)
     buckets: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Runner:
+class Runner(comparison.Runner):
     """Runs trainings one after the other.
 
     Parameters
     ----------
-    folder : Path
-        Of their files; see `mpicomp.bench.measure.jobs.Folder`.
-    ranks : int
-        Of each training, on this host.
+    folder, ranks
+        See `comparison.Runner`.
     steps : int
         More than those of both phases.
     phases : tuple of int
         Steps of the phases before codes travel.
-    start : callable, optional
-        See `mpicomp.bench.measure.jobs.Start`.
     """
 
-    def __init__(
-        self, folder: Path, ranks: int, steps: int, phases: tuple[int, int] = PHASES, start: Start | None = None
-    ) -> None:
-        self.finished: dict[Training, Finished] = {}
-        self.ranks = ranks
-        self._folder = Folder(folder, start)
+    finished: dict[Training, Finished]
+
+    def __init__(self, folder: Path, ranks: int, steps: int, phases: tuple[int, int] = PHASES) -> None:
+        super().__init__(folder, ranks)
         self._steps = steps
         self._phases = phases
 
@@ -172,29 +109,17 @@ class Runner:
         return sum(self._phases)
 
     def run(self, run: Training, left_s: float) -> Finished:
-        """Run one, unless its files are complete, in at most so many seconds."""
+        """See `comparison.Runner`."""
         words = words_of(run, self._steps, self._phases)
         finished = Finished(run, FAILED, words=words)
-        job = Job(
-            run.name,
-            lambda: on_one_host(self.ranks, words),
-            {"--json": "json", "--metrics": "jsonl"},
-            {"ranks": self.ranks, "words": words},
-        )
-        self._folder.run(job, finished, lambda: self._fill(finished), left_s, self.expected_s(run))
+        self.run_job(finished, words, {"--json": "json", "--metrics": "jsonl"}, {"ranks": self.ranks}, left_s)
         self.finished[run] = finished
         return finished
 
-    def expected_s(self, run: Training) -> float:
-        """Give the mean seconds of other seeds of a run, or else of its task; 0 at first."""
-        done = [own for own in self.finished.values() if own.status == DONE and own.run.task == run.task]
-        same = [own for own in done if replace(own.run, seed=run.seed) == run]
-        return fmean([own.seconds for own in same or done] or [0.0])
-
-    def _fill(self, finished: Finished) -> bool:
-        """Read the files of a run, and tell whether they are complete."""
-        outcome = read_json(self._folder.path(finished.run.name, "json"))
-        lines = read_lines(self._folder.path(finished.run.name, "jsonl"))
+    def fill(self, finished: Finished) -> bool:
+        """See `comparison.Runner`."""
+        outcome = read_json(self.folder.path(finished.run.name, "json"))
+        lines = read_lines(self.folder.path(finished.run.name, "jsonl"))
         try:
             finished.quality = float(outcome["quality"]["value"])
             steps = int(outcome["steps"])
@@ -208,6 +133,11 @@ class Runner:
             tenth = max(1, len(learning) // 10)
             finished.errors = (fmean(learning[:tenth]), fmean(learning[-tenth:]))
         return len(lines) == steps
+
+    def summary(self, finished: Finished) -> str:
+        """See `comparison.Runner`."""
+        wire_bytes = finished.late["wire_bytes"] or 0
+        return f", quality {finished.quality:.4f}, {wire_bytes:,.0f} bytes left rank 0 in a step"
 
 
 def _late(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

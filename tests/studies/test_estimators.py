@@ -1,24 +1,32 @@
-"""The rows of ``mpicomp bench estimators``, on little data."""
+"""The rows of the study of estimators, on little data."""
 
+import json
 from itertools import pairwise
 
+import estimators
 import numpy as np
 import pytest
-from mpicomp.bench import estimators
+from study_words import call
 
 from mpicomp.compressors import get_compressor
 
+WORDS = ["--numel", "3000", "--ratio", "0.1", "--steps", "2"]
 DATA = ("laplace", "gamma", "normal", "student")
 FIELDS = {"name", "data", "numel", "ratio", "feedback", "steps", "mean", "min", "max", "config"}
 
 
-def settings(**changed):
-    return estimators.Settings(**{"numel": 4000, "ratios": (0.1, 0.01), "steps": 3, "data": DATA} | changed)
+def measured(array, ratios=(0.1, 0.01), feedback=True):
+    """Measure on an array of steps; all but those in which estimators adapt are counted."""
+    data = estimators.Data(iter(array), feedback)
+    return estimators.measure("mine", data, ratios, len(array) - estimators.WARM)
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return estimators.measure(settings())
+    found = []
+    for seed, name in enumerate(DATA):
+        found += estimators.measure(name, estimators.drawn(name, 4000, seed), (0.1, 0.01), 3)
+    return found
 
 
 def test_every_estimator_has_a_row_for_every_ratio_and_data(rows):
@@ -50,8 +58,8 @@ def test_variants_are_estimators_of_their_own():
 @pytest.mark.parametrize("numel", [4000, 4049])
 def test_topk_reaches_what_it_is_asked_for(numel):
     gradients = np.random.default_rng(0).standard_normal((estimators.WARM + 3, numel))
-    rows = estimators.measure(settings(data=("normal",), numel=numel, recorded={"mine": gradients}))
-    for row in rows:
+    rows = estimators.measure("normal", estimators.drawn("normal", numel, 0), (0.1, 0.01), 3)
+    for row in [*rows, *measured(gradients)]:
         if row["name"] == "topk":
             assert row["mean"] == row["min"] == row["max"] == 1
 
@@ -71,7 +79,7 @@ def test_real_gradients_come_with_feedback(monkeypatch):
 
     monkeypatch.setattr(estimators.Selecting, "step", step)
     monkeypatch.setattr(estimators, "list_compressors", lambda: ["topk"])
-    (row,) = estimators.measure(settings(data=(), ratios=(0.02,), steps=1, recorded={"mine": gradients}))
+    (row,) = measured(gradients, ratios=(0.02,))
     assert row["feedback"]
     assert kept[:3] == [98, 96, 94]
     assert all(first - second == 2 for first, second in pairwise(kept))
@@ -79,12 +87,12 @@ def test_real_gradients_come_with_feedback(monkeypatch):
 
 def test_real_gradients_come_as_they_are_where_that_is_wanted():
     gradients = np.random.default_rng(0).standard_normal((estimators.WARM + 1, 100))
-    rows = estimators.measure(settings(data=(), steps=1, recorded={"mine": gradients}, feedback=False))
+    rows = measured(gradients, feedback=False)
     assert not any(row["feedback"] for row in rows)
 
 
 def test_distributions_are_what_they_are_called():
-    drawn = {name: np.abs(next(estimators._drawn(name, 200_000, 0)).astype(np.float64)) for name in DATA}
+    drawn = {name: np.abs(next(estimators.drawn(name, 200_000, 0).gradients).astype(np.float64)) for name in DATA}
     # Mean magnitude over root mean square: 1/sqrt(2), shape over sqrt(shape (shape + 1)), sqrt(2/pi), 2/pi for t(3).
     expected = {
         "laplace": 2**-0.5,
@@ -94,7 +102,7 @@ def test_distributions_are_what_they_are_called():
     }
     for name, magnitudes in drawn.items():
         assert magnitudes.mean() / np.sqrt(np.square(magnitudes).mean()) == pytest.approx(expected[name], rel=0.06)
-    gamma = next(estimators._drawn("gamma", 200_000, 0))
+    gamma = next(estimators.drawn("gamma", 200_000, 0).gradients)
     assert (gamma > 0).mean() == pytest.approx(0.5, abs=0.01)
 
 
@@ -129,7 +137,72 @@ def test_sidco_stays_near_its_ratio_on_real_gradients(task, monkeypatch):
         "estimators",
         lambda ratio: {name: get_compressor(own.get_config() | {"ratio": ratio}) for name, own in chosen.items()},
     )
-    rows = estimators.measure(settings(data=(task,), ratios=(0.1, 0.01, 0.001), steps=50))
+    rows = estimators.measure(task, estimators.trained(task, True), (0.1, 0.01, 0.001), 50)
     assert len(rows) == 9
     for row in rows:
         assert 0.8 <= row["mean"] <= 1.25, row
+
+
+# The script
+
+
+def table(text):
+    """Give the lines of a plain table below its header, cut into words."""
+    lines = [line.split() for line in text.splitlines()]
+    header = next(index for index, words in enumerate(lines) if words[:1] == ["name"])
+    return lines[header], lines[header + 1 :]
+
+
+def test_estimators_print_a_table_and_write_the_same_rows(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    assert call(estimators, [*WORDS, "--data", "normal,laplace", "--json", str(path)]) == 0
+    written = json.loads(path.read_text())
+    assert set(written) == {"schema", "environment", "rows"}
+    header, lines = table(capsys.readouterr().out)
+    assert header == ["name", "data", "ratio", "mean", "min", "max"]
+    assert [line[:2] for line in lines] == [[row["name"], row["data"]] for row in written["rows"]]
+    assert list(dict.fromkeys(row["data"] for row in written["rows"])) == ["normal", "laplace"]
+
+
+def test_estimators_take_gradients_of_ones_own(tmp_path, capsys):
+    path = tmp_path / "mine.npz"
+    np.savez(path, mine=np.random.default_rng(0).standard_normal((27, 500)))
+    assert call(estimators, [*WORDS, "--gradients", str(path)]) == 0
+    _, lines = table(capsys.readouterr().out)
+    assert {line[1] for line in lines} == {"mine"}
+    assert ["topk", "mine", "0.1", "1.000", "1.000", "1.000"] in lines
+
+
+@pytest.mark.parametrize(
+    ("arrays", "text"),
+    [
+        ({}, "holds nothing"),
+        ({"g": np.zeros(5)}, "'g' in "),
+        ({"g": np.zeros((30, 5), int)}, "'g' in "),
+        ({"g": np.zeros((26, 5))}, "has 26 steps, at least 27 are needed"),
+        ({"g": np.full((27, 5), np.nan)}, "holds NaN or infinity"),
+    ],
+)
+def test_gradients_that_are_none(arrays, text, tmp_path, capsys):
+    np.savez(tmp_path / "bad.npz", **arrays)
+    assert call(estimators, [*WORDS, "--gradients", str(tmp_path / "bad.npz")]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--steps", "0"], "estimators: --steps must be at least 1, got 0"),
+        (["--ratio", "2"], "estimators: ratio is the kept fraction and must be in (0, 1], got 2.0"),
+        (["--data", "norml"], "unknown name 'norml'; did you mean 'normal'?"),
+        (["--gradients", "/nonexistent.npz"], "estimators: cannot read '/nonexistent.npz'"),
+        (["--json", "/nonexistent/out.json"], "estimators: '/nonexistent/out.json' cannot be"),
+    ],
+)
+def test_bad_words_are_told_before_anything_is_measured(words, text, capsys):
+    assert call(estimators, [*WORDS, *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("mpicomp: ")
+    assert text in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""

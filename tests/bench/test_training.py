@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from mpicomp.bench.throughput import (
+from mpicomp.bench.training import (
     BACKWARD,
     FIELDS,
     FORWARD,

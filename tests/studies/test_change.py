@@ -1,7 +1,10 @@
 """When a change of the network is seen, and how soon the right plan was run."""
 
+import change
 import numpy as np
-from mpicomp.bench.change import Step, lines_of, medians_of, phases_of, run_steps, seen_at
+import pytest
+from change import Step, lines_of, medians_of, phases_of, run_steps, seen_at
+from study_words import call
 
 from mpicomp import TopK
 from mpicomp.transport import LocalWorld
@@ -86,3 +89,26 @@ def test_steps_of_auto():
     assert times == sorted(times)
     assert times[-1] < 2
     assert {step.plan for step in steps} == {"topk allgather"}
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--bandwidths", "1"], "lab: bandwidth must be a number with bit, kbit, mbit or gbit, got '1'"),
+        (["--seconds", "0"], "change: --seconds must be a number above 0, got 0.0"),
+        (["--ratio", "0.1,0.2"], "change: --compressor and --ratio must give one plan's, got 2"),
+    ],
+)
+def test_bad_words_are_told_before_anything_is_measured(words, text, capsys):
+    assert call(change, words) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("mpicomp: ")
+    assert text in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+def test_labs_need_root(monkeypatch, capsys):
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert call(change, []) == 2
+    assert "a lab needs root to make network namespaces" in capsys.readouterr().err

@@ -1,16 +1,17 @@
 """The table of policies: steps and seconds to the quality of dense, from the held-out curves of trainings."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import comparison
 import numpy as np
-from mpicomp.bench.measure.jobs import CUT, DONE, FAILED
+from comparison import DENSE, Training
+from mpicomp.bench.measure.jobs import DONE
 from mpicomp.bench.measure.networks import Network
-from mpicomp.bench.measure.seed_means import cell, finite, mean, mean_and_deviation
-from mpicomp.bench.policies import ARMS, DENSE, GOALS, Run, Timing, Training
-from mpicomp.bench.policy_runs import Finished
+from mpicomp.bench.measure.seed_means import cell, finite, mean
 from numpy.typing import NDArray
+from policy_runs import ARMS, GOALS, Finished, Run, Timing
 
 _MEANS = (
     "time_to_quality_s",
@@ -134,42 +135,120 @@ def _result(
     return result
 
 
-def rows_of(finished: Mapping[Run, Finished], networks: Iterable[Network], hosts: int) -> list[dict[str, Any]]:
-    """Give a row for each task, network and policy; docs/benchmarks.md says what is in it.
+class Table(comparison.Table):
+    """A row for each task, network and policy; of a task and network, those with the least time to quality first.
 
     Parameters
     ----------
     finished : mapping of Run to Finished
         What was run so far.
-    networks : iterable of Network
+    networks : sequence of Network
         Of the labs.
     hosts : int
         Of the labs.
-
-    Returns
-    -------
-    list of dict
-        Of a task and network, those with the least time to quality first.
     """
-    trained = [(run, own) for run, own in finished.items() if isinstance(run, Training)]
-    rows = []
-    for task in dict.fromkeys(run.task for run, _ in trained):
-        for network in networks:
-            timed = _timed(task, network, finished)
-            there = [(run, own) for run, own in trained if run.task == task and run.network in (None, network)]
-            results: dict[str, list[dict[str, Any]]] = {run.policy: [] for run, _ in there}
-            for run, own in there:
-                if own.status == DONE:
-                    results[run.policy].append(_result(own, run, timed.get(run.policy), finished))
-            links = {"task": task, "bandwidth": network.bandwidth, "latency": network.latency, "hosts": hosts}
-            found = [
-                links
-                | _row(name, task, done, results.get(DENSE, []))
-                | {"error": _problem(name, task, network, finished)}
-                for name, done in results.items()
+
+    def __init__(self, finished: Mapping[Run, Finished], networks: Sequence[Network], hosts: int) -> None:
+        self._finished = finished
+        self._networks = networks
+        self._hosts = hosts
+
+    def rows(self) -> list[dict[str, Any]]:
+        """See `comparison.Table`."""
+        finished = self._finished
+        trained = [(run, own) for run, own in finished.items() if isinstance(run, Training)]
+        rows = []
+        for task in dict.fromkeys(run.task for run, _ in trained):
+            for network in self._networks:
+                timed = _timed(task, network, finished)
+                there = [(run, own) for run, own in trained if run.task == task and run.network in (None, network)]
+                seeds: dict[str, list[dict[str, Any]]] = {run.arm: [] for run, _ in there}
+                for run, own in there:
+                    if own.status == DONE:
+                        seeds[run.arm].append(_result(own, run, timed.get(run.arm), finished))
+                links = {"bandwidth": network.bandwidth, "latency": network.latency, "hosts": self._hosts}
+                found = [
+                    {"task": task, **links, **_row(name, task, done, seeds.get(DENSE, []))}
+                    | {"error": _problem(name, task, network, finished)}
+                    for name, done in seeds.items()
+                ]
+                rows += sorted(found, key=_least_time)
+        return rows
+
+    def told(self, finished: Finished) -> dict[str, Any]:
+        """See `comparison.Table`."""
+        run = finished.run
+        told: dict[str, Any] = {
+            "task": run.task,
+            "bandwidth": None if run.network is None else run.network.bandwidth,
+            "latency": None if run.network is None else run.network.latency,
+            "policy": run.arm if isinstance(run, Training) else None,
+            "seed": run.seed,
+            **comparison.ending(finished),
+            "timed": None,
+        }
+        told |= dict.fromkeys(("steps", "median_step_s", "choosing_s", "wire_bytes"))
+        told |= dict.fromkeys(("quality", "quality_limit", "target", "steps_to_quality", "mean_quality", "curve"))
+        if isinstance(run, Timing):
+            fields = ("ran", "steps", "median_s", "low_s", "high_s", "mean_s")
+            told["timed"] = [
+                {"policy": name} | {field: row[field] for field in fields} for name, row in finished.timed.items()
             ]
-            rows += sorted(found, key=_least_time)
-    return rows
+        elif finished.status == DONE:
+            told |= {name: finished.outcome[name] for name in ("steps", "median_step_s", "choosing_s", "wire_bytes")}
+            told |= _learnt(finished, run, self._finished)
+            told["curve"] = [{"step": step, "quality": finite(quality)} for step, quality in finished.curve]
+        return told
+
+    def title(self, row: Mapping[str, Any]) -> str:
+        """See `comparison.Table`."""
+        links = f"{row['hosts']} hosts, {row['bandwidth']}, {row['latency']}"
+        return f"{row['task']}, {links}; {GOALS[row['task']].better}"
+
+    def cells(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """See `comparison.Table`."""
+        return {
+            "policy": row["policy"],
+            "time_s": cell(row, "time_to_quality_s", ".1f"),
+            "of_dense": "-" if row["of_dense"] is None else format(row["of_dense"], ".3f"),
+            "summed_s": cell(row, "summed_s", ".1f"),
+            "steps": cell(row, "steps_to_quality", ".0f"),
+            "reached": f"{row['reached']}/{row['seeds']}",
+            "step_s": cell(row, "median_step_s", ".4f"),
+            "choosing_ms": cell(row, "choosing_s", ".2f", 1e-3),
+            "wire_MB": cell(row, "wire_bytes", ".4g", 1e6),
+            "quality": cell(row, "quality", ".4f"),
+            "equal": {None: "-", True: "yes", False: "no"}[row["is_equal"]],
+            "mean_curve": cell(row, "mean_quality", ".4f"),
+            "problem": row["error"] or "",
+        }
+
+    def explained(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """See `comparison.Table`."""
+        policies = list(dict.fromkeys(run.arm for run in self._finished if isinstance(run, Training)))
+        shared = [name for name in policies if not ARMS[name].looks]
+        looking = [name for name in policies if ARMS[name].looks]
+        tasks = dict.fromkeys(row["task"] for row in rows)
+        targets = "; ".join(f"{task}: {GOALS[task].words} of the same seed" for task in tasks)
+        counts = [row["steps"] for own in self._finished.values() for row in own.timed.values()]
+        timed = f"; {max(counts)} steps" if counts else ""
+        timed += f" ({min(counts)} where they are slowest)" if counts and min(counts) < max(counts) else ""
+        lines = [
+            "means over seeds, deviations in brackets; seeds are paired: the same model and batches for every policy",
+            f"target: {targets}",
+            "steps: the first at which the held-out curve (moving mean over 3 measurements, best so far, linear "
+            "between) reaches it; - where some seed does not",
+            "step_s: median of the first seed's plans run again, all policies in turn in one lab, and the mean that "
+            "choosing took in training. time_s: steps times that; summed_s: with the mean step in place of the median"
+            + timed,
+            "equal: whether the mean of final qualities is within the mean target; mean_curve: held-out quality "
+            "averaged over steps",
+            f"shared: {', '.join(shared)} do not look at the network: trained on one host, once a seed, for all "
+            "networks",
+        ]
+        if looking:
+            lines.append(f"not shared: {', '.join(looking)} are trained in each lab with every seed")
+        return lines
 
 
 def _timed(task: str, network: Network, finished: Mapping[Run, Finished]) -> dict[str, dict[str, Any]]:
@@ -196,8 +275,7 @@ def _row(
         "seeds": len(done),
         "reached": sum(own["steps_to_quality"] is not None for own in judged),
     }
-    for name in _MEANS:
-        row |= mean_and_deviation(name, [own[name] for own in done])
+    row |= comparison.over_seeds(_MEANS, done)
     seeds = [own["seed"] for own in done]
     base, time_s = mean([own["time_to_quality_s"] for own in dense if own["seed"] in seeds]), row["time_to_quality_s"]
     limit, quality = mean([own["quality_limit"] for own in judged]), mean([own["quality"] for own in judged])
@@ -210,112 +288,5 @@ def _row(
 def _problem(policy: str, task: str, network: Network, finished: Mapping[Run, Finished]) -> str | None:
     """Give the last line of the first error among a policy's runs; where none failed, how many were cut."""
     own = [one for run, one in finished.items() if run.task == task and run.network in (None, network)]
-    own = [one for one in own if isinstance(one.run, Timing) or one.run.policy == policy]
-    failed = [one for one in own if one.status == FAILED]
-    if failed:
-        return f"{failed[0].run.kind}: {failed[0].error}"
-    cut = sum(one.status == CUT for one in own)
-    return f"{cut} of {len(own)} runs were cut: the time was over" if cut else None
-
-
-def told_of(own: Finished, finished: Mapping[Run, Finished]) -> dict[str, Any]:
-    """Give what a run was and came to; docs/benchmarks.md says what is in it."""
-    run = own.run
-    told: dict[str, Any] = {
-        "task": run.task,
-        "bandwidth": None if run.network is None else run.network.bandwidth,
-        "latency": None if run.network is None else run.network.latency,
-        "policy": None,
-        "seed": run.seed,
-        "words": own.words,
-        "status": own.status,
-        "error": own.error,
-        "kept": own.kept,
-        "seconds": own.seconds,
-        "timed": None,
-    }
-    told |= dict.fromkeys(("steps", "median_step_s", "choosing_s", "wire_bytes"))
-    told |= dict.fromkeys(("quality", "quality_limit", "target", "steps_to_quality", "mean_quality", "curve"))
-    if isinstance(run, Timing):
-        told["timed"] = [
-            {"policy": name}
-            | {field: row[field] for field in ("ran", "steps", "median_s", "low_s", "high_s", "mean_s")}
-            for name, row in own.timed.items()
-        ]
-        return told
-    told["policy"] = run.policy
-    if own.status == DONE:
-        told |= {name: own.outcome[name] for name in ("steps", "median_step_s", "choosing_s", "wire_bytes")}
-        told |= _learnt(own, run, finished)
-        told["curve"] = [{"step": step, "quality": finite(quality)} for step, quality in own.curve]
-    return told
-
-
-COLUMNS = {
-    "policy": "",
-    "time_s": ">",
-    "of_dense": ">",
-    "summed_s": ">",
-    "steps": ">",
-    "reached": ">",
-    "step_s": ">",
-    "choosing_ms": ">",
-    "wire_MB": ">",
-    "quality": ">",
-    "equal": ">",
-    "mean_curve": ">",
-    "problem": "",
-}
-"""Of the text, for `mpicomp.bench.measure.results.show`."""
-
-
-def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """Give a row's cells for `COLUMNS`."""
-    return {
-        "policy": row["policy"],
-        "time_s": cell(row, "time_to_quality_s", ".1f"),
-        "of_dense": "-" if row["of_dense"] is None else format(row["of_dense"], ".3f"),
-        "summed_s": cell(row, "summed_s", ".1f"),
-        "steps": cell(row, "steps_to_quality", ".0f"),
-        "reached": f"{row['reached']}/{row['seeds']}",
-        "step_s": cell(row, "median_step_s", ".4f"),
-        "choosing_ms": cell(row, "choosing_s", ".2f", 1e-3),
-        "wire_MB": cell(row, "wire_bytes", ".4g", 1e6),
-        "quality": cell(row, "quality", ".4f"),
-        "equal": {None: "-", True: "yes", False: "no"}[row["is_equal"]],
-        "mean_curve": cell(row, "mean_quality", ".4f"),
-        "problem": row["error"] or "",
-    }
-
-
-def explained(rows: Sequence[Mapping[str, Any]], finished: Mapping[Run, Finished]) -> list[str]:
-    """Say what the table means, what was shared between networks, and what was cut."""
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    policies = list(dict.fromkeys(run.policy for run in finished if isinstance(run, Training)))
-    shared = [name for name in policies if not ARMS[name].looks]
-    looking = [name for name in policies if ARMS[name].looks]
-    targets = "; ".join(f"{task}: {GOALS[task].words} of the same seed" for task in tasks)
-    lines = [
-        "means over seeds, deviations in brackets; seeds are paired: the same model and batches for every policy",
-        f"target: {targets}",
-        "steps: the first at which the held-out curve (moving mean over 3 measurements, best so far, linear between) "
-        "reaches it; - where some seed does not",
-        "step_s: median of the first seed's plans run again, all policies in turn in one lab, and the mean that "
-        "choosing took in training. time_s: steps times that; summed_s: with the mean step in place of the median",
-        "equal: whether the mean of final qualities is within the mean target; mean_curve: held-out quality averaged "
-        "over steps",
-        f"shared: {', '.join(shared)} do not look at the network: trained on one host, once a seed, for all networks",
-    ]
-    counts = [row["steps"] for own in finished.values() for row in own.timed.values()]
-    if counts:
-        fewer = f" ({min(counts)} where they are slowest)" if min(counts) < max(counts) else ""
-        lines[3] += f"; {max(counts)} steps{fewer}"
-    if looking:
-        lines.append(f"not shared: {', '.join(looking)} are trained in each lab with every seed")
-    cut = [str(own.run) for own in finished.values() if own.status == CUT]
-    if cut:
-        lines.append(f"cut, since the time was over: {'; '.join(cut)}")
-    failed = [f"{own.run} ({own.error})" for own in finished.values() if own.status == FAILED]
-    if failed:
-        lines.append(f"failed: {'; '.join(failed)}")
-    return lines
+    own = [one for one in own if isinstance(one.run, Timing) or one.run.arm == policy]
+    return comparison.problem(own)
