@@ -94,7 +94,7 @@ def measure(
 
 
 def plans_of(compressor: Compressor, names: Sequence[str] | None, flat: bool) -> list[Plan]:
-    """Give the plans of a compressor with those of the named collectives that fit it.
+    """Return the plans of a compressor with those of the named collectives that fit it.
 
     Parameters
     ----------
@@ -305,7 +305,7 @@ class _Bench:
         return Runner(plan, gradients, self.transport, self.residuals, model)
 
     def _copy(self) -> CostModel | None:
-        """Give a cost model that one plan may teach without another one's knowing."""
+        """Return a cost model that one plan may teach without another one's knowing."""
         return None if self.model is None else CostModel.from_json(self.model.to_json())
 
 

@@ -76,7 +76,7 @@ def _interface(name: str | None) -> Iterator[None]:
 
 
 def _address() -> str | None:
-    """Give this rank's IPv4 address where gloo will listen; None where there is none."""
+    """Return this rank's IPv4 address where gloo will listen; None where there is none."""
     try:
         if INTERFACE not in os.environ:
             return socket.gethostbyname(socket.gethostname())

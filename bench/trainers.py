@@ -114,7 +114,7 @@ class Alone:
         """Wait until the gradients are their mean."""
 
     def _wire_bytes(self) -> float:
-        """Give the bytes that left this rank in the last step."""
+        """Return the bytes that left this rank in the last step."""
         return 0.0
 
 
@@ -163,7 +163,7 @@ class Ours(Alone):
 
 
 def _replay(exchange: Exchange, settings: Settings | None) -> Replay | None:
-    """Give the policy that runs an exchange's recorded plans in the steps that count; None where it has none."""
+    """Return the policy that runs an exchange's recorded plans in the steps that count; None where it has none."""
     if exchange.trace is None:
         return None
     if settings is None:
@@ -193,7 +193,7 @@ class PyTorchs(Alone):
         return True
 
     def _wire_bytes(self) -> float:
-        """Give what a ring, which is gloo's way, takes: gloo does not count."""
+        """Return what a ring, which is gloo's way, takes: gloo does not count."""
         state = self._powersgd
         if state is None or state.total_numel_before_compression == 0:
             return self._bytes

@@ -94,15 +94,15 @@ class Trainer(Protocol):
         ...
 
     def ran(self) -> str | None:
-        """Give the plan that most steps ran; None where plans are not mpicomp's."""
+        """Return the plan that most steps ran; None where plans are not mpicomp's."""
         ...
 
     def digest(self) -> bytes:
-        """Give eight bytes that differ where parameters do."""
+        """Return eight bytes that differ where parameters do."""
         ...
 
     def evaluate(self) -> float:
-        """Give the quality on held-out data. On one rank."""
+        """Return the quality on held-out data. On one rank."""
         ...
 
 
@@ -193,7 +193,7 @@ def train_in_turn(
 
 
 def slowest(block: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Give the steps of the rank that took longest for a block, with the bytes of all ranks' mean.
+    """Return the steps of the rank that took longest for a block, with the bytes of all ranks' mean.
 
     A rank that goes alone is not slow for one step that was: only steps of one rank are put together.
 
@@ -208,7 +208,7 @@ def slowest(block: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def rows_of(trained: Sequence[Trained], batch: int, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Give a row for each exchange.
+    """Return a row for each exchange.
 
     Parameters
     ----------
@@ -265,7 +265,7 @@ def _row(own: Trained, batch: int) -> dict[str, Any]:
 
 
 def _of_none(own: Trained, alone: Trained | None) -> dict[str, Any]:
-    """Give the share that is left of the throughput without any exchange."""
+    """Return the share that is left of the throughput without any exchange."""
     if alone is None:
         return dict.fromkeys(("of_none", "of_none_low", "of_none_high"))
     samples = alone.steps[:, :, SECONDS], own.steps[:, :, SECONDS]
@@ -278,7 +278,7 @@ def _of_none(own: Trained, alone: Trained | None) -> dict[str, Any]:
 
 
 def _hidden(own: Trained, inline: Trained | None, alone: Trained | None) -> dict[str, Any]:
-    """Give how much of what can be hidden behind backward is hidden, with its parts."""
+    """Return how much of what can be hidden behind backward is hidden, with its parts."""
     if inline is None or alone is None:
         return dict.fromkeys(("hidden", "hidden_low", "hidden_high", "hidden_s", "exchange_s", "none_backward_s"))
     samples = [*(of.steps[:, :, SECONDS] for of in (own, inline, alone)), alone.steps[:, :, BACKWARD]]
@@ -307,7 +307,7 @@ def hidden_parts(
     alone: NDArray[np.float64],
     backward: NDArray[np.float64],
 ) -> tuple[float, float, float]:
-    """Give the seconds that overlap saves, those of the exchange in line, and those of backward.
+    """Return the seconds that overlap saves, those of the exchange in line, and those of backward.
 
     Examples
     --------
@@ -329,5 +329,5 @@ def _meet(transport: Transport) -> None:
 
 
 def _left_this_host() -> float:
-    """Give the bytes that have left this host of a lab over its shaped link."""
+    """Return the bytes that have left this host of a lab over its shaped link."""
     return float(read_counters(os.getpid())["tx_bytes"]) if os.environ.get("MPICOMP_LAB") == "1" else 0.0

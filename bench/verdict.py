@@ -98,7 +98,7 @@ def _faster(ratio: float) -> str:
 
 
 def table(outcome: Outcome, quality_name: str, steps: int) -> str:
-    """Give the measurements that the verdict rests on, a line each."""
+    """Return the measurements that the verdict rests on, a line each."""
     median = outcome.median_step_s
     lines = [
         f"{quality_name}: {outcome.quality:.4f} after {steps} steps",

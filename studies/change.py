@@ -99,7 +99,7 @@ def run_steps(compressor: Compressor, numel: int, seconds: float, transport: Tra
 
 
 def seen_at(steps: Sequence[Step], due_s: float) -> int | None:
-    """Give the first step that shows a change of the network that is due at a time; None where none does.
+    """Return the first step that shows a change of the network that is due at a time; None where none does.
 
     It takes longer or shorter than the steps before it, and so do those after it: whatever else the machine does
     hardly lasts that long.
@@ -184,7 +184,7 @@ def lines_of(steps: Sequence[Step], changes: Sequence[int]) -> Iterator[str]:
 
 
 def medians_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Give the median seconds of every plan in rows of ``bench collectives``, by its name."""
+    """Return the median seconds of every plan in rows of ``bench collectives``, by its name."""
     return {f"{row['compressor']} {row['collective']}": row["median_s"] for row in rows if row["median_s"] is not None}
 
 

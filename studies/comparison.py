@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mpicomp.bench.measure import jobs, results, seed_means
-from mpicomp.bench.measure.jobs import CUT, DONE, FAILED
+from mpicomp.bench.measure.jobs import CUT, DONE, FAILED, Finished
 from mpicomp.bench.measure.networks import Network
 
 from mpicomp.cli.options import check_least, check_writable, read_list
@@ -94,19 +94,6 @@ class Training:
 def place_of(network: Network | None) -> str:
     """Return what stands for a network in the names of files."""
     return "host" if network is None else f"{network.bandwidth}-{network.latency}"
-
-
-@dataclass
-class Finished(jobs.Finished[Any]):
-    """What became of a run.
-
-    Attributes
-    ----------
-    quality : float
-        Of a training: after all steps, on all held-out data.
-    """
-
-    quality: float = float("nan")
 
 
 class Runner(ABC):
@@ -258,7 +245,7 @@ def check_tasks(study: str) -> None:
 
 @contextlib.contextmanager
 def folder_of(arguments: argparse.Namespace) -> Iterator[Path]:
-    """Give the folder of the runs' files, which is gone in the end if it is not to be kept."""
+    """Yield the folder of the runs' files, which is gone in the end if it is not to be kept."""
     if arguments.keep is not None:
         yield Path(arguments.keep)
         return

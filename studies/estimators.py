@@ -150,7 +150,7 @@ def load_gradients(path: str, steps: int) -> dict[str, NDArray[np.floating]]:
 
 
 def estimators(ratio: float) -> dict[str, Sparsifier]:
-    """Give every compressor that selects about as many elements as it is asked to, by name.
+    """Return every compressor that selects about as many elements as it is asked to, by name.
 
     Examples
     --------

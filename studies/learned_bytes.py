@@ -15,7 +15,7 @@ _DTYPE = np.dtype(np.float32)
 
 
 def coded_bytes(buckets: Sequence[Mapping[str, Any]], covered: LGC, ranks: int, step: int) -> dict[str, float]:
-    """Give the bytes of the layers that a code covers, as if they were all there is.
+    """Return the bytes of the layers that a code covers, as if they were all there is.
 
     The bytes of rounds are those of the shapes that collectives announce, which are those that they run.
 
@@ -64,7 +64,7 @@ def coded_bytes(buckets: Sequence[Mapping[str, Any]], covered: LGC, ranks: int, 
 
 
 def _covered(model: LGC, layers: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Give those parameters of a bucket whose selected values travel in a code."""
+    """Return those parameters of a bucket whose selected values travel in a code."""
     names, sizes = [name for name, _ in layers], [size for _, size in layers]
     parts = model.within(names, sizes).selected(sum(sizes)).parts
     found, start = [], 0

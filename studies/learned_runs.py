@@ -9,6 +9,7 @@ from typing import Any
 
 import comparison
 from comparison import DENSE, Goal, Training
+from mpicomp.bench.measure import jobs
 from mpicomp.bench.measure.jobs import FAILED, read_json, read_lines
 
 from mpicomp import LGC
@@ -44,7 +45,7 @@ _COLLECTIVES = {"dense": "allreduce", "topk": "allgather", "star-topk": "star-to
 
 
 def runs_of(exchanges: Sequence[str], seeds: Mapping[str, Sequence[int]]) -> list[Training]:
-    """Give all trainings in their order: a seed after the other, so that all is known of some when time is over."""
+    """Return all trainings in their order: a seed after the other, so that all is known of some when time is over."""
     every = sorted({seed for own in seeds.values() for seed in own})
     return [
         Training(task, name, seed) for seed in every for task, own in seeds.items() if seed in own for name in exchanges
@@ -52,7 +53,7 @@ def runs_of(exchanges: Sequence[str], seeds: Mapping[str, Sequence[int]]) -> lis
 
 
 def words_of(run: Training, steps: int, phases: tuple[int, int] = PHASES) -> list[str]:
-    """Give the words after ``mpicomp`` for a training, but for the files that it writes."""
+    """Return the words after ``mpicomp`` for a training, but for the files that it writes."""
     config = dict(EXCHANGES[run.arm])
     if config["id"] != DENSE:
         config["ratio"] = RATIOS[run.task]
@@ -64,7 +65,7 @@ def words_of(run: Training, steps: int, phases: tuple[int, int] = PHASES) -> lis
 
 
 @dataclass
-class Finished(comparison.Finished):
+class Finished(jobs.Finished):
     """What became of a training.
 
     Attributes
@@ -152,6 +153,6 @@ def _late(lines: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def _code_error(line: Mapping[str, Any]) -> float | None:
-    """Give the mean over buckets; None where none of them can tell."""
+    """Return the mean over buckets; None where none of them can tell."""
     known = [bucket["code_error"] for bucket in line["buckets"] if bucket["code_error"] is not None]
     return fmean(known) if known else None

@@ -150,7 +150,7 @@ def _row(task: str, name: str, runner: Runner) -> dict[str, Any]:
 
 
 def _values(own: Finished, dense: Finished | None) -> dict[str, float | None]:
-    """Give what a training came to, beside dense with the same seed where that is done."""
+    """Return what a training came to, beside dense with the same seed where that is done."""
     known = dense if dense is not None and dense.status == DONE else None
     common = own.outcome["correlation"]["whole"] or {}
     return {
@@ -165,7 +165,7 @@ def _values(own: Finished, dense: Finished | None) -> dict[str, float | None]:
 
 
 def _fewer(row: Mapping[str, Any], topk: Mapping[str, Any] | None) -> dict[str, float | None]:
-    """Give how many times fewer bytes of the coded layers than top-k's there are."""
+    """Return how many times fewer bytes of the coded layers than top-k's there are."""
     told: dict[str, float | None] = {}
     for name, base in (("sent", "sent"), ("least", "sent"), ("wire", "wire")):
         own, other = row[f"coded_{name}_bytes"], None if topk is None else topk[f"coded_{base}_bytes"]

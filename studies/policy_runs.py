@@ -14,6 +14,7 @@ from typing import Any
 import comparison
 from comparison import DENSE, Goal, Training, place_of
 from mpicomp.bench.lab.units import parse_bandwidth
+from mpicomp.bench.measure import jobs
 from mpicomp.bench.measure.jobs import CUT, DONE, FAILED, MPICOMP, read_json, read_lines
 from mpicomp.bench.measure.networks import Network
 
@@ -29,22 +30,6 @@ _COMPUTING_S = 0.2  # of a step, to tell how many fit
 _EVALUATIONS = 20  # at least, where the number of steps was given
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A policy as `mpicomp train` is told of it.
-
-    Attributes
-    ----------
-    arguments : tuple of str
-        Words for `mpicomp train`.
-    looks : bool
-        Whether its plans depend on what the network is measured to be.
-    """
-
-    arguments: tuple[str, ...]
-    looks: bool
-
-
 _PINNED = ("--compressor", "topk", "--ratio", "0.01", "--collective", "allgather")
 _TWICE = ("--compressor", "topk", "--ratio", "0.02", "--collective", "allgather")  # it halves the bytes of that
 
@@ -54,16 +39,19 @@ _GRAVAC = {"id": "gravac", "least": 0.01, "scaling": "geometric", "window": 10, 
 _SCHEDULE = {"id": "schedule", "begin": 0.25, "end": 0.01, "steps": 60}
 _FLEXIBLE = {"id": "flexible", "every": 50}
 
-ARMS = {
-    DENSE: Arm(("--compressor", "dense"), looks=False),
-    "static": Arm(_PINNED, looks=False),
-    "schedule": Arm(("--policy", json.dumps(_SCHEDULE), *_PINNED), looks=False),
-    "gravac": Arm(("--policy", json.dumps(_GRAVAC)), looks=True),
-    "accordion": Arm(("--policy", "accordion", *_PINNED), looks=False),
-    "lgreco": Arm(("--policy", "lgreco", *_TWICE), looks=False),
-    "flexible": Arm(("--policy", json.dumps(_FLEXIBLE)), looks=True),
-    "auto": Arm((), looks=True),
+ARMS: Mapping[str, tuple[str, ...]] = {
+    DENSE: ("--compressor", "dense"),
+    "static": _PINNED,
+    "schedule": ("--policy", json.dumps(_SCHEDULE), *_PINNED),
+    "gravac": ("--policy", json.dumps(_GRAVAC)),
+    "accordion": ("--policy", "accordion", *_PINNED),
+    "lgreco": ("--policy", "lgreco", *_TWICE),
+    "flexible": ("--policy", json.dumps(_FLEXIBLE)),
+    "auto": (),
 }
+"""Words for `mpicomp train` by policy."""
+LOOKING = ("gravac", "flexible", "auto")
+"""Policies whose plans depend on what the network is measured to be."""
 
 
 GOALS = {
@@ -105,7 +93,7 @@ class Timing:
     def sources(self) -> list[Training]:
         """The trainings whose plans it runs."""
         return [
-            Training(self.task, name, self.seed, self.network if ARMS[name].looks else None) for name in self.policies
+            Training(self.task, name, self.seed, self.network if name in LOOKING else None) for name in self.policies
         ]
 
     def __str__(self) -> str:
@@ -117,7 +105,7 @@ Run = Training | Timing
 
 
 def runs_of(policies: Sequence[str], networks: Sequence[Network], seeds: Mapping[str, Sequence[int]]) -> list[Run]:
-    """Give all runs in their order: a seed after the other, and steps are timed as soon as there are plans.
+    """Return all runs in their order: a seed after the other, and steps are timed as soon as there are plans.
 
     Parameters
     ----------
@@ -133,16 +121,16 @@ def runs_of(policies: Sequence[str], networks: Sequence[Network], seeds: Mapping
         for task, own in seeds.items():
             if seed not in own:
                 continue
-            runs += [Training(task, name, seed, None) for name in policies if not ARMS[name].looks]
+            runs += [Training(task, name, seed, None) for name in policies if name not in LOOKING]
             for network in networks:
-                runs += [Training(task, name, seed, network) for name in policies if ARMS[name].looks]
+                runs += [Training(task, name, seed, network) for name in policies if name in LOOKING]
                 if seed == min(own):
                     runs.append(Timing(task, tuple(policies), seed, network))
     return runs
 
 
 def words_of_training(run: Training, steps: int | None) -> list[str]:
-    """Give the words after ``mpicomp`` for a training, but for the files that it writes.
+    """Return the words after ``mpicomp`` for a training, but for the files that it writes.
 
     Parameters
     ----------
@@ -156,11 +144,11 @@ def words_of_training(run: Training, steps: int | None) -> list[str]:
         every = min(every, max(1, steps // _EVALUATIONS))
     words = ["train", "--task", run.task, "--seed", str(run.seed), "--no-verdict"]
     words += [] if steps is None else ["--steps", str(steps)]
-    return [*words, *ARMS[run.arm].arguments, "--evaluate-every", str(every)]
+    return [*words, *ARMS[run.arm], "--evaluate-every", str(every)]
 
 
 def words_of_timing(run: Timing, traces: Mapping[str, str], step_bytes: Mapping[str, float]) -> list[str]:
-    """Give the words after ``mpicomp`` for timing steps, but for the file that it writes.
+    """Return the words after ``mpicomp`` for timing steps, but for the file that it writes.
 
     Parameters
     ----------
@@ -179,14 +167,14 @@ def words_of_timing(run: Timing, traces: Mapping[str, str], step_bytes: Mapping[
 
 
 def _block(step_bytes: Mapping[str, float], network: Network) -> int:
-    """Give how many steps make a block: fewer where they take long."""
+    """Return how many steps make a block: fewer where they take long."""
     bits = 8 * sum(step_bytes.values())
     round_s = len(step_bytes) * _COMPUTING_S + bits / parse_bandwidth(network.bandwidth)
     return min(LONGEST_BLOCK, max(SHORTEST_BLOCK, int(_TIMING_S / round_s / (BLOCKS + 1))))
 
 
 @dataclass
-class Finished(comparison.Finished):
+class Finished(jobs.Finished):
     """What became of a run.
 
     Attributes

@@ -11,7 +11,7 @@ from mpicomp.bench.measure.jobs import DONE
 from mpicomp.bench.measure.networks import Network
 from mpicomp.bench.measure.seed_means import cell, finite, mean
 from numpy.typing import NDArray
-from policy_runs import ARMS, GOALS, Finished, Run, Timing
+from policy_runs import GOALS, LOOKING, Finished, Run, Timing
 
 _MEANS = (
     "time_to_quality_s",
@@ -27,7 +27,7 @@ _MEANS = (
 
 
 def smoothed(values: Sequence[float]) -> NDArray[np.float64]:
-    """Give the centred moving mean over three values; the first and the last one stay as they are.
+    """Return the centred moving mean over three values; the first and the last one stay as they are.
 
     So the last one reaches a target exactly when the final quality does.
 
@@ -42,7 +42,7 @@ def smoothed(values: Sequence[float]) -> NDArray[np.float64]:
 
 
 def steps_to(curve: Sequence[tuple[int, float]], target: float, lower: bool) -> float | None:
-    """Give the first step at which a curve reaches a target.
+    """Return the first step at which a curve reaches a target.
 
     The curve is smoothed, made monotone (the best so far), and linear between measurements.
 
@@ -81,7 +81,7 @@ def steps_to(curve: Sequence[tuple[int, float]], target: float, lower: bool) -> 
 
 
 def mean_over_steps(curve: Sequence[tuple[int, float]]) -> float | None:
-    """Give the mean of a curve over steps, from its first measurement to the last: the area under it over its width.
+    """Return the mean of a curve over steps, from its first measurement to the last: the area under it over its width.
 
     Examples
     --------
@@ -97,7 +97,7 @@ def mean_over_steps(curve: Sequence[tuple[int, float]]) -> float | None:
 
 
 def _learnt(own: Finished, run: Training, finished: Mapping[Run, Finished]) -> dict[str, Any]:
-    """Give what a training that is done has learnt, and where dense ended with the same seed, what it was to learn."""
+    """Return what a training that is done has learnt, and what it was to, where dense ended with the same seed."""
     goal = GOALS[run.task]
     learnt: dict[str, Any] = {
         "quality": finite(own.quality),
@@ -120,7 +120,7 @@ def _learnt(own: Finished, run: Training, finished: Mapping[Run, Finished]) -> d
 def _result(
     own: Finished, run: Training, timed: Mapping[str, Any] | None, finished: Mapping[Run, Finished]
 ) -> dict[str, Any]:
-    """Give what a training that is done came to, with the row of its plans where they were timed on the network."""
+    """Return what a training that is done came to, with the row of its plans where they were timed on the network."""
     result: dict[str, Any] = {"seed": run.seed}
     result |= {"steps": int(own.outcome["steps"]), "wire_bytes": float(own.outcome["wire_bytes"])}
     result |= _learnt(own, run, finished) | {"choosing_s": float(own.outcome["choosing_s"])}
@@ -226,8 +226,8 @@ class Table(comparison.Table):
     def explained(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """See `comparison.Table`."""
         policies = list(dict.fromkeys(run.arm for run in self._finished if isinstance(run, Training)))
-        shared = [name for name in policies if not ARMS[name].looks]
-        looking = [name for name in policies if ARMS[name].looks]
+        shared = [name for name in policies if name not in LOOKING]
+        looking = [name for name in policies if name in LOOKING]
         tasks = dict.fromkeys(row["task"] for row in rows)
         targets = "; ".join(f"{task}: {GOALS[task].words} of the same seed" for task in tasks)
         counts = [row["steps"] for own in self._finished.values() for row in own.timed.values()]
@@ -270,7 +270,7 @@ def _row(
     judged = [own for own in done if own["target"] is not None]
     row: dict[str, Any] = {
         "policy": policy,
-        "shared": not ARMS[policy].looks,
+        "shared": policy not in LOOKING,
         "steps": done[0]["steps"] if done else None,
         "seeds": len(done),
         "reached": sum(own["steps_to_quality"] is not None for own in judged),
@@ -286,7 +286,7 @@ def _row(
 
 
 def _problem(policy: str, task: str, network: Network, finished: Mapping[Run, Finished]) -> str | None:
-    """Give the last line of the first error among a policy's runs; where none failed, how many were cut."""
+    """Return the last line of the first error among a policy's runs; where none failed, how many were cut."""
     own = [one for run, one in finished.items() if run.task == task and run.network in (None, network)]
     own = [one for one in own if isinstance(one.run, Timing) or one.run.arm == policy]
     return comparison.problem(own)

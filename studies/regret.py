@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Give rows with what their cells come to.
+    """Return rows with what their cells come to.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ def _same_cell(other: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
 
 
 def prediction_errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Give ``|predicted - measured| / measured`` of every plan that was run and predicted.
+    """Return ``|predicted - measured| / measured`` of every plan that was run and predicted.
 
     Predicted and measured is what lies between the last rank's start and the last rank's end.
 

@@ -15,7 +15,7 @@ from mpicomp.reducer import StepRecord
 
 
 def kept_share(record: StepRecord) -> float:
-    """Give the kept fraction of all buckets together."""
+    """Return the kept fraction of all buckets together."""
     numel = sum(bucket.numel for bucket in record.buckets)
     return sum(bucket.ratio_reached * bucket.numel for bucket in record.buckets) / max(1, numel)
 
@@ -53,7 +53,7 @@ class Ran:
     ratio_reached: float
 
     def to_json(self) -> dict[str, Any]:
-        """Give a JSON-able object."""
+        """Return a JSON-able object."""
         config = self.compressor.get_config()
         names = {"compressor": config["id"], "compressor_config": config}
         return names | {"ratio": self.ratio, "collective": self.collective, "share": self.share}
@@ -82,7 +82,7 @@ class Layer:
     gain: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """Give a JSON-able object."""
+        """Return a JSON-able object."""
         return {"name": self.name, "numel": self.numel, "ratio": self.ratio, "gain": self.gain}
 
 
@@ -113,7 +113,7 @@ class Choices:
                 self._sums[name] += (1, ratio, looked_at, gain if looked_at else 0.0)
 
     def delay(self, first: int = 0) -> float | None:
-        """Give the steps by which gradients were late from a step on; None where nothing was sent.
+        """Return the steps by which gradients were late from a step on; None where nothing was sent.
 
         That is the energy that waits in residuals over the energy that a step sends, in the mean of these steps.
         """
@@ -121,7 +121,7 @@ class Choices:
         return float(waits / sent) if sent > 0 else None
 
     def plans(self, first: int = 0) -> list[Ran]:
-        """Give the plans that were run from a step on, from the one that has carried most."""
+        """Return the plans that were run from a step on, from the one that has carried most."""
         elements: Counter[tuple[str, str]] = Counter()
         kept: defaultdict[tuple[str, str], float] = defaultdict(float)
         for step in self._steps[first:]:
@@ -136,11 +136,11 @@ class Choices:
         return found
 
     def sums(self) -> NDArray[np.float64]:
-        """Give what `layers` needs of every rank, shape (layers, 4), the same rows on all of them."""
+        """Return what `layers` needs of every rank, shape (layers, 4), the same rows on all of them."""
         return np.array(list(self._sums.values())).reshape(-1, 4)
 
     def layers(self, everyones: NDArray[np.float64]) -> list[Layer]:
-        """Give the model's parameters with what was sent of them, in the order of exchange.
+        """Return the model's parameters with what was sent of them, in the order of exchange.
 
         Parameters
         ----------
@@ -154,7 +154,7 @@ class Choices:
 
 
 def _energies(record: StepRecord) -> tuple[float, float]:
-    """Give the energy that waits after a step, and what was sent in it; 0 of what is not known or was undone."""
+    """Return the energy that waits after a step, and what was sent in it; 0 of what is not known or was undone."""
     known = [(own.gain, own.energy) for own in record.buckets if not record.skipped]
     waits = sum((1 - gain) * energy for gain, energy in known if gain is not None and energy is not None)
     sent = sum(gain * energy for gain, energy in known if gain is not None and energy is not None)
@@ -162,7 +162,7 @@ def _energies(record: StepRecord) -> tuple[float, float]:
 
 
 def leading(plans: Sequence[Ran]) -> Ran:
-    """Give the plan that has carried most, among those of the kind of compressor that has.
+    """Return the plan that has carried most, among those of the kind of compressor that has.
 
     A policy that compresses at many ratios has run each of them less often than it may have run dense.
     """
@@ -177,7 +177,7 @@ _PLANS, _LAYERS = 8, 24  # lines of a table
 
 
 def chosen_table(plans: Sequence[Ran], layers: Sequence[Layer]) -> str:
-    """Give a table of plans, and one of layers; of many those that count most."""
+    """Return a table of plans, and one of layers; of many those that count most."""
     rows = [(f"  {_label(plan.compressor)}", plan.collective, f"{100 * plan.share:.1f} %") for plan in plans[:_PLANS]]
     lines = [plain(("what was run", "collective", "of the steps"), rows, (True, True, False))]
     if len(plans) > _PLANS:

@@ -8,7 +8,7 @@ _READINGS = 1000
 
 
 def clock() -> tuple[float, float]:
-    """Give the clock's resolution and what timing nothing takes, in seconds; both measured."""
+    """Return the clock's resolution and what timing nothing takes, in seconds; both measured."""
     readings = [time.perf_counter() for _ in range(_READINGS)]
     steps = np.diff(readings)
     empty = []

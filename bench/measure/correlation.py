@@ -66,7 +66,7 @@ class Common:
         return self.control / self.entropy if self.entropy > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Give a JSON-able object."""
+        """Return a JSON-able object."""
         own = {name: getattr(self, name) for name in _FIELDS}
         return own | {"share": self.share, "control_share": self.control_share}
 
@@ -99,7 +99,7 @@ def common(one: NDArray[np.floating], other: NDArray[np.floating], random: np.ra
 
 
 def _bins(array: NDArray[np.floating]) -> NDArray[np.intp]:
-    """Give the bin of every element. Zeros by the thousand have one for themselves, and then there are fewer."""
+    """Return the bin of every element. Zeros by the thousand have one for themselves, and then there are fewer."""
     edges = np.quantile(array, np.arange(1, BINS) / BINS)
     repeated = edges[1:][edges[1:] == edges[:-1]]
     edges = np.unique(np.concatenate([edges, np.nextafter(repeated, np.inf)]))
@@ -107,7 +107,7 @@ def _bins(array: NDArray[np.floating]) -> NDArray[np.intp]:
 
 
 def _table(left: NDArray[np.intp], right: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Give the share of elements in each pair of bins."""
+    """Return the share of elements in each pair of bins."""
     counts = np.bincount(left * BINS + right, minlength=BINS * BINS)
     return counts.reshape(BINS, BINS) / left.size
 
@@ -122,7 +122,7 @@ def _entropy(shares: NDArray[np.float64]) -> float:
 
 
 def _pearson(one: NDArray[np.floating], other: NDArray[np.floating]) -> float:
-    """Give Pearson's correlation; 0 where an array is constant."""
+    """Return Pearson's correlation; 0 where an array is constant."""
     left, right = one - one.mean(dtype=np.float64), other - other.mean(dtype=np.float64)
     norms = float(np.linalg.norm(left)) * float(np.linalg.norm(right))
     return float(np.dot(left, right)) / norms if norms > 0 else 0.0
@@ -150,7 +150,7 @@ class Correlations:
     layers: dict[str, tuple[int, Common]]
 
     def to_json(self) -> dict[str, Any]:
-        """Give a JSON-able object."""
+        """Return a JSON-able object."""
         layers = [{"name": name, "numel": numel} | own.to_json() for name, (numel, own) in self.layers.items()]
         whole = None if self.whole is None else self.whole.to_json()
         return {"every": self.every, "looks": self.looks, "bins": BINS, "whole": whole, "layers": layers}
@@ -223,7 +223,7 @@ class Comparison:
             start = stop
 
     def outcome(self) -> Rounds[Correlations]:
-        """Give the means over looks and pairs, the same on all ranks. As rounds."""
+        """Return the means over looks and pairs, the same on all ranks. As rounds."""
         own = np.array(list(self._sums.values())).reshape(-1)
         everyones = yield from self._everyones(own)
         means = everyones.mean(axis=0).reshape(-1, len(_FIELDS)) / max(1, self._looks)

@@ -35,12 +35,12 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Give both names."""
+        """Return both names."""
         return name_of(self.compressor.id, self.collective)
 
 
 def name_of(compressor: str, collective: str) -> str:
-    """Give a plan's name."""
+    """Return a plan's name."""
     return f"{compressor} {collective}"
 
 
@@ -58,7 +58,7 @@ class Residuals:
         self._settled: dict[tuple[str, int], Settled] = {}
 
     def state(self, compressor: Compressor, numel: int) -> dict[str, Any] | None:
-        """Give the state of a reducer of one array, None for a compressor that selects nothing."""
+        """Return the state of a reducer of one array, None for a compressor that selects nothing."""
         if not compressor.feedback or not isinstance(compressor, Sparsifier | SharedSparsifier):
             return None
         size = min(_SHORT, numel)
@@ -163,11 +163,11 @@ class Runner:
         self._reducer = None
 
     def slowest(self) -> list[float]:
-        """Give the seconds of every step on the rank that took longest."""
+        """Return the seconds of every step on the rank that took longest."""
         return [float(step[:, SECONDS].max()) for step in self.steps]
 
     def spans(self) -> list[float]:
-        """Give the seconds of every step from when the last rank began to when the last one ended."""
+        """Return the seconds of every step from when the last rank began to when the last one ended."""
         return [float(step[:, END].max() - step[:, START].max()) for step in self.steps]
 
     def _note(self, start: float, end: float, record: StepRecord) -> None:
@@ -182,7 +182,7 @@ class Runner:
         self.gains.append(bucket.gain)
 
     def _residual(self, reducer: Reducer) -> NDArray[np.floating] | None:
-        """Give the residual before the next step; None where there is no error feedback."""
+        """Return the residual before the next step; None where there is no error feedback."""
         if not reducer.feedback or self._loaded is not None:
             return self._loaded
         if reducer.last_step is None:
@@ -191,7 +191,7 @@ class Runner:
 
 
 def share(numbers: NDArray[np.float64], transport: Transport) -> NDArray[np.float64]:
-    """Give what all ranks say, shape (ranks, numbers); nobody is back before all were there. Collective."""
+    """Return what all ranks say, shape (ranks, numbers); nobody is back before all were there. Collective."""
     ranks = transport.group.size
     received = np.empty(ranks * numbers.size)
     task = Round("allgatherv", [numbers.size] * ranks, numbers.dtype, send=numbers, recv=received)
@@ -199,6 +199,6 @@ def share(numbers: NDArray[np.float64], transport: Transport) -> NDArray[np.floa
 
 
 def in_turn(runners: Sequence[Runner]) -> Iterator[Runner]:
-    """Give each once, another one first every time: what follows whom is the same for all."""
+    """Yield each once, another one first every time: what follows whom is the same for all."""
     turn = len(runners[0].steps) % len(runners)
     yield from [*runners[turn:], *runners[:turn]]

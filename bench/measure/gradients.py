@@ -37,7 +37,7 @@ class Gradients:
         self._pool = [put(self._laplace(numel + min(numel, _SLACK) + 64)) for _ in range(POOL)]
 
     def fresh(self) -> Any:
-        """Give a gradient; not to be written to."""
+        """Return a gradient; not to be written to."""
         array = self._pool[self._random.integers(POOL)]
         start = int(self._random.integers((array.size - self.numel) // 16)) * 16  # where a cache line begins
         return array[start : start + self.numel]
@@ -52,7 +52,7 @@ class Gradients:
 
 
 def steps_to_settle(compressor: Compressor) -> int:
-    """Give the number of steps after which a residual is in its steady state."""
+    """Return the number of steps after which a residual is in its steady state."""
     return min(_MOST_STEPS, int(_TURNOVERS / getattr(compressor, "ratio", 0.01)) + 1)
 
 

@@ -39,11 +39,11 @@ class Kernel(ABC):
         self.seconds.clear()
 
     def facts(self) -> dict[str, Any]:
-        """Give what its row has besides seconds."""
+        """Return what its row has besides seconds."""
         return {}
 
     def row(self, numel: int, unit: float) -> dict[str, Any]:
-        """Give its row, in units of ``unit`` seconds."""
+        """Return its row, in units of ``unit`` seconds."""
         low, median, high = (float(value) for value in np.percentile(self.seconds, [25, 50, 75]))
         empty = {"ratio_reached": None, "bits_per_index": None, "config": None}
         return {
@@ -60,7 +60,7 @@ class Kernel(ABC):
 
 
 def clock(kernel: Kernel) -> float:
-    """Give the seconds of a call."""
+    """Return the seconds of a call."""
     start = time.perf_counter()
     kernel.run()
     return time.perf_counter() - start
@@ -106,6 +106,6 @@ def take_turns(kernels: Sequence[Kernel], copy: Kernel, repeats: int, clock: Cal
 
 
 def rows_of(kernels: Sequence[Kernel], copy: Kernel, numel: int) -> list[dict[str, Any]]:
-    """Give the rows of kernels that were timed, that of the copy first."""
+    """Return the rows of kernels that were timed, that of the copy first."""
     unit = float(np.median(copy.seconds))
     return [kernel.row(numel, unit) for kernel in [copy, *kernels]]

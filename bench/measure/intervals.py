@@ -15,7 +15,7 @@ _NARROW = 0.05  # share of the median by which either end of its interval may be
 
 @functools.cache
 def _ends(number: int) -> int | None:
-    """Give how many of the smallest samples lie below the interval, and as many of the largest above it.
+    """Return how many of the smallest samples lie below the interval, and as many of the largest above it.
 
     Each sample lies below the true median with probability 1/2, so the number of those that do is binomial; in whole
     numbers, since ``2**-number`` is soon none.
@@ -31,7 +31,7 @@ def _ends(number: int) -> int | None:
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
-    """Give the 95 % interval of the median by ranks; None where there are too few samples for one.
+    """Return the 95 % interval of the median by ranks; None where there are too few samples for one.
 
     Examples
     --------
@@ -65,7 +65,7 @@ def is_narrow(samples: Sequence[float]) -> bool:
 
 
 def ratio_interval(samples: Sequence[float], others: Sequence[float]) -> tuple[float, float] | None:
-    """Give the 95 % interval of a median over another one's, of samples that were taken in turn.
+    """Return the 95 % interval of a median over another one's, of samples that were taken in turn.
 
     By bootstrap: pairs are drawn anew, with repetition, so that what fell on both of a pair alike falls out.
 
@@ -88,7 +88,7 @@ def ratio_interval(samples: Sequence[float], others: Sequence[float]) -> tuple[f
 def block_interval(
     value: Callable[..., np.floating | float], *samples: NDArray[np.float64]
 ) -> tuple[float, float] | None:
-    """Give the 95 % interval of what is computed from samples that were taken block by block, in turn.
+    """Return the 95 % interval of what is computed from samples that were taken block by block, in turn.
 
     By bootstrap: whole blocks are drawn anew, with repetition and of all samples alike. Steps of a block are like each
     other, and what fell on all blocks of a round alike falls out.

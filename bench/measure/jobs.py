@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from mpicomp.bench.lab.launch import find_launcher, find_mpi
 
@@ -21,16 +21,14 @@ _LONGEST_S = 1800.0  # of a job, which otherwise does not end
 _ENDING_S = 30.0  # that a process has to end when it is told to
 _OVER = "not run to its end: the time was over"
 
-Run = TypeVar("Run")
-
 
 @dataclass
-class Finished(Generic[Run]):
+class Finished:
     """What became of a run.
 
     Attributes
     ----------
-    run : Run
+    run : object
         What it was.
     status : str
         `DONE`, `FAILED` or `CUT`.
@@ -44,15 +42,18 @@ class Finished(Generic[Run]):
         After ``mpicomp``, without its files.
     outcome : mapping
         Of a training: what ``train --json`` wrote.
+    quality : float
+        Of a training: after all steps, on all held-out data.
     """
 
-    run: Run
+    run: Any
     status: str
     error: str | None = None
     seconds: float = 0.0
     kept: bool = False
     words: list[str] = field(default_factory=list)
     outcome: dict[str, Any] = field(default_factory=dict)
+    quality: float = float("nan")
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,11 @@ class Folder:
         self._path = path.resolve()  # jobs may run elsewhere
 
     def path(self, name: str, kind: str) -> Path:
-        """Give where a job's file of a kind is."""
+        """Return where a job's file of a kind is."""
         return self._path / f"{name}.{kind}"
 
     def run(
-        self, job: Job, finished: Finished[Any], is_complete: Callable[[], bool], left_s: float, expected_s: float
+        self, job: Job, finished: Finished, is_complete: Callable[[], bool], left_s: float, expected_s: float
     ) -> None:
         """Run a job, unless its files are complete.
 
@@ -145,7 +146,7 @@ class Folder:
 
 
 def on_one_host(ranks: int, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Give the command that runs ``mpicomp`` with words as so many ranks here, and what its environment has besides.
+    """Return the command that runs ``mpicomp`` with words as so many ranks here, and what its environment has besides.
 
     Raises
     ------
@@ -183,7 +184,7 @@ def execute(command: Sequence[str], environment: Mapping[str, str], log: Path, l
 
 
 def last_words(log: Path) -> str:
-    """Give the last line of an error in what a job has printed; launchers add lines of their own behind it."""
+    """Return the last line of an error in what a job has printed; launchers add lines of their own behind it."""
     if not log.exists():
         return ""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]

@@ -47,7 +47,7 @@ class Check:
 
 
 def signed_sums(array: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Give the signed sums of an array's blocks, in float64.
+    """Return the signed sums of an array's blocks, in float64.
 
     Examples
     --------
@@ -65,7 +65,7 @@ def signed_sums(array: NDArray[np.floating]) -> NDArray[np.float64]:
 
 
 def norm(array: NDArray[np.floating]) -> float:
-    """Give the L2 norm, summed in float64."""
+    """Return the L2 norm, summed in float64."""
     parts = (array[start : start + _PERIOD].astype(np.float64) for start in range(0, array.size, _PERIOD))
     return math.sqrt(sum(float(np.dot(part, part)) for part in parts))
 
@@ -76,7 +76,7 @@ def statement(
     after: NDArray[np.floating] | None,
     mean: NDArray[np.floating],
 ) -> NDArray[np.float64]:
-    """Give what one rank has to say for `judge`.
+    """Return what one rank has to say for `judge`.
 
     Parameters
     ----------

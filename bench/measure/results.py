@@ -27,7 +27,7 @@ _MORE_VARIABLES = (
 
 
 def environment(threads: int, device: str, job: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Give versions and the processor: what numbers depend on, and nothing that tells who measured when.
+    """Return versions and the processor: what numbers depend on, and nothing that tells who measured when.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def environment(threads: int, device: str, job: Mapping[str, Any] | None = None)
 
 
 def job_environment(ranks: int, hosts: int, sharing: int) -> dict[str, Any]:
-    """Give what the seconds of an MPI job depend on, as this rank sees it. Not collective.
+    """Return what the seconds of an MPI job depend on, as this rank sees it. Not collective.
 
     Parameters
     ----------

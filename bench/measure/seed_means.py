@@ -8,13 +8,13 @@ import numpy as np
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Give the mean, and none where a seed has no value: a mean of the others would flatter."""
+    """Return the mean, and none where a seed has no value: a mean of the others would flatter."""
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known and len(known) == len(values) else None
 
 
 def mean_and_deviation(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
-    """Give the mean by its name, and the deviation, which takes two values, as ``name_deviation``."""
+    """Return the mean by its name, and the deviation, which takes two values, as ``name_deviation``."""
     known = [value for value in values if value is not None]
     enough = len(known) == len(values)
     deviation = float(np.std(known, ddof=1)) if enough and len(known) > 1 else None
@@ -22,12 +22,12 @@ def mean_and_deviation(name: str, values: Sequence[float | None]) -> dict[str, f
 
 
 def finite(value: float) -> float | None:
-    """Give a number that JSON has, None where it is none."""
+    """Return a number that JSON has, None where it is none."""
     return float(value) if math.isfinite(value) else None
 
 
 def cell(row: Mapping[str, Any], name: str, form: str, scale: float = 1.0) -> str:
-    """Give a mean of a row with its deviation in brackets, both over ``scale``.
+    """Return a mean of a row with its deviation in brackets, both over ``scale``.
 
     Examples
     --------

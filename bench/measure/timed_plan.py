@@ -112,7 +112,7 @@ class TimedPlan:
 
 
 def rows_of(timings: Sequence[TimedPlan], dense: Sequence[TimedPlan]) -> list[dict[str, Any]]:
-    """Give the rows of plans; docs/benchmarks.md says what is in them.
+    """Return the rows of plans; docs/benchmarks.md says what is in them.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def rows_of(timings: Sequence[TimedPlan], dense: Sequence[TimedPlan]) -> list[di
 
 
 def _row(timing: TimedPlan, base: float) -> dict[str, Any]:
-    """Give a plan's row; ``base`` is the median of the best dense one."""
+    """Return a plan's row; ``base`` is the median of the best dense one."""
     plan, runner = timing.plan, timing.runner
     row: dict[str, Any] = {
         "compressor": plan.compressor.id,
@@ -145,7 +145,7 @@ def _row(timing: TimedPlan, base: float) -> dict[str, Any]:
 
 
 def _measured(timing: TimedPlan, runner: Runner, base: float) -> dict[str, Any]:
-    """Give what a row holds of a plan that was run."""
+    """Return what a row holds of a plan that was run."""
     steps = np.array(runner.steps[timing.first :])  # steps, ranks, fields
     seconds = timing.samples
     slowest = steps[np.arange(len(steps)), steps[:, :, SECONDS].argmax(axis=1)]

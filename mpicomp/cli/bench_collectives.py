@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple[list[str] | None, bool]:
-    """Give the fixed collectives, None for all, and whether auto is one of what was named."""
+    """Return the fixed collectives, None for all, and whether auto is one of what was named."""
     from mpicomp.cli.options import read_list
     from mpicomp.collectives import bind, collective_class
     from mpicomp.compressors import Dense
@@ -159,7 +159,7 @@ def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple
 
 
 def _model(arguments: argparse.Namespace, transport: "Transport") -> "CostModel | None":
-    """Give the cost model: read, or measured. Collective."""
+    """Return the cost model: read, or measured. Collective."""
     from mpicomp.cost import calibrate, share_model
 
     if arguments.known is not None:
@@ -248,7 +248,7 @@ class _Printer:
 
 
 def _columns(found: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Mapping[str, str]:
-    """Give the columns of a table, with settings behind the name where something differs in them."""
+    """Return the columns of a table, with settings behind the name where something differs in them."""
     if all(row["settings"] is None for row in found):
         return columns
     return {"compressor": columns["compressor"], "settings": ""} | dict(columns)

@@ -10,11 +10,11 @@ from mpicomp.bench.measure.jobs import CUT, DONE, FAILED
 from no_processes import stand_in
 from policy_jobs import CHOOSING_S, FAST, SLOW, STEPS, Jobs, all_of, names_of
 from policy_runs import (
-    ARMS,
     BLOCKS,
     EVALUATE_EVERY,
     GOALS,
     LONGEST_BLOCK,
+    LOOKING,
     SHORTEST_BLOCK,
     Runner,
     Timing,
@@ -64,7 +64,7 @@ def test_every_run_is_there_once_and_steps_are_timed_when_there_are_plans():
     ],
 )
 def test_words_for_trainings(policy, words):
-    where = FAST if ARMS[policy].looks else None
+    where = FAST if policy in LOOKING else None
     found = words_of_training(Training("text-lstm", policy, 2, where), None)
     assert found == ["train", "--task", "text-lstm", "--seed", "2", "--no-verdict", *words, "--evaluate-every", "10"]
     short = words_of_training(Training("digits", policy, 2, where), 40)
