@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.apart import settings_apart
-from mpicomp.bench.exchanges import Plan, Residuals, Runner, in_turn
-from mpicomp.bench.gradients import Gradients
-from mpicomp.bench.sampling import LEAST, is_narrow, ratio_interval
-from mpicomp.bench.timing import Timing, rows_of
+from mpicomp.bench.measure.config_diff import differing_settings
+from mpicomp.bench.measure.exchanges import Plan, Residuals, Runner, in_turn
+from mpicomp.bench.measure.gradients import Gradients
+from mpicomp.bench.measure.intervals import LEAST, is_narrow, ratio_interval
+from mpicomp.bench.measure.timed_plan import TimedPlan, rows_of
 
 from mpicomp.collectives import bind, variants
 from mpicomp.compressors import Compressor, Dense
@@ -94,7 +94,7 @@ def measure(
 
 
 def plans_of(compressor: Compressor, names: Sequence[str] | None, flat: bool) -> list[Plan]:
-    """Give the plans of a compressor with those of the named collectives that fit it.
+    """Return the plans of a compressor with those of the named collectives that fit it.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ class _Bench:
         named = plans_of(Dense(), settings.collectives, flat) if Dense() in settings.compressors else []
         dense_plans += [plan for plan in named if plan not in dense_plans]
         dense = self._expect(dense_plans, numel)
-        apart = settings_apart([compressor.get_config() for compressor in settings.compressors])
+        apart = differing_settings([compressor.get_config() for compressor in settings.compressors])
         others = [
             self._expect(
                 plans_of(compressor.settled, settings.collectives, flat) if compressor != Dense() else [], numel, words
@@ -164,9 +164,9 @@ class _Bench:
             done(rows)
         return rows
 
-    def _expect(self, plans: Sequence[Plan], numel: int, settings: str = "") -> list[Timing]:
+    def _expect(self, plans: Sequence[Plan], numel: int, settings: str = "") -> list[TimedPlan]:
         """Predict plans, and put them in the order in which they are worth trying."""
-        timings = [Timing(plan, numel, self.ranks, self.hosts, settings) for plan in plans]
+        timings = [TimedPlan(plan, numel, self.ranks, self.hosts, settings) for plan in plans]
         model = self._copy()
         if model is not None and plans:
             schemes = [bind(plan.compressor.within([""], [numel]), plan.collective) for plan in plans]
@@ -179,9 +179,9 @@ class _Bench:
 
     def _time_all(
         self,
-        timings: Sequence[Timing],
-        rivals: Sequence[Timing],
-        before: Sequence[Timing],
+        timings: Sequence[TimedPlan],
+        rivals: Sequence[TimedPlan],
+        before: Sequence[TimedPlan],
         gradients: Gradients,
     ) -> None:
         """Time plans, the best that is predicted in any case."""
@@ -196,7 +196,7 @@ class _Bench:
             self._time(timing, best, gradients)
             self.say(f"{timing.title}: {timing.outcome}")
 
-    def _time(self, timing: Timing, best: float, gradients: Gradients) -> None:
+    def _time(self, timing: TimedPlan, best: float, gradients: Gradients) -> None:
         """Time one plan."""
         self._compile(timing.plan)
         timing.runner = runner = self._runner(timing.plan, gradients, self._copy())
@@ -222,7 +222,7 @@ class _Bench:
             runner.catch_up()
         return len(runner.steps) - 1
 
-    def _sample(self, timing: Timing) -> str:
+    def _sample(self, timing: TimedPlan) -> str:
         """Time steps until they are enough, and tell why they are."""
         assert timing.runner is not None
         limit = self.settings.limit_s
@@ -241,8 +241,8 @@ class _Bench:
         return stopped
 
     def _auto(
-        self, plan: Plan, settings: str, fixed: Sequence[Timing], dense: Sequence[Timing], gradients: Gradients
-    ) -> Timing:
+        self, plan: Plan, settings: str, fixed: Sequence[TimedPlan], dense: Sequence[TimedPlan], gradients: Gradients
+    ) -> TimedPlan:
         """Time ``auto`` in its steady state, in turn with the best plan that it may choose and the best dense one.
 
         Those are run without a cost model, so that what measuring and choosing cost counts against ``auto``.
@@ -250,7 +250,7 @@ class _Bench:
         numel, limit = gradients.numel, self.settings.limit_s
         choosable = [timing for timing in fixed if may_choose(timing.plan)]
         best, best_dense = (min(timings, key=lambda timing: timing.median_s) for timings in (choosable, dense))
-        timing = Timing(plan, numel, self.ranks, self.hosts, settings)
+        timing = TimedPlan(plan, numel, self.ranks, self.hosts, settings)
         timing.runner = auto = self._runner(plan, gradients, self._copy())
         plans = [best.plan]
         if best_dense.plan != best.plan and best_dense.median_s <= _TOO_SLOW * best.median_s:
@@ -305,7 +305,7 @@ class _Bench:
         return Runner(plan, gradients, self.transport, self.residuals, model)
 
     def _copy(self) -> CostModel | None:
-        """Give a cost model that one plan may teach without another one's knowing."""
+        """Return a cost model that one plan may teach without another one's knowing."""
         return None if self.model is None else CostModel.from_json(self.model.to_json())
 
 

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 
 import numpy as np
-from mpicomp.bench.exchanges import share
+from mpicomp.bench.measure.exchanges import share
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not said to be exported
 
@@ -76,7 +76,7 @@ def _interface(name: str | None) -> Iterator[None]:
 
 
 def _address() -> str | None:
-    """Give this rank's IPv4 address where gloo will listen; None where there is none."""
+    """Return this rank's IPv4 address where gloo will listen; None where there is none."""
     try:
         if INTERFACE not in os.environ:
             return socket.gethostbyname(socket.gethostname())

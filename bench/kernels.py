@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.feedback import DTYPE, Selecting, make_bucket, write_plain
-from mpicomp.bench.gradients import POOL, Gradients, Settled
-from mpicomp.bench.turns import Kernel, rows_of, take_turns
+from mpicomp.bench.measure.feedback import DTYPE, Selecting, make_bucket, write_plain
+from mpicomp.bench.measure.gradients import POOL, Gradients, Settled
+from mpicomp.bench.measure.interleaved import Kernel, rows_of, take_turns
 from mpicomp.kernels import cpu
 from numpy.typing import NDArray
 
@@ -68,7 +68,7 @@ class Settings:
 
 
 def measurable() -> list[str]:
-    """Give the names of the compressors that can be measured: all that select elements, or pack all of them.
+    """Return the names of the compressors that can be measured: all that select elements, or pack all of them.
 
     Examples
     --------
@@ -301,7 +301,7 @@ class _TorchTopk(Kernel):
 
 
 def _compressing(settings: Settings, gradients: Gradients, short: Gradients) -> Iterable[Kernel]:
-    """Give the compressors, which share buckets; those that pack share arrays of all elements, too."""
+    """Return the compressors, which share buckets; those that pack share arrays of all elements, too."""
     buckets: dict[Any, Bucket] = {}
     workspace = Workspace()
     for compressor in settings.compressors:
@@ -325,7 +325,7 @@ def _compressing(settings: Settings, gradients: Gradients, short: Gradients) -> 
 
 
 def _others(settings: Settings, gradients: Gradients, short: Gradients) -> Iterable[Kernel]:
-    """Give the kernels that are no compressors, on what exact top-k with error feedback leads to."""
+    """Return the kernels that are no compressors, on what exact top-k with error feedback leads to."""
     numel, threads = settings.numel, settings.threads
     magnitudes = np.zeros(numel, np.float32)
     sums = []
@@ -349,7 +349,7 @@ def _others(settings: Settings, gradients: Gradients, short: Gradients) -> Itera
 def _ranks(
     ratio: float, gradients: Gradients, short: Gradients
 ) -> tuple[NDArray[np.float32], NDArray[np.uint32], list[NDArray[np.uint8]]]:
-    """Give the accumulated gradient of the last rank, its indices, and the messages of all."""
+    """Return the accumulated gradient of the last rank, its indices, and the messages of all."""
     numel, compressor = gradients.numel, TopK(ratio=ratio)
     settled = Settled(compressor, short)
     bucket = make_bucket(numel, compressor, True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.feedback import DTYPE
-from mpicomp.bench.gradients import Gradients, steps_to_settle
 from mpicomp.bench.kernels import RANKS, STRIDE, Settings
-from mpicomp.bench.turns import Kernel, rows_of, take_turns
+from mpicomp.bench.measure.feedback import DTYPE
+from mpicomp.bench.measure.gradients import Gradients, steps_to_settle
+from mpicomp.bench.measure.interleaved import Kernel, rows_of, take_turns
 from mpicomp.kernels import gpu
 
 from mpicomp.compressors import Compressor
@@ -26,7 +26,7 @@ _SPARE = 1024  # elements that an estimate may select beyond that
 
 
 def device_name() -> str:
-    """Give the name of the current GPU.
+    """Return the name of the current GPU.
 
     Raises
     ------
@@ -118,7 +118,7 @@ class _Compress(Kernel):
 
     @abstractmethod
     def room(self) -> int:
-        """Give the number of elements that can be selected."""
+        """Return the number of elements that can be selected."""
 
     @abstractmethod
     def select(self) -> None:
@@ -133,7 +133,7 @@ class TopK(_Compress):
     """Exact top-k."""
 
     def room(self) -> int:
-        """Give k."""
+        """Return k."""
         return self.k
 
     def select(self) -> None:
@@ -163,7 +163,7 @@ class SIDCo(_Compress):
         self._counts.clear()
 
     def room(self) -> int:
-        """Give what bounds a message."""
+        """Return what bounds a message."""
         return min(self.gradients.numel, _ROOM * self.k + _SPARE)
 
     def select(self) -> None:
@@ -183,7 +183,7 @@ class SIDCo(_Compress):
         )
 
     def facts(self) -> dict[str, Any]:
-        """Give the ratio that was reached, too."""
+        """Return the ratio that was reached, too."""
         return super().facts() | {"ratio_reached": float(np.mean(self._counts)) / self.gradients.numel}
 
 
@@ -239,7 +239,7 @@ def _compressing(settings: Settings, gradients: Gradients) -> Iterable[Kernel]:
 
 
 def _others(settings: Settings, gradients: Gradients) -> Iterable[Kernel]:
-    """Give the kernels that are no compressors, on what exact top-k with error feedback leads to."""
+    """Return the kernels that are no compressors, on what exact top-k with error feedback leads to."""
     from mpicomp.compressors import TopK as Exact
 
     selecting: list[Kernel] = []

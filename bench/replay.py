@@ -137,12 +137,12 @@ class Replay(Policy):
         return super().get_config() | {"plans": digest}
 
     def _configs(self) -> list[str]:
-        """Give the recorded compressors' configurations, each once."""
+        """Return the recorded compressors' configurations, each once."""
         return list(dict.fromkeys(json.dumps(own["compressor"]) for buckets in self._recorded for own in buckets))
 
 
 def _read(path: str) -> list[list[dict[str, Any]]]:
-    """Give the recorded buckets of every step."""
+    """Return the recorded buckets of every step."""
     try:
         with open(path, encoding="utf-8") as file:
             steps = [json.loads(line)["buckets"] for line in file if line.strip()]

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpicomp.bench.choices import Choices, Layer, Ran, leading
-from mpicomp.bench.correlation import Comparison, Correlations
-from mpicomp.bench.metrics import MetricsWriter
-from mpicomp.bench.probe import Probe, probe, probe_dense
-from mpicomp.bench.progress import Progress
+from mpicomp.bench.measure.chosen_plans import Choices, Layer, Ran, leading
+from mpicomp.bench.measure.correlation import Comparison, Correlations
+from mpicomp.bench.measure.metrics import MetricsWriter
+from mpicomp.bench.measure.probe import Probe, probe, probe_dense
+from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.tasks import Task
 from numpy.typing import NDArray
 
@@ -148,7 +148,7 @@ class _Timings:
         self.rows.append([seconds, *(phases[name] for name in PHASES), choosing_s])
 
     def of_slowest(self, transport: Transport) -> NDArray[np.float64]:
-        """Give every step's row of the rank that was slowest in it. Collective."""
+        """Return every step's row of the rank that was slowest in it. Collective."""
         everyones = _gather(transport, np.array(self.rows, np.float64))
         slowest = everyones[:, :, 0].argmax(axis=0)
         rows: NDArray[np.float64] = everyones[slowest, np.arange(slowest.size)]
@@ -263,12 +263,12 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
 
 
 def _medians(rows: NDArray[np.float64]) -> dict[str, float]:
-    """Give the median seconds of each phase."""
+    """Return the median seconds of each phase."""
     return {name: float(np.median(rows[:, place])) for place, name in enumerate(PHASES, 1)}
 
 
 def _for_any_names(plan: Ran) -> Compressor:
-    """Give a plan's compressor for an array that is none of the model's: ratios of layers become one of them all."""
+    """Return a plan's compressor for an array that is none of the model's: ratios of layers become one of them all."""
     if not getattr(plan.compressor, "layers", None):
         return plan.compressor
     ratio = {"ratio": plan.ratio_reached} if has_ratio(plan.compressor) else {}
@@ -276,7 +276,7 @@ def _for_any_names(plan: Ran) -> Compressor:
 
 
 def _quality(task: Task, model: torch.nn.Module, transport: Transport, share: float = 1.0) -> float:
-    """Give the quality on held-out data on rank 0, for which the others wait, and NaN on them. Collective."""
+    """Return the quality on held-out data on rank 0, for which the others wait, and NaN on them. Collective."""
     quality = task.evaluate(model, share) if transport.group.rank == 0 else float("nan")
     _gather(transport, np.zeros(1))
     return quality
@@ -320,13 +320,13 @@ def _step(
 
 
 def _gradients(model: torch.nn.Module) -> dict[str, NDArray[np.floating]]:
-    """Give this rank's gradients by name; zeros where there is none."""
+    """Return this rank's gradients by name; zeros where there is none."""
     parameters = [(name, own) for name, own in model.named_parameters() if own.requires_grad]
     return {name: (torch.zeros_like(own) if own.grad is None else own.grad).numpy() for name, own in parameters}
 
 
 def threads_of_rank(cores: float) -> int:
-    """Give how many threads a rank computes with: what the user says, else what are its own of this host's cores.
+    """Return how many threads a rank computes with: what the user says, else what are its own of this host's cores.
 
     Parameters
     ----------

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpicomp.bench.exchanges import name_of
 from mpicomp.bench.gloo import process_group
+from mpicomp.bench.measure.exchanges import name_of
 from mpicomp.bench.replay import Replay
 from mpicomp.bench.tasks import Task
-from mpicomp.bench.throughput import (
+from mpicomp.bench.train import threads_of_rank
+from mpicomp.bench.training import (
     BACKWARD,
     DDP_FP16,
     DDP_POWERSGD,
@@ -27,7 +28,6 @@ from mpicomp.bench.throughput import (
     Trained,
     train_in_turn,
 )
-from mpicomp.bench.train import threads_of_rank
 from numpy.typing import NDArray
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -63,7 +63,7 @@ class Alone:
 
     @property
     def overlaps(self) -> bool:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         return False
 
     @property
@@ -72,7 +72,7 @@ class Alone:
         return sum(parameter.numel() for parameter in self._parameters)
 
     def block(self, steps: int) -> NDArray[np.float64]:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         told = np.empty((steps, FIELDS))
         begin = time.perf_counter()
         for own in told:
@@ -93,18 +93,18 @@ class Alone:
         return told
 
     def ran(self) -> str | None:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         return None
 
     def digest(self) -> bytes:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         digest = hashlib.blake2b(digest_size=8)
         for parameter in self._parameters:
             digest.update(parameter.detach().contiguous().numpy().data)
         return digest.digest()
 
     def evaluate(self) -> float:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         return self._task.evaluate(self._model)
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class Alone:
         """Wait until the gradients are their mean."""
 
     def _wire_bytes(self) -> float:
-        """Give the bytes that left this rank in the last step."""
+        """Return the bytes that left this rank in the last step."""
         return 0.0
 
 
@@ -142,11 +142,11 @@ class Ours(Alone):
 
     @property
     def overlaps(self) -> bool:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         return bool(self._optimizer.overlaps)
 
     def ran(self) -> str | None:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         return self._plans.most_common(1)[0][0]
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class Ours(Alone):
 
 
 def _replay(exchange: Exchange, settings: Settings | None) -> Replay | None:
-    """Give the policy that runs an exchange's recorded plans in the steps that count; None where it has none."""
+    """Return the policy that runs an exchange's recorded plans in the steps that count; None where it has none."""
     if exchange.trace is None:
         return None
     if settings is None:
@@ -189,11 +189,11 @@ class PyTorchs(Alone):
 
     @property
     def overlaps(self) -> bool:
-        """See `mpicomp.bench.throughput.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`."""
         return True
 
     def _wire_bytes(self) -> float:
-        """Give what a ring, which is gloo's way, takes: gloo does not count."""
+        """Return what a ring, which is gloo's way, takes: gloo does not count."""
         state = self._powersgd
         if state is None or state.total_numel_before_compression == 0:
             return self._bytes

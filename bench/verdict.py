@@ -1,6 +1,6 @@
 """What a run came to, in plain words, from wire bytes and seconds."""
 
-from mpicomp.bench.choices import chosen_table
+from mpicomp.bench.measure.chosen_plans import chosen_table
 from mpicomp.bench.train import PHASES, Outcome
 
 from mpicomp.compressors import Compressor, Dense
@@ -98,7 +98,7 @@ def _faster(ratio: float) -> str:
 
 
 def table(outcome: Outcome, quality_name: str, steps: int) -> str:
-    """Give the measurements that the verdict rests on, a line each."""
+    """Return the measurements that the verdict rests on, a line each."""
     median = outcome.median_step_s
     lines = [
         f"{quality_name}: {outcome.quality:.4f} after {steps} steps",

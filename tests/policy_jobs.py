@@ -1,12 +1,11 @@
-"""Stands in for the jobs of ``mpicomp bench policies``."""
+"""Stands in for the jobs of the study of policies."""
 
 import itertools
 import json
 from pathlib import Path
 
-from mpicomp.bench.networks import Network
-from mpicomp.bench.policies import runs_of
-from mpicomp.bench.policy_runs import Runner
+from mpicomp.bench.measure.networks import Network
+from policy_runs import Runner, runs_of
 
 SLOW, FAST = Network("50mbit", "1ms"), Network("1gbit", "0us")
 STEPS = {"digits": 200, "text-lstm": 300}

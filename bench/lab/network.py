@@ -123,7 +123,7 @@ def make_control(pids: Mapping[int, int]) -> None:
 
 
 def configure_host(index: int, pid: int, mtu: int) -> None:
-    """Give the interfaces of a host their addresses."""
+    """Return the interfaces of a host their addresses."""
     _ip(
         [
             "link set lo up",

@@ -16,13 +16,15 @@ import importlib.util
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from mpicomp._version import __version__
 from mpicomp.system import abort, launcher
 
 COMMANDS = ("doctor", "list", "bench", "train", "lab")
+MOVED = {("bench", name): f"studies/{name}.py" for name in ("policies", "learned", "regret", "change", "estimators")}
+"""Commands that were, each with the script of the repository that it has become."""
 
 INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended
 BROKEN_PIPE = 141  # the same for SIGPIPE
@@ -58,22 +60,34 @@ def _unknown(name: str) -> str:
     return f"mpicomp: unknown command '{name}'; there are {', '.join(_available())}"
 
 
-def _parse(argv: Sequence[str], rank: int) -> argparse.Namespace | int:
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """Read the words after ``mpicomp``; raise SystemExit where there is nothing to run."""
+    before, chosen = tuple(words[:2]), next((word for word in words if not word.startswith("-")), None)
+    if before in MOVED:
+        script = MOVED[before]
+        print(
+            f"mpicomp {' '.join(before)}: moved to {script} of the repository; run python {script} --help",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    if chosen is not None and chosen not in _available():
+        print(_unknown(chosen), file=sys.stderr)
+        raise SystemExit(2)
+    return _parser(chosen).parse_args(words)
+
+
+def _parse_on_one(parse: Callable[[], argparse.Namespace], rank: int) -> argparse.Namespace | int:
     """Return the arguments, or the exit status where there is nothing to run.
 
     All ranks get the same command line and come to the same verdict, so one of them prints it.
     """
-    chosen = next((word for word in argv if not word.startswith("-")), None)
     silence = io.StringIO()
     with contextlib.ExitStack() as stack:
         if rank != 0:
             stack.enter_context(contextlib.redirect_stdout(silence))
             stack.enter_context(contextlib.redirect_stderr(silence))
-        if chosen is not None and chosen not in _available():
-            print(_unknown(chosen), file=sys.stderr)
-            return 2
         try:
-            return _parser(chosen).parse_args(argv)
+            return parse()
         except SystemExit as leaving:
             return leaving.code if isinstance(leaving.code, int) else 0
 
@@ -109,12 +123,13 @@ def _finalized() -> bool:
     return mpi is not None and bool(mpi.Is_finalized())
 
 
-def _run(arguments: argparse.Namespace, launch: launcher.Launch | None) -> int:
+def _run(
+    run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, launch: launcher.Launch | None
+) -> int:
     from mpicomp.errors import MpicompError
 
-    command: ModuleType = arguments._command
     try:
-        status = int(command.run(arguments) or 0)
+        status = run(arguments)
     except MpicompError as error:
         _watch_over(launch)
         _report(error)
@@ -129,28 +144,30 @@ def _run(arguments: argparse.Namespace, launch: launcher.Launch | None) -> int:
     return status
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+def run_program(parse: Callable[[], argparse.Namespace], run: Callable[[argparse.Namespace], int]) -> int:
+    """Run a program as commands are run: what goes wrong is said once, and ends all ranks of a job.
 
     Parameters
     ----------
-    argv
-        The words after ``mpicomp``; those of this process when not given.
+    parse : callable
+        Reads the command line. What sets ``alone`` among the arguments is run on rank 0 alone, without MPI.
+    run : callable
+        Does the work and returns the exit status.
 
     Returns
     -------
     int
-        The exit status: 0, what the command returns, or 2 for a wrong command line and for errors that the
-        message explains. Other exceptions are passed on; on a job of several ranks they end all of them.
+        The exit status: 0, what ``run`` returns, or 2 for a wrong command line and for errors that the message
+        explains. Other exceptions are passed on; on a job of several ranks they end all of them.
     """
     launch = launcher.detect()
     try:
-        arguments = _parse(sys.argv[1:] if argv is None else argv, launch.rank if launch else 0)
+        arguments = _parse_on_one(parse, launch.rank if launch else 0)
         if launch is not None and getattr(arguments, "alone", False):
             if launch.rank != 0:
                 return 0
             launch = None  # the others have left, and an error must not wait for them
-        status = arguments if isinstance(arguments, int) else _run(arguments, launch)
+        status = arguments if isinstance(arguments, int) else _run(run, arguments, launch)
         if sys.stdout is not None:  # None where the caller has closed it
             sys.stdout.flush()
     except BrokenPipeError:
@@ -162,3 +179,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _watch_over(launch)
         return INTERRUPTED
     return status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; see `run_program`.
+
+    Parameters
+    ----------
+    argv
+        The words after ``mpicomp``; those of this process when not given.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    return run_program(lambda: _parse(words), lambda arguments: int(arguments._command.run(arguments) or 0))

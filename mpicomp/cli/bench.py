@@ -8,9 +8,9 @@ import argparse
 import importlib
 from typing import Any
 
-HELP = "measure kernels, estimated thresholds, exchanges among ranks, and training with them"
+HELP = "measure kernels, exchanges among ranks, and training with them"
 
-BENCHMARKS = ("kernels", "estimators", "collectives", "training", "regret", "change", "policies", "learned")
+BENCHMARKS = ("kernels", "collectives", "training")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

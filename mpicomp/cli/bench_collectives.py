@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple[list[str] | None, bool]:
-    """Give the fixed collectives, None for all, and whether auto is one of what was named."""
+    """Return the fixed collectives, None for all, and whether auto is one of what was named."""
     from mpicomp.cli.options import read_list
     from mpicomp.collectives import bind, collective_class
     from mpicomp.compressors import Dense
@@ -159,7 +159,7 @@ def _collectives(text: str | None, compressors: Sequence["Compressor"]) -> tuple
 
 
 def _model(arguments: argparse.Namespace, transport: "Transport") -> "CostModel | None":
-    """Give the cost model: read, or measured. Collective."""
+    """Return the cost model: read, or measured. Collective."""
     from mpicomp.cost import calibrate, share_model
 
     if arguments.known is not None:
@@ -177,12 +177,12 @@ class _Printer:
     """What rank 0 prints and writes."""
 
     def __init__(self, arguments: argparse.Namespace, transport: "Transport") -> None:
-        from mpicomp.bench import rows
+        from mpicomp.bench.measure import results
 
         self.arguments = arguments
         self.first = transport.group.rank == 0
         hosts, ranks = transport.hosts(), transport.group.size
-        self.job = rows.job_environment(ranks, hosts, transport.group.sharing)
+        self.job = results.job_environment(ranks, hosts, transport.group.sharing)
         self.where = f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}"
 
     def say(self, text: str) -> None:
@@ -192,7 +192,7 @@ class _Printer:
 
     def head(self, settings: Any) -> None:
         """Say where it is measured, how, and what is left out."""
-        from mpicomp.bench.clock import clock
+        from mpicomp.bench.measure.clock import clock
         from mpicomp.collectives import bind
         from mpicomp.errors import IncompatiblePairError
 
@@ -212,29 +212,29 @@ class _Printer:
 
     def write(self, found: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows so far."""
-        from mpicomp.bench import rows
+        from mpicomp.bench.measure import results
 
         if not self.first:
             return
         if self.arguments.json is not None:
-            rows.write(self.arguments.json, found, 1, job=self.job)
+            results.write(self.arguments.json, found, 1, job=self.job)
         if self.arguments.csv is not None:
-            rows.write_csv(self.arguments.csv, found)
+            results.write_csv(self.arguments.csv, found)
 
     def end(self, found: Sequence[Mapping[str, Any]]) -> int:
         """Print the tables, and give the exit status."""
-        from mpicomp.bench import osu, rows
+        from mpicomp.bench.measure import osu, results
 
         wrong = [row for row in found if row["correct"] is False]
         if not self.first:
             return 1 if wrong else 0
         print()
         print(osu.blocks(found, self.where))
-        rows.show(found, _columns(found, _COLUMNS))
+        results.show(found, _columns(found, _COLUMNS))
         chosen = [row for row in found if row["chosen"] is not None]
         if chosen:
             print()
-            rows.show(chosen, _columns(chosen, _AUTO_COLUMNS))
+            results.show(chosen, _columns(chosen, _AUTO_COLUMNS))
         not_run = sum(row["median_s"] is None for row in found)
         if not_run:
             print(f"\nnot run, since they are predicted to take 20 times the best and more than --limit: {not_run}")
@@ -248,7 +248,7 @@ class _Printer:
 
 
 def _columns(found: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Mapping[str, str]:
-    """Give the columns of a table, with settings behind the name where something differs in them."""
+    """Return the columns of a table, with settings behind the name where something differs in them."""
     if all(row["settings"] is None for row in found):
         return columns
     return {"compressor": columns["compressor"], "settings": ""} | dict(columns)

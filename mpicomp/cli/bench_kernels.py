@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print a table."""
-    from mpicomp.bench import rows
     from mpicomp.bench.kernels import Settings, check_memory, measurable, measure
+    from mpicomp.bench.measure import results
     from mpicomp.cli.options import check_least, check_writable, read_ratios
 
     check_least(_COMMAND, "--numel", arguments.numel)
@@ -65,9 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     print(f"{_COMMAND}: {settings.numel:,} float32, {what}; copies are multiples of a memcpy", flush=True)
     found = run_all(settings)
-    rows.show(found, _COLUMNS)
+    results.show(found, _COLUMNS)
     if arguments.json is not None:
-        rows.write(arguments.json, found, settings.threads, device)
+        results.write(arguments.json, found, settings.threads, device)
     return 0
 
 
@@ -76,7 +76,7 @@ def _threads(number: int) -> str:
 
 
 def _compressors(arguments: argparse.Namespace, ratios: Sequence[float], known: Sequence[str]) -> list[Any]:
-    """Give what is to be measured: everything that was named, at every ratio where it has one that is not given."""
+    """Return what is to be measured: everything that was named, at every ratio where it has one that is not given."""
     from mpicomp.bench.kernels import SUITED
     from mpicomp.cli.options import read_compressors, read_list
     from mpicomp.errors import ConfigurationError

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpicomp.bench.throughput import Exchange
+    from mpicomp.bench.training import Exchange
 
 HELP = "train with several exchanges in turn and compare their throughput with that of no exchange at all"
 
@@ -108,10 +108,10 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     except (ValueError, OSError) as error:
         raise ConfigurationError(str(error)) from error
-    from mpicomp.bench import rows
-    from mpicomp.bench.throughput import Settings, rows_of
+    from mpicomp.bench.measure import results
+    from mpicomp.bench.training import Settings, rows_of
 
-    job = rows.job_environment(group.size, hosts, group.sharing)
+    job = results.job_environment(group.size, hosts, group.sharing)
 
     def say(text: str) -> None:
         if group.rank == 0:
@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     found = rows_of(trained, task.batch_size * group.size, facts)
     if arguments.json is not None:
-        rows.write(arguments.json, found, threads, job=job)
+        results.write(arguments.json, found, threads, job=job)
     _show(found)
     for own in trained:
         if own.is_wrong:
@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _exchange(word: str, ratio: float) -> "Exchange":
     """Read the name of an exchange."""
     from mpicomp.bench.replay import Replay
-    from mpicomp.bench.throughput import AUTO, INLINE, OTHERS, REPLAY, Exchange
+    from mpicomp.bench.training import AUTO, INLINE, OTHERS, REPLAY, Exchange
     from mpicomp.cli.options import read_configuration
     from mpicomp.compressors import get_compressor, list_compressors
     from mpicomp.errors import ConfigurationError, UnknownNameError
@@ -176,13 +176,13 @@ def _exchange(word: str, ratio: float) -> "Exchange":
 
 def _show(found: Sequence[Mapping[str, Any]]) -> None:
     """Print the tables."""
-    from mpicomp.bench import rows
+    from mpicomp.bench.measure import results
 
     print()
-    rows.show(found, _COLUMNS)
+    results.show(found, _COLUMNS)
     pairs = [row for row in found if row["hidden_s"] is not None]
     if pairs:
         print(
             "\nhidden: seconds saved by beginning during backward, over the lesser of the exchange in line and backward"
         )
-        rows.show(pairs, _HIDDEN_COLUMNS)
+        results.show(pairs, _HIDDEN_COLUMNS)

@@ -93,7 +93,7 @@ def compressor_entries() -> list[dict[str, Any]]:
 
 
 def compressor_table() -> str:
-    """Give the table of all compressors in the documentation, in Markdown.
+    """Return the table of all compressors in the documentation, in Markdown.
 
     Examples
     --------
@@ -119,7 +119,7 @@ def _feedback(entry: dict[str, Any]) -> str:
 
 
 def _inner(collective: str) -> list[str]:
-    """Give the collectives that one may be built upon."""
+    """Return the collectives that one may be built upon."""
     from mpicomp.collectives import variants
     from mpicomp.compressors import get_compressor, list_compressors
 

@@ -20,7 +20,7 @@ def check_writable(command: str, path: str) -> None:
 
 
 def check_least(command: str, option: str, value: int, least: int = 1) -> int:
-    """Give a whole number back, or say that it is too small."""
+    """Return a whole number, or raise where it is too small."""
     from mpicomp.errors import ConfigurationError
 
     if value < least:
@@ -71,7 +71,7 @@ def read_configuration(command: str, text: str, ratio: float) -> dict[str, Any]:
 
 
 def read_policy(command: str, text: str) -> "Policy":
-    """Give the policy of a name or a JSON configuration."""
+    """Return the policy of a name or a JSON configuration."""
     from mpicomp.policies import get_policy
 
     return get_policy(_named(command, "--policy", text))
@@ -95,7 +95,7 @@ def read_numels(command: str, text: str) -> list[int]:
 
 
 def read_compressors(command: str, words: Sequence[str], ratios: Sequence[float]) -> list["Compressor"]:
-    """Give every compressor that is named, at every ratio where it has one that is not given; none twice."""
+    """Return every compressor that is named, at every ratio where it has one that is not given; none twice."""
     from mpicomp.compressors import get_compressor
 
     found: list[Compressor] = []

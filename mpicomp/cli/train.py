@@ -84,8 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     except (ValueError, OSError) as error:
         raise ConfigurationError(str(error)) from error
-    from mpicomp.bench.metrics import MetricsWriter
-    from mpicomp.bench.progress import Progress
+    from mpicomp.bench.measure.metrics import MetricsWriter
+    from mpicomp.bench.measure.progress import Progress
 
     group = transport.group
     first = group.rank == 0
@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
-    """Give the compressor that was named."""
+    """Return the compressor that was named."""
     from mpicomp.cli.options import read_configuration
     from mpicomp.compressors import get_compressor
     from mpicomp.compressors.base import check_ratio
@@ -136,7 +136,7 @@ def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
 
 
 def _policy(arguments: argparse.Namespace, compressor: "Compressor | None") -> "Policy":
-    """Give the policy that was named, or the one that is meant; what it cannot work with is refused."""
+    """Return the policy that was named, or the one that is meant; what it cannot work with is refused."""
     from mpicomp.cli.options import read_policy
     from mpicomp.policies import Named
 
@@ -146,7 +146,7 @@ def _policy(arguments: argparse.Namespace, compressor: "Compressor | None") -> "
 
 
 def _replay(arguments: argparse.Namespace) -> "Policy":
-    """Give the policy that runs recorded plans."""
+    """Return the policy that runs recorded plans."""
     from mpicomp.bench.replay import Replay
     from mpicomp.errors import ConfigurationError
 
@@ -159,7 +159,7 @@ def _replay(arguments: argparse.Namespace) -> "Policy":
 
 
 def _result(task: "Task", settings: "Settings", outcome: "Outcome") -> dict[str, Any]:
-    """Give what --json writes."""
+    """Return what --json writes."""
     from mpicomp.bench.verdict import dense_step_s, exchange_s, judge
 
     ratios = sorted(outcome.ratios)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from mpicomp.bench import collectives
 from mpicomp.bench.collectives import Settings, measure, plans_of
-from mpicomp.bench.exchanges import Plan
-from mpicomp.bench.osu import HEADER, blocks
-from mpicomp.bench.sketch import Check
+from mpicomp.bench.measure.exchanges import Plan
+from mpicomp.bench.measure.mean_check import Check
+from mpicomp.bench.measure.osu import HEADER, blocks
 
 from mpicomp import Dense, SIDCo, TopK
 from mpicomp.collectives import variants

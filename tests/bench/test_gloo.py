@@ -7,7 +7,7 @@ pytest.importorskip("torch")
 SCRIPT = """
 import numpy as np
 import torch
-from mpicomp.bench.exchanges import share
+from mpicomp.bench.measure.exchanges import share
 from mpicomp.bench.gloo import process_group
 from mpicomp.transport.mpi import MPITransport
 from torch import distributed

@@ -89,7 +89,7 @@ def test_the_command(tmp_path):
 
 
 def test_nothing_is_lost_in_a_step(cupy):
-    from mpicomp.bench.gradients import Gradients
+    from mpicomp.bench.measure.gradients import Gradients
 
     kernel = kernels_gpu.TopK("topk.compress", TopK(ratio=0.1), Gradients(NUMEL, put=cupy.asarray), ratio=0.1)
     for _ in range(3):

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from mpicomp.bench.choices import Ran
-from mpicomp.bench.probe import Probe
+from mpicomp.bench.measure.chosen_plans import Ran
+from mpicomp.bench.measure.probe import Probe
 from mpicomp.bench.train import PHASES, Outcome
 from mpicomp.bench.verdict import dense_step_s, exchange_s, judge, table
 

@@ -3,18 +3,16 @@
 import csv
 import importlib.util
 import json
+from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mpicomp.cli import main
 
 KERNELS = ["bench", "kernels", "--numel", "3000", "--ratio", "0.1", "--repeats", "2"]
 COLLECTIVES = ["bench", "collectives", "--numel", "3000", "--ratio", "0.1", "--limit", "0.05"]
-REGRET = ["bench", "regret", "--networks", "1gbit/0us"]
-CHANGE = ["bench", "change"]
+STUDIES = ["policies", "learned", "regret", "change", "estimators"]
 TRAINING = ["bench", "training", "--task", "digits", "--steps", "6", "--blocks", "6", "--warm-up", "1"]
-ESTIMATORS = ["bench", "estimators", "--numel", "3000", "--ratio", "0.1", "--steps", "2"]
 
 
 def table(text):
@@ -49,26 +47,6 @@ def test_compressors_are_named_or_configured(tmp_path):
     assert [row["ratio_reached"] for row in rows] == [0.1, 0.2, 0.1, 0.2, 0.5]
 
 
-def test_estimators_print_a_table_and_write_the_same_rows(tmp_path, capsys):
-    path = tmp_path / "out.json"
-    assert main([*ESTIMATORS, "--data", "normal,laplace", "--json", str(path)]) == 0
-    written = json.loads(path.read_text())
-    assert set(written) == {"schema", "environment", "rows"}
-    header, lines = table(capsys.readouterr().out)
-    assert header == ["name", "data", "ratio", "mean", "min", "max"]
-    assert [line[:2] for line in lines] == [[row["name"], row["data"]] for row in written["rows"]]
-    assert list(dict.fromkeys(row["data"] for row in written["rows"])) == ["normal", "laplace"]
-
-
-def test_estimators_take_gradients_of_ones_own(tmp_path, capsys):
-    path = tmp_path / "mine.npz"
-    np.savez(path, mine=np.random.default_rng(0).standard_normal((27, 500)))
-    assert main([*ESTIMATORS, "--gradients", str(path)]) == 0
-    _, lines = table(capsys.readouterr().out)
-    assert {line[1] for line in lines} == {"mine"}
-    assert ["topk", "mine", "0.1", "1.000", "1.000", "1.000"] in lines
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -88,11 +66,6 @@ def test_estimators_take_gradients_of_ones_own(tmp_path, capsys):
         ([*KERNELS, "--compressor", " ,"], "bench kernels: --compressor names nothing"),
         ([*KERNELS, "--json", "/nonexistent/out.json"], "bench kernels: '/nonexistent/out.json' cannot be written"),
         ([*KERNELS, "--device", "gpu", "--compressor", "dense"], "'dense' neither selects nor packs on the gpu"),
-        ([*ESTIMATORS, "--steps", "0"], "bench estimators: --steps must be at least 1, got 0"),
-        ([*ESTIMATORS, "--ratio", "2"], "bench estimators: ratio is the kept fraction and must be in (0, 1], got 2.0"),
-        ([*ESTIMATORS, "--data", "norml"], "unknown name 'norml'; did you mean 'normal'?"),
-        ([*ESTIMATORS, "--gradients", "/nonexistent.npz"], "bench estimators: cannot read '/nonexistent.npz'"),
-        ([*ESTIMATORS, "--json", "/nonexistent/out.json"], "bench estimators: '/nonexistent/out.json' cannot be"),
         ([*COLLECTIVES, "--numel", "many"], "bench collectives: --numel must be whole numbers such as 1024,1048576"),
         ([*COLLECTIVES, "--numel", "10,0"], "bench collectives: --numel must be at least 1, got 0"),
         ([*COLLECTIVES, "--numel", "4294967296"], "bench collectives: --numel must be below 2**32, got 4294967296"),
@@ -120,14 +93,6 @@ def test_estimators_take_gradients_of_ones_own(tmp_path, capsys):
         ([*TRAINING, "--blocks", "0"], "bench training: --blocks must be at least 1, got 0"),
         ([*TRAINING, "--warm-up", "0"], "bench training: --warm-up must be at least 1, got 0"),
         ([*TRAINING, "--json", "/nonexistent/out.json"], "bench training: '/nonexistent/out.json' cannot be written"),
-        ([*REGRET, "--networks", "1gbit"], "lab: a network must be like 50mbit/1ms, got '1gbit'"),
-        ([*REGRET, "--networks", ","], "bench regret: --networks names nothing"),
-        ([*REGRET, "--hosts", "0"], "bench regret: --hosts must be at least 1, got 0"),
-        ([*REGRET, "--numel", "0"], "bench regret: --numel must be at least 1, got 0"),
-        ([*REGRET, "--json", "/nonexistent/out.json"], "bench regret: '/nonexistent/out.json' cannot be written"),
-        ([*CHANGE, "--bandwidths", "1"], "lab: bandwidth must be a number with bit, kbit, mbit or gbit, got '1'"),
-        ([*CHANGE, "--seconds", "0"], "bench change: --seconds must be a number above 0, got 0.0"),
-        ([*CHANGE, "--ratio", "0.1,0.2"], "bench change: --compressor and --ratio must give one plan's, got 2"),
     ],
 )
 def test_bad_words_are_told_before_anything_is_measured(arguments, text, capsys):
@@ -137,22 +102,6 @@ def test_bad_words_are_told_before_anything_is_measured(arguments, text, capsys)
     assert text in shown.err
     assert shown.err.count("\n") == 1
     assert shown.out == ""
-
-
-@pytest.mark.parametrize(
-    ("arrays", "text"),
-    [
-        ({}, "holds nothing"),
-        ({"g": np.zeros(5)}, "'g' in "),
-        ({"g": np.zeros((30, 5), int)}, "'g' in "),
-        ({"g": np.zeros((26, 5))}, "has 26 steps, at least 27 are needed"),
-        ({"g": np.full((27, 5), np.nan)}, "holds NaN or infinity"),
-    ],
-)
-def test_gradients_that_are_none(arrays, text, tmp_path, capsys):
-    np.savez(tmp_path / "bad.npz", **arrays)
-    assert main([*ESTIMATORS, "--gradients", str(tmp_path / "bad.npz")]) == 2
-    assert text in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
@@ -167,19 +116,34 @@ def test_what_argparse_refuses(arguments, capsys):
     assert "usage: mpicomp bench" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [REGRET, CHANGE])
-def test_labs_need_root(arguments, monkeypatch, capsys):
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert main(arguments) == 2
-    assert "a lab needs root to make network namespaces" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "name", ["kernels", "estimators", "collectives", "training", "regret", "change", "policies", "learned"]
-)
+@pytest.mark.parametrize("name", ["kernels", "collectives", "training"])
 def test_the_help_of_each(name, capsys):
     assert main(["bench", name, "--help"]) == 0
     assert f"usage: mpicomp bench {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("words", [[], ["--help"], ["--seeds", "0", "--no-such-option"]])
+def test_what_is_a_study_now_says_where_it_is(name, words, capsys):
+    assert main(["bench", name, *words]) == 2
+    shown = capsys.readouterr()
+    script = f"studies/{name}.py"
+    assert shown.err == f"mpicomp bench {name}: moved to {script} of the repository; run python {script} --help\n"
+    assert shown.out == ""
+    assert (Path(__file__).resolve().parents[2] / script).exists()
+
+
+def test_no_study_is_in_the_list_of_benchmarks(capsys):
+    assert main(["bench", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "kernels" in shown
+    assert set(STUDIES) & set(shown.split()) == set()
+
+
+def test_of_several_ranks_one_says_what_has_moved(mpiexec):
+    done = mpiexec(2, "-m", "mpicomp", "bench", "regret")
+    assert done.returncode == 2
+    assert done.stderr.count("mpicomp bench regret: moved to studies/regret.py") == 1
 
 
 def test_of_several_ranks_one_measures_and_prints(mpiexec, tmp_path):

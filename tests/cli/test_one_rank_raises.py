@@ -1,6 +1,7 @@
 """Commands on several ranks, one of which fails: nobody waits for it, and its traceback is the last word."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("sklearn")
 from mpicomp.cost import CostModel, Network
 
 SCRIPT = """
-import importlib, sys
+import importlib, runpy, sys
 from mpicomp.system import launcher
 from mpicomp.cli import main
 
@@ -31,9 +32,13 @@ if launcher.detect().rank == launcher.detect().size - 1:
         return original(*arguments, **settings)
 
     setattr(owner, last, fail)
+if words[0].endswith(".py"):
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 sys.exit(main(words))
 """
 
+CHANGE = str(Path(__file__).resolve().parents[2] / "studies" / "change.py")
 COLLECTIVES = ["bench", "collectives", "--numel", "1000", "--collective", "allgather,auto", "--limit", "0.2"]
 TRAIN = ["train", "--task", "digits", "--compressor", "topk", "--steps", "12"]
 TRAINING = ["bench", "training", "--task", "digits", "--steps", "4", "--blocks", "2", "--warm-up", "2"]
@@ -43,13 +48,13 @@ TRAINING = ["bench", "training", "--task", "digits", "--steps", "4", "--blocks",
 @pytest.mark.parametrize(
     ("place", "call", "words"),
     [
-        ("mpicomp.bench.exchanges:Runner.step", 5, COLLECTIVES),
+        ("mpicomp.bench.measure.exchanges:Runner.step", 5, COLLECTIVES),
         ("mpicomp.cost.probe:_task", 3, ["doctor"]),
         ("mpicomp.doctor.job:by_host", 1, ["doctor"]),
         ("mpicomp.bench.tasks.digits:Digits.loss", 5, TRAIN),
         ("mpicomp.bench.train:probe", 1, TRAIN),
         ("mpicomp.bench.tasks.digits:Digits.loss", 9, [*TRAINING, "--exchange", "ddp,topk"]),
-        ("mpicomp.bench.exchanges:Runner.step", 3, ["bench", "change", "--seconds", "3", "--numel", "1000"]),
+        ("mpicomp.bench.measure.exchanges:Runner.step", 3, [CHANGE, "--seconds", "3", "--numel", "1000"]),
     ],
 )
 def test_the_job_ends_with_its_traceback(mpiexec, ranks, place, call, words):

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "studies"))  # where the scripts find each other
 MODULES = [
     "mpicomp",
     "mpicomp.bench.tasks",
@@ -101,7 +102,7 @@ def exists(name: str) -> bool:
 
 
 def flags() -> dict[str, list[str]]:
-    """Return the flags of every command."""
+    """Return the flags of every command, and of the studies that some have become."""
     from mpicomp import cli
 
     found: dict[str, list[str]] = {}
@@ -114,6 +115,8 @@ def flags() -> dict[str, list[str]]:
                     look(inner, (*words, name))
 
     look(cli._parser(None), ())
+    for words, script in cli.MOVED.items():
+        look(importlib.import_module(Path(script).stem).parser(), words)
     return found
 
 

@@ -1,36 +1,43 @@
-"""docs/benchmarks.md has every field that is written, and no other."""
+"""docs/benchmarks.md and docs/studies.md have every field that is written, and no other."""
 
 import json
 import re
 
+import estimators
 import pytest
-from mpicomp.bench.regret import judged
+from regret import judged
+from study_words import call
 from tables import DOCS, check_types, documented
 
 from mpicomp.cli import main
 
 
-def compare(written, heading):
-    fields = documented("benchmarks.md", heading)
+def compare(written, heading, page="benchmarks.md"):
+    fields = documented(page, heading)
     assert list(written) == list(fields)
     check_types(written, fields)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("kernels", ["--numel", "2000", "--repeats", "2", "--compressor", "topk"]),
-        ("estimators", ["--numel", "2000", "--steps", "2", "--data", "laplace"]),
-    ],
-)
-def test_what_is_written(name, options, tmp_path):
+def test_what_is_written(tmp_path):
     path = tmp_path / "out.json"
-    assert main(["bench", name, *options, "--ratio", "0.1", "--json", str(path)]) == 0
+    words = ["--numel", "2000", "--repeats", "2", "--compressor", "topk", "--ratio", "0.1", "--json", str(path)]
+    assert main(["bench", "kernels", *words]) == 0
     written = json.loads(path.read_text())
     compare(written, "The object of --json")
     compare(written["environment"], "environment")
     for row in written["rows"]:
-        compare(row, f"Rows of {name}")
+        compare(row, "Rows of kernels")
+
+
+def test_what_is_written_of_estimators(tmp_path):
+    path = tmp_path / "out.json"
+    words = ["--numel", "2000", "--steps", "2", "--data", "laplace", "--ratio", "0.1", "--json", str(path)]
+    assert call(estimators, words) == 0
+    written = json.loads(path.read_text())
+    compare(written, "The object of --json")
+    compare(written["environment"], "environment")
+    for row in written["rows"]:
+        compare(row, "Rows of estimators", "studies.md")
 
 
 def test_what_is_written_by_ranks(mpiexec, tmp_path):
@@ -65,7 +72,7 @@ def test_what_regret_adds():
     row |= {"median_s": 1.0, "best_dense_s": 1.0}
     for own in judged([row, row | {"chosen": "dense ring"}]):
         added = {name: value for name, value in own.items() if name not in row}
-        compare({"bandwidth": "1gbit", "latency": "0us"} | added, "Rows of regret")
+        compare({"bandwidth": "1gbit", "latency": "0us"} | added, "Rows of regret", "studies.md")
 
 
 def test_every_row_is_explained(tmp_path):
@@ -77,8 +84,8 @@ def test_every_row_is_explained(tmp_path):
 
 
 def test_the_page_saves_gradients_that_are_read(tmp_path, monkeypatch, capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "benchmarks.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "studies.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(code, {})
-    assert main(["bench", "estimators", "--gradients", "mine.npz", "--ratio", "0.1"]) == 0
+    assert call(estimators, ["--gradients", "mine.npz", "--ratio", "0.1"]) == 0
     assert "mine" in capsys.readouterr().out

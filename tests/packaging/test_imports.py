@@ -20,7 +20,11 @@ def python(code, executable=sys.executable, cwd="/"):
 
 
 @pytest.mark.parametrize(
-    "module", ["mpicomp", "mpicomp.kernels", "mpicomp.bench", "mpicomp.bench.lab", "mpicomp.bench.tasks", "mpicomp.cli"]
+    "module",
+    [
+        *("mpicomp", "mpicomp.kernels", "mpicomp.cli"),
+        *("mpicomp.bench", "mpicomp.bench.lab", "mpicomp.bench.measure", "mpicomp.bench.tasks"),
+    ],
 )
 def test_an_import_loads_nothing_heavy(module):
     code = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
@@ -81,10 +85,11 @@ def test_a_plain_install_has_everything_and_no_module_of_a_common_name(tmp_path)
     theirs = [path for path in sys.path if path.endswith("site-packages")]
     code = f"""if True:
         import importlib.util, pkgutil, sys
-        names = [name for name in ("kernels", "bench", "tests") if importlib.util.find_spec(name)]
+        names = [name for name in ("kernels", "bench", "studies", "tests") if importlib.util.find_spec(name)]
         sys.path += {theirs!r}
         sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
         import mpicomp, mpicomp.kernels.cpu, mpicomp.bench.lab, mpicomp.bench.tasks, mpicomp.cli
+        import mpicomp.bench.measure.results
         assert mpicomp.__file__.startswith({str(home)!r}), mpicomp.__file__
         found = [m.name for m in pkgutil.walk_packages(mpicomp.__path__, "mpicomp.") if m.ispkg]
         print(names, sorted(found))"""

@@ -7,11 +7,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# From the top down. A file may import what stands in the lines below, and its own package.
+# From the top down. A file may import what stands in the lines below, and its own package; the longest name counts.
 LAYERS = [
+    ["studies"],
     ["mpicomp.abort", "mpicomp.cuda"],  # where these were
     ["mpicomp.cli"],
     ["mpicomp.bench"],
+    ["mpicomp.bench.measure"],
+    ["mpicomp.bench.lab", "mpicomp.bench.tasks"],
     ["mpicomp.torch", "mpicomp.testing", "mpicomp.checkpoint"],
     ["mpicomp.reducer"],
     ["mpicomp.policies", "mpicomp.doctor"],
@@ -38,15 +41,24 @@ HOMES = {
     "cupy": (),
 }
 
-FILES = [path.relative_to(ROOT) for top in ("mpicomp", "kernels", "bench") for path in (ROOT / top).rglob("*.py")]
+FILES = [
+    path.relative_to(ROOT) for top in ("mpicomp", "kernels", "bench", "studies") for path in (ROOT / top).rglob("*.py")
+]
 
 
 def module_of(path):
     name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
-    return name if name.startswith("mpicomp") else f"mpicomp.{name}"
+    return name if name.startswith(("mpicomp", "studies")) else f"mpicomp.{name}"
 
 
 def imported(path):
+    """Yield what a file imports; scripts of studies import each other by their bare names."""
+    studies = {script.stem for script in (ROOT / "studies").glob("*.py")}
+    for name in _imported(path):
+        yield f"studies.{name}" if name.partition(".")[0] in studies else name
+
+
+def _imported(path):
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -57,11 +69,10 @@ def imported(path):
 
 def place_of(name):
     """Return the layer of a module and the package in it, or None for what is not of mpicomp."""
-    for depth, prefixes in enumerate(LAYERS):
-        for prefix in prefixes:
-            if name == prefix or name.startswith(prefix + "."):
-                return depth, prefix
-    return None
+    known = {prefix: depth for depth, prefixes in enumerate(LAYERS) for prefix in prefixes}
+    own = [prefix for prefix in known if name == prefix or name.startswith(prefix + ".")]
+    longest = max(own, key=len, default=None)
+    return None if longest is None else (known[longest], longest)
 
 
 @pytest.mark.quick

@@ -1,0 +1,202 @@
+"""What was chosen in a run: which plans, what they kept of the whole, and what of every layer."""
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from mpicomp.bench.measure.results import plain
+from numpy.typing import NDArray
+
+from mpicomp.compressors import Compressor, get_compressor
+from mpicomp.reducer import StepRecord
+
+
+def kept_share(record: StepRecord) -> float:
+    """Return the kept fraction of all buckets together."""
+    numel = sum(bucket.numel for bucket in record.buckets)
+    return sum(bucket.ratio_reached * bucket.numel for bucket in record.buckets) / max(1, numel)
+
+
+def in_short(record: StepRecord) -> str:
+    """Say in some words what a step has run: kept fraction, the collective of most buckets, and their mean gain."""
+    collective = Counter(bucket.collective for bucket in record.buckets).most_common(1)[0][0]
+    gains = [bucket.gain for bucket in record.buckets if bucket.gain is not None]
+    gain = f"  gain {np.mean(gains):.2f}" if gains else ""
+    return f"ratio {kept_share(record):.2g}  {collective}{gain}"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A plan and how much of a run it has carried.
+
+    Attributes
+    ----------
+    compressor : Compressor
+        As it was in the plan.
+    ratio : float
+        Kept fraction that was asked for; 1 where the compressor has none.
+    collective : str
+        Its name.
+    share : float
+        Of the elements that were exchanged. With one bucket that is the share of steps.
+    ratio_reached : float
+        Kept fraction, mean over what it has carried.
+    """
+
+    compressor: Compressor
+    ratio: float
+    collective: str
+    share: float
+    ratio_reached: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-able object."""
+        config = self.compressor.get_config()
+        names = {"compressor": config["id"], "compressor_config": config}
+        return names | {"ratio": self.ratio, "collective": self.collective, "share": self.share}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A parameter of the model, and what was sent of it in the mean of a run.
+
+    Attributes
+    ----------
+    name : str
+        Of the parameter.
+    numel : int
+        Its elements.
+    ratio : float
+        Kept fraction.
+    gain : float or None
+        Share of its accumulated gradient's energy that was sent, in steps in which the policy looked at that; None
+        where there was none.
+    """
+
+    name: str
+    numel: int
+    ratio: float
+    gain: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-able object."""
+        return {"name": self.name, "numel": self.numel, "ratio": self.ratio, "gain": self.gain}
+
+
+class Choices:
+    """Collects what steps have run, on one rank."""
+
+    def __init__(self) -> None:
+        self.ratios: list[float] = []
+        """Kept fraction of the whole in every step."""
+        self._steps: list[list[tuple[tuple[str, str], int, float]]] = []  # plan, elements, kept fraction of buckets
+        self._energies: list[tuple[float, float]] = []  # that wait after a step, and that were sent in it
+        self._numels: dict[str, int] = {}
+        self._sums: defaultdict[str, Any] = defaultdict(lambda: np.zeros(4))
+
+    def add(self, record: StepRecord) -> None:
+        """Take up one step."""
+        self.ratios.append(kept_share(record))
+        self._energies.append(_energies(record))
+        self._steps.append([])
+        for bucket in record.buckets:
+            plan = json.dumps(bucket.compressor), bucket.collective
+            self._steps[-1].append((plan, bucket.numel, bucket.ratio_reached))
+            layers = bucket.layers
+            gains = np.full(layers.sizes.size, np.nan) if layers.gains is None else layers.gains
+            for name, numel, ratio, gain in zip(layers.names, layers.sizes, layers.ratios, gains, strict=True):
+                self._numels[name] = int(numel)
+                looked_at = np.isfinite(gain)
+                self._sums[name] += (1, ratio, looked_at, gain if looked_at else 0.0)
+
+    def delay(self, first: int = 0) -> float | None:
+        """Return the steps by which gradients were late from a step on; None where nothing was sent.
+
+        That is the energy that waits in residuals over the energy that a step sends, in the mean of these steps.
+        """
+        waits, sent = np.sum(self._energies[first:], axis=0) if self._energies[first:] else (0.0, 0.0)
+        return float(waits / sent) if sent > 0 else None
+
+    def plans(self, first: int = 0) -> list[Ran]:
+        """Return the plans that were run from a step on, from the one that has carried most."""
+        elements: Counter[tuple[str, str]] = Counter()
+        kept: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for step in self._steps[first:]:
+            for plan, numel, ratio in step:
+                elements[plan] += numel
+                kept[plan] += ratio * numel
+        found = []
+        for plan, numel in elements.most_common():
+            compressor = get_compressor(json.loads(plan[0]))
+            ratio = getattr(compressor, "ratio", 1.0)
+            found.append(Ran(compressor, ratio, plan[1], numel / elements.total(), kept[plan] / numel))
+        return found
+
+    def sums(self) -> NDArray[np.float64]:
+        """Return what `layers` needs of every rank, shape (layers, 4), the same rows on all of them."""
+        return np.array(list(self._sums.values())).reshape(-1, 4)
+
+    def layers(self, everyones: NDArray[np.float64]) -> list[Layer]:
+        """Return the model's parameters with what was sent of them, in the order of exchange.
+
+        Parameters
+        ----------
+        everyones : array, shape (ranks, layers, 4)
+            What `sums` has given on all ranks.
+        """
+        found = []
+        for name, (steps, ratio, looked_at, gain) in zip(self._sums, everyones.sum(axis=0).tolist(), strict=True):
+            found.append(Layer(name, self._numels[name], ratio / steps, gain / looked_at if looked_at else None))
+        return found
+
+
+def _energies(record: StepRecord) -> tuple[float, float]:
+    """Return the energy that waits after a step, and what was sent in it; 0 of what is not known or was undone."""
+    known = [(own.gain, own.energy) for own in record.buckets if not record.skipped]
+    waits = sum((1 - gain) * energy for gain, energy in known if gain is not None and energy is not None)
+    sent = sum(gain * energy for gain, energy in known if gain is not None and energy is not None)
+    return waits, sent
+
+
+def leading(plans: Sequence[Ran]) -> Ran:
+    """Return the plan that has carried most, among those of the kind of compressor that has.
+
+    A policy that compresses at many ratios has run each of them less often than it may have run dense.
+    """
+    shares: Counter[str] = Counter()
+    for plan in plans:
+        shares[plan.compressor.id] += plan.share  # type: ignore[assignment]
+    kind = shares.most_common(1)[0][0]
+    return max((plan for plan in plans if plan.compressor.id == kind), key=lambda plan: plan.share)
+
+
+_PLANS, _LAYERS = 8, 24  # lines of a table
+
+
+def chosen_table(plans: Sequence[Ran], layers: Sequence[Layer]) -> str:
+    """Return a table of plans, and one of layers; of many those that count most."""
+    rows = [(f"  {_label(plan.compressor)}", plan.collective, f"{100 * plan.share:.1f} %") for plan in plans[:_PLANS]]
+    lines = [plain(("what was run", "collective", "of the steps"), rows, (True, True, False))]
+    if len(plans) > _PLANS:
+        rest = sum(plan.share for plan in plans[_PLANS:])
+        lines.append(f"  and {len(plans) - _PLANS} more, {100 * rest:.1f} % together")
+    largest = sorted(sorted(layers, key=lambda layer: -layer.numel)[:_LAYERS], key=layers.index)
+    own = [(f"  {each.name}", f"{each.numel:,}", f"{each.ratio:.3g}", _gain(each)) for each in largest]
+    lines.append(plain(("layer", "elements", "ratio", "gain"), own, (True, False, False, False)))
+    if len(layers) > _LAYERS:
+        lines.append(f"  and {len(layers) - _LAYERS} smaller ones")
+    return "\n".join(lines)
+
+
+def _label(compressor: Compressor) -> str:
+    """Name a compressor in few words, whatever settings its layers have."""
+    if not getattr(compressor, "layers", None):
+        return repr(compressor)
+    return f"{replace(compressor, layers=None)!r} by layer"  # type: ignore[call-arg]
+
+
+def _gain(layer: Layer) -> str:
+    return "not seen" if layer.gain is None else f"{layer.gain:.3f}"

@@ -1,0 +1,243 @@
+"""What the gradients of two ranks have in common: the share of information, and the correlation, of every layer.
+
+Abrahamyan et al. (LGC, arXiv 2103.08870, section III) estimate from histograms how much of the entropy of a layer's
+gradient on one worker is shared with that on another. Different here, since the paper does not print its bins, and what
+comes out depends on them:
+
+- Bins hold equally many elements of each array. Gradients have long tails, and nearly all of them would lie in one or
+  two bins of equal width. All layers have the same number of bins, so that their shares can be compared.
+- An estimate from few elements is too high, about ``(bins - 1)**2 / (2 elements)`` nats. So the same is estimated with
+  the other rank's elements in random order, between which nothing is shared: this is the control.
+
+Information also counts what two gradients share without pointing in the same direction: it is above its control where
+large elements of one lie where those of the other are large, whatever their signs. The correlation tells of directions.
+"""
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from mpicomp.bench.measure.results import plain
+from numpy.typing import NDArray
+
+from mpicomp.rounds import Group, Round
+
+BINS = 16
+"""Of each of the two arrays."""
+LEAST = BINS**2
+"""Elements of a layer that is looked at: for fewer the control is as high as what is to be found."""
+
+Value = TypeVar("Value")
+Rounds = Generator[Round, Any, Value]
+
+_FIELDS = ("correlation", "information", "control", "entropy")
+
+
+@dataclass(frozen=True)
+class Common:
+    """What two arrays have in common, or the mean of several such.
+
+    Attributes
+    ----------
+    correlation : float
+        Pearson's.
+    information : float
+        Mutual information in nats an element, estimated from a histogram.
+    control : float
+        The same where nothing is shared: what the estimate is too high by.
+    entropy : float
+        Of the histogram's sides, in nats, mean of both.
+    """
+
+    correlation: float
+    information: float
+    control: float
+    entropy: float
+
+    @property
+    def share(self) -> float:
+        """The information's share of the entropy, which the paper gives; 0 where there is no entropy."""
+        return self.information / self.entropy if self.entropy > 0 else 0.0
+
+    @property
+    def control_share(self) -> float:
+        """The control's."""
+        return self.control / self.entropy if self.entropy > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-able object."""
+        own = {name: getattr(self, name) for name in _FIELDS}
+        return own | {"share": self.share, "control_share": self.control_share}
+
+
+def common(one: NDArray[np.floating], other: NDArray[np.floating], random: np.random.Generator) -> Common:
+    """Compare two arrays, element by element.
+
+    Parameters
+    ----------
+    one, other : arrays, shape (n,)
+        Finite; n is at least 1.
+    random : Generator
+        Puts elements in order for the control.
+
+    Examples
+    --------
+    >>> array = np.arange(1000.0)
+    >>> found = common(array, -array, np.random.default_rng(0))
+    >>> round(found.correlation, 6), round(found.share, 6), found.control_share < 0.1
+    (-1.0, 1.0, True)
+    """
+    left, right = _bins(one), _bins(other)
+    table = _table(left, right)
+    return Common(
+        correlation=_pearson(one, other),
+        information=_information(table),
+        control=_information(_table(left, random.permutation(right))),
+        entropy=(_entropy(table.sum(axis=1)) + _entropy(table.sum(axis=0))) / 2,
+    )
+
+
+def _bins(array: NDArray[np.floating]) -> NDArray[np.intp]:
+    """Return the bin of every element. Zeros by the thousand have one for themselves, and then there are fewer."""
+    edges = np.quantile(array, np.arange(1, BINS) / BINS)
+    repeated = edges[1:][edges[1:] == edges[:-1]]
+    edges = np.unique(np.concatenate([edges, np.nextafter(repeated, np.inf)]))
+    return np.searchsorted(edges, array, side="right")
+
+
+def _table(left: NDArray[np.intp], right: NDArray[np.intp]) -> NDArray[np.float64]:
+    """Return the share of elements in each pair of bins."""
+    counts = np.bincount(left * BINS + right, minlength=BINS * BINS)
+    return counts.reshape(BINS, BINS) / left.size
+
+
+def _information(table: NDArray[np.float64]) -> float:
+    return max(0.0, _entropy(table.sum(axis=1)) + _entropy(table.sum(axis=0)) - _entropy(table.ravel()))
+
+
+def _entropy(shares: NDArray[np.float64]) -> float:
+    own = shares[shares > 0]
+    return float(-(own * np.log(own)).sum())
+
+
+def _pearson(one: NDArray[np.floating], other: NDArray[np.floating]) -> float:
+    """Return Pearson's correlation; 0 where an array is constant."""
+    left, right = one - one.mean(dtype=np.float64), other - other.mean(dtype=np.float64)
+    norms = float(np.linalg.norm(left)) * float(np.linalg.norm(right))
+    return float(np.dot(left, right)) / norms if norms > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Correlations:
+    """What ranks' gradients had in common in a run.
+
+    Attributes
+    ----------
+    every : int
+        Steps from one look to the next.
+    looks : int
+        How many there were; those at gradients that were not finite do not count.
+    whole : Common or None
+        Mean over layers, by their elements; None where no layer was looked at.
+    layers : dict
+        By name: elements, and the mean over looks and pairs of ranks.
+    """
+
+    every: int
+    looks: int
+    whole: Common | None
+    layers: dict[str, tuple[int, Common]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-able object."""
+        layers = [{"name": name, "numel": numel} | own.to_json() for name, (numel, own) in self.layers.items()]
+        whole = None if self.whole is None else self.whole.to_json()
+        return {"every": self.every, "looks": self.looks, "bins": BINS, "whole": whole, "layers": layers}
+
+    def table(self) -> str:
+        """Lay it out for people."""
+        if self.whole is None:
+            return f"what ranks' gradients have in common: no look at a layer of at least {LEAST} finite elements"
+        rows = [(f"  {name}", f"{numel:,}", *_cells(own)) for name, (numel, own) in self.layers.items()]
+        rows.append(("  all of them", f"{sum(numel for numel, _ in self.layers.values()):,}", *_cells(self.whole)))
+        header = ("what ranks' gradients have in common", "elements", "correlation", "information", "control")
+        return plain(header, rows, (True, False, False, False, False))
+
+
+def _cells(own: Common) -> tuple[str, str, str]:
+    return f"{own.correlation:.3f}", f"{100 * own.share:.1f} %", f"{100 * own.control_share:.1f} %"
+
+
+class Comparison:
+    """Compares each rank's gradients with the next rank's, now and then in a run.
+
+    Parameters
+    ----------
+    every : int
+        Steps from one look to the next, at least 1; the first is at the first step.
+    seed : int
+        Of the controls.
+    group : Group
+        The ranks: at least two.
+    """
+
+    def __init__(self, every: int, seed: int, group: Group) -> None:
+        self._every = every
+        self._seed = seed
+        self._group = group
+        self._looks = 0
+        self._numels: dict[str, int] = {}
+        self._sums: dict[str, NDArray[np.float64]] = {}
+
+    def look(self, step: int, gradients: Mapping[str, NDArray[np.floating]]) -> Rounds[None]:
+        """Compare the gradients of a step, if it is time: all of them go to one rank. As rounds.
+
+        Parameters
+        ----------
+        step : int
+            The same on all ranks.
+        gradients : mapping of str to array
+            By name, of any shape; the same names and shapes on all ranks.
+        """
+        if step % self._every:
+            return
+        rank, size = self._group.rank, self._group.size
+        own = np.concatenate([array.ravel() for array in gradients.values()])
+        peers = ((rank - 1) % size, (rank + 1) % size)
+        task = Round("sendrecv", (own.size, own.size), own.dtype, send=own, recv=np.empty_like(own), peers=peers)
+        other: NDArray[np.floating] = yield task
+        finite = yield from self._everyones(np.array([np.isfinite(own).all()], np.float64))
+        if not finite.all():
+            return
+        self._looks += 1
+        random = np.random.default_rng([self._seed, step, rank])
+        start = 0
+        for name, array in gradients.items():
+            stop = start + array.size
+            if array.size >= LEAST:
+                found = common(own[start:stop], other[start:stop], random)
+                self._numels[name] = array.size
+                sums = self._sums.setdefault(name, np.zeros(len(_FIELDS)))
+                sums += [getattr(found, field) for field in _FIELDS]
+            start = stop
+
+    def outcome(self) -> Rounds[Correlations]:
+        """Return the means over looks and pairs, the same on all ranks. As rounds."""
+        own = np.array(list(self._sums.values())).reshape(-1)
+        everyones = yield from self._everyones(own)
+        means = everyones.mean(axis=0).reshape(-1, len(_FIELDS)) / max(1, self._looks)
+        layers = {
+            name: (numel, Common(*values.tolist()))
+            for (name, numel), values in zip(self._numels.items(), means, strict=True)
+        }
+        weights = np.array(list(self._numels.values()), float)
+        whole = Common(*(weights @ means / weights.sum()).tolist()) if layers else None
+        return Correlations(self._every, self._looks, whole, layers)
+
+    def _everyones(self, own: NDArray[np.float64]) -> Rounds[NDArray[np.float64]]:
+        """Stack an array of all ranks."""
+        size = self._group.size
+        task = Round("allgatherv", [own.size] * size, own.dtype, send=own, recv=np.empty(size * own.size))
+        everyones: NDArray[np.float64] = (yield task).reshape(size, own.size)
+        return everyones

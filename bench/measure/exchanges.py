@@ -1,0 +1,204 @@
+"""One plan at work: steps that all ranks begin together, and what each took on every rank."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpicomp.bench.measure.feedback import DTYPE, make_bucket
+from mpicomp.bench.measure.gradients import Gradients, Settled
+from mpicomp.bench.measure.mean_check import Check, judge, statement
+from numpy.typing import NDArray
+
+from mpicomp.compressors import Compressor, SharedSparsifier, Sparsifier
+from mpicomp.cost import CostModel
+from mpicomp.reducer import Reducer, StepRecord
+from mpicomp.rounds import Round
+from mpicomp.transport import Transport
+
+NAME = "gradient"
+SECONDS, COMPRESS, EXCHANGE, DECODE, CHOOSING, SENT, WIRE, START, END = range(9)
+"""What a rank tells of a step; start and end are on the clock that ranks share."""
+
+_FIELDS = 9
+_STATE = 1  # schema of a reducer's state
+_SHORT = 1 << 18  # elements of the array on which a residual comes to its steady state
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is timed: a compressor and the name of a collective, which may be ``"auto"``."""
+
+    compressor: Compressor
+    collective: str
+
+    @property
+    def name(self) -> str:
+        """Return both names."""
+        return name_of(self.compressor.id, self.collective)
+
+
+def name_of(compressor: str, collective: str) -> str:
+    """Return a plan's name."""
+    return f"{compressor} {collective}"
+
+
+class Residuals:
+    """Residuals in their steady state, of any length, as states that a reducer loads.
+
+    Parameters
+    ----------
+    rank : int
+        Whose; gradients differ between ranks.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._settled: dict[tuple[str, int], Settled] = {}
+
+    def state(self, compressor: Compressor, numel: int) -> dict[str, Any] | None:
+        """Return the state of a reducer of one array, None for a compressor that selects nothing."""
+        if not compressor.feedback or not isinstance(compressor, Sparsifier | SharedSparsifier):
+            return None
+        size = min(_SHORT, numel)
+        key = (json.dumps(compressor.get_config(), sort_keys=True), size)
+        if key not in self._settled:
+            self._settled[key] = Settled(compressor, Gradients(size, seed=self._rank))
+        bucket = make_bucket(numel, compressor, True)
+        self._settled[key].give(bucket)
+        ((_, residual),) = bucket.residuals()
+        return {"schema": _STATE, "step": 0, "residuals": {NAME: residual}}
+
+
+class Runner:
+    """A plan with a reducer of its own, whose residual is in its steady state.
+
+    Collective: all ranks make one, step it, and drop it together.
+
+    Parameters
+    ----------
+    plan : Plan
+        What is run.
+    gradients : Gradients
+        Of this rank; their length is the array's.
+    transport : Transport
+        Between the ranks.
+    residuals : Residuals
+        Of this rank.
+    cost : CostModel or None
+        Given to the reducer, which teaches it.
+
+    Attributes
+    ----------
+    steps : list of array, shape (ranks, fields)
+        What every rank told of every step, the same on all ranks. The last step is missing until it is asked for by
+        `catch_up`, or the next one begins.
+    checks : list of Check
+        Of the steps that were checked.
+    ran : list of str
+        The name of the plan of every step.
+    predicted, gains : list of float or None
+        What the cost model said before every step, and the gain.
+    """
+
+    def __init__(
+        self, plan: Plan, gradients: Gradients, transport: Transport, residuals: Residuals, cost: CostModel | None
+    ) -> None:
+        self.plan = plan
+        self.steps: list[NDArray[np.float64]] = []
+        self.checks: list[Check] = []
+        self.ran: list[str] = []
+        self.predicted: list[float | None] = []
+        self.gains: list[float | None] = []
+        self._gradients = gradients
+        self._transport = transport
+        self._reducer: Reducer | None = Reducer(
+            plan.compressor,
+            plan.collective,
+            comm=transport,
+            bucket_bytes=max(1, gradients.numel * DTYPE.itemsize),
+            cost=cost,
+        )
+        state = residuals.state(plan.compressor, gradients.numel)
+        if state is not None:
+            self._reducer.load_state_dict(state)
+        plain = plan.compressor.entry.clip is None and not plan.compressor.entry.momentum
+        # Whether gradient and residual have to come out or be kept, to rounding.
+        self._lossless = plain and (self._reducer.feedback or plan.compressor.id == "dense")
+        self._loaded = None if state is None else state["residuals"][NAME]
+        self._last: NDArray[np.float64] | None = None
+
+    def step(self, check: bool = False) -> None:
+        """Exchange a fresh gradient, and check the mean if asked to. Collective."""
+        reducer = self._reducer
+        assert reducer is not None, "it was closed"
+        gradient = self._gradients.fresh()
+        before = self._residual(reducer) if check else None
+        self._loaded = None
+        self.catch_up()  # nobody starts before the others are there
+        start = self._transport.clock()
+        mean = reducer.reduce({NAME: gradient})[NAME]
+        end = self._transport.clock()
+        record = reducer.last_step
+        assert record is not None
+        self._note(start, end, record)
+        if check:
+            self.catch_up()
+            after = None if before is None else reducer.residual(NAME)
+            told = share(statement(gradient, before, after, mean), self._transport)
+            self.checks.append(judge(told, self._lossless))
+
+    def catch_up(self) -> None:
+        """Meet the other ranks, and hear what the last step took them. Collective."""
+        shared = share(np.zeros(_FIELDS) if self._last is None else self._last, self._transport)
+        if self._last is not None:
+            self.steps.append(shared)
+        self._last = None
+
+    def close(self) -> None:
+        """Release what it holds, but for what was measured."""
+        if self._reducer is not None:
+            self._reducer.close()
+        self._reducer = None
+
+    def slowest(self) -> list[float]:
+        """Return the seconds of every step on the rank that took longest."""
+        return [float(step[:, SECONDS].max()) for step in self.steps]
+
+    def spans(self) -> list[float]:
+        """Return the seconds of every step from when the last rank began to when the last one ended."""
+        return [float(step[:, END].max() - step[:, START].max()) for step in self.steps]
+
+    def _note(self, start: float, end: float, record: StepRecord) -> None:
+        bucket = record.buckets[0]
+        phases = [bucket.phases_s[name] for name in ("compress", "exchange", "decode")]
+        if record.agreed:  # the first step: what else it does is done once
+            start = end - sum(phases)
+        own = [end - start, *phases, record.choosing_s, bucket.sent_bytes, bucket.wire_bytes, start, end]
+        self._last = np.array(own, np.float64)
+        self.ran.append(name_of(bucket.compressor["id"], bucket.collective))
+        self.predicted.append(bucket.predicted_s)
+        self.gains.append(bucket.gain)
+
+    def _residual(self, reducer: Reducer) -> NDArray[np.floating] | None:
+        """Return the residual before the next step; None where there is no error feedback."""
+        if not reducer.feedback or self._loaded is not None:
+            return self._loaded
+        if reducer.last_step is None:
+            return np.zeros(self._gradients.numel, DTYPE)
+        return reducer.residual(NAME)
+
+
+def share(numbers: NDArray[np.float64], transport: Transport) -> NDArray[np.float64]:
+    """Return what all ranks say, shape (ranks, numbers); nobody is back before all were there. Collective."""
+    ranks = transport.group.size
+    received = np.empty(ranks * numbers.size)
+    task = Round("allgatherv", [numbers.size] * ranks, numbers.dtype, send=numbers, recv=received)
+    return transport.perform(task).reshape(ranks, numbers.size)
+
+
+def in_turn(runners: Sequence[Runner]) -> Iterator[Runner]:
+    """Yield each once, another one first every time: what follows whom is the same for all."""
+    turn = len(runners[0].steps) % len(runners)
+    yield from [*runners[turn:], *runners[:turn]]

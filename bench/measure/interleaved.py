@@ -1,0 +1,111 @@
+"""Kernels that are timed in turns, each call after a copy of the array, and what that gives: rows in copies."""
+
+import gc
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+_SLOW = 20  # copies from which on a kernel is repeated less often
+
+
+@dataclass
+class Kernel(ABC):
+    """Something that is timed."""
+
+    name: str
+    ratio: float | None = field(default=None, kw_only=True)
+    threads: int | None = field(default=1, kw_only=True)
+    seconds: list[float] = field(default_factory=list, init=False)
+
+    def warm(self) -> None:
+        """Compile, touch memory, come to a steady state."""
+        for _ in range(2):
+            self.prepare()
+            self.run()
+
+    def prepare(self) -> None:  # noqa: B027, most have nothing to prepare
+        """Do what comes before a call and is not timed."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Do what is timed."""
+
+    def reset(self) -> None:
+        """Forget what was measured."""
+        self.seconds.clear()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what its row has besides seconds."""
+        return {}
+
+    def row(self, numel: int, unit: float) -> dict[str, Any]:
+        """Return its row, in units of ``unit`` seconds."""
+        low, median, high = (float(value) for value in np.percentile(self.seconds, [25, 50, 75]))
+        empty = {"ratio_reached": None, "bits_per_index": None, "config": None}
+        return {
+            "name": self.name,
+            "numel": numel,
+            "ratio": self.ratio,
+            "median_s": median,
+            "copies": median / unit,
+            "p25_s": low,
+            "p75_s": high,
+            "repeats": len(self.seconds),
+            "threads": self.threads,
+        } | (empty | self.facts())
+
+
+def clock(kernel: Kernel) -> float:
+    """Return the seconds of a call."""
+    start = time.perf_counter()
+    kernel.run()
+    return time.perf_counter() - start
+
+
+def take_turns(kernels: Sequence[Kernel], copy: Kernel, repeats: int, clock: Callable[[Kernel], float] = clock) -> None:
+    """Time all kernels, round after round, and a copy before each call.
+
+    Parameters
+    ----------
+    kernels : sequence of Kernel
+        Warm. They receive their seconds.
+    copy : Kernel
+        Receives as many as all of them together.
+    repeats : int
+        Of what is not slow.
+    clock : callable
+        Times a call.
+    """
+
+    def timed(kernel: Kernel) -> float:
+        kernel.prepare()
+        return clock(kernel)
+
+    copy.warm()
+    unit = min(timed(copy) for _ in range(3))
+    times = [repeats if timed(kernel) < _SLOW * unit else min(repeats, max(3, repeats // 4)) for kernel in kernels]
+    for kernel in kernels:
+        kernel.reset()
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(repeats):
+            for kernel, own in zip(kernels, times, strict=True):
+                if turn * own // repeats != (turn + 1) * own // repeats:
+                    kernel.prepare()
+                    copy.seconds.append(timed(copy))
+                    kernel.seconds.append(clock(kernel))
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def rows_of(kernels: Sequence[Kernel], copy: Kernel, numel: int) -> list[dict[str, Any]]:
+    """Return the rows of kernels that were timed, that of the copy first."""
+    unit = float(np.median(copy.seconds))
+    return [kernel.row(numel, unit) for kernel in [copy, *kernels]]

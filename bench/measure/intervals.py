@@ -1,0 +1,123 @@
+"""Medians of samples whose distribution nobody knows, and how sure they are."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+LEAST = 6
+"""Samples below which there is no 95 % interval of their median."""
+
+_RESAMPLED = 2000
+_NARROW = 0.05  # share of the median by which either end of its interval may be away
+
+
+@functools.cache
+def _ends(number: int) -> int | None:
+    """Return how many of the smallest samples lie below the interval, and as many of the largest above it.
+
+    Each sample lies below the true median with probability 1/2, so the number of those that do is binomial; in whole
+    numbers, since ``2**-number`` is soon none.
+    """
+    if number < LEAST:
+        return None
+    total, term, below = 0, 1, 0
+    while 40 * (total + term) <= 2**number:  # 2.5 % on either side
+        total += term
+        term = term * (number - below) // (below + 1)
+        below += 1
+    return below - 1
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the median by ranks; None where there are too few samples for one.
+
+    Examples
+    --------
+    >>> median_interval([3.0, 1.0, 2.0, 6.0, 4.0, 5.0])
+    (1.0, 6.0)
+    >>> median_interval([float(number) for number in range(1, 31)])
+    (10.0, 21.0)
+    >>> median_interval([1.0] * 5) is None
+    True
+    """
+    below = _ends(len(samples))
+    if below is None:
+        return None
+    ordered = np.sort(samples)
+    return float(ordered[below]), float(ordered[-1 - below])
+
+
+def is_narrow(samples: Sequence[float]) -> bool:
+    """Tell whether both ends of the median's interval are within 5 % of it.
+
+    Examples
+    --------
+    >>> is_narrow([1.0, 1.01] * 10), is_narrow([1.0, 1.2] * 10), is_narrow([1.0] * 5)
+    (True, False, False)
+    """
+    interval = median_interval(samples)
+    if interval is None:
+        return False
+    median = float(np.median(samples))
+    return max(interval[1] - median, median - interval[0]) <= _NARROW * median
+
+
+def ratio_interval(samples: Sequence[float], others: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % interval of a median over another one's, of samples that were taken in turn.
+
+    By bootstrap: pairs are drawn anew, with repetition, so that what fell on both of a pair alike falls out.
+
+    Examples
+    --------
+    >>> ratio_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [2.0, 4.0, 6.0, 8.0, 10.0, 12.0])
+    (0.5, 0.5)
+    >>> ratio_interval([1.0] * 5, [1.0] * 5) is None
+    True
+    """
+    number = len(samples)
+    if number < LEAST:
+        return None
+    drawn = np.random.default_rng(0).integers(number, size=(_RESAMPLED, number))
+    medians: list[NDArray[np.float64]] = [np.median(np.asarray(own)[drawn], axis=1) for own in (samples, others)]
+    low, high = np.percentile(medians[0] / medians[1], [2.5, 97.5])
+    return float(low), float(high)
+
+
+def block_interval(
+    value: Callable[..., np.floating | float], *samples: NDArray[np.float64]
+) -> tuple[float, float] | None:
+    """Return the 95 % interval of what is computed from samples that were taken block by block, in turn.
+
+    By bootstrap: whole blocks are drawn anew, with repetition and of all samples alike. Steps of a block are like each
+    other, and what fell on all blocks of a round alike falls out.
+
+    Parameters
+    ----------
+    value : callable
+        Is given as many arrays as there are samples.
+    *samples : array, shape (blocks, ...)
+        With as many blocks each.
+
+    Returns
+    -------
+    tuple of float or None
+        None where there are too few blocks, or some of what was drawn has no finite value.
+
+    Examples
+    --------
+    >>> block_interval(np.median, np.array([[1.0, 2.0, 3.0]] * 6))
+    (2.0, 2.0)
+    >>> block_interval(np.median, np.ones((5, 100))) is None
+    True
+    """
+    number = len(samples[0])
+    if number < LEAST:
+        return None
+    drawn = np.random.default_rng(0).integers(number, size=(_RESAMPLED, number))
+    values = [float(value(*(own[blocks] for own in samples))) for blocks in drawn]
+    if not np.isfinite(values).all():
+        return None
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)

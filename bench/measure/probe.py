@@ -1,0 +1,101 @@
+"""How long an exchange takes here and now, by itself: so that schemes are compared under the same conditions."""
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from mpicomp.bench.measure.exchanges import share
+from numpy.typing import NDArray
+
+from mpicomp.collectives import fitting
+from mpicomp.compressors import Compressor, Dense
+from mpicomp.cost import CostModel
+from mpicomp.reducer import Reducer
+from mpicomp.transport import Transport
+
+_WARM = 3
+_REPEATS = 5
+_LIMIT_S = 6.0  # of measuring one collective
+_TOO_SLOW = 3.0  # times the best one so far: nothing more is learnt of it
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A collective and how long it took.
+
+    Attributes
+    ----------
+    collective : str
+        Its name.
+    seconds : float
+        One whole exchange on the slowest rank: median.
+    rounds_s : float
+        Its rounds alone, on the rank that came last and waited for nobody: median.
+    repeats : int
+        Exchanges measured.
+    """
+
+    collective: str
+    seconds: float
+    rounds_s: float
+    repeats: int
+
+
+def probe(
+    compressor: Compressor,
+    collective: str,
+    numel: int,
+    transport: Transport,
+    best_s: float = math.inf,
+    cost: CostModel | None = None,
+) -> Probe:
+    """Exchange ``numel`` float32 some times, the ranks starting together. Collective.
+
+    A slow network is measured fewer times: what has taken several seconds is not repeated. Nor is what takes three
+    times as long as ``best_s``, the same on all ranks, when it is warm. ``cost`` is what a collective that is to be
+    chosen is chosen by.
+    """
+    rng = np.random.default_rng(transport.group.rank)
+    gradient = {"probe": rng.standard_normal(numel, np.float32)}
+    reducer = Reducer(compressor, collective, comm=transport, cost=cost)
+    samples: list[float] = []
+    rounds: list[float] = []
+
+    def of_all(seconds: float) -> NDArray[np.float64]:
+        return share(np.array([seconds]), transport)
+
+    def exchange() -> float:
+        of_all(0.0)  # nobody starts before the others are there
+        start = time.perf_counter()
+        reducer.reduce(gradient)
+        samples.append(float(of_all(time.perf_counter() - start).max()))
+        assert reducer.last_step is not None
+        rounds.append(float(of_all(reducer.last_step.phases_s["exchange"]).min()))
+        return samples[-1]
+
+    for _ in range(_WARM):  # agrees, compiles, grows buffers and finds bounds
+        exchange()
+        slow = len(samples) > 1 and samples[-1] > _TOO_SLOW * best_s
+        if slow or sum(samples) > _LIMIT_S / 2:
+            break
+    if slow:
+        del samples[:-1], rounds[:-1]
+    else:
+        samples.clear()
+        rounds.clear()
+        while len(samples) < _REPEATS and sum(samples) < _LIMIT_S:
+            exchange()
+    reducer.close()
+    return Probe(collective, float(np.median(samples)), float(np.median(rounds)), len(samples))
+
+
+def probe_dense(numel: int, transport: Transport) -> Probe:
+    """Measure every dense collective and give the fastest. Collective."""
+    best: Probe | None = None
+    for name in fitting(Dense):
+        measured = probe(Dense(), name, numel, transport, math.inf if best is None else best.seconds)
+        if best is None or measured.seconds < best.seconds:
+            best = measured
+    assert best is not None
+    return best

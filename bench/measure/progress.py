@@ -1,0 +1,82 @@
+"""What a user sees while a job runs: a bar on a terminal, plain lines elsewhere, nothing on ranks but 0."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from mpicomp.bench.measure.chosen_plans import in_short
+
+from mpicomp.reducer import StepRecord
+
+_LINES = 10  # plain lines in a run
+_QUIET_S = 30.0  # a slow run prints at least this often
+
+
+class Progress:
+    """Progress of a training run.
+
+    Parameters
+    ----------
+    visible : bool
+        False prints nothing.
+    """
+
+    def __init__(self, visible: bool) -> None:
+        self._visible = visible
+        self._bar: Any = None
+        self._task: Any = None
+        self._steps = 0
+        self._last = 0.0
+
+    @contextlib.contextmanager
+    def over(self, steps: int) -> Iterator[None]:
+        """Show progress over a number of steps."""
+        self._steps = steps
+        self._last = time.monotonic()
+        if not self._visible:
+            yield
+            return
+        from rich.console import Console  # an extra, which only a terminal needs
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        if not Console().is_terminal:
+            yield
+            return
+        self._bar = Bar(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
+        )
+        with self._bar:
+            self._task = self._bar.add_task("training", total=steps, text="")
+            yield
+
+    def step(self, step: int, loss: float, seconds: float, record: StepRecord, quality: float | None = None) -> None:
+        """Show one step that is done, with what it has run, and the quality on held-out data where it was measured."""
+        if not self._visible:
+            return
+        text = f"loss {loss:.3f}  {seconds:.3f} s a step  {_megabytes(record.wire_bytes)} on the wire"
+        text += f"  {in_short(record)}"
+        if quality is not None:
+            text += f"  held-out {quality:.3f}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step + 1, text=text)
+            return
+        done = step + 1
+        due = done in (1, self._steps) or done % max(1, self._steps // _LINES) == 0
+        if due or time.monotonic() - self._last > _QUIET_S:
+            self._last = time.monotonic()
+            print(f"step {done:>{len(str(self._steps))}}/{self._steps}  {text}", flush=True)
+
+    def evaluating(self) -> None:
+        """Say that the held-out data are being read."""
+        if self._visible:
+            print("measuring on held-out data ...", flush=True)
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.3g} MB"

@@ -1,0 +1,175 @@
+"""What benchmarks print and write: rows, and where they were measured."""
+
+import csv
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpicomp._version import __version__
+from mpicomp.system import abort
+
+SCHEMA = 1
+
+_PACKAGES = ("numpy", "numba", "torch")
+
+
+_VARIABLES = ("MPIR_CVAR_", "UCX_", "OMP_", "FI_", "MPICOMP_")
+"""How the names of variables begin that change what MPI does."""
+_MORE_VARIABLES = (
+    *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_coll", "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_mpi_yield_when_idle"),
+    *("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND_TYPE"),
+)
+
+
+def environment(threads: int, device: str, job: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return versions and the processor: what numbers depend on, and nothing that tells who measured when.
+
+    Parameters
+    ----------
+    threads : int
+        How many were asked for.
+    device : str
+        ``"cpu"`` or the name of a GPU.
+    job : mapping, optional
+        From `job_environment`, where ranks took part.
+    """
+    return {
+        "mpicomp": __version__,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "cupy": getattr(sys.modules.get("cupy"), "__version__", None),  # its packages have many names
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": threads,
+        "device": device,
+        "job": job,
+    }
+
+
+def job_environment(ranks: int, hosts: int, sharing: int) -> dict[str, Any]:
+    """Return what the seconds of an MPI job depend on, as this rank sees it. Not collective.
+
+    Parameters
+    ----------
+    ranks, hosts : int
+        That take part.
+    sharing : int
+        The most ranks of a host.
+    """
+    mpi = abort.running()
+    vendor, version = ("none", ()) if mpi is None else mpi.get_vendor()
+    cores = len(os.sched_getaffinity(0))
+    # In a lab every host takes the machine's cores for its own, and only the lab knows better.
+    naps = os.environ.get("MPICOMP_NAPS") == "1"
+    return {
+        "mpi": vendor,
+        "mpi_version": ".".join(map(str, version)),
+        "ranks": ranks,
+        "hosts": hosts,
+        "oversubscribed": sharing > cores or naps,
+        "lab": os.environ.get("MPICOMP_LAB") == "1",
+        "variables": {name: value for name, value in sorted(os.environ.items()) if _tells_nothing(name, value)},
+    }
+
+
+def _tells_nothing(name: str, value: str) -> bool:
+    """Tell whether a variable may be shown: it is one of those that matter, and holds no path."""
+    return (name.startswith(_VARIABLES) or name in _MORE_VARIABLES) and os.sep not in value
+
+
+def write(
+    path: str,
+    rows: Sequence[Mapping[str, Any]],
+    threads: int,
+    device: str = "cpu",
+    job: Mapping[str, Any] | None = None,
+    runs: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
+    """Write rows and environment as one JSON object, with the runs that they sum up where there are such."""
+    written: dict[str, Any] = {"schema": SCHEMA, "environment": environment(threads, device, job), "rows": rows}
+    if runs is not None:
+        written["runs"] = runs
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(written, file, indent=1)
+        file.write("\n")
+
+
+def write_csv(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows with a line of names above them; what is no number and no text is written as JSON."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
+        writer.writeheader()
+        for row in rows:
+            plain_values = {name: json.dumps(own) if isinstance(own, dict) else own for name, own in row.items()}
+            writer.writerow(plain_values)
+
+
+def show(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+    """Print a table.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Values by column; None is shown as nothing.
+    columns : mapping of str to str
+        The columns in their order, each with its format; that of text is empty.
+    """
+    cells = [["" if row[name] is None else format(row[name], form) for name, form in columns.items()] for row in rows]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        console = None
+    else:
+        console = Console()
+    if console is None or not console.is_terminal:  # whoever reads a file or a pipe wants no lines cut
+        print(plain(list(columns), cells, [form == "" for form in columns.values()]), flush=True)
+        return
+    table = Table()
+    for name, form in columns.items():
+        table.add_column(name, justify="left" if form == "" else "right", overflow="fold")
+    for line in cells:
+        table.add_row(*line)
+    console.print(table)
+
+
+def plain(header: Sequence[str], cells: Sequence[Sequence[str]], left: Sequence[bool]) -> str:
+    """Lay out a table in plain text.
+
+    Examples
+    --------
+    >>> print(plain(["name", "copies"], [["memcpy", "1.00"], ["topk.compress", "12.50"]], [True, False]))
+    name           copies
+    memcpy           1.00
+    topk.compress   12.50
+    """
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if flush else cell.rjust(width)
+            for cell, width, flush in zip(line, widths, left, strict=True)
+        )
+        for line in [header, *cells]
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

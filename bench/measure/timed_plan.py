@@ -1,0 +1,187 @@
+"""A plan that was timed at full size, and its row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from mpicomp.bench.measure.exchanges import CHOOSING, COMPRESS, DECODE, EXCHANGE, SECONDS, SENT, WIRE, Plan, Runner
+from mpicomp.bench.measure.intervals import median_interval
+
+_MEASURED = (
+    "median_s",
+    "p95_s",
+    "wire_bytes",
+    "predicted_s",
+    "speedup",
+    "error",
+    "correct",
+    "low_s",
+    "high_s",
+    "p99_s",
+    "samples",
+    "stopped",
+    "span_s",
+    "rank_mean_s",
+    "rank_min_s",
+    "rank_max_s",
+    "compress_s",
+    "exchange_s",
+    "decode_s",
+    "choosing_s",
+    "sent_bytes",
+    "gain",
+    "algbw_gb_s",
+    "busbw_gb_s",
+    "wirebw_gb_s",
+    "first_predicted_s",
+)
+_OF_AUTO = (
+    "chosen",
+    "best",
+    "best_s",
+    "regret",
+    "regret_low",
+    "regret_high",
+    "best_dense",
+    "best_dense_s",
+    "behind_dense",
+)
+
+
+@dataclass
+class TimedPlan:
+    """A plan that was timed, or was not worth it.
+
+    Attributes
+    ----------
+    plan : Plan
+        Which.
+    numel : int
+        Elements.
+    ranks, hosts : int
+        That took part.
+    settings : str
+        What tells its compressor from others of the same name; see `differing_settings` of `config_diff`.
+    expected_s : float or None
+        What a cost model predicted before it was run.
+    runner : Runner or None
+        What its steps were; None where it was not run.
+    first : int
+        The first of its steps that counts.
+    stopped : str or None
+        What ended the timing: ``"interval"``, ``"limit"`` or ``"once"``.
+    facts : dict
+        Of ``auto``: what its row has besides.
+    """
+
+    plan: Plan
+    numel: int
+    ranks: int
+    hosts: int
+    settings: str = ""
+    expected_s: float | None = None
+    runner: Runner | None = None
+    first: int = 0
+    stopped: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> list[float]:
+        """Seconds of the steps that count, on the slowest rank."""
+        return self.runner.slowest()[self.first :] if self.runner else []
+
+    @property
+    def median_s(self) -> float:
+        """Their median, infinite where there are none."""
+        return float(np.median(self.samples)) if self.runner else np.inf
+
+    @property
+    def title(self) -> str:
+        """Which, in words."""
+        ratio = getattr(self.plan.compressor, "ratio", None)
+        at = "" if ratio is None else f" at {ratio:g}"
+        which = f" ({self.settings})" if self.settings else ""
+        return f"{self.numel:,} elements, {self.plan.compressor.id}{at}{which}, {self.plan.collective}"
+
+    @property
+    def outcome(self) -> str:
+        """What came of it, in words."""
+        number = len(self.samples)
+        return f"{1e3 * self.median_s:.4g} ms, {number} {'sample' if number == 1 else 'samples'} ({self.stopped})"
+
+
+def rows_of(timings: Sequence[TimedPlan], dense: Sequence[TimedPlan]) -> list[dict[str, Any]]:
+    """Return the rows of plans; docs/benchmarks.md says what is in them.
+
+    Parameters
+    ----------
+    timings : sequence of TimedPlan
+        The plans.
+    dense : sequence of TimedPlan
+        The best of which speed-ups are over.
+    """
+    base = min(timing.median_s for timing in dense)
+    return [_row(timing, base) for timing in timings]
+
+
+def _row(timing: TimedPlan, base: float) -> dict[str, Any]:
+    """Return a plan's row; ``base`` is the median of the best dense one."""
+    plan, runner = timing.plan, timing.runner
+    row: dict[str, Any] = {
+        "compressor": plan.compressor.id,
+        "ratio": getattr(plan.compressor, "ratio", None),
+        "collective": plan.collective,
+        "numel": timing.numel,
+        "ranks": timing.ranks,
+        "hosts": timing.hosts,
+    }
+    row |= dict.fromkeys(_MEASURED) | {"samples": 0, "stopped": None}
+    row["predicted_s"] = row["first_predicted_s"] = timing.expected_s
+    if runner is not None:
+        row |= _measured(timing, runner, base)
+    row |= dict.fromkeys(_OF_AUTO) | timing.facts
+    return row | {"settings": timing.settings or None, "config": plan.compressor.get_config()}
+
+
+def _measured(timing: TimedPlan, runner: Runner, base: float) -> dict[str, Any]:
+    """Return what a row holds of a plan that was run."""
+    steps = np.array(runner.steps[timing.first :])  # steps, ranks, fields
+    seconds = timing.samples
+    slowest = steps[np.arange(len(steps)), steps[:, :, SECONDS].argmax(axis=1)]
+    phases = np.median(slowest, axis=0)
+    median = timing.median_s
+    p95, p99 = (float(np.percentile(seconds, share, method="inverted_cdf")) for share in (95, 99))
+    low, high = median_interval(seconds) or (None, None)
+    of_ranks = steps[:, :, SECONDS].mean(axis=0)
+    wire = float(np.median(steps[:, :, WIRE].mean(axis=1)))
+    algbw = 4 * timing.numel / median / 1e9
+    predictions = [value for value in runner.predicted[timing.first : len(runner.steps)] if value is not None]
+    gains = [value for value in runner.gains[timing.first : len(runner.steps)] if value is not None]
+    return {
+        "median_s": median,
+        "p95_s": p95,
+        "wire_bytes": wire,
+        "predicted_s": float(np.median(predictions)) if predictions else None,
+        "speedup": base / median,
+        "error": max(check.error for check in runner.checks),
+        "correct": all(check.correct for check in runner.checks),
+        "low_s": low,
+        "high_s": high,
+        "p99_s": p99,
+        "samples": len(seconds),
+        "stopped": timing.stopped,
+        "span_s": float(np.median(runner.spans()[timing.first :])),
+        "rank_mean_s": float(of_ranks.mean()),
+        "rank_min_s": float(of_ranks.min()),
+        "rank_max_s": float(of_ranks.max()),
+        "compress_s": float(phases[COMPRESS]),
+        "exchange_s": float(phases[EXCHANGE]),
+        "decode_s": float(phases[DECODE]),
+        "choosing_s": float(phases[CHOOSING]),
+        "sent_bytes": float(np.median(steps[:, :, SENT].mean(axis=1))),
+        "gain": float(np.median(gains)) if gains else None,
+        "algbw_gb_s": algbw,
+        "busbw_gb_s": algbw * 2 * (timing.ranks - 1) / timing.ranks,
+        "wirebw_gb_s": wire / median / 1e9,
+    }

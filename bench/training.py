@@ -1,0 +1,333 @@
+"""Training steps with several exchanges in turn, beside the same steps with none: what each leaves of throughput."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from mpicomp.bench.lab.network import read_counters
+from mpicomp.bench.measure.exchanges import share
+from mpicomp.bench.measure.intervals import block_interval
+from numpy.typing import NDArray
+
+from mpicomp.compressors import Compressor
+from mpicomp.transport import Transport
+
+NONE, AUTO = "none", "auto"
+DDP, DDP_FP16, DDP_POWERSGD = "ddp", "ddp-fp16", "ddp-powersgd"
+OTHERS = (NONE, DDP, DDP_FP16, DDP_POWERSGD)
+"""Exchanges that are not mpicomp's."""
+INLINE = "-inline"
+"""What the name of an exchange ends in that waits for backward to end."""
+REPLAY = "replay:"
+"""What the name of an exchange begins with that runs recorded plans; their file's path follows."""
+
+SECONDS, FORWARD, BACKWARD, WIRE = range(4)
+"""What a rank tells of a step: its seconds in all, those of two parts of it, and the bytes that left the rank."""
+FIELDS = 4
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What averages the gradients of a training.
+
+    Parameters
+    ----------
+    name : str
+        As it was asked for: unique, and the same with `INLINE` behind it for the same exchange in line.
+    compressor : Compressor or None
+        Of mpicomp's; None lets it choose.
+    collective : str
+        Of mpicomp's.
+    trace : str or None
+        Path of recorded plans, which are run as they were: in line.
+    """
+
+    name: str
+    compressor: Compressor | None = None
+    collective: str = AUTO
+    trace: str | None = None
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is mpicomp's."""
+        return self.name not in OTHERS
+
+    @property
+    def in_line(self) -> bool:
+        """Whether it is asked to wait for backward to end."""
+        return self.name.endswith(INLINE) or self.trace is not None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long is trained.
+
+    Parameters
+    ----------
+    steps : int
+        In a block.
+    blocks : int
+        Of each exchange.
+    warm_up : int
+        Steps of each before them.
+    """
+
+    steps: int
+    blocks: int
+    warm_up: int
+
+
+class Trainer(Protocol):
+    """A training with one exchange. All that it does is collective."""
+
+    exchange: Exchange
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the exchange begins while backward goes on."""
+        ...
+
+    def block(self, steps: int) -> NDArray[np.float64]:
+        """Do some steps; give what this rank tells of them, shape (steps, fields)."""
+        ...
+
+    def ran(self) -> str | None:
+        """Return the plan that most steps ran; None where plans are not mpicomp's."""
+        ...
+
+    def digest(self) -> bytes:
+        """Return eight bytes that differ where parameters do."""
+        ...
+
+    def evaluate(self) -> float:
+        """Return the quality on held-out data. On one rank."""
+        ...
+
+
+@dataclass
+class Trained:
+    """What a training came to, the same on all ranks but for ``quality``, which rank 0 has.
+
+    Attributes
+    ----------
+    exchange : Exchange
+        With which.
+    steps : array, shape (blocks, steps, fields)
+        The counted steps, as the rank tells them that took longest for their block; bytes are a mean over ranks.
+    link_bytes : float or None
+        That left a host in a step, as its kernel counts them; None outside a lab.
+    ran : str or None
+        The plan that most steps ran.
+    overlaps : bool
+        Whether the exchange began while backward went on.
+    equal : bool
+        Whether all ranks ended with the same parameters, bit for bit.
+    quality : float or None
+        On held-out data; None where they did not.
+    """
+
+    exchange: Exchange
+    steps: NDArray[np.float64]
+    link_bytes: float | None
+    ran: str | None
+    overlaps: bool
+    equal: bool
+    quality: float | None
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether ranks differ that an exchange was to keep equal."""
+        return not self.equal and self.exchange.name != NONE
+
+
+def train_in_turn(
+    trainers: Sequence[Trainer], settings: Settings, transport: Transport, say: Callable[[str], None]
+) -> list[Trained]:
+    """Train with every exchange, block by block, another one first each round. Collective.
+
+    Parameters
+    ----------
+    trainers : sequence of Trainer
+        One for each exchange.
+    settings : Settings
+        The same on all ranks.
+    transport : Transport
+        Among the ranks.
+    say : callable
+        Is told what goes on.
+    """
+    for trainer in trainers:
+        say(f"warming up: {trainer.exchange.name}")
+        trainer.block(settings.warm_up)
+        _meet(transport)
+    blocks: dict[str, list[NDArray[np.float64]]] = {trainer.exchange.name: [] for trainer in trainers}
+    link_bytes = dict.fromkeys(blocks, 0.0)
+    for turn in range(settings.blocks):
+        first = turn % len(trainers)
+        for trainer in [*trainers[first:], *trainers[:first]]:
+            name = trainer.exchange.name
+            _meet(transport)
+            before = _left_this_host()
+            own = trainer.block(settings.steps)
+            everyones = share(own.reshape(-1), transport).reshape(-1, *own.shape)
+            blocks[name].append(slowest(everyones))
+            link_bytes[name] += _left_this_host() - before
+        done = (f"{name} {np.median(own[-1][:, SECONDS]):.3g} s" for name, own in blocks.items())
+        say(f"round {turn + 1} of {settings.blocks}: {', '.join(done)}")
+    found = []
+    steps = settings.steps * settings.blocks
+    for trainer in trainers:
+        own_digest = np.frombuffer(trainer.digest(), np.uint8).astype(np.float64)
+        digests = share(own_digest, transport)
+        equal = bool((digests == digests[0]).all())
+        quality = trainer.evaluate() if equal and transport.group.rank == 0 else None
+        link = share(np.array([link_bytes[trainer.exchange.name] / steps]), transport).mean()
+        taken = np.array(blocks[trainer.exchange.name])
+        in_lab = os.environ.get("MPICOMP_LAB") == "1"
+        link_or_none = float(link) if in_lab else None
+        ran, overlaps = trainer.ran(), trainer.overlaps
+        found.append(Trained(trainer.exchange, taken, link_or_none, ran, overlaps, equal, quality))
+    return found
+
+
+def slowest(block: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the steps of the rank that took longest for a block, with the bytes of all ranks' mean.
+
+    A rank that goes alone is not slow for one step that was: only steps of one rank are put together.
+
+    Parameters
+    ----------
+    block : array, shape (ranks, steps, fields)
+        What all ranks tell.
+    """
+    steps: NDArray[np.float64] = block[block[:, :, SECONDS].sum(axis=1).argmax()].copy()
+    steps[:, WIRE] = block[:, :, WIRE].mean(axis=0)
+    return steps
+
+
+def rows_of(trained: Sequence[Trained], batch: int, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each exchange.
+
+    Parameters
+    ----------
+    trained : sequence of Trained
+        What was measured.
+    batch : int
+        Samples of all ranks in a step.
+    facts : mapping
+        What all rows begin with.
+
+    Returns
+    -------
+    list of dict
+        docs/benchmarks.md says what is in them.
+    """
+    by_name = {own.exchange.name: own for own in trained}
+    alone = by_name.get(NONE)
+    return [
+        {**facts, **_row(own, batch), **_of_none(own, alone), **_hidden(own, by_name.get(_inline(own)), alone)}
+        for own in trained
+    ]
+
+
+def _row(own: Trained, batch: int) -> dict[str, Any]:
+    exchange = own.exchange
+    seconds = own.steps[:, :, SECONDS]
+    median = float(np.median(seconds))
+    low, high = block_interval(np.median, seconds) or (None, None)
+    after = own.steps[:, :, SECONDS] - own.steps[:, :, FORWARD] - own.steps[:, :, BACKWARD]
+    return {
+        "exchange": exchange.name,
+        "compressor": None if exchange.compressor is None else exchange.compressor.id,
+        "ratio": getattr(exchange.compressor, "ratio", None),
+        "collective": exchange.collective if exchange.ours and exchange.trace is None else None,
+        "overlap": own.overlaps,
+        "ran": own.ran,
+        "blocks": seconds.shape[0],
+        "steps": seconds.size,
+        "median_s": median,
+        "low_s": low,
+        "high_s": high,
+        "mean_s": float(seconds.mean()),
+        "p95_s": float(np.percentile(seconds, 95, method="inverted_cdf")),
+        "steps_per_s": 1 / median,
+        "samples_per_s": batch / median,
+        "forward_s": float(np.median(own.steps[:, :, FORWARD])),
+        "backward_s": float(np.median(own.steps[:, :, BACKWARD])),
+        "after_s": float(np.median(after)),
+        "wire_bytes": float(own.steps[:, :, WIRE].mean()),
+        "link_bytes": own.link_bytes,
+        "replicas_equal": own.equal,
+        "quality": own.quality,
+    }
+
+
+def _of_none(own: Trained, alone: Trained | None) -> dict[str, Any]:
+    """Return the share that is left of the throughput without any exchange."""
+    if alone is None:
+        return dict.fromkeys(("of_none", "of_none_low", "of_none_high"))
+    samples = alone.steps[:, :, SECONDS], own.steps[:, :, SECONDS]
+
+    def share_left(without: NDArray[np.float64], with_it: NDArray[np.float64]) -> float:
+        return float(np.median(without) / np.median(with_it))
+
+    low, high = block_interval(share_left, *samples) or (None, None)
+    return {"of_none": share_left(*samples), "of_none_low": low, "of_none_high": high}
+
+
+def _hidden(own: Trained, inline: Trained | None, alone: Trained | None) -> dict[str, Any]:
+    """Return how much of what can be hidden behind backward is hidden, with its parts."""
+    if inline is None or alone is None:
+        return dict.fromkeys(("hidden", "hidden_low", "hidden_high", "hidden_s", "exchange_s", "none_backward_s"))
+    samples = [*(of.steps[:, :, SECONDS] for of in (own, inline, alone)), alone.steps[:, :, BACKWARD]]
+    hidden_s, exchange_s, backward_s = hidden_parts(*samples)
+
+    def share_hidden(*drawn: NDArray[np.float64]) -> float:
+        saved, exchange, backward = hidden_parts(*drawn)
+        most = min(exchange, backward)
+        return saved / most if most > 0 else np.nan
+
+    value = share_hidden(*samples)
+    low, high = block_interval(share_hidden, *samples) or (None, None)
+    return {
+        "hidden": None if np.isnan(value) else value,
+        "hidden_low": low,
+        "hidden_high": high,
+        "hidden_s": hidden_s,
+        "exchange_s": exchange_s,
+        "none_backward_s": backward_s,
+    }
+
+
+def hidden_parts(
+    overlapped: NDArray[np.float64],
+    inline: NDArray[np.float64],
+    alone: NDArray[np.float64],
+    backward: NDArray[np.float64],
+) -> tuple[float, float, float]:
+    """Return the seconds that overlap saves, those of the exchange in line, and those of backward.
+
+    Examples
+    --------
+    >>> overlapped, inline, alone, backward = np.array([[1.25], [1.75], [0.75], [0.5]])
+    >>> hidden_parts(overlapped, inline, alone, backward)
+    (0.5, 1.0, 0.5)
+    """
+    with_it, in_line, without, behind = (float(np.median(own)) for own in (overlapped, inline, alone, backward))
+    return in_line - with_it, in_line - without, behind
+
+
+def _inline(own: Trained) -> str:
+    return own.exchange.name + INLINE
+
+
+def _meet(transport: Transport) -> None:
+    """Wait for all ranks."""
+    share(np.zeros(1), transport)
+
+
+def _left_this_host() -> float:
+    """Return the bytes that have left this host of a lab over its shaped link."""
+    return float(read_counters(os.getpid())["tx_bytes"]) if os.environ.get("MPICOMP_LAB") == "1" else 0.0

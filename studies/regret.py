@@ -1,0 +1,168 @@
+"""What choosing the collective costs over knowing it, on a grid of emulated networks: ``python studies/regret.py``."""
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from mpicomp.bench.measure import networks, results
+
+from mpicomp.cli import run_program
+from mpicomp.cli.options import check_least, check_writable, read_compressors, read_list, read_numels, read_ratios
+
+_STUDY = "regret"
+_NETWORKS = "50mbit/0us,50mbit/1ms,50mbit/10ms,200mbit/0us,200mbit/1ms,200mbit/10ms,1gbit/0us,2.5gbit/0us"
+_COLUMNS = {
+    "bandwidth": "",
+    "latency": "",
+    "numel": "d",
+    "ratio": "g",
+    "best": "",
+    "best_s": ".4g",
+    "chosen": "",
+    "median_s": ".4g",
+    "regret": "+.1%",
+    "regret_low": "+.1%",
+    "regret_high": "+.1%",
+    "best_dense_s": ".4g",
+    "behind_dense": "+.1%",
+    "prediction_error": ".1%",
+}
+_SHORT_S = 5e-3  # cells of which a share is too little to be measured
+_BEHIND_S, _BEHIND = 200e-6, 0.03  # of the best dense plan: in seconds for those, else as a share
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the options."""
+    parser = argparse.ArgumentParser(
+        prog="studies/regret.py",
+        description="Run `mpicomp bench collectives` with all plans and auto in one lab a network, and show for every "
+        "network, length and ratio how much longer auto takes than the best fixed plan. It needs root. The default "
+        "grid takes up to 40 minutes.",
+    )
+    parser.add_argument("--hosts", type=int, default=4, metavar="N", help="of each lab (%(default)s)")
+    parser.add_argument(
+        "--networks",
+        default=_NETWORKS,
+        metavar="B/L[,..]",
+        help="bandwidth and latency of each lab's links (%(default)s)",
+    )
+    parser.add_argument("--numel", default="262144,4194304,25600000", metavar="N[,..]", help="elements (%(default)s)")
+    parser.add_argument("--ratio", default="0.001,0.01", metavar="R[,..]", help="kept fractions (%(default)s)")
+    parser.add_argument("--compressor", default="topk", metavar="A[,..]", help="see bench collectives (%(default)s)")
+    parser.add_argument("--limit", type=float, default=0.6, metavar="S", help="seconds of timing a plan (%(default)s)")
+    parser.add_argument("--json", metavar="F", help="write all rows to F as one JSON object, after every network")
+    parser.set_defaults(alone=True)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the labs one after the other, and print a table."""
+    links = networks.read(_STUDY, arguments.networks)
+    check_least(_STUDY, "--hosts", arguments.hosts)
+    read_numels(_STUDY, arguments.numel)
+    read_compressors(_STUDY, read_list(arguments.compressor), read_ratios(_STUDY, arguments.ratio))
+    if arguments.json is not None:
+        check_writable(_STUDY, arguments.json)
+    networks.check_lab(_STUDY)
+
+    options = ["--numel", arguments.numel, "--ratio", arguments.ratio, "--compressor", arguments.compressor]
+    options += ["--limit", str(arguments.limit)]
+    begin = time.monotonic()
+
+    def watch(line: str) -> None:
+        if "elements" in line and (", auto: " in line or line.startswith("WRONG")):
+            print(f"{time.monotonic() - begin:6.0f} s  {network}  {line.removeprefix('# ')}", flush=True)
+
+    found = []
+    for network in links:
+        own, job = networks.rows_in_lab(arguments.hosts, network, options, watch)
+        found += judged(own)
+        if arguments.json is not None:
+            results.write(arguments.json, found, 1, job=job)
+    cells = [row for row in found if row["chosen"] is not None]
+    results.show(cells, _COLUMNS)
+    print("\n" + "\n".join(summary(cells, prediction_errors(found))))
+    print(f"seconds in all: {time.monotonic() - begin:.0f}")
+    return 0
+
+
+def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows with what their cells come to.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Of one network.
+
+    Returns
+    -------
+    list of dict
+        The rows; those of ``auto`` have ``prediction_error``, the median over all plans of the cell, and ``is_behind``,
+        whether it is behind the best dense plan by more than the measurement explains. None elsewhere.
+    """
+    found = []
+    for row in rows:
+        own: dict[str, Any] = {"prediction_error": None, "is_behind": None}
+        if row["chosen"] is not None:
+            errors = prediction_errors([other for other in rows if _same_cell(other, row)])
+            behind_s = row["median_s"] - row["best_dense_s"]
+            most_s = _BEHIND_S if row["median_s"] < _SHORT_S else _BEHIND * row["best_dense_s"]
+            own = {"prediction_error": float(np.median(errors)) if errors else None, "is_behind": behind_s > most_s}
+        found.append(dict(row) | own)
+    return found
+
+
+def _same_cell(other: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    same = other["compressor"] == "dense" or other["config"] == row["config"]
+    return bool(other["numel"] == row["numel"] and same)
+
+
+def prediction_errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return ``|predicted - measured| / measured`` of every plan that was run and predicted.
+
+    Predicted and measured is what lies between the last rank's start and the last rank's end.
+
+    Examples
+    --------
+    >>> prediction_errors([{"predicted_s": said, "span_s": 1.0} for said in (0.5, 1.25, None)])
+    [0.5, 0.25]
+    """
+    pairs = [(row["predicted_s"], row["span_s"]) for row in rows]
+    return [abs(said / took - 1) for said, took in pairs if said is not None and took is not None]
+
+
+def summary(cells: Sequence[Mapping[str, Any]], errors: Sequence[float]) -> list[str]:
+    """Say in lines what a grid came to.
+
+    Parameters
+    ----------
+    cells : sequence of mapping
+        Rows of ``auto`` from `judged`, of all networks.
+    errors : sequence of float
+        From `prediction_errors`, of all rows.
+    """
+    regrets = [cell["regret"] for cell in cells]
+    worst = max(cells, key=lambda cell: float(cell["regret"]))
+    sure = max((cell["regret_low"] for cell in cells if cell["regret_low"] is not None), default=None)
+    lines = [
+        f"cells: {len(cells)}",
+        f"regret over the best fixed plan: median {np.median(regrets):+.1%}, worst {worst['regret']:+.1%} "
+        f"({worst['bandwidth']}, {worst['latency']}, {worst['numel']:,} elements, ratio {worst['ratio']})",
+    ]
+    if sure is not None:
+        lines.append(f"worst lower end of an interval of regret: {sure:+.1%}")
+    behind = sum(cell["is_behind"] for cell in cells)
+    lines.append(
+        f"behind the best dense plan by more than {_BEHIND:.0%}, or {1e6 * _BEHIND_S:.0f} us in cells under "
+        f"{1e3 * _SHORT_S:.0f} ms: {behind} of {len(cells)}"
+    )
+    if errors:
+        lines.append(f"predicted against measured seconds: median error {np.median(errors):.1%} of {len(errors)} rows")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(parser().parse_args, run))

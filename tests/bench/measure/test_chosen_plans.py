@@ -1,0 +1,135 @@
+"""What is said of the plans of a run."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from mpicomp.bench.measure.chosen_plans import Choices, chosen_table, in_short, kept_share, leading
+
+import mpicomp
+from mpicomp.reducer.layers import Layers
+from mpicomp.transport import LocalWorld
+
+
+def bucket(names, numel, kept, compressor, collective="allgather", gain=0.5, gains=None):
+    """Give the record of a bucket whose parameters are equally long, and of each of which as much was sent."""
+    share = numel // len(names)
+    layers = Layers(tuple(names), np.full(len(names), share), np.full(len(names), kept // len(names)), gains)
+    return mpicomp.BucketRecord(
+        0, len(names), numel, compressor.get_config(), collective, "", getattr(compressor, "ratio", None),
+        kept / numel, gain, {}, None, None, 0, 0.0, 0.0, [], layers,
+    )  # fmt: skip
+
+
+def record(*buckets, skipped=False):
+    return mpicomp.StepRecord(0, skipped=skipped, buckets=list(buckets))
+
+
+TOPK, LESS, DENSE = mpicomp.TopK(ratio=0.1), mpicomp.TopK(ratio=0.05), mpicomp.Dense()
+
+
+def test_a_step_in_short():
+    step = record(
+        bucket(["a"], 1000, 100, TOPK, "star-topk:ring", 0.2),
+        bucket(["b"], 9000, 9000, DENSE, "ring", None),
+        bucket(["c"], 10, 1, TOPK, "star-topk:ring", 0.6),
+    )
+    assert kept_share(step) == pytest.approx(9101 / 10010)
+    assert in_short(step) == "ratio 0.91  star-topk:ring  gain 0.40"
+    assert in_short(record(bucket(["b"], 9, 9, DENSE, "ring", None))) == "ratio 1  ring"
+
+
+def test_the_delay_is_what_waits_over_what_was_sent():
+    def step(*pairs, skipped=False):
+        buckets = [bucket(["a"], 10, 1, TOPK, gain=gain) for gain, _ in pairs]
+        energies = [energy for _, energy in pairs]
+        return record(*map(with_energy, buckets, energies), skipped=skipped)
+
+    def with_energy(own, energy):
+        return dataclasses.replace(own, energy=energy)
+
+    choices = Choices()
+    for own in (
+        step((0.1, 100.0), (1.0, 30.0)),  # 90 wait, 40 were sent
+        step((0.25, 40.0), (0.5, 4.0)),  # 32 wait, 12 were sent
+        step((None, 50.0), (0.5, None)),  # overflowed
+        step((0.5, 8.0), skipped=True),  # nothing was delivered
+        step((0.5, 4.0), (1.0, 2.0)),  # 2 wait, 4 were sent
+    ):
+        choices.add(own)
+    assert choices.delay() == pytest.approx(124 / 56)
+    assert choices.delay(1) == pytest.approx(34 / 16)
+    assert choices.delay(4) == pytest.approx(0.5)
+    assert choices.delay(5) is None
+
+
+def test_plans_by_the_elements_that_they_have_carried():
+    choices = Choices()
+    for step in range(8):
+        large = bucket(["a"], 3000, 300, TOPK) if step < 6 else bucket(["a"], 3000, 150, LESS)
+        choices.add(record(large, bucket(["b"], 1000, 1000, DENSE, "ring")))
+    assert choices.ratios == pytest.approx([1300 / 4000] * 6 + [1150 / 4000] * 2)
+    found = {(plan.compressor, plan.collective): (plan.share, plan.ratio_reached) for plan in choices.plans()}
+    assert found[TOPK, "allgather"] == pytest.approx((18 / 32, 0.1))
+    assert found[LESS, "allgather"] == pytest.approx((6 / 32, 0.05))
+    assert found[DENSE, "ring"] == pytest.approx((8 / 32, 1.0))
+    assert choices.plans()[0].to_json() == {
+        "compressor": "topk",
+        "compressor_config": TOPK.get_config(),
+        "ratio": 0.1,
+        "collective": "allgather",
+        "share": pytest.approx(18 / 32),
+    }
+    assert [plan.compressor for plan in choices.plans(6)] == [LESS, DENSE]
+
+
+def test_the_leading_plan_is_of_the_kind_that_carried_most():
+    choices = Choices()
+    for step in range(10):
+        own = DENSE if step < 4 else mpicomp.TopK(ratio=0.1 / step)  # 4 dense, and no ratio twice but one
+        choices.add(record(bucket(["a"], 100, 10, own if step != 9 else mpicomp.TopK(ratio=0.1 / 8))))
+    assert choices.plans()[0].compressor == DENSE
+    assert leading(choices.plans()).compressor == mpicomp.TopK(ratio=0.1 / 8)
+
+
+def test_layers_are_means_over_ranks_and_steps():
+    told = []
+    for rank in range(2):
+        choices = Choices()
+        for step in range(4):
+            gains = np.array([0.2 + 0.2 * rank, 0.5]) if step == 2 else None
+            choices.add(record(bucket(["a", "b"], 20, 2 if step % 2 else 4 + 2 * rank, TOPK, gains=gains)))
+        told.append(choices.sums())
+    first, second = choices.layers(np.array(told))
+    # Kept of the 10 elements: 1 in odd steps, in even ones 2 on one rank and 3 on the other.
+    assert (first.name, first.numel, first.ratio) == ("a", 10, pytest.approx((1 + 1 + 2 + 3) / 4 / 10))
+    assert (first.gain, second.gain) == pytest.approx((0.3, 0.5))
+    told = Choices()
+    told.add(record(bucket(["a"], 10, 1, TOPK)))
+    assert told.layers(told.sums()[None])[0].gain is None
+
+
+def test_a_table_of_many_shows_what_counts():
+    choices = Choices()
+    for step in range(12):
+        names = [f"layer{number}" for number in range(40)]
+        choices.add(record(bucket(names, 4000, 400, mpicomp.TopK(ratio=0.1 / (1 + step)))))
+    lines = chosen_table(choices.plans(), choices.layers(choices.sums()[None])).splitlines()
+    assert sum("TopK" in line for line in lines) == 8
+    assert "  and 4 more, 33.3 % together" in lines
+    assert sum("  layer" in line for line in lines) == 24
+    assert lines[-1] == "  and 16 smaller ones"
+
+
+def test_what_a_reducer_has_run():
+    reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.1, layers={"b": 1.0}), comm=LocalWorld(1).transports[0])
+    choices = Choices()
+    for seed in range(2):
+        random = np.random.default_rng(seed)
+        reducer.reduce({"a": random.normal(size=100), "b": random.normal(size=10)})
+        choices.add(reducer.last_step)
+    (plan,) = choices.plans()
+    assert plan.compressor == reducer.compressor
+    assert plan.ratio_reached == pytest.approx(20 / 110)
+    assert "  TopK(ratio=0.1) by layer  " in chosen_table([plan], [])
+    assert [(own.name, own.ratio) for own in choices.layers(choices.sums()[None])] == [("a", 0.1), ("b", 1.0)]

@@ -1,0 +1,54 @@
+"""Gradients to measure with, and residuals in their steady state."""
+
+import numpy as np
+import pytest
+from mpicomp.bench.measure import gradients
+from mpicomp.bench.measure.feedback import make_bucket
+
+from mpicomp.compressors import TopK, get_compressor
+from mpicomp.compressors.base import SharedSparsifier
+
+NUMEL = 20_000
+
+
+@pytest.mark.parametrize("name", ["topk", "sidco", "dgc", "mstopk", "randomk", "blockrandomk"])
+def test_a_settled_residual_stays_as_large_as_it_is(name):
+    """Twice as many steps later its energy is the same. These are those that reach the ratio asked for."""
+    entry = get_compressor({"id": name, "ratio": 0.01})
+    energies = []
+    settled = gradients.Settled(entry, gradients.Gradients(NUMEL))
+    bucket = make_bucket(NUMEL, entry, True)
+    for _ in range(2):
+        settled.give(bucket)
+        energies += [float(np.square(residual).sum()) for _, residual in bucket.residuals()]
+        for _ in range(200):
+            settled.advance()
+    if isinstance(entry, SharedSparsifier):  # elements wait as long as chance has it; 2 is the variance of a gradient
+        assert energies[0] / NUMEL == pytest.approx(2 / 0.01 * (1 - np.exp(-gradients._TURNOVERS)), rel=0.1)
+    else:
+        assert energies[1] == pytest.approx(energies[0], rel=0.1)
+
+
+def test_a_long_residual_repeats_the_short_one():
+    short = gradients.Gradients(1000)
+    settled = gradients.Settled(TopK(ratio=0.1), short)
+    bucket = make_bucket(2500, TopK(), True)
+    settled.give(bucket)
+    ((_, residual),) = bucket.residuals()
+    first = residual[:1000].copy()
+    assert np.count_nonzero(first) > 800
+    np.testing.assert_array_equal(residual[1000:2000], first)
+    np.testing.assert_array_equal(residual[2000:], first[:500])
+    settled.give(bucket, shift=10)
+    np.testing.assert_array_equal(residual[10:1010], first)
+
+
+def test_gradients_are_fresh_and_laplace():
+    laplace = gradients.Gradients(100_000)
+    first, second = laplace.fresh(), laplace.fresh()
+    assert first.shape == second.shape == (100_000,)
+    assert first.flags.c_contiguous
+    assert not np.array_equal(first, second)
+    assert np.abs(first).mean() == pytest.approx(1, rel=0.02)
+    assert np.square(first).mean() == pytest.approx(2, rel=0.03)
+    assert first.mean() == pytest.approx(0, abs=0.03)

@@ -1,0 +1,50 @@
+"""Intervals of the median, against the binomial distribution."""
+
+import numpy as np
+import pytest
+from mpicomp.bench.measure.intervals import is_narrow, median_interval, ratio_interval
+from scipy.stats import binom
+
+
+@pytest.mark.parametrize("number", [*range(6, 40), 100, 999, 2000])
+def test_the_interval_is_the_narrowest_of_95_per_cent(number):
+    samples = np.random.default_rng(number).permutation(number).astype(float)
+    low, high = median_interval(samples)
+    below = int(low)  # samples that are smaller
+    assert high == number - 1 - below
+    assert 2 * binom.cdf(below, number, 0.5) <= 0.05 < 2 * binom.cdf(below + 1, number, 0.5)
+
+
+def test_it_holds_the_median_as_often_as_it_says():
+    random = np.random.default_rng(0)
+    intervals = [median_interval(random.exponential(size=31)) for _ in range(2000)]
+    held = np.mean([low <= np.log(2) <= high for low, high in intervals])
+    assert 0.94 < held < 0.985
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_few_samples_have_none(number):
+    assert median_interval([1.0] * number) is None
+    assert not is_narrow([1.0] * number)
+
+
+def test_both_ends_have_to_be_near():
+    assert is_narrow([1.0] * 20 + [1.04] * 11)
+    assert not is_narrow([0.9] * 14 + [1.0] * 17)
+    assert not is_narrow([1.0] * 17 + [1.1] * 14)
+
+
+def test_the_interval_of_a_ratio_holds_it_and_gains_by_pairs():
+    random = np.random.default_rng(0)
+    held, widths, widths_unpaired = [], [], []
+    for _ in range(100):
+        both = random.lognormal(sigma=0.2, size=31)  # what the machine does to both of a pair
+        mine, others = 1.2 * both * random.lognormal(sigma=0.1, size=31), both * random.lognormal(sigma=0.1, size=31)
+        low, high = ratio_interval(mine, others)
+        assert low <= np.median(mine) / np.median(others) <= high
+        held.append(low <= 1.2 <= high)
+        widths.append(high - low)
+        low, high = ratio_interval(mine, random.permutation(others))
+        widths_unpaired.append(high - low)
+    assert np.mean(held) >= 0.93
+    assert np.mean(widths) < 0.8 * np.mean(widths_unpaired)

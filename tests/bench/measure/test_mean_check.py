@@ -1,0 +1,101 @@
+"""Whether the check of a mean sees what is wrong, and nothing else."""
+
+import numpy as np
+import pytest
+from mpicomp.bench.measure.mean_check import BLOCKS, judge, norm, signed_sums, statement
+from worlds import Ranks
+
+from mpicomp import Dense, TopK
+
+NUMEL = 30_011
+
+
+def exchange(compressor, collective, ranks=3, steps=5):
+    """Give what each rank puts in, keeps before and after, and gets in the last of some steps."""
+    random = np.random.default_rng(1)
+    world = Ranks(ranks, compressor, collective)
+    for _ in range(steps):
+        before = [reducer.residual("g") for reducer in world.reducers] if world.reducers[0].last_step else None
+        gradients = [random.laplace(size=NUMEL).astype(np.float32) for _ in range(ranks)]
+        means = world.reduce([{"g": gradient} for gradient in gradients])
+    after = world.residuals("g")
+    if not world.reducers[0].feedback:
+        before = after = [None] * ranks
+    return [list(own) for own in zip(gradients, before, after, (mean["g"].copy() for mean in means), strict=True)]
+
+
+def check(sides):
+    return judge(np.array([statement(*own) for own in sides]), lossless=True)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "collective"),
+    [
+        (Dense(), "allreduce"),
+        (Dense(), "scatter-reduce"),
+        (Dense(wire="bf16"), "scatter-reduce"),
+        (TopK(ratio=0.01), "allgather"),
+        (TopK(ratio=0.01, wire="fp16"), "allgather"),
+        (TopK(ratio=0.01), "star-topk"),
+    ],
+    ids=str,
+)
+class TestExchanges:
+    def test_what_is_right_is_right(self, compressor, collective):
+        found = check(exchange(compressor, collective))
+        assert found.correct
+        assert 0 < found.error < 1e-6
+
+    def test_one_lost_element_is_seen(self, compressor, collective):
+        sides = exchange(compressor, collective)
+        place = int(np.abs(sides[0][3]).argmax())
+        for own in sides:
+            own[3][place] = 0
+        found = check(sides)
+        assert found.identical
+        assert not found.correct
+        assert found.error > 10 * found.tolerance
+
+    def test_a_rank_with_other_bits_is_seen(self, compressor, collective):
+        sides = exchange(compressor, collective)
+        sides[2][3][7] = np.nextafter(sides[2][3][7], np.float32(9))
+        found = check(sides)
+        assert not found.identical
+        assert not found.correct
+
+
+def test_a_residual_that_forgets_is_seen():
+    sides = exchange(TopK(ratio=0.01), "allgather")
+    sides[1][2][:100] = 0
+    assert not check(sides).correct
+
+
+def test_elements_that_change_places_are_seen():
+    sides = exchange(Dense(), "allreduce")
+    for own in sides:
+        own[3][3:23] = own[3][3:23][::-1].copy()
+    assert not check(sides).correct
+
+
+def test_what_is_lost_on_purpose_is_no_mistake():
+    sides = exchange(TopK(ratio=0.01), "allgather")
+    lossy = np.array([statement(own[0], None, None, own[3]) for own in sides])
+    assert not judge(lossy, lossless=True).correct
+    found = judge(lossy, lossless=False)
+    assert found.correct
+    assert found.error > 0.01
+
+
+@pytest.mark.parametrize("size", [1, 5, BLOCKS - 1, BLOCKS, 70_000])
+def test_every_element_counts_once(size):
+    for place in {0, size // 2, size - 1}:
+        array = np.zeros(size, np.float32)
+        array[place] = 2
+        sums = signed_sums(array)
+        assert np.count_nonzero(sums) == 1
+        assert np.abs(sums).sum() == norm(array) == 2
+
+
+def test_nothing_at_all():
+    zeros = np.zeros(10, np.float32)
+    assert judge(np.array([statement(zeros, None, None, zeros)] * 2), lossless=True).correct

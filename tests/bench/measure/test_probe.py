@@ -1,0 +1,65 @@
+"""What the best dense exchange is found to take, by a clock that the test moves."""
+
+import pytest
+from mpicomp.bench.measure import probe
+
+from mpicomp.transport import LocalWorld
+
+
+class Clock:
+    """A clock that moves by what each exchange takes; calls of a collective are counted."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.now, self.calls, self.seconds = 0.0, [], seconds
+        monkeypatch.setattr(probe.time, "perf_counter", lambda: self.now)
+        original = probe.Reducer
+        clock = self
+
+        class Timed(original):
+            def __init__(self, compressor, collective, **more):
+                super().__init__(compressor, "allreduce", **more)
+                self.name = collective
+
+            def reduce(self, gradients, lr=None):
+                times = clock.seconds[self.name]
+                clock.now += times[min(clock.calls.count(self.name), len(times) - 1)]
+                clock.calls.append(self.name)
+                return super().reduce(gradients, lr)
+
+        monkeypatch.setattr(probe, "Reducer", Timed)
+        monkeypatch.setattr(probe, "fitting", lambda compressor: list(seconds))
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Return a function that gives the best of collectives that take seconds, and how often each was called."""
+
+    def start(**seconds):
+        clock = Clock(monkeypatch, seconds)
+        found = probe.probe_dense(100, LocalWorld(1).transports[0])
+        return found, {name: clock.calls.count(name) for name in seconds}
+
+    return start
+
+
+def test_the_fastest_is_given(measured):
+    found, calls = measured(one=[9.0, 0.2], two=[0.1], three=[0.25])
+    assert (found.collective, found.seconds, found.repeats) == ("two", pytest.approx(0.1), 5)
+    assert calls == {"one": 6, "two": 8, "three": 8}
+
+
+def test_a_first_call_that_compiles_does_not_count(measured):
+    found, _ = measured(one=[0.2], two=[2.0, 0.1])
+    assert (found.collective, found.seconds) == ("two", pytest.approx(0.1))
+
+
+def test_what_is_three_times_slower_is_dropped_when_it_is_warm(measured):
+    found, calls = measured(one=[0.1], two=[0.5], three=[0.29])
+    assert found.collective == "one"
+    assert calls == {"one": 8, "two": 2, "three": 8}
+
+
+def test_a_slow_network_is_measured_fewer_times(measured):
+    found, calls = measured(one=[4.0])
+    assert (found.seconds, found.repeats) == (4.0, 2)
+    assert calls == {"one": 3}

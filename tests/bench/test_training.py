@@ -1,0 +1,286 @@
+"""What rows of ``mpicomp bench training`` come to, from times that a test says; and the same of real training."""
+
+import json
+
+import numpy as np
+import pytest
+from mpicomp.bench.training import (
+    BACKWARD,
+    FIELDS,
+    FORWARD,
+    SECONDS,
+    WIRE,
+    Exchange,
+    Settings,
+    Trained,
+    rows_of,
+    slowest,
+    train_in_turn,
+)
+
+from mpicomp import Dense, TopK
+from mpicomp.transport import LocalWorld
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+
+class Scripted:
+    """A trainer whose blocks take what the test says."""
+
+    order: list = []  # noqa: RUF012
+    overlaps = False
+
+    def __init__(self, name, seconds):
+        self.exchange = Exchange(name)
+        self.seconds = iter(seconds)
+        self.done = 0
+
+    def block(self, steps):
+        self.order.append((self.exchange.name, steps))
+        told = np.zeros((steps, FIELDS))
+        told[:, SECONDS] = next(self.seconds)
+        told[:, WIRE] = 100
+        self.done += steps
+        return told
+
+    def ran(self):
+        return "dense ring"
+
+    def digest(self):
+        return b"12345678"
+
+    def evaluate(self):
+        return float(self.done)
+
+
+def silent(*_):
+    pass
+
+
+def taken(name, blocks, forward=0.0, backward=0.0, compressor=None, quality=None):
+    """Give what a training took, from the seconds of each step of each block."""
+    steps = np.zeros((*np.shape(blocks), FIELDS))
+    steps[:, :, SECONDS], steps[:, :, FORWARD], steps[:, :, BACKWARD] = blocks, forward, backward
+    return Trained(Exchange(name, compressor), steps, None, None, name == "dense", quality is not None, quality)
+
+
+def test_exchanges_take_turns_and_another_one_is_first_each_round():
+    Scripted.order = []
+    trainers = [Scripted("none", [9, 1, 2, 3]), Scripted("ddp", [9, 4, 5, 6]), Scripted("topk", [9, 7, 8, 9])]
+    found = train_in_turn(trainers, Settings(2, 3, 5), LocalWorld(1).transports[0], silent)
+    names = [name for name, _ in Scripted.order]
+    assert names[:3] == ["none", "ddp", "topk"]
+    assert names[3:] == ["none", "ddp", "topk", "ddp", "topk", "none", "topk", "none", "ddp"]
+    assert [steps for _, steps in Scripted.order] == [5] * 3 + [2] * 9
+    assert [own.exchange.name for own in found] == ["none", "ddp", "topk"]
+    assert found[1].steps[:, :, SECONDS].tolist() == [[4, 4], [5, 5], [6, 6]]  # what warmed up is not among them
+    assert [own.quality for own in found] == [11.0] * 3
+    assert all(own.equal and own.link_bytes is None for own in found)
+
+
+def test_the_slowest_rank_of_a_block_tells_its_steps():
+    block = np.zeros((2, 3, FIELDS))
+    block[0, :, SECONDS], block[1, :, SECONDS] = (1, 5, 1), (3, 2, 3)  # rank 0 has the longest step, rank 1 the block
+    block[0, :, BACKWARD], block[1, :, BACKWARD] = 0.1, 0.2
+    block[0, :, WIRE], block[1, :, WIRE] = 10, 30
+    steps = slowest(block)
+    assert steps[:, SECONDS].tolist() == [3, 2, 3]
+    assert steps[:, BACKWARD].tolist() == [0.2] * 3
+    assert steps[:, WIRE].tolist() == [20] * 3
+
+
+def test_figures_are_those_computed_by_hand():
+    blocks = [[1.0, 1.0, 4.0]] * 6
+    trained = [
+        taken("none", blocks, 0.25, 0.5),
+        taken("dense", np.multiply(blocks, 2), 0.25, 1.5, Dense(), 0.9),
+        taken("dense-inline", np.multiply(blocks, 2.25), 0.25, 0.5, Dense(), 0.9),
+        taken("topk", np.multiply(blocks, 1.25), 0.25, 0.5, TopK(ratio=0.1), 0.8),
+        taken("topk-inline", np.multiply(blocks, 1.375), 0.25, 0.5, TopK(ratio=0.1), 0.8),
+    ]
+    rows = {row["exchange"]: row for row in rows_of(trained, 64, {"task": "digits"})}
+    none, dense, topk = rows["none"], rows["dense"], rows["topk"]
+    assert none["task"] == "digits"
+    assert (none["median_s"], none["low_s"], none["high_s"], none["mean_s"], none["p95_s"]) == (1, 1, 1, 2, 4)
+    assert (none["steps"], none["blocks"], none["steps_per_s"], none["samples_per_s"]) == (18, 6, 1, 64)
+    assert (none["of_none"], none["of_none_low"], none["of_none_high"]) == (1, 1, 1)
+    assert (dense["of_none"], dense["of_none_low"], dense["of_none_high"]) == (0.5, 0.5, 0.5)
+    assert (dense["samples_per_s"], dense["forward_s"], dense["backward_s"], dense["after_s"]) == (32, 0.25, 1.5, 0.25)
+    # In line the exchange takes 1.25 s, of which 0.5 could have hidden behind backward; 0.25 did.
+    assert (dense["exchange_s"], dense["none_backward_s"], dense["hidden_s"]) == (1.25, 0.5, 0.25)
+    assert (dense["hidden"], dense["hidden_low"], dense["hidden_high"]) == (0.5, 0.5, 0.5)
+    # Here the exchange is the shorter one: 0.375 s, of which a third is hidden.
+    assert (topk["exchange_s"], topk["hidden_s"]) == (0.375, 0.125)
+    assert topk["hidden"] == pytest.approx(1 / 3)
+    assert (topk["compressor"], topk["ratio"], topk["collective"]) == ("topk", 0.1, "auto")
+    assert rows["topk-inline"]["of_none"] == pytest.approx(1 / 1.375)
+    assert rows["topk-inline"]["hidden_s"] is None
+    assert [row["overlap"] for row in rows.values()] == [own == "dense" for own in rows]
+    assert [row["collective"] for row in rows.values()] == [None, "auto", "auto", "auto", "auto"]
+
+
+def test_intervals_are_over_rounds():
+    trained = [taken("none", [[1.0]] * 6), taken("ddp", [[2.0]] * 3 + [[4.0]] * 3)]
+    row = rows_of(trained, 1, {})[1]
+    assert row["of_none"] == pytest.approx(1 / 3)
+    assert (row["of_none_low"], row["of_none_high"]) == (0.25, 0.5)
+    # What fell on both of a round alike falls out.
+    rounds = np.array([[1.0], [5.0], [2.0], [7.0], [3.0], [4.0]])
+    row = rows_of([taken("none", rounds), taken("ddp", 2 * rounds)], 1, {})[1]
+    assert (row["of_none_low"], row["of_none_high"]) == (0.5, 0.5)
+    row = rows_of([taken("none", [[1.0]] * 5), taken("ddp", [[2.0]] * 5)], 1, {})[1]
+    assert (row["of_none"], row["of_none_low"], row["low_s"]) == (0.5, None, None)
+
+
+def test_what_cannot_be_told_is_null():
+    trained = [taken("ddp", [[2.0]] * 6), taken("dense", [[2.0]] * 6), taken("dense-inline", [[2.0]] * 6)]
+    rows = rows_of(trained, 1, {})
+    assert all(row["of_none"] is None and row["hidden"] is None for row in rows)
+    # An exchange in line that takes no time can hide nothing.
+    row = rows_of([taken("none", [[2.0]] * 6, 0, 1.0), *trained], 1, {})[2]
+    assert (row["hidden"], row["hidden_low"], row["hidden_s"], row["exchange_s"]) == (None, None, 0, 0)
+
+
+def exchanges():
+    return [
+        Exchange("none"),
+        Exchange("dense", Dense()),
+        Exchange("topk:allgather", TopK(ratio=0.05), "allgather"),
+        Exchange("ddp"),
+        Exchange("ddp-fp16"),
+        Exchange("ddp-powersgd"),
+        Exchange("dense-inline", Dense()),
+    ]
+
+
+def train_digits(transport):
+    from mpicomp.bench.tasks import get_task
+    from mpicomp.bench.trainers import train_all
+
+    task = get_task("digits", 1)
+    trained, numel, threads = train_all(exchanges(), task, Settings(2, 2, 3), 1, transport, silent)
+    assert threads == torch.get_num_threads()
+    return {own.exchange.name: own for own in trained}, numel
+
+
+@pytest.mark.timeout(120)
+def test_one_rank_trains_the_same_with_and_without_an_exchange():
+    threads = torch.get_num_threads()
+    trained, numel = train_digits(LocalWorld(1).transports[0])
+    torch.set_num_threads(threads)
+    assert numel > 30_000
+    assert all(own.equal and own.steps.shape == (2, 2, FIELDS) for own in trained.values())
+    assert all((own.steps[:, :, SECONDS] > 0).all() for own in trained.values())
+    assert {own.steps[:, :, WIRE].sum() for own in trained.values()} == {0}
+    assert trained["ddp"].quality == trained["dense"].quality == trained["none"].quality
+    assert trained["topk:allgather"].ran == "topk allgather"
+    assert trained["ddp"].ran is None
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(120)
+def test_ranks_train_with_each_exchange(comm):
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport(comm)
+    trained, numel = train_digits(transport)
+    transport.close()
+    assert trained["none"].equal == (comm.size == 1)
+    assert not any(own.is_wrong for own in trained.values())
+    for name, own in trained.items():
+        assert (own.quality is not None) == (comm.rank == 0 and (name != "none" or comm.size == 1))
+        wire = own.steps[:, :, WIRE]
+        ring = 2 * (comm.size - 1) / comm.size * 4 * numel
+        expected = {"none": 0, "ddp": ring, "ddp-fp16": ring / 2}
+        if name in expected:
+            assert wire.mean() == pytest.approx(expected[name])
+        elif name == "ddp-powersgd":
+            assert wire.mean() <= ring / 5
+        else:
+            assert (wire.mean() > 0) == (comm.size > 1)
+    gathered = comm.allgather([own.steps.tolist() for own in trained.values()])
+    assert all(other == gathered[0] for other in gathered)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(120)
+def test_recorded_plans_are_run_in_the_steps_that_count(comm, tmp_path):
+    from mpicomp.bench.measure.metrics import MetricsWriter
+    from mpicomp.bench.measure.progress import Progress
+    from mpicomp.bench.tasks import get_task
+    from mpicomp.bench.train import Settings as Training
+    from mpicomp.bench.train import train
+    from mpicomp.bench.trainers import train_all
+
+    from mpicomp.policies import get_policy
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport(comm)
+    task = get_task("digits", 1)
+    path = comm.bcast(str(tmp_path / "trace.jsonl"))
+    policy = get_policy({"id": "schedule", "begin": 0.25, "end": 0.01, "steps": 6})
+    with MetricsWriter(path if comm.rank == 0 else None) as metrics:
+        train(task, Training(TopK(), "allgather", policy, 6, 1, probes=False), transport, Progress(False), metrics)
+    comm.barrier()
+    with open(path) as file:
+        recorded = [sum(bucket["wire_bytes"] for bucket in json.loads(line)["buckets"]) for line in file]
+    exchange = Exchange(f"replay:{path}", trace=path)
+    [own], _, _ = train_all(
+        [
+            exchange,
+        ],
+        task,
+        Settings(2, 3, 2),
+        1,
+        transport,
+        silent,
+    )
+    transport.close()
+    assert not own.overlaps
+    assert own.equal
+    assert own.steps[:, :, WIRE].reshape(-1).tolist() == recorded
+    assert len(set(recorded)) == (1 if comm.size == 1 else 6)
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(120)
+def test_ddp_among_mpi_ranks_averages_as_mpicomp_does(comm):
+    from mpicomp.bench.gloo import process_group
+    from mpicomp.bench.tasks import get_task
+    from mpicomp.bench.trainers import Ours, PyTorchs
+
+    from mpicomp.transport.mpi import MPITransport
+
+    torch.set_num_threads(1)
+    transport, task = MPITransport(comm), get_task("digits", 1)
+    with process_group(transport):
+        ours = Ours(Exchange("dense", Dense(), "allreduce"), task, transport, 1)
+        theirs = PyTorchs(Exchange("ddp"), task, transport)
+        ours.block(3)
+        theirs.block(3)
+        for left, right in zip(ours._parameters, theirs._parameters, strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4)
+        ours.close()
+        del theirs
+    transport.close()
+
+
+@pytest.mark.parametrize("interface", ["lo", "nonexistent0"])
+def test_an_interface_of_ones_own(interface, monkeypatch):
+    from mpicomp.bench.gloo import INTERFACE, process_group
+
+    from mpicomp.errors import ConfigurationError
+
+    monkeypatch.setenv(INTERFACE, interface)
+    if interface == "lo":
+        with process_group(LocalWorld(1).transports[0]):
+            assert torch.distributed.get_world_size() == 1
+        return
+    with (
+        pytest.raises(ConfigurationError, match="set GLOO_SOCKET_IFNAME to the interface"),
+        process_group(LocalWorld(1).transports[0]),
+    ):
+        pass

@@ -1,0 +1,208 @@
+"""The rows of the study of estimators, on little data."""
+
+import json
+from itertools import pairwise
+
+import estimators
+import numpy as np
+import pytest
+from study_words import call
+
+from mpicomp.compressors import get_compressor
+
+WORDS = ["--numel", "3000", "--ratio", "0.1", "--steps", "2"]
+DATA = ("laplace", "gamma", "normal", "student")
+FIELDS = {"name", "data", "numel", "ratio", "feedback", "steps", "mean", "min", "max", "config"}
+
+
+def measured(array, ratios=(0.1, 0.01), feedback=True):
+    """Measure on an array of steps; all but those in which estimators adapt are counted."""
+    data = estimators.Data(iter(array), feedback)
+    return estimators.measure("mine", data, ratios, len(array) - estimators.WARM)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    found = []
+    for seed, name in enumerate(DATA):
+        found += estimators.measure(name, estimators.drawn(name, 4000, seed), (0.1, 0.01), 3)
+    return found
+
+
+def test_every_estimator_has_a_row_for_every_ratio_and_data(rows):
+    names = set(estimators.estimators(0.1))
+    assert {"topk"} <= names
+    assert {(row["name"], row["data"], row["ratio"]) for row in rows} == {
+        (name, data, ratio) for name in names for data in DATA for ratio in (0.1, 0.01)
+    }
+    assert len(rows) == len(names) * len(DATA) * 2
+    for row in rows:
+        assert set(row) == FIELDS
+        assert (row["numel"], row["steps"], row["feedback"]) == (4000, 3, False)
+        assert 0 <= row["min"] <= row["mean"] <= row["max"]
+        compressor = get_compressor(row["config"])
+        assert row["name"].partition(".")[0] == compressor.id
+        assert compressor.ratio == row["ratio"]
+
+
+def test_variants_are_estimators_of_their_own():
+    found = estimators.estimators(0.01)
+    for name, (parameter, values) in estimators._VARIANTS.items():
+        variants = {label: entry for label, entry in found.items() if entry.id == name}
+        if variants:
+            assert {label: getattr(entry, parameter) for label, entry in variants.items()} == {
+                f"{name}.{value}": value for value in values
+            }
+
+
+@pytest.mark.parametrize("numel", [4000, 4049])
+def test_topk_reaches_what_it_is_asked_for(numel):
+    gradients = np.random.default_rng(0).standard_normal((estimators.WARM + 3, numel))
+    rows = estimators.measure("normal", estimators.drawn("normal", numel, 0), (0.1, 0.01), 3)
+    for row in [*rows, *measured(gradients)]:
+        if row["name"] == "topk":
+            assert row["mean"] == row["min"] == row["max"] == 1
+
+
+def test_real_gradients_come_with_feedback(monkeypatch):
+    """What is kept back of the first step alone is selected in the second."""
+    gradients = np.zeros((estimators.WARM + 1, 100))
+    gradients[0] = np.arange(1, 101)
+    kept = []
+    before = estimators.Selecting.step
+
+    def step(self, bucket, gradient, message):
+        count = before(self, bucket, gradient, message)
+        ((_, residual),) = bucket.residuals()
+        kept.append(np.count_nonzero(residual))
+        return count
+
+    monkeypatch.setattr(estimators.Selecting, "step", step)
+    monkeypatch.setattr(estimators, "list_compressors", lambda: ["topk"])
+    (row,) = measured(gradients, ratios=(0.02,))
+    assert row["feedback"]
+    assert kept[:3] == [98, 96, 94]
+    assert all(first - second == 2 for first, second in pairwise(kept))
+
+
+def test_real_gradients_come_as_they_are_where_that_is_wanted():
+    gradients = np.random.default_rng(0).standard_normal((estimators.WARM + 1, 100))
+    rows = measured(gradients, feedback=False)
+    assert not any(row["feedback"] for row in rows)
+
+
+def test_distributions_are_what_they_are_called():
+    drawn = {name: np.abs(next(estimators.drawn(name, 200_000, 0).gradients).astype(np.float64)) for name in DATA}
+    # Mean magnitude over root mean square: 1/sqrt(2), shape over sqrt(shape (shape + 1)), sqrt(2/pi), 2/pi for t(3).
+    expected = {
+        "laplace": 2**-0.5,
+        "gamma": 0.6 / (0.6 * 1.6) ** 0.5,
+        "normal": (2 / np.pi) ** 0.5,
+        "student": 2 / np.pi,
+    }
+    for name, magnitudes in drawn.items():
+        assert magnitudes.mean() / np.sqrt(np.square(magnitudes).mean()) == pytest.approx(expected[name], rel=0.06)
+    gamma = next(estimators.drawn("gamma", 200_000, 0).gradients)
+    assert (gamma > 0).mean() == pytest.approx(0.5, abs=0.01)
+
+
+def test_gradients_of_a_task_are_those_of_its_training():
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    from mpicomp.bench.tasks import get_task
+    from mpicomp.bench.tasks.gradients import gradients_of
+
+    task = get_task("digits", 0)
+    model = task.model()
+    optimizer = task.optimizer(model)
+    recorded = gradients_of(task)
+    for step in range(3):
+        optimizer.zero_grad()
+        task.loss(model, task.batch(step, 0, 1)).backward()
+        own = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        np.testing.assert_array_equal(next(recorded), own.numpy())
+        optimizer.step()
+
+
+@pytest.mark.parametrize("task", ["digits", "text-lstm"])
+@pytest.mark.timeout(300)
+def test_sidco_stays_near_its_ratio_on_real_gradients(task, monkeypatch):
+    """With error feedback, over 50 steps of a training after 25 in which it adapts."""
+    chosen = {
+        name: estimators.estimators(1.0)[name] for name in estimators.estimators(1.0) if name.startswith("sidco.")
+    }
+    assert len(chosen) == 3
+    monkeypatch.setattr(
+        estimators,
+        "estimators",
+        lambda ratio: {name: get_compressor(own.get_config() | {"ratio": ratio}) for name, own in chosen.items()},
+    )
+    rows = estimators.measure(task, estimators.trained(task, True), (0.1, 0.01, 0.001), 50)
+    assert len(rows) == 9
+    for row in rows:
+        assert 0.8 <= row["mean"] <= 1.25, row
+
+
+# The script
+
+
+def table(text):
+    """Give the lines of a plain table below its header, cut into words."""
+    lines = [line.split() for line in text.splitlines()]
+    header = next(index for index, words in enumerate(lines) if words[:1] == ["name"])
+    return lines[header], lines[header + 1 :]
+
+
+def test_estimators_print_a_table_and_write_the_same_rows(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    assert call(estimators, [*WORDS, "--data", "normal,laplace", "--json", str(path)]) == 0
+    written = json.loads(path.read_text())
+    assert set(written) == {"schema", "environment", "rows"}
+    header, lines = table(capsys.readouterr().out)
+    assert header == ["name", "data", "ratio", "mean", "min", "max"]
+    assert [line[:2] for line in lines] == [[row["name"], row["data"]] for row in written["rows"]]
+    assert list(dict.fromkeys(row["data"] for row in written["rows"])) == ["normal", "laplace"]
+
+
+def test_estimators_take_gradients_of_ones_own(tmp_path, capsys):
+    path = tmp_path / "mine.npz"
+    np.savez(path, mine=np.random.default_rng(0).standard_normal((27, 500)))
+    assert call(estimators, [*WORDS, "--gradients", str(path)]) == 0
+    _, lines = table(capsys.readouterr().out)
+    assert {line[1] for line in lines} == {"mine"}
+    assert ["topk", "mine", "0.1", "1.000", "1.000", "1.000"] in lines
+
+
+@pytest.mark.parametrize(
+    ("arrays", "text"),
+    [
+        ({}, "holds nothing"),
+        ({"g": np.zeros(5)}, "'g' in "),
+        ({"g": np.zeros((30, 5), int)}, "'g' in "),
+        ({"g": np.zeros((26, 5))}, "has 26 steps, at least 27 are needed"),
+        ({"g": np.full((27, 5), np.nan)}, "holds NaN or infinity"),
+    ],
+)
+def test_gradients_that_are_none(arrays, text, tmp_path, capsys):
+    np.savez(tmp_path / "bad.npz", **arrays)
+    assert call(estimators, [*WORDS, "--gradients", str(tmp_path / "bad.npz")]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--steps", "0"], "estimators: --steps must be at least 1, got 0"),
+        (["--ratio", "2"], "estimators: ratio is the kept fraction and must be in (0, 1], got 2.0"),
+        (["--data", "norml"], "unknown name 'norml'; did you mean 'normal'?"),
+        (["--gradients", "/nonexistent.npz"], "estimators: cannot read '/nonexistent.npz'"),
+        (["--json", "/nonexistent/out.json"], "estimators: '/nonexistent/out.json' cannot be"),
+    ],
+)
+def test_bad_words_are_told_before_anything_is_measured(words, text, capsys):
+    assert call(estimators, [*WORDS, *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("mpicomp: ")
+    assert text in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""

@@ -1,0 +1,44 @@
+"""The studies as scripts, from whatever folder."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STUDIES = Path(__file__).resolve().parents[2] / "studies"
+
+
+@pytest.mark.parametrize("name", ["policies", "learned", "regret", "change", "estimators"])
+def test_the_help_of_each(name, tmp_path, clean_environ):
+    command = [sys.executable, STUDIES / f"{name}.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=clean_environ, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: studies/{name}.py")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_steps_of_auto_among_ranks(mpiexec, tmp_path, ranks):
+    path = tmp_path / "steps.json"
+    words = ["--seconds", "0.5", "--bandwidths", "1gbit,50mbit", "--numel", "1000", "--json", path]
+    done = mpiexec(ranks, STUDIES / "change.py", *words, timeout=60)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(path.read_text())
+    assert set(written) == {"schema", "steps"}
+    assert len(written["steps"]) > 0
+    assert all(" s  step" in line for line in done.stdout.splitlines())
+
+
+def test_of_several_ranks_one_runs_what_needs_no_ranks(mpiexec):
+    words = ["--numel", "1000", "--ratio", "0.1", "--steps", "1", "--data", "normal"]
+    done = mpiexec(2, STUDIES / "estimators.py", *words, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("normal: 26 steps") == 1
+
+
+def test_what_is_wrong_is_told_once(mpiexec):
+    done = mpiexec(2, STUDIES / "change.py", "--seconds", "0")
+    assert done.returncode == 2
+    assert done.stderr.count("mpicomp: change: --seconds must be a number above 0, got 0.0") == 1
+    assert "Traceback" not in done.stderr
