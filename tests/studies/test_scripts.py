@@ -21,7 +21,7 @@ def test_the_help_of_each(name, tmp_path, clean_environ):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_steps_of_auto_among_ranks(mpiexec, tmp_path, ranks):
     path = tmp_path / "steps.json"
-    words = ["--seconds", "0.5", "--bandwidths", "1gbit,50mbit", "--numel", "1000", "--json", path]
+    words = ["--seconds", "3", "--bandwidths", "1gbit,50mbit", "--numel", "1000", "--json", path]
     done = mpiexec(ranks, STUDIES / "change.py", *words, timeout=60)
     assert done.returncode == 0, done.stderr
     written = json.loads(path.read_text())
