@@ -13,6 +13,8 @@ from mpicomp.compressors.wire import Wire, compact
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.workspace import Workspace
 
+pytestmark = pytest.mark.quick
+
 NUMEL = 5000
 PLAIN = Wire()
 WIRES = [Wire(values, indices) for values in (None, "fp16", "bf16") for indices in ("plain", "elias-fano")]

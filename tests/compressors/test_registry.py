@@ -7,6 +7,8 @@ import mpicomp
 from mpicomp.compressors import compressor_class
 from mpicomp.errors import ConfigurationError, UnknownNameError
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("name", mpicomp.list_compressors())
 def test_configuration_round_trip(name):

@@ -11,6 +11,8 @@ from mpicomp.cost.formulas import slowest, terms
 from mpicomp.cost.network import Network, seen_by_some
 from mpicomp.rounds import layout_groups
 
+pytestmark = pytest.mark.quick
+
 LATENCY, PER_BYTE = 2e-4, 8e-9
 NOISE = 0.05
 

@@ -34,6 +34,7 @@ def gather(comm, array):
 
 @pytest.mark.parametrize(("compressor", "collective"), once(pairs(OWN)), ids=str)
 @pytest.mark.parametrize("bucket_bytes", [1000, pytest.param(1 << 20, marks=pytest.mark.slow)])
+@pytest.mark.quick
 def test_the_law_and_the_bits(comm, compressor, collective, bucket_bytes):
     reducer = mpicomp.Reducer(compressor, collective, feedback=True, comm=comm, bucket_bytes=bucket_bytes)
     here = Ranks(comm.size, compressor, collective, feedback=True, bucket_bytes=bucket_bytes)

@@ -6,6 +6,8 @@ from mpicomp.errors import MpicompError
 from mpicomp.rounds import Round
 from mpicomp.transport import LocalWorld
 
+pytestmark = pytest.mark.quick
+
 
 def ask(operation, value, counts=(1,), size=1):
     send = np.array([value], np.float64)
