@@ -70,6 +70,7 @@ class Hierarchical(Scheme[Compressor]):
         "none: two-level allreduce, as in MPI libraries; an owner for every slice, compressed between hosts only"
     )
     messages: ClassVar[str] = "any"
+    intact: ClassVar[bool] = True  # slices, by collectives for which it is
 
     def __init__(self, compressor: Compressor, inner: Scheme[Any]) -> None:
         super().__init__(compressor)
