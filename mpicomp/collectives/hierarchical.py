@@ -75,7 +75,7 @@ class Hierarchical(Scheme[Compressor]):
     def __init__(self, compressor: Compressor, inner: Scheme[Any]) -> None:
         super().__init__(compressor)
         self._inner = inner
-        self.leaves_out = inner.leaves_out
+        self.leaves_out, self.by_value = inner.leaves_out, inner.by_value
 
     @classmethod
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:

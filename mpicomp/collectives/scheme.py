@@ -104,6 +104,8 @@ class Scheme(ABC, Generic[CompressorType]):
 
     leaves_out: bool = False
     """Whether it delivers less than all that every rank's compressor has selected."""
+    by_value: bool = False
+    """Whether values decide how much travels, even of a compressor that selects a fixed number of elements."""
 
     def __init__(self, compressor: CompressorType) -> None:
         self.compressor = compressor
