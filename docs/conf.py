@@ -1,11 +1,14 @@
 """How the documentation is built: sphinx-build -W docs docs/_build"""
 
+import importlib
 import importlib.util
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
 from mpicomp import __version__
 from mpicomp.cli.list import compressor_table
+from mpicomp.registry import REGISTRIES
 
 project = "mpicomp"
 copyright = "the mpicomp contributors"
@@ -31,9 +34,22 @@ if importlib.util.find_spec("torch") is None:
     sys.modules["torch"] = torch
 
 
+# Where classes are public under a shorter name than that of their module.
+PACKAGES = {"compressor": "mpicomp", "collective": "mpicomp.collectives", "policy": "mpicomp.policies"}
+
+
+def registered(kind):
+    """Return an autoclass directive for every built-in class of a kind."""
+    registry, package = REGISTRIES[kind], importlib.import_module(PACKAGES[kind])
+    classes = [registry.cls(name) for name in registry.names() if registry.plugin(name) is None]
+    homes = [PACKAGES[kind] if hasattr(package, cls.__name__) else cls.__module__ for cls in classes]
+    return "\n\n".join(f".. autoclass:: {home}.{cls.__name__}" for home, cls in zip(homes, classes, strict=True))
+
+
 def fill(app, page, source):
-    """Put the table of compressors where a page wants it: the registry has it, so that it is never out of date."""
-    source[0] = source[0].replace("<!-- the table of compressors -->", compressor_table())
+    """Put in what the registry has where a page wants it, so that it is never out of date."""
+    text = source[0].replace("<!-- the table of compressors -->", compressor_table())
+    source[0] = re.sub(r"<!-- registered: (\w+) -->", lambda found: registered(found[1]), text)
 
 
 def setup(app):

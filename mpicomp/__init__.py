@@ -159,11 +159,20 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("abort", "torch"):
         return importlib.import_module(f"mpicomp.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'mpicomp' has no attribute '{name}'")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_HOMES[name]), name) if name in _HOMES else _registered(name)
     globals()[name] = value
     return value
+
+
+def _registered(name: str) -> Any:
+    """Return the built-in compressor's class of a name: a new one is in no list here."""
+    if name[:1].isupper():
+        from mpicomp.registry import COMPRESSORS
+
+        for cls in COMPRESSORS.classes():
+            if cls.__name__ == name and COMPRESSORS.plugin(cls.id) is None:
+                return cls
+    raise AttributeError(f"module 'mpicomp' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,7 @@
 
 They are found as entry points of the group ``mpicomp.plugins`` of installed packages, in the variable
 ``MPICOMP_PLUGINS``, and by ``--plugin`` of the command line, which adds to that variable, so that the processes of a
-job see it too. They are imported at the first look-up of a name, never by ``import mpicomp``.
+job see it too. They are imported when a name is looked up, never by ``import mpicomp``.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 import warnings
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from mpicomp.errors import ConfigurationError
@@ -21,6 +22,7 @@ VARIABLE = "MPICOMP_PLUGINS"
 
 _loaded: dict[str, str] = {}  # what was imported: a file's path, or a module's name without one; and what others see
 _entered = False  # whether entry points were read
+_read = ""  # the variable when all that it named was loaded
 
 
 def add(name: str) -> None:
@@ -31,9 +33,13 @@ def add(name: str) -> None:
     name : str
         A Python file or a module. Of a file the path is kept as an absolute one.
     """
-    name = str(Path(name).resolve()) if _is_file(name) else name
-    names = [*_wanted(), name]
-    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys(names))
+    name = os.path.realpath(name) if _is_file(name) else name
+    if os.pathsep in name:
+        raise ConfigurationError(
+            f"plugin: '{os.pathsep}' separates plugins in {VARIABLE} and cannot be in a path, got '{name}'; "
+            "move or rename it"
+        )
+    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*_wanted(), name]))
 
 
 def load_all() -> None:
@@ -46,7 +52,7 @@ def load_all() -> None:
     ConfigurationError
         Where a file or module that was named is missing or fails.
     """
-    global _entered
+    global _entered, _read
     if not _entered:
         _entered = True
         for point in importlib.metadata.entry_points(group=GROUP):
@@ -54,8 +60,11 @@ def load_all() -> None:
                 _load(point.module)
             except ConfigurationError as error:
                 warnings.warn(f"{error}; it is an entry point, '{point.name}', and left out", stacklevel=2)
-    for name in _wanted():
-        _load(name)
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted != _read:
+        for name in _wanted():
+            _load(name)
+        _read = wanted
 
 
 def loaded() -> list[str]:
@@ -73,15 +82,7 @@ def _is_file(name: str) -> bool:
 
 def _load(name: str) -> None:
     """Import a file or a module, unless its file was imported already, under whatever name."""
-    try:
-        if _is_file(name):
-            spec = importlib.util.spec_from_file_location(f"mpicomp_plugin_{Path(name).stem}", name)
-        else:
-            spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError) as error:
-        raise _failed(name, error) from error
-    if spec is None or (_is_file(name) and not Path(name).is_file()):
-        raise ConfigurationError(f"plugin: there is no {'file' if _is_file(name) else 'module'} '{name}'")
+    spec = _found(name)
     place = os.path.realpath(spec.origin) if spec.has_location and spec.origin else spec.name
     if place in _loaded:
         return
@@ -89,22 +90,54 @@ def _load(name: str) -> None:
     try:
         if not _is_file(name):
             importlib.import_module(name)
-            return
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look themselves up there
-        assert spec.loader is not None
-        spec.loader.exec_module(module)
-    except Exception as error:
+        elif not _is_imported(place):
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses look themselves up there
+            assert spec.loader is not None
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
         del _loaded[place]
+        if _is_file(name):
+            sys.modules.pop(spec.name, None)
         raise _failed(name, error) from error
 
 
-def _failed(name: str, error: Exception) -> ConfigurationError:
+def _found(name: str) -> ModuleSpec:
+    """Return where a plugin is."""
+    if _is_file(name):
+        path = os.path.realpath(name)
+        if not os.path.isfile(path):
+            raise ConfigurationError(f"plugin: there is no file '{name}'")
+        # Files of one name in several folders are different modules.
+        own = hashlib.blake2b(path.encode(), digest_size=4).hexdigest()
+        spec = importlib.util.spec_from_file_location(f"mpicomp_plugin_{Path(name).stem}_{own}", path)
+        if spec is None:
+            raise ConfigurationError(f"plugin: a file's name has to end in .py, got '{name}'")
+        return spec
+    try:
+        spec = importlib.util.find_spec(name)
+    except (Exception, SystemExit) as error:  # of the packages around it
+        raise _failed(name, error) from error
+    if spec is None:
+        there = os.path.exists(f"{name}.py")
+        hint = f"; a file is named with its ending, as in {name}.py" if there else ""
+        raise ConfigurationError(f"plugin: there is no module '{name}'{hint}")
+    return spec
+
+
+def _is_imported(place: str) -> bool:
+    """Tell whether a file is a module already, of a script that imports it."""
+    files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
+    name = os.path.basename(place)
+    return any(file and os.path.basename(file) == name and os.path.realpath(file) == place for file in files)
+
+
+def _failed(name: str, error: BaseException) -> ConfigurationError:
     return ConfigurationError(f"plugin: '{name}' cannot be loaded: {type(error).__name__}: {error}")
 
 
 def _described(name: str, place: str) -> str:
+    name = Path(name).stem if _is_file(name) else name
     if not os.path.isfile(place):
         return name
-    digest = hashlib.blake2b(Path(place).read_bytes(), digest_size=4).hexdigest()
-    return f"{Path(place).stem if _is_file(name) else name} ({digest})"
+    return f"{name} ({hashlib.blake2b(Path(place).read_bytes(), digest_size=4).hexdigest()})"

@@ -59,16 +59,18 @@ class Registry(Generic[Object]):
         self._packages = packages
         self._loaded = False
         self._classes: dict[str, Any] = {}
+        self._places: dict[str, tuple[str, str]] = {}  # where each was defined, and what it is called there
 
     def register(self, cls: Class) -> Class:
         """Take up a class; see `register`."""
         name = getattr(cls, self._key, None)
         if not isinstance(name, str):
             raise ConfigurationError(f"{self._kind}: {cls.__qualname__} needs {self._key}, a string, got {name!r}")
-        other = self._classes.setdefault(name, cls)
-        if _origin(other) != _origin(cls):
+        place = _file_of(cls), cls.__qualname__
+        if name in self._classes and self._places[name] != place:
+            other = self._classes[name]
             raise ConfigurationError(f"{self._kind}: '{name}' is already {other.__module__}.{other.__qualname__}")
-        self._classes[name] = cls
+        self._classes[name], self._places[name] = cls, place
         return cls
 
     def build(self, config: str | Mapping[str, Any]) -> Object:
@@ -105,6 +107,10 @@ class Registry(Generic[Object]):
         """Return all classes, in the order of their names."""
         return [self._classes[name] for name in self.names()]
 
+    def plugin(self, name: str) -> str | None:
+        """Return the file that a class comes from, a module's name where it has none; None for a built-in one."""
+        return None if self._class(name).__module__.startswith("mpicomp.") else self._places[name][0]
+
     def _class(self, name: str) -> Any:
         self._load()
         if name not in self._classes:
@@ -112,21 +118,24 @@ class Registry(Generic[Object]):
         return self._classes[name]
 
     def _load(self) -> None:
-        """Import what registers classes, once. What is imported may look names up itself."""
-        if self._loaded:
-            return
-        self._loaded = True
-        for name in self._packages:
-            package = importlib.import_module(name)
-            for found in pkgutil.iter_modules(package.__path__):
-                importlib.import_module(f"{name}.{found.name}")
+        """Import what registers classes. What is imported may look names up itself."""
+        if not self._loaded:
+            self._loaded = True
+            try:
+                for name in self._packages:
+                    package = importlib.import_module(name)
+                    for found in pkgutil.iter_modules(package.__path__):
+                        importlib.import_module(f"{name}.{found.name}")
+            except BaseException:
+                self._loaded = False
+                raise
         plugins.load_all()
 
 
-def _origin(cls: type) -> tuple[str, str]:
-    """Return where a class is defined: a file that is imported under two names defines one class."""
-    module = sys.modules.get(cls.__module__)
-    return os.path.realpath(getattr(module, "__file__", None) or cls.__module__), cls.__qualname__
+def _file_of(cls: type) -> str:
+    """Return the file in which a class is defined, under whatever name it was imported; its module without one."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return os.path.realpath(file) if file else cls.__module__
 
 
 COMPRESSORS: Registry[Any] = Registry("compressor", ["mpicomp.compressors", "mpicomp.algorithms"])

@@ -1,38 +1,57 @@
-"""The compressor kit passes every compressor there is, and catches each way to be wrong."""
+"""The kit passes every compressor, collective and policy there is, and catches each way to be wrong."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from schemes import OWN, UNBIASED, USERS
 
 import mpicomp
+from mpicomp.collectives.allreduce import Allreduce
 from mpicomp.compressors import SharedSparsifier
-from mpicomp.registry import COMPRESSORS
-from mpicomp.testing import check_compressor, checks
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies import Static
+from mpicomp.registry import COLLECTIVES, COMPRESSORS, POLICIES
+from mpicomp.rounds import Round
+from mpicomp.testing import check_compressor, checks, example
 
-ALL = [
-    pytest.param(check, id=f"{compressor}-{check.__name__}")
-    for compressor in OWN + UNBIASED + USERS
-    for check in checks(compressor)
-]
+COMPRESSORS_AT_DEFAULTS = [example(cls) for cls in COMPRESSORS.classes() if COMPRESSORS.plugin(cls.id) is None]
+VARIANTS = [compressor for compressor in OWN + UNBIASED + USERS if compressor not in COMPRESSORS_AT_DEFAULTS]
+OURS = [cls for cls in COLLECTIVES.classes() if COLLECTIVES.plugin(cls.id) is None]
+POLICIES_AT_DEFAULTS = [cls() for cls in POLICIES.classes() if POLICIES.plugin(cls.id) is None]
 
 
-@pytest.mark.parametrize("check", ALL)
+def laws(subjects, name=str):
+    return [pytest.param(law, id=f"{name(own)}-{law.__name__}") for own in subjects for law in checks(own)]
+
+
+@pytest.mark.parametrize("check", laws(COMPRESSORS_AT_DEFAULTS + VARIANTS))
 def test_every_compressor(check):
     check()
 
 
-def test_every_registered_compressor_is_tested():
-    tested = {compressor.id for compressor in OWN + UNBIASED}
-    assert {name for name in mpicomp.list_compressors() if not name.startswith("test-")} - {"magnitude-limit"} == tested
+@pytest.mark.parametrize("check", laws(OURS, lambda cls: cls.id))
+def test_every_collective(check):
+    check()
+
+
+@pytest.mark.parametrize("check", laws(POLICIES_AT_DEFAULTS, lambda policy: policy.id))
+def test_every_policy(check):
+    check()
+
+
+def test_what_there_are_no_laws_for():
+    for subject in ("topk", mpicomp.TopK, object()):
+        with pytest.raises(ConfigurationError, match="checks are for a compressor, a collective's class or a policy"):
+            checks(subject)
 
 
 @pytest.fixture
 def registry(monkeypatch):
     """Names that are registered in a test are gone after it."""
-    monkeypatch.setattr(COMPRESSORS, "_classes", dict(COMPRESSORS._classes))
+    for own in (COMPRESSORS, COLLECTIVES, POLICIES):
+        monkeypatch.setattr(own, "_classes", dict(own._classes))
 
 
 def broken(change):
@@ -209,3 +228,189 @@ def test_a_parameter_without_a_default():
 
     with pytest.raises(AssertionError, match="does not give an equal compressor"):
         check_compressor(Bare(ratio=0.3))
+
+
+def with_other_results(change):
+    """An allreduce with one thing wrong with it."""
+
+    @mpicomp.register
+    class Broken(Allreduce):
+        id: ClassVar[str] = "test-broken"
+
+        def exchange(self, accumulated, context):
+            result = yield from super().exchange(accumulated, context)
+            change(result, context)
+            return result
+
+    return Broken
+
+
+def other_bits(result, context):
+    result.mean[0] += context.rank
+
+
+def half_is_sent(result, context):
+    result.sent = result.sent / 2
+
+
+def half_arrives(result, context):
+    result.mean *= 0.5
+
+
+def array_is_written_to(result, context):
+    result.sent[0] = 1
+    result.mean[0] = 1
+
+
+def another_gain(result, context):
+    result.gain = 0.5
+
+
+def own_energy(result, context):
+    result.energy += context.rank
+
+
+def bad_is_not_told(result, context):
+    result.nonfinite = False
+
+
+def stale_is_not_told(result, context):
+    result.stale = False
+
+
+def stale_is_taken_for_bad(result, context):
+    result.nonfinite |= result.stale
+
+
+@pytest.mark.parametrize(
+    ("change", "law", "message"),
+    [
+        (other_bits, "nothing_is_lost", "means differ"),
+        (half_is_sent, "nothing_is_lost", "what ranks sent is off the mean times ranks by"),
+        (half_arrives, "nothing_is_lost", "what ranks sent is off the mean times ranks by"),
+        (array_is_written_to, "nothing_is_lost", "arrays sum to something else than before|gain is 1.0, not"),
+        (another_gain, "nothing_is_lost", "gain is 0.5, not 1"),
+        (own_energy, "nothing_is_lost", "ranks are told different things"),
+        (bad_is_not_told, "one_bad_rank_is_seen_by_all", "nan on rank 0 is not told to all"),
+        (stale_is_not_told, "one_stale_rank_is_heard_by_all", "rank 0 is stale, and not all know it"),
+        (stale_is_taken_for_bad, "one_stale_rank_is_heard_by_all", "taken for not finite"),
+    ],
+)
+@pytest.mark.usefixtures("registry")
+def test_what_is_wrong_with_a_collective_is_found(change, law, message):
+    [check] = [check for check in checks(with_other_results(change)) if check.__name__ == law]
+    with pytest.raises(AssertionError, match=message):
+        check()
+
+
+@pytest.mark.usefixtures("registry")
+def test_rounds_that_are_not_those_of_the_exchange():
+    @mpicomp.register
+    class Shorter(Allreduce):
+        id: ClassVar[str] = "test-broken"
+
+        def rounds(self, numel, dtype, group, step=0):
+            rounds = super().rounds(numel, dtype, group, step)
+            return rounds if step == 0 else [Round("allreduce", (numel,), dtype) for _ in rounds]
+
+    @mpicomp.register
+    class Longer(Allreduce):
+        id: ClassVar[str] = "test-longer"
+
+        def rounds(self, numel, dtype, group, step=0):
+            rounds = super().rounds(numel, dtype, group, step)
+            return rounds if step == 0 else 2 * rounds
+
+    for cls, message in ((Shorter, "sent .* rounds say"), (Longer, "rounds were")):
+        [check] = [check for check in checks(cls) if check.__name__ == "bytes_are_those_of_rounds"]
+        with pytest.raises(AssertionError, match=message):
+            check()
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_collective_that_carries_nothing():
+    @mpicomp.register
+    class Idle(Allreduce):
+        id: ClassVar[str] = "test-idle"
+        messages: ClassVar[str] = "letters"
+
+    [check] = [check for check in checks(Idle) if check.__name__ == "registered"]
+    with pytest.raises(AssertionError, match="no built-in compressor has 'letters' messages"):
+        check()
+
+
+@dataclass(eq=False)
+class Turns(Static):
+    """Dense, and in some steps top-k."""
+
+    wrong: str = ""
+
+    def adopt(self, named):
+        self._steps = 0
+        objects.append(self)
+        self._number = len(objects)
+        super().adopt(named)
+
+    def start(self, shapes, transport):
+        self._dense = mpicomp.collectives.bind(mpicomp.Dense(), "allreduce")
+        self._topk = mpicomp.collectives.bind(mpicomp.TopK(ratio=0.1), "allgather")
+        yield from super().start(shapes, transport)
+
+    def refresh(self, transport):
+        if self.wrong == "waits":
+            yield Round("allreduce", (1,), np.dtype("f4"), send=np.ones(1, "f4"), recv=np.ones(1, "f4"))
+
+    def plan(self, bucket):
+        reason = f"object {self._number}" if self.wrong == "reasons" else "turns"
+        return mpicomp.policies.Plan(self._dense if self._steps % 3 else self._topk, reason)
+
+    def deliver(self, step, delivered):
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.wrong == "keeps an array":
+            return {"steps": np.ones(3)}
+        return {} if self.wrong == "forgets" else {"steps": self._steps}
+
+    def load_state_dict(self, state, cost):
+        self._steps = state.get("steps", 0)
+
+
+objects: list[Turns] = []
+
+
+@pytest.fixture
+def turns(registry):
+    """A policy that may be wrong."""
+
+    @mpicomp.register
+    @dataclass(eq=False)
+    class Registered(Turns):
+        id: ClassVar[str] = "test-turns"
+
+    return Registered
+
+
+@pytest.mark.parametrize(
+    ("wrong", "law", "message"),
+    [
+        ("reasons", "ranks_have_the_same_plans", "plans differ at step 0"),
+        ("forgets", "it_goes_on_after_a_checkpoint", "takes the place of"),
+        ("keeps an array", "it_goes_on_after_a_checkpoint", "state_dict must hold what JSON can"),
+        ("waits", "a_step_does_not_wait", "in 20 of 20 steps ranks waited"),
+    ],
+)
+def test_what_is_wrong_with_a_policy_is_found(turns, wrong, law, message):
+    for check in checks(turns()):
+        check()
+    [check] = [check for check in checks(turns(wrong=wrong)) if check.__name__ == law]
+    with pytest.raises(AssertionError, match=message):
+        check()
+
+
+def test_a_policy_that_forgets_its_settings(turns, monkeypatch):
+    monkeypatch.setattr(turns, "get_config", lambda self: {"id": self.id})
+    monkeypatch.setattr(turns, "from_config", classmethod(lambda cls, settings: Static()))
+    [check] = [check for check in checks(turns()) if check.__name__ == "configuration"]
+    with pytest.raises(AssertionError, match="does not give an equal policy"):
+        check()

@@ -123,12 +123,23 @@ def _finalized() -> bool:
     return mpi is not None and bool(mpi.Is_finalized())
 
 
+def _load_plugins(names: Sequence[str]) -> None:
+    """Load what was named, before any name is looked up; the processes that a command starts load it as well."""
+    from mpicomp import plugins
+
+    for name in names:
+        plugins.add(name)
+    plugins.load_all()
+
+
 def _run(
     run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, launch: launcher.Launch | None
 ) -> int:
     from mpicomp.errors import MpicompError
 
     try:
+        if getattr(arguments, "plugin", None):
+            _load_plugins(arguments.plugin)
         status = run(arguments)
     except MpicompError as error:
         _watch_over(launch)

@@ -8,6 +8,8 @@ import argparse
 import importlib
 from typing import Any
 
+from mpicomp.cli.options import add_plugin
+
 HELP = "measure kernels, exchanges among ranks, and training with them"
 
 BENCHMARKS = ("kernels", "collectives", "training")
@@ -19,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in BENCHMARKS:
         module: Any = importlib.import_module(f"mpicomp.cli.bench_{name}")
         subparser = benchmarks.add_parser(name, help=module.HELP, description=module.HELP)
+        add_plugin(subparser)
         module.add_arguments(subparser)
         subparser.set_defaults(_benchmark=module)
 

@@ -4,11 +4,14 @@ import argparse
 import json
 from typing import Any
 
+from mpicomp.cli.options import add_plugin
+
 HELP = "list every compressor, collective and policy, and what fits with what"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    add_plugin(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -16,6 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the lists."""
     from mpicomp.collectives import collective_class, list_collectives
     from mpicomp.policies import list_policies, policy_class
+    from mpicomp.registry import COLLECTIVES, POLICIES
 
     compressors = compressor_entries()
     collectives: list[dict[str, Any]] = [
@@ -25,6 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
             "compressors": [entry["name"] for entry in compressors if name in entry["collectives"]],
             "inner": _inner(name),
             "paper": collective_class(name).paper,
+            "plugin": COLLECTIVES.plugin(name),
         }
         for name in list_collectives()
     ]
@@ -33,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             "name": name,
             "parameters": {key: value for key, value in policy_class(name)().get_config().items() if key != "id"},
             "paper": policy_class(name).paper,
+            "plugin": POLICIES.plugin(name),
         }
         for name in list_policies()
     ]
@@ -48,19 +54,19 @@ def run(arguments: argparse.Namespace) -> int:
         )
         print(f"    bytes on the wire for a float32: {entry['wire_bytes_per_element']:g}")
         print(f"    collectives: {', '.join(entry['collectives'])}")
-        print(f"    paper: {entry['paper']}")
+        _print_origin(entry)
     print("collectives")
     for entry in collectives:
         print(f"  {entry['name']}")
         print(f"    carries {entry['message']} messages of {', '.join(entry['compressors'])}")
         if entry["inner"]:
             print(f"    built upon another, which may follow a colon: {', '.join(entry['inner'])}")
-        print(f"    paper: {entry['paper']}")
+        _print_origin(entry)
     print("policies (defaults in brackets)")
     for entry in policies:
         parameters = ", ".join(f"{key}={value}" for key, value in entry["parameters"].items())
         print(f"  {entry['name']} ({parameters})" if parameters else f"  {entry['name']}")
-        print(f"    paper: {entry['paper']}")
+        _print_origin(entry)
     return 0
 
 
@@ -68,6 +74,7 @@ def compressor_entries() -> list[dict[str, Any]]:
     """Describe every compressor that is registered, at its defaults."""
     from mpicomp.collectives import fitting
     from mpicomp.compressors import compressor_class, list_compressors
+    from mpicomp.registry import COMPRESSORS
 
     entries: list[dict[str, Any]] = []
     for name in list_compressors():
@@ -87,6 +94,7 @@ def compressor_entries() -> list[dict[str, Any]]:
                 "collectives": fitting(cls),
                 "wire_bytes_per_element": example.wire_bytes_per_element(4),
                 "paper": cls.paper,
+                "plugin": COMPRESSORS.plugin(name),
             }
         )
     return entries
@@ -109,6 +117,12 @@ def compressor_table() -> str:
         row = [name, entry["family"], entry["bias"], _feedback(entry), size, collectives, entry["paper"]]
         rows.append([cell.replace("|", "\\|") for cell in row])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _print_origin(entry: dict[str, Any]) -> None:
+    print(f"    paper: {entry['paper']}")
+    if entry["plugin"] is not None:
+        print(f"    plugin: {entry['plugin']}")
 
 
 def _feedback(entry: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """What several commands do with their words: compressors, policies, lists of ratios, files that will be written."""
 
+import argparse
 import json
 import os
 from collections.abc import Sequence
@@ -8,6 +9,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpicomp.compressors import Compressor
     from mpicomp.policies import Policy
+
+
+def add_plugin(parser: argparse.ArgumentParser) -> None:
+    """Declare the option for users' own compressors, collectives, policies and tasks; `mpicomp.cli` loads them."""
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        metavar="FILE_OR_MODULE",
+        help="load what registers names of your own, as MPICOMP_PLUGINS does; may be given several times",
+    )
 
 
 def check_writable(command: str, path: str) -> None:

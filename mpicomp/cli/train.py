@@ -5,6 +5,8 @@ import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from mpicomp.cli.options import add_plugin
+
 if TYPE_CHECKING:
     from mpicomp.bench.tasks import Task
     from mpicomp.bench.train import Outcome, Settings
@@ -16,6 +18,7 @@ HELP = "train a real model on real data with compressed exchange, and say whethe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    add_plugin(parser)
     parser.add_argument("--task", default="text-lstm", help="digits, text-lstm or vgg (default: text-lstm)")
     parser.add_argument("--compressor", help="a name from `mpicomp list`, or its configuration as JSON")
     parser.add_argument("--ratio", type=float, help="kept fraction in (0, 1], where the compressor has one (0.01)")

@@ -1,7 +1,7 @@
 """Collectives: how the ranks' messages become the same mean on every rank. One file each, no MPI."""
 
 from mpicomp.collectives.binding import bind, collective_class, fitting, list_collectives, variants
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
+from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, gain_of, is_finite
 from mpicomp.deprecation import moved
 
 __all__ = [
@@ -12,6 +12,8 @@ __all__ = [
     "bind",
     "collective_class",
     "fitting",
+    "gain_of",
+    "is_finite",
     "list_collectives",
     "variants",
 ]

@@ -70,11 +70,12 @@ class Hierarchical(Scheme[Compressor]):
         "none: two-level allreduce, as in MPI libraries; an owner for every slice, compressed between hosts only"
     )
     messages: ClassVar[str] = "any"
+    intact: ClassVar[bool] = True  # slices, by collectives for which it is
 
     def __init__(self, compressor: Compressor, inner: Scheme[Any]) -> None:
         super().__init__(compressor)
         self._inner = inner
-        self.leaves_out = inner.leaves_out
+        self.leaves_out, self.by_value = inner.leaves_out, inner.by_value
 
     @classmethod
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:

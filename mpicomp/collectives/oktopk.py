@@ -87,6 +87,7 @@ class Oktopk(Scheme[Sparsifier]):
     )
     messages: ClassVar[str] = "sparse"
     leaves_out = True
+    by_value = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """Give the rounds of an exchange in which nothing is found anew or shared out; see `Scheme.rounds`."""

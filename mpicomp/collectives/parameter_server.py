@@ -41,6 +41,11 @@ class ParameterServer(Scheme[Compressor]):
     precedence: ClassVar[int] = 90
     paper: ClassVar[str] = "Li et al. 2014 (OSDI) in shape; one server, which is a worker too"
     messages: ClassVar[str] = "dense or sparse"
+    intact: ClassVar[bool] = True
+
+    def __init__(self, compressor: Compressor) -> None:
+        super().__init__(compressor)
+        self.by_value = isinstance(compressor, Sparsifier)  # the union that comes back
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """Give a gatherv and a bcast, for sparse messages with what is asked and told before them.

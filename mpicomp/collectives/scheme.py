@@ -97,8 +97,15 @@ class Scheme(ABC, Generic[CompressorType]):
     ``"any"``; several with " or " between them.
     """
 
+    intact: ClassVar[bool] = False
+    """Whether a sparse message is read as it was written; where it is cut, added to or summed, values cannot share a
+    magnitude, as they do in a `mpicomp.Sparsifier` with ``wire="signs"``.
+    """
+
     leaves_out: bool = False
     """Whether it delivers less than all that every rank's compressor has selected."""
+    by_value: bool = False
+    """Whether values decide how much travels, even of a compressor that selects a fixed number of elements."""
 
     def __init__(self, compressor: CompressorType) -> None:
         self.compressor = compressor
@@ -106,7 +113,8 @@ class Scheme(ABC, Generic[CompressorType]):
     @classmethod
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
         """Tell whether a compressor's messages fit; asked of a class, whether they do for some of its parameters."""
-        return cls.messages == "any" or compressor.message in cls.messages.split(" or ")
+        whole = cls.intact or getattr(compressor, "wire", None) != "signs"
+        return whole and (cls.messages == "any" or compressor.message in cls.messages.split(" or "))
 
     @classmethod
     def upon(cls, compressor: Compressor) -> Compressor | None:

@@ -30,6 +30,7 @@ class VarTopk(Leading):
         "the lowest rank, indices coded or of 32 bits, residuals start at zero, gain from all ranks' norms"
     )
     messages: ClassVar[str] = "sparse"
+    by_value = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """Give an allgatherv of headers, a bcast of indices, here from rank 0, and a sum; see `Scheme.rounds`."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.wire import Wire, compact
+from mpicomp.compressors.wire import INDICES, VALUES, Wire, compact
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
@@ -212,8 +212,10 @@ class Sparsifier(Compressor):
 
     Parameters
     ----------
-    wire : {None, "fp16", "bf16"}
-        How values travel. The 16-bit forms are rounded at the sender, and the error stays in the residual.
+    wire : {None, "fp16", "bf16", "signs"}
+        How values travel. The 16-bit forms are rounded at the sender, and the error stays in the residual. So does that
+        of ``"signs"``: a bit a value and one mean magnitude for a whole message, which only those collectives carry
+        that deliver messages as they are.
     indices : {"auto", "plain", "elias-fano"}
         How indices travel: as 32-bit integers, in a code near their entropy, or in what `mpicomp.compressors.message`
         finds worth it for their number.
@@ -226,8 +228,8 @@ class Sparsifier(Compressor):
     indices: str = field(default="auto", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_choice(self.id, "wire", self.wire, (None, "fp16", "bf16"))
-        check_choice(self.id, "indices", self.indices, ("auto", "plain", "elias-fano"))
+        check_choice(self.id, "wire", self.wire, VALUES)
+        check_choice(self.id, "indices", self.indices, ("auto", *INDICES))
 
     @property
     def feedback(self) -> bool:
@@ -252,7 +254,8 @@ class Sparsifier(Compressor):
         count = self.expected(numel)
         coded = self.wire_for(count, numel).indices != "plain"
         indices = cpu.index_bytes(count, numel) if coded else 4 * count
-        return (indices + count * (itemsize if self.wire is None else 2)) / numel
+        value = {None: itemsize, "signs": 1 / 8}.get(self.wire, 2)
+        return (indices + count * value) / numel
 
     @abstractmethod
     def select(self, accumulated: Accumulated, scope: Scope) -> Selection:

@@ -6,12 +6,13 @@ offset      bytes  what
 0           1      version, 2
 1           1      flags: 1 non-finite, 2 stale (see `mpicomp.reducer`), 4 damaged: the sender could not read what it
                    was sent, and nothing but flags is to be read of this
-2           1      values: 1 float32, 2 float64, 3 fp16, 4 bf16
+2           1      values: 1 float32, 2 float64, 3 fp16, 4 bf16, 5 signs
 3           1      indices: 1 plain, 2 elias-fano
 4           4      count c, unsigned
 8           8      energy: squared L2 norm of the accumulated gradient
 16          8      lost: energy of what is not sent, and of what rounding takes away from what is
-24          c x v  values, of v = 4, 8, 2 or 2 bytes; padded to 8 bytes
+24          c x v  values, of v = 4, 8, 2 or 2 bytes; padded to 8 bytes. Of signs, where there are values: a bit each,
+                   in words of 8 bytes, set where one is negative; then their mean magnitude, float32, padded to 8 bytes
 then        ..     indices, ascending: c x 4 bytes, unsigned and padded to 8 bytes; or their code, see
                    `mpicomp.kernels.cpu.index_bytes`
 ==========  =====  =======================================================================================
@@ -48,8 +49,9 @@ _HEADER = np.dtype(
     ]
 )
 _KNOWN = NONFINITE | STALE | DAMAGED
-_VALUES = {"float32": 1, "float64": 2, "fp16": 3, "bf16": 4}
+_VALUES = {"float32": 1, "float64": 2, "fp16": 3, "bf16": 4, "signs": 5}
 _INDICES = {"plain": 1, "elias-fano": 2}
+_WORD = 64  # signs
 
 
 @dataclass
@@ -74,7 +76,21 @@ def message_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> i
     >>> message_bytes(100, 10_000, single, Wire("fp16", "elias-fano"))
     344
     """
-    return _parts(count, numel, _itemsize(dtype, wire), wire.indices)[1]
+    return _parts(count, numel, value_bytes(count, dtype, wire.values), wire.indices)[1]
+
+
+def value_bytes(count: int, dtype: np.dtype[Any], stored: str | None) -> int:
+    """Return the bytes that ``count`` values take, stored as `mpicomp.compressors.wire.Wire` says; without padding.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> [value_bytes(100, np.dtype(np.float32), stored) for stored in (None, "fp16", "signs")]
+    [400, 200, 20]
+    """
+    if stored == "signs":
+        return 8 * -(-count // _WORD) + 4 * (count > 0)
+    return count * (2 if stored in ("fp16", "bf16") else dtype.itemsize)
 
 
 def capacity_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> int:
@@ -103,12 +119,12 @@ def write_message(
     out : array of uint8
         As long as `message_bytes` says; aligned to 8 bytes.
     selection : Selection
-        What is sent. Where values are stored in 16 bits, ``selection.values`` is overwritten by what receivers will
+        What is sent. Where values are stored in fewer bits, ``selection.values`` is overwritten by what receivers will
         see, so that the rounding error stays in the residual: it must not be memory of the accumulated array.
     numel : int
         Length of the array that was selected from.
     wire : Wire
-        How to store it.
+        How to store it: of `"signs"`, the signs and the mean magnitude, which of all magnitudes loses least.
     flags : int
         `NONFINITE` and `STALE`.
     energy, kept : float
@@ -139,7 +155,7 @@ def write_message(
     indices, values = selection.indices, selection.values
     if values.size != indices.size:
         raise ValueError(f"write_message: {indices.size} indices do not fit {values.size} values")
-    middle, end = _parts(indices.size, numel, _itemsize(values.dtype, wire), wire.indices)
+    middle, end = _parts(indices.size, numel, value_bytes(values.size, values.dtype, wire.values), wire.indices)
     if out.size != end:
         raise ValueError(f"write_message: the message has {end} bytes, out has {out.size}")
     # Padding is at most the last 7 bytes of a part.
@@ -149,6 +165,9 @@ def write_message(
     rounding = 0.0
     if wire.values is None:
         _payload(out, _HEADER.itemsize, values.size, values.dtype)[:] = values
+    elif wire.values == "signs":
+        signs, magnitude = _signs(out, values.size)
+        rounding = cpu.pack_signs(values, _WORD * signs.size, magnitude, signs, values)
     else:
         halves = _payload(out, _HEADER.itemsize, values.size, np.uint16)
         rounding = cpu.narrow(values, wire.values, halves)
@@ -214,8 +233,7 @@ def read_message(
     count = int(header["count"])
     if expected is not None and count != expected:
         raise MessageError(f"message: {expected} values are expected, got {count}")
-    halved = stored in ("fp16", "bf16")
-    middle, end = _parts(count, numel, 2 if halved else dtype.itemsize, coding)
+    middle, end = _parts(count, numel, value_bytes(count, dtype, stored), coding)
     if message.size != end:
         raise MessageError(f"message: {count} values make {end} bytes, got {message.size}")
 
@@ -227,11 +245,15 @@ def read_message(
         right = cpu.decode_indices(message[middle:], count, numel, indices)
     if not right:
         raise MessageError(f"message: indices do not ascend below {numel}")
-    if halved:
-        values = workspace.array("decoded.values", count, dtype)
-        cpu.widen(_payload(message, _HEADER.itemsize, count, np.uint16), stored, values)
-    else:
+    if stored in ("float32", "float64"):
         values = _payload(message, _HEADER.itemsize, count, dtype)
+    else:
+        values = workspace.array("decoded.values", count, dtype)
+        if stored == "signs":
+            signs, magnitude = _signs(message, count)
+            cpu.unpack_signs(magnitude, signs, _WORD * signs.size, values)
+        else:
+            cpu.widen(_payload(message, _HEADER.itemsize, count, np.uint16), stored, values)
     return Sparse(Selection(indices, values), int(header["flags"]), float(header["energy"]), float(header["lost"]))
 
 
@@ -244,12 +266,12 @@ def read_padded(room: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], works
     if header["flags"] & DAMAGED:
         return read_message(room, numel, dtype, workspace)
     stored, coding = _layout_of(header, numel, dtype)
-    itemsize = 2 if stored in ("fp16", "bf16") else dtype.itemsize
     count = int(header["count"])
-    middle, end = _parts(count, numel, itemsize, coding)
+    filled = value_bytes(count, dtype, stored)
+    middle, end = _parts(count, numel, filled, coding)
     sparse = read_message(room[:end], numel, dtype, workspace)
     behind = middle + 4 * count if coding == "plain" else end
-    if room[_HEADER.itemsize + count * itemsize : middle].any() or room[behind:end].any():
+    if room[_HEADER.itemsize + filled : middle].any() or room[behind:end].any():
         raise MessageError(f"message: it has more than {count} values")
     return sparse
 
@@ -277,14 +299,17 @@ def _layout_of(header: Any, numel: int, dtype: np.dtype[Any]) -> tuple[str, str]
     return stored, coding
 
 
-def _itemsize(dtype: np.dtype[Any], wire: Wire) -> int:
-    return dtype.itemsize if wire.values is None else 2
-
-
-def _parts(count: int, numel: int, itemsize: int, coding: str) -> tuple[int, int]:
-    """Give the bytes at which the indices begin and the message ends."""
-    middle = _HEADER.itemsize + _padded(count * itemsize)
+def _parts(count: int, numel: int, values: int, coding: str) -> tuple[int, int]:
+    """Return the bytes at which the indices begin and the message ends, of so many bytes of values."""
+    middle = _HEADER.itemsize + _padded(values)
     return middle, middle + (_padded(4 * count) if coding == "plain" else cpu.index_bytes(count, numel))
+
+
+def _signs(message: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+    """Return a message's words of signs, and the magnitude behind them; none where there are no values."""
+    words = -(-count // _WORD)
+    end = _HEADER.itemsize + 8 * words
+    return _payload(message, _HEADER.itemsize, words, np.uint64), _payload(message, end, min(count, 1), np.float32)
 
 
 def _padded(size: int) -> int:

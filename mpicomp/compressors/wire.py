@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 
+VALUES = (None, "fp16", "bf16", "signs")
 INDICES = ("plain", "elias-fano")
 
 _FEW = 64  # indices
@@ -16,8 +17,8 @@ class Wire:
 
     Parameters
     ----------
-    values : {None, "fp16", "bf16"}
-        None: in the dtype of the array.
+    values : {None, "fp16", "bf16", "signs"}
+        None: in the dtype of the array; ``"signs"``: a bit each, with one magnitude for all.
     indices : {"plain", "elias-fano"}
         As integers of 32 bits, or coded; `compact` tells what is worth it.
     """
@@ -26,8 +27,8 @@ class Wire:
     indices: str = "plain"
 
     def __post_init__(self) -> None:
-        if self.values not in (None, "fp16", "bf16"):
-            raise ConfigurationError(f"message: values must be None, 'fp16' or 'bf16', got {self.values!r}")
+        if self.values not in VALUES:
+            raise ConfigurationError(f"message: values must be None, 'fp16', 'bf16' or 'signs', got {self.values!r}")
         if self.indices not in INDICES:
             raise ConfigurationError(f"message: indices must be 'plain' or 'elias-fano', got {self.indices!r}")
 

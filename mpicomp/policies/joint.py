@@ -79,6 +79,7 @@ class Joint(Policy):
         "none; L-GreCo's dynamic programme with time in place of bytes, GraVAC's moving gain, Flexible Communication's "
         "collectives"
     )
+    resumes: ClassVar[bool] = False
 
     fidelity: float = 0.95
 

@@ -71,6 +71,7 @@ class LGreCo(Adaptive):
         "L-GreCo, Alimohammadi et al. 2022, arXiv 2210.17357; errors of all ranks from spectra (top-k) or a subspace "
         "iteration (PowerSGD), the programme's capacity is one part a layer larger, never larger than uniform"
     )
+    resumes: ClassVar[bool] = False
 
     alpha: float = 1.0
     every: int = 50

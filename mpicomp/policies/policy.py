@@ -129,6 +129,8 @@ class Policy(ABC):
     """The name in the registry."""
     paper: ClassVar[str] = "none"
     """Where it comes from, and what is done differently."""
+    resumes: ClassVar[bool] = True
+    """Whether plans are the same after a checkpoint as without one; not where gradients are looked at anew first."""
 
     def __post_init__(self) -> None:
         self.compressor: Compressor

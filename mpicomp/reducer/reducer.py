@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import plugins
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import ClosedError, ConfigurationError, UnknownNameError
@@ -110,6 +111,7 @@ class Reducer:
         transport = connect(comm)
 
         def make() -> Core:
+            plugins.load_all()
             if nonfinite not in _NONFINITE:
                 raise UnknownNameError("nonfinite", nonfinite, _NONFINITE)
             if feedback not in (None, True, False):

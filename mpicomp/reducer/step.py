@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import plugins
 from mpicomp.arrays import Described, describe
 from mpicomp.collectives.scheme import cause_of
 from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFiniteError
@@ -221,6 +222,7 @@ class Step:
         begins = core.count if core.loaded is None else core.loaded.step
         settings = core.settings | {"the step that follows": begins} | core.loading()
         settings["whether the last step was applied"] = not core.suspect
+        settings["plugins"] = ", ".join(plugins.loaded()) or "none"
         signature = None if self._members is None else Signature(settings, self._members)
         before = core.policy.state_dict()
         try:

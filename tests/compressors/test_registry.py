@@ -49,3 +49,11 @@ def test_an_id_is_taken_once():
         @dataclass(frozen=True)
         class Other(mpicomp.TopK):
             id: ClassVar[str] = "topk"
+
+
+def test_a_class_that_no_list_has_is_a_public_name(monkeypatch):
+    monkeypatch.setattr(mpicomp, "_HOMES", {})
+    monkeypatch.delitem(vars(mpicomp), "TopK", raising=False)
+    assert mpicomp.TopK is compressor_class("topk")
+    with pytest.raises(AttributeError, match="module 'mpicomp' has no attribute 'TopKK'"):
+        mpicomp.TopKK  # noqa: B018

@@ -1,22 +1,9 @@
-"""The compressor kit: what every compressor has to obey, for those of mpicomp and for a user's own.
-
-With pytest, a test for each law::
-
-    from mpicomp.testing import checks
-
-    @pytest.mark.parametrize("check", checks(MyCompressor(ratio=0.05)))
-    def test_my_compressor(check):
-        check()
-
-Without it, `check_compressor` runs them all. Ranks live in one process; no MPI is needed.
-"""
+"""What every compressor has to obey."""
 
 import copy
 import itertools
 import json
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,51 +22,16 @@ from mpicomp.compressors import (
 )
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.compressors.message import message_bytes, read_message, write_message
-from mpicomp.reducer import Reducer
+from mpicomp.testing.ranks import DTYPES, PRECISION, Array, accumulated, awkward, make_reducers, norm2, reduce_one
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
 
-Array = NDArray[Any]
-"""float32 or float64."""
-
-_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 _SIZES = (1, 2, 7, 1000, 20_011)
 _DRAWS, _BLOCK = 2000, 64  # exchanges and elements over which random choices are averaged
-_PRECISION = {np.dtype(np.float32): 2e-5, np.dtype(np.float64): 1e-12}
 
 
-@dataclass(frozen=True)
-class Check:
-    """One law for one compressor: call it, and it raises AssertionError where the law is broken."""
-
-    law: Callable[[Any], None]
-    compressor: Compressor
-
-    def __call__(self) -> None:
-        """Run it."""
-        self.law(self.compressor)
-
-    @property
-    def __name__(self) -> str:
-        """The law's name, which pytest shows."""
-        return self.law.__name__.removeprefix("check_")
-
-
-def checks(compressor: Compressor) -> list[Check]:
-    """Give the laws that hold for a compressor, to be called one by one.
-
-    Parameters
-    ----------
-    compressor : Compressor
-        An instance; with a ratio near 0.05 all laws have something to look at.
-
-    Examples
-    --------
-    >>> import mpicomp
-    >>> [check.__name__ for check in checks(mpicomp.TopK(ratio=0.05))]
-    ['configuration', 'selection', 'awkward_arrays', 'input_is_left_alone', 'message', 'memory', 'nothing_is_lost', \
-'feedback_contracts', 'bad_gradients_are_undone']
-    """
+def laws_of(compressor: Compressor) -> list[Callable[[Any], None]]:
+    """Return the laws that hold for a compressor."""
     laws: list[Callable[[Any], None]] = [check_configuration]
     if isinstance(compressor, Sparsifier):
         laws += [check_selection, check_awkward_arrays, check_input_is_left_alone, check_message, check_memory]
@@ -89,25 +41,7 @@ def checks(compressor: Compressor) -> list[Check]:
         laws += [check_packing]
     if compressor.unbiased:
         laws += [check_unbiased]
-    laws += [check_nothing_is_lost, check_feedback_contracts, check_bad_gradients_are_undone]
-    return [Check(law, compressor) for law in laws]
-
-
-def check_compressor(compressor: Compressor) -> None:
-    """Check every law of `checks`, in order.
-
-    Raises
-    ------
-    AssertionError
-        At the first law that is broken; the message says what was seen, and for which array.
-
-    Examples
-    --------
-    >>> import mpicomp
-    >>> check_compressor(mpicomp.TopK(ratio=0.05))
-    """
-    for check in checks(compressor):
-        check()
+    return [*laws, check_nothing_is_lost, check_feedback_contracts, check_bad_gradients_are_undone]
 
 
 def check_configuration(compressor: Compressor) -> None:
@@ -142,7 +76,7 @@ def check_selection(compressor: Sparsifier) -> None:
 def check_awkward_arrays(compressor: Sparsifier) -> None:
     """Check zeros, equal elements, the smallest and largest numbers, NaN and infinity: each gives a legal selection."""
     for name, array in awkward().items():
-        for dtype in _DTYPES:
+        for dtype in DTYPES:
             scope = Scope()
             for step in range(4):
                 scope.step = step
@@ -170,14 +104,14 @@ def check_message(compressor: Sparsifier) -> None:
         chosen = Selection(indices, selection.values.copy())
         wire = compressor.wire_for(indices.size, array.size)
         message = np.zeros(message_bytes(indices.size, array.size, array.dtype, wire), np.uint8)
-        energy, kept = _norm2(array), _norm2(selection.values)
+        energy, kept = norm2(array), norm2(selection.values)
         write_message(message, chosen, array.size, wire, 0, energy, kept)
         received = read_message(message, array.size, array.dtype, Workspace())
         sent = np.zeros(array.size)
         sent[received.selection.indices] = received.selection.values
         assert np.array_equal(received.selection.indices, indices), "indices change on the way"
         assert np.array_equal(received.selection.values, chosen.values), "the sender keeps other values than it sends"
-        lost = _norm2(array - sent)
+        lost = norm2(array - sent)
         assert abs(received.lost - lost) <= 1e-5 * energy, f"lost energy is {lost}, the message says {received.lost}"
 
 
@@ -217,7 +151,7 @@ def check_positions(compressor: SharedSparsifier) -> None:
 
 def check_packing(compressor: Quantiser) -> None:
     """Check that receivers see what the sender takes for sent, and that lost energy is what they miss, at most all."""
-    awkward_arrays = [array.astype(dtype) for array in awkward().values() for dtype in _DTYPES]
+    awkward_arrays = [array.astype(dtype) for array in awkward().values() for dtype in DTYPES]
     for array in _arrays() + awkward_arrays:
         where = f"for an array of {array.size} {array.dtype.name}"
         size = compressor.packed_bytes(array.size)
@@ -233,12 +167,12 @@ def check_packing(compressor: Quantiser) -> None:
         total = np.ones_like(array)
         compressor.unpack_add(first, 0.5, total)
         added = received.astype(np.float64) / 2
-        room = _PRECISION[array.dtype] * (1 + np.abs(added))
+        room = PRECISION[array.dtype] * (1 + np.abs(added))
         with np.errstate(invalid="ignore"):
             same = (np.abs(total - (1 + added)) <= room) | ~np.isfinite(added) & ~np.isfinite(total)
         assert same.all(), f"unpack_add adds something else {where}"
         if np.isfinite(array).all():
-            energy, missed = _norm2(array), _norm2(array - sent)
+            energy, missed = norm2(array), norm2(array - sent)
             assert abs(lost - missed) <= 1e-5 * energy, f"lost energy is {missed}, pack says {lost} {where}"
             if compressor.contractive and not compressor.unbiased:  # random choices may be unlucky
                 assert missed <= energy * (1 + 1e-5), f"more is lost than there was {where}"
@@ -255,15 +189,15 @@ def check_nothing_is_lost(compressor: Compressor) -> None:
         return
     for collective in fitting(compressor):
         for ranks in (1, 2, 3, 4):
-            for dtype in _DTYPES:
-                reducers, world = _reducers(compressor, collective, ranks)
+            for dtype in DTYPES:
+                reducers, world = make_reducers(compressor, collective, ranks)
                 rng = np.random.default_rng([ranks, dtype.itemsize])
                 before = np.zeros(1501)
                 for step in range(4):
                     gradients = [
                         (10.0 ** (rank - step) * rng.standard_t(3, 1501)).astype(dtype) for rank in range(ranks)
                     ]
-                    means = _step(world, reducers, gradients)
+                    means = reduce_one(world, reducers, gradients)
                     where = f"{collective}, {ranks} ranks, {dtype.name}, step {step}"
                     assert all(np.array_equal(means[0], mean) for mean in means), f"means differ: {where}"
                     after = sum(reducer.residual("w").ravel().astype(np.float64) for reducer in reducers)
@@ -272,7 +206,7 @@ def check_nothing_is_lost(compressor: Compressor) -> None:
                     if reducers[0].feedback:
                         scale = max(1e-300, float(np.abs(entered).max()), float(np.abs(before).max()))
                         worst = float(np.abs(entered - left).max()) / scale
-                        assert worst < 20 * _PRECISION[dtype], f"lost {worst:.3g} of the largest element: {where}"
+                        assert worst < 20 * PRECISION[dtype], f"lost {worst:.3g} of the largest element: {where}"
                     before = np.asarray(after)
 
 
@@ -310,12 +244,12 @@ def check_feedback_contracts(compressor: Compressor) -> None:
     """
     if not compressor.contractive:
         return
-    reducers, world = _reducers(compressor, fitting(compressor)[0], 2, feedback=True)
+    reducers, world = make_reducers(compressor, fitting(compressor)[0], 2, feedback=True)
     rng = np.random.default_rng(3)
     gains: list[float] = []
     window = 10 if compressor.unbiased else 1
     for step in range(60):
-        _step(world, reducers, [rng.normal(size=3000).astype(np.float32) for _ in range(2)])
+        reduce_one(world, reducers, [rng.normal(size=3000).astype(np.float32) for _ in range(2)])
         record = reducers[0].last_step
         assert record is not None
         gain = record.buckets[0].gain
@@ -329,61 +263,26 @@ def check_feedback_contracts(compressor: Compressor) -> None:
 def check_bad_gradients_are_undone(compressor: Compressor) -> None:
     """Check that a step with NaN on one rank delivers zeros and leaves residuals as they were, bit for bit."""
     for collective in fitting(compressor):
-        reducers, world = _reducers(compressor, collective, 3, nonfinite="skip")
+        reducers, world = make_reducers(compressor, collective, 3, nonfinite="skip")
         rng = np.random.default_rng(4)
         good = [rng.laplace(size=2500).astype(np.float32) for _ in range(3)]
-        _step(world, reducers, good)
+        reduce_one(world, reducers, good)
         residuals = [reducer.residual("w") for reducer in reducers]
         for bad in (np.nan, np.inf):
             spoilt = [array.copy() for array in good]
             spoilt[1][777] = bad
-            means = _step(world, reducers, spoilt)
+            means = reduce_one(world, reducers, spoilt)
             assert not any(mean.any() for mean in means), f"{collective}: a skipped step must deliver zeros"
             for rank, (before, reducer) in enumerate(zip(residuals, reducers, strict=True)):
                 same = before.tobytes() == reducer.residual("w").tobytes()
                 assert same, f"{collective}: the residual of rank {rank} changed in a step that was skipped"
-        assert np.isfinite(_step(world, reducers, good)[0]).all(), f"{collective}: the step after a bad one is bad"
-
-
-def accumulated(array: Array, residual: Array | None = None) -> Accumulated:
-    """Wrap an array as what `Sparsifier.select` is given.
-
-    Parameters
-    ----------
-    array : array, shape (n,)
-        The gradient: float32 or float64.
-    residual : array, shape (n,), optional
-        What was kept back before.
-    """
-    return Accumulated(np.full(array.size + TAIL, np.nan, array.dtype), residual, [Piece(0, array)])
-
-
-def awkward() -> dict[str, Array]:
-    """Give arrays that compressors stumble over, by name, in float64; float32 holds them all."""
-    rng = np.random.default_rng(0)
-    bad = rng.normal(size=3000)
-    bad[[5, 50, 500]] = (np.nan, np.inf, -np.inf)
-    return {
-        "zeros": np.zeros(3000),
-        "negative zeros": np.full(3000, -0.0),
-        "equal": np.full(3000, -2.5),
-        "two values": np.where(np.arange(3000) % 3 == 0, 1.0, -2.0),
-        "denormal": np.full(3000, 1e-42),
-        "huge": np.where(np.arange(3000) % 2 == 0, 3e38, -3e38),
-        "one large": np.where(np.arange(3000) == 17, 1e38, 1e-38),
-        "nearly all zero": np.where(np.arange(3000) % 997 == 3, 1.0, 0.0),
-        "one element": np.array([5.0]),
-        "one zero": np.array([0.0]),
-        "ties": np.array([0.0, 1.0, 0.0, -1.0, 1.0]),
-        "not finite": bad,
-        "only NaN": np.full(3000, np.nan),
-    }
+        assert np.isfinite(reduce_one(world, reducers, good)[0]).all(), f"{collective}: the step after a bad one is bad"
 
 
 def _arrays() -> list[Array]:
     rng = np.random.default_rng(6)
     drawn = [rng.laplace(size=size) for size in _SIZES] + [rng.standard_t(2, 3000), rng.normal(size=3000)]
-    return [array.astype(dtype) for array in drawn for dtype in _DTYPES]
+    return [array.astype(dtype) for array in drawn for dtype in DTYPES]
 
 
 def _check_selection(compressor: Sparsifier, array: Array, selection: Selection, name: str = "random") -> None:
@@ -409,30 +308,3 @@ def _json(memory: dict[str, Any]) -> str:
         return json.dumps(memory, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise AssertionError(f"memory must hold finite numbers, strings, lists and dicts: {error}") from error
-
-
-def _norm2(array: Array) -> float:
-    return float(np.square(array, dtype=np.float64).sum())
-
-
-def _reducers(
-    compressor: Compressor, collective: str, ranks: int, nonfinite: str = "raise", feedback: bool | None = None
-) -> tuple[list[Reducer], LocalWorld]:
-    world = LocalWorld(ranks)
-    reducers = [
-        Reducer(compressor, collective, nonfinite=nonfinite, feedback=feedback, comm=end) for end in world.transports
-    ]
-    return reducers, world
-
-
-def _step(world: LocalWorld, reducers: list[Reducer], gradients: list[Array]) -> list[Array]:
-    """Reduce one array a rank, given as a matrix: to some compressors the shape matters."""
-    shape = _matrix(gradients[0].size)
-    exchanges = [reducer.rounds({"w": own.reshape(shape)}) for reducer, own in zip(reducers, gradients, strict=True)]
-    return [means["w"].flatten() for means in world.run(exchanges)]
-
-
-def _matrix(numel: int) -> tuple[int, int]:
-    """Give the shape nearest to a square that so many elements fill."""
-    rows = max(rows for rows in range(1, math.isqrt(numel) + 1) if numel % rows == 0)
-    return rows, numel // rows

@@ -1,0 +1,173 @@
+"""What every collective has to obey, with a compressor of each kind of message that it carries."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpicomp.collectives import Context, Result, Scheme, bind, collective_class, fitting
+from mpicomp.compressors import Compressor, Selection, Sparsifier
+from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.testing.examples import representatives
+from mpicomp.testing.ranks import DTYPES, Array, norm2
+from mpicomp.transport import LocalWorld
+
+_RANKS = (1, 2, 3, 4, 5)  # 3 and 5 catch what works for powers of two only
+_LENGTHS = (1, 2, 7, 1001)
+_HOSTS = (0, 0, 1, 1, 1)  # the host of each rank, for groups of ranks
+_STEPS = 2  # a collective may do something else at first
+
+
+@dataclass
+class _Outcome:
+    """One exchange: results and transports of all ranks, and their arrays before it and after."""
+
+    scheme: Scheme[Any]
+    world: LocalWorld
+    results: list[Result]
+    before: list[Array]
+    after: list[Array]
+
+
+def check_registered(cls: type[Scheme[Any]]) -> None:
+    """Check that it is registered, says what it carries and where it comes from, and that something fits it."""
+    assert collective_class(cls.id) is cls, f"'{cls.id}' is registered for another class"
+    assert ":" not in cls.id, f"a colon stands between a collective and what it is built upon, got '{cls.id}'"
+    assert cls.paper, "paper is empty: say where it comes from"
+    assert _carried(cls), f"no built-in compressor has {cls.messages!r} messages that it carries"
+
+
+def check_nothing_is_lost(cls: type[Scheme[Any]]) -> None:
+    """Check that all ranks get the same bits, and that the sum of what they sent is the mean times ranks.
+
+    The gain has to be that of what was sent, where it is told; what leaves one rank's array has to be in another's.
+    """
+    for where, outcome in _exchanges(cls):
+        first, ranks = outcome.results[0], len(outcome.results)
+        numel, dtype = outcome.before[0].size, outcome.before[0].dtype
+        for result in outcome.results:
+            assert result.mean.tobytes() == first.mean.tobytes(), f"means differ: {where}"
+            same = (result.kept, result.energy, result.nonfinite, result.stale)
+            assert same == (first.kept, first.energy, False, False), f"ranks are told different things: {where}"
+        sent = [_dense(result.sent, numel) for result in outcome.results]
+        room = 4 * ranks * float(np.finfo(dtype).eps) * float(np.abs(outcome.before).sum(axis=0).max())
+        lost = np.abs(np.sum(sent, axis=0) - ranks * first.mean.astype(np.float64)).max()
+        assert lost <= room, f"what ranks sent is off the mean times ranks by {lost:.3g}: {where}"
+        moved = np.abs(np.sum(outcome.after, axis=0, dtype=np.float64) - np.sum(outcome.before, axis=0)).max()
+        assert moved <= room, f"the ranks' arrays sum to something else than before, by {moved:.3g}: {where}"
+        energy = sum(map(norm2, outcome.after))
+        assert math.isclose(first.energy, energy, rel_tol=1e-5), f"energy is {first.energy}, not {energy}: {where}"
+        if not math.isnan(first.gain):
+            left = sum(norm2(array - own) for array, own in zip(outcome.after, sent, strict=True))
+            gain = 1 - left / energy
+            assert abs(first.gain - gain) <= 1e-5 * (1 + abs(gain)), f"gain is {first.gain}, not {gain}: {where}"
+
+
+def check_bytes_are_those_of_rounds(cls: type[Scheme[Any]]) -> None:
+    """Check that `rounds` says what `exchange` does, where no values decide it: all operations and all bytes."""
+    for where, outcome in _exchanges(cls):
+        if outcome.scheme.by_value:
+            continue
+        compressor = outcome.scheme.compressor
+        numel, dtype = outcome.before[0].size, outcome.before[0].dtype
+        for end in outcome.world.transports:
+            expected = outcome.scheme.rounds(numel, dtype, end.group, _STEPS - 1)
+            ran = [entry.operation for entry in end.log]
+            assert ran == [task.operation for task in expected], f"rounds were {ran}: {where}"
+            if isinstance(compressor, Sparsifier) and compressor.count(numel) is None:
+                continue
+            for entry, task in zip(end.log, expected, strict=True):
+                group = end.group.part(task.group)
+                assert group is not None
+                promised = task.sent_bytes(group), task.wire_bytes(group)
+                ran_bytes = entry.sent_bytes, entry.wire_bytes
+                assert ran_bytes == promised, f"{task.operation} sent {ran_bytes}, rounds say {promised}: {where}"
+
+
+def check_one_bad_rank_is_seen_by_all(cls: type[Scheme[Any]]) -> None:
+    """Check that NaN or infinity on whatever rank is told to all of them."""
+    for compressor, ranks in itertools.product(_carried(cls), (1, 2, 3, 4)):
+        for culprit, bad in itertools.product(range(ranks), (np.nan, np.inf, -np.inf)):
+            arrays = _gradients(ranks, 50, DTYPES[0])
+            arrays[culprit][33] = bad
+            for result in _exchange(compressor, cls.id, arrays, LocalWorld(ranks)).results:
+                where = f"{compressor!r}, {ranks} ranks"
+                assert result.nonfinite, f"{bad} on rank {culprit} is not told to all: {where}"
+
+
+def check_one_stale_rank_is_heard_by_all(cls: type[Scheme[Any]]) -> None:
+    """Check that the wish of whatever rank to agree anew comes to all of them, and is not taken for a bad number."""
+    for compressor, ranks in itertools.product(_carried(cls), (1, 2, 3, 4)):
+        for culprit in range(ranks):
+            outcome = _exchange(compressor, cls.id, _gradients(ranks, 50, DTYPES[0]), LocalWorld(ranks), culprit)
+            for result in outcome.results:
+                where = f"{compressor!r}, {ranks} ranks"
+                assert result.stale, f"rank {culprit} is stale, and not all know it: {where}"
+                assert not result.nonfinite, f"rank {culprit} is stale, and taken for not finite: {where}"
+
+
+LAWS: list[Callable[[Any], None]] = [
+    check_registered,
+    check_nothing_is_lost,
+    check_bytes_are_those_of_rounds,
+    check_one_bad_rank_is_seen_by_all,
+    check_one_stale_rank_is_heard_by_all,
+]
+
+
+def _carried(cls: type[Scheme[Any]]) -> list[Compressor]:
+    return [compressor for compressor in representatives() if cls.id in fitting(compressor)]
+
+
+def _exchanges(cls: type[Scheme[Any]]) -> Iterator[tuple[str, _Outcome]]:
+    """Exchange arrays of all lengths among all numbers of ranks, each in steps that remember, and give the last one."""
+    worlds: list[tuple[int, bool, int | tuple[int, ...]]] = [(ranks, True, 1) for ranks in _RANKS]
+    worlds += [(3, False, 1), (len(_HOSTS), True, _HOSTS)]
+    for compressor, (ranks, identical, hosts) in itertools.product(_carried(cls), worlds):
+        for dtype, numel in itertools.product(DTYPES, _LENGTHS):
+            memories: list[dict[str, Any]] = [{} for _ in range(ranks)]
+            for step in range(_STEPS):
+                arrays = _gradients(ranks, numel, dtype, step)
+                world = LocalWorld(ranks, identical, hosts)
+                outcome = _exchange(compressor, cls.id, arrays, world, memories=memories, step=step)
+            yield f"{compressor!r}, {ranks} ranks, hosts {hosts}, {numel} {dtype.name}", outcome
+
+
+def _exchange(
+    compressor: Compressor,
+    collective: str,
+    arrays: list[Array],
+    world: LocalWorld,
+    stale: int | None = None,
+    memories: Sequence[dict[str, Any]] | None = None,
+    step: int = 0,
+) -> _Outcome:
+    scheme = bind(compressor, collective)
+    accumulated, exchanges = [], []
+    for rank, (array, end) in enumerate(zip(arrays, world.transports, strict=True)):
+        buffer = np.full(array.size + TAIL, np.nan, array.dtype)
+        accumulated.append(Accumulated(buffer, None, [Piece(0, array)], stale=rank == stale))
+        memory = {} if memories is None else memories[rank]
+        exchanges.append(scheme.exchange(accumulated[-1], Context(group=end.group, step=step, memory=memory)))
+    before = [array.copy() for array in arrays]
+    results = world.run(exchanges)
+    return _Outcome(scheme, world, results, before, [own.array() for own in accumulated])
+
+
+def _gradients(ranks: int, numel: int, dtype: np.dtype[Any], step: int = 0) -> list[Array]:
+    """Return one array a rank, of which some have nothing that is large."""
+    rng = np.random.default_rng([numel, step])
+    return [
+        ((1e-3 if rank % 3 == 1 else 1.0) * rng.standard_t(3, numel)).astype(dtype, copy=False) for rank in range(ranks)
+    ]
+
+
+def _dense(sent: Any, numel: int) -> Array:
+    if isinstance(sent, Selection):
+        out = np.zeros(numel)
+        out[sent.indices] = sent.values
+        return out
+    return np.asarray(sent, np.float64)

@@ -1,0 +1,46 @@
+"""Something to try laws on, of everything that is registered: nobody keeps a list."""
+
+from dataclasses import fields
+from typing import Any
+
+from mpicomp.compressors import Compressor, Sparsifier, get_compressor
+from mpicomp.errors import ConfigurationError
+from mpicomp.registry import COMPRESSORS
+
+_RATIO = 0.05  # of what has one: all laws have something to look at
+_LENGTH = 1000  # of an array, for the number of selected elements
+
+
+def example(cls: type[Compressor]) -> Compressor:
+    """Return a compressor at its default parameters, but for a ratio of 0.05 where it has one.
+
+    Examples
+    --------
+    >>> import mpicomp
+    >>> example(mpicomp.TopK), example(mpicomp.OneBit)
+    (TopK(ratio=0.05), OneBit())
+    """
+    parameters: dict[str, Any] = {"ratio": _RATIO} if any(entry.name == "ratio" for entry in fields(cls)) else {}
+    return cls(**parameters)
+
+
+def representatives() -> list[Compressor]:
+    """Return a built-in compressor of each kind: of what travels, of how many elements are known, in 16 bits or not."""
+    found: dict[Any, Compressor] = {}
+    for name in COMPRESSORS.names():
+        if COMPRESSORS.plugin(name) is not None:
+            continue
+        cls = COMPRESSORS.cls(name)
+        plain = example(cls)
+        for own in (plain, *_narrow(plain)):
+            varies = isinstance(own, Sparsifier) and own.count(_LENGTH) is None
+            found.setdefault((own.message, varies, getattr(own, "wire", None)), own)
+    return list(found.values())
+
+
+def _narrow(compressor: Compressor) -> list[Compressor]:
+    """Return a compressor whose values travel in 16 bits, where it has such a form."""
+    try:
+        return [get_compressor(compressor.get_config() | {"wire": "bf16"})]
+    except ConfigurationError:
+        return []

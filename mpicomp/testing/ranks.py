@@ -1,0 +1,79 @@
+"""Arrays that laws are tried on, and ranks that live in one process."""
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors import Compressor
+from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.reducer import Reducer
+from mpicomp.transport import LocalWorld
+
+Array = NDArray[Any]
+"""float32 or float64."""
+
+DTYPES: tuple[np.dtype[Any], ...] = (np.dtype(np.float32), np.dtype(np.float64))
+PRECISION: dict[np.dtype[Any], float] = {np.dtype(np.float32): 2e-5, np.dtype(np.float64): 1e-12}
+
+
+def accumulated(array: Array, residual: Array | None = None) -> Accumulated:
+    """Wrap an array as what `Sparsifier.select` is given.
+
+    Parameters
+    ----------
+    array : array, shape (n,)
+        The gradient: float32 or float64.
+    residual : array, shape (n,), optional
+        What was kept back before.
+    """
+    return Accumulated(np.full(array.size + TAIL, np.nan, array.dtype), residual, [Piece(0, array)])
+
+
+def awkward() -> dict[str, Array]:
+    """Return arrays that compressors stumble over, by name, in float64; float32 holds them all."""
+    rng = np.random.default_rng(0)
+    bad = rng.normal(size=3000)
+    bad[[5, 50, 500]] = (np.nan, np.inf, -np.inf)
+    return {
+        "zeros": np.zeros(3000),
+        "negative zeros": np.full(3000, -0.0),
+        "equal": np.full(3000, -2.5),
+        "two values": np.where(np.arange(3000) % 3 == 0, 1.0, -2.0),
+        "denormal": np.full(3000, 1e-42),
+        "huge": np.where(np.arange(3000) % 2 == 0, 3e38, -3e38),
+        "one large": np.where(np.arange(3000) == 17, 1e38, 1e-38),
+        "nearly all zero": np.where(np.arange(3000) % 997 == 3, 1.0, 0.0),
+        "one element": np.array([5.0]),
+        "one zero": np.array([0.0]),
+        "ties": np.array([0.0, 1.0, 0.0, -1.0, 1.0]),
+        "not finite": bad,
+        "only NaN": np.full(3000, np.nan),
+    }
+
+
+def norm2(array: Array) -> float:
+    """Return the squared L2 norm, in float64."""
+    return float(np.square(array, dtype=np.float64).sum())
+
+
+def make_reducers(
+    compressor: Compressor | None, collective: str, ranks: int, **settings: Any
+) -> tuple[list[Reducer], LocalWorld]:
+    """Return a reducer for each of so many ranks, and their world."""
+    world = LocalWorld(ranks)
+    return [Reducer(compressor, collective, comm=end, **settings) for end in world.transports], world
+
+
+def reduce_one(world: LocalWorld, reducers: list[Reducer], gradients: list[Array]) -> list[Array]:
+    """Reduce one array a rank, given as a matrix: to some compressors the shape matters."""
+    shape = _matrix(gradients[0].size)
+    exchanges = [reducer.rounds({"w": own.reshape(shape)}) for reducer, own in zip(reducers, gradients, strict=True)]
+    return [means["w"].flatten() for means in world.run(exchanges)]
+
+
+def _matrix(numel: int) -> tuple[int, int]:
+    """Return the shape nearest to a square that so many elements fill."""
+    rows = max(rows for rows in range(1, math.isqrt(numel) + 1) if numel % rows == 0)
+    return rows, numel // rows

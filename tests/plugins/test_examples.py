@@ -1,0 +1,110 @@
+"""The examples of docs/extending.md keep the laws, and the joint choice takes them as it takes what is built in."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from worlds import Link, Ranks
+
+import mpicomp
+from mpicomp.compressors.message import message_bytes
+from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.registry import REGISTRIES
+from mpicomp.testing import checks
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+SLOW = Link(50e-6, 1e9)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def examples():
+    """Have the examples registered in this file alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        for registry in REGISTRIES.values():
+            patch.setattr(registry, "_classes", dict(registry._classes))
+        patch.syspath_prepend(EXAMPLES)
+        for name in ("sign_topk", "halving_doubling", "flush"):
+            importlib.import_module(name)
+        yield
+        for name in ("sign_topk", "halving_doubling", "flush"):
+            patch.delitem(sys.modules, name)
+
+
+def sign_topk(ratio):
+    return mpicomp.get_compressor({"id": "sign-topk", "ratio": ratio})
+
+
+def gradients(step, ranks, numel=20_000):
+    return [{"w": np.random.default_rng((step, rank)).standard_t(3, numel).astype(np.float32)} for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("law", [law.__name__ for law in checks(mpicomp.TopK())])
+def test_the_compressor_keeps_the_laws(law):
+    [check] = [check for check in checks(sign_topk(0.05)) if check.__name__ == law]
+    check()
+
+
+def test_the_collective_keeps_the_laws():
+    for check in checks(mpicomp.collectives.collective_class("halving-doubling")):
+        check()
+
+
+def test_the_policy_keeps_the_laws():
+    for check in checks(mpicomp.policies.get_policy({"id": "flush", "every": 4})):
+        check()
+
+
+def test_an_element_takes_less_than_two_bytes():
+    numel, compressor = 10**6, sign_topk(0.01)
+    kept = compressor.count(numel)
+    assert message_bytes(kept, numel, np.dtype(np.float32), compressor.wire_for(kept, numel)) < 2 * kept
+    ranks = Ranks(2, compressor, "allgather")
+    for step in range(2):
+        ranks.reduce(gradients(step, 2, numel))
+    assert ranks.reducers[0].last_step.buckets[0].sent_bytes < 2 * kept
+
+
+def test_what_it_sends_are_signs_of_the_largest():
+    ranks = Ranks(1, sign_topk(0.1))
+    [given] = gradients(0, 1, 1000)
+    [mean] = ranks.reduce([given])
+    largest = np.argsort(-np.abs(given["w"]))[:100]
+    magnitude = np.abs(given["w"][largest].astype(np.float64)).mean()
+    expected = np.zeros(1000)
+    expected[largest] = np.copysign(magnitude, given["w"][largest])
+    np.testing.assert_allclose(mean["w"], expected, rtol=1e-6)
+    np.testing.assert_allclose(ranks.reducers[0].residual("w"), given["w"] - expected, atol=1e-5)
+
+
+def test_it_cannot_be_cut_or_summed():
+    with pytest.raises(IncompatiblePairError, match=r"sign-topk: does not fit collective 'star-topk', .*allgather"):
+        mpicomp.collectives.bind(sign_topk(0.1), "star-topk")
+    with pytest.raises(IncompatiblePairError, match=r"TopK\(wire='signs'\): does not fit collective 'gtopk'"):
+        mpicomp.collectives.bind(mpicomp.TopK(wire="signs"), "gtopk")
+    with pytest.raises(ConfigurationError, match=r"sign-topk: ratio is the kept fraction and must be in \(0, 1\]"):
+        sign_topk(2)
+
+
+def test_the_joint_choice_varies_its_ratio():
+    ranks = Ranks(4, sign_topk(0.01), policy="auto", network=SLOW)
+    seen = set()
+    for step in range(120):
+        ranks.reduce(gradients(step, 4))
+        [bucket] = ranks.reducers[0].last_step.buckets
+        assert bucket.compressor["id"] in ("sign-topk", "dense")
+        if bucket.compressor["id"] == "sign-topk":
+            seen.add(bucket.compressor["ratio"])
+    assert len(seen) > 2
+
+
+def test_a_choice_of_collective_considers_the_new_one():
+    ranks = Ranks(4, "dense", network=SLOW)
+    seen = set()
+    for step in range(40):
+        means = ranks.reduce(gradients(step, 4))
+        seen.add(ranks.reducers[0].last_step.buckets[0].collective)
+    assert "halving-doubling" in seen
+    expected = np.mean([own["w"] for own in gradients(39, 4)], axis=0)
+    np.testing.assert_allclose(means[3]["w"], expected, rtol=1e-5, atol=1e-6)

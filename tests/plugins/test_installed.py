@@ -1,0 +1,138 @@
+"""The examples and a task as plugins of an mpicomp that is installed from a wheel, away from the checkout."""
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+import run
+
+pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+TASK = Path(__file__).with_name("tiny_task.py")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """Return the Python of a fresh environment with the wheel, where all else is found where this Python has it."""
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    files = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if files.returncode != 0:
+        pytest.skip("not a git checkout")
+    folder = tmp_path_factory.mktemp("installed")
+    for name in files.stdout.splitlines():
+        if (ROOT / name).exists():
+            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "source" / name).write_bytes((ROOT / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder / "source"]
+    subprocess.run([*pip, *build], check=True, timeout=200)
+    home = folder / "venv"
+    venv.create(home, symlinks=True)
+    executable = home / "bin" / "python"
+    [wheel] = folder.glob("*.whl")
+    subprocess.run([*pip, "--python", executable, "install", "--no-deps", wheel], check=True, timeout=100)
+    [site] = home.glob("lib/python*/site-packages")
+    theirs = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "theirs.pth").write_text("\n".join(theirs))  # of folders in a .pth file no .pth files are read
+    return executable
+
+
+@pytest.fixture
+def mpicomp(python, tmp_path, clean_environ):
+    """Run the command in a folder of its own, as so many ranks, and return what it has printed."""
+
+    def start(*words, ranks=1, env=None):
+        command, settings = run.launcher()
+        command = [] if ranks == 1 else [*command, "-n", str(ranks)]
+        for library in Path(sys.prefix, "lib").glob("libmpi.so.*"):  # which mpi4py looks for beside its Python
+            settings["MPI4PY_LIBMPI"] = str(library)
+        done = subprocess.run(
+            [*command, python, "-P", "-m", "mpicomp", *map(str, words)],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**clean_environ, **settings, **(env or {})},
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return start
+
+
+def plugins(*files):
+    return [word for file in files for word in ("--plugin", file)]
+
+
+def test_it_runs_what_is_installed(python, tmp_path):
+    code = "import mpicomp; print(mpicomp.__file__)"
+    done = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.startswith(str(python.parents[1]))
+
+
+def test_list_shows_where_names_come_from(mpicomp):
+    files = [EXAMPLES / name for name in ("sign_topk.py", "halving_doubling.py", "flush.py")]
+    written = json.loads(mpicomp("list", "--json", *plugins(*files)))
+    found = {entry["name"]: entry["plugin"] for kind in written.values() for entry in kind if entry["plugin"]}
+    assert found == dict(zip(("sign-topk", "halving-doubling", "flush"), map(str, files), strict=True))
+    of = {entry["name"]: entry for entry in written["compressors"]}
+    assert of["sign-topk"]["wire_bytes_per_element"] < 0.01 * 2
+    assert "halving-doubling" in of["dense"]["collectives"]
+    assert f"\n    plugin: {files[0]}\n" in mpicomp("list", *plugins(files[0]))
+    assert "plugin" not in mpicomp("list")
+
+
+def test_a_task_a_compressor_and_a_policy_train(mpicomp, tmp_path):
+    files = [TASK, EXAMPLES / "sign_topk.py", EXAMPLES / "flush.py"]
+    words = [
+        "--task",
+        "plane",
+        "--compressor",
+        "sign-topk",
+        "--ratio",
+        "0.1",
+        "--policy",
+        '{"id": "flush", "every": 5}',
+    ]
+    out = ["--no-verdict", "--json", "run.json", "--metrics", "steps.jsonl"]
+    mpicomp("train", *plugins(*files), *words, *out, ranks=2)
+    outcome = json.loads((tmp_path / "run.json").read_text())
+    assert (outcome["task"], outcome["compressor"], outcome["ranks"]) == ("plane", "sign-topk", 2)
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    dense = [step["step"] for step in steps if step["buckets"][0]["compressor"]["id"] == "dense"]
+    assert set(range(4, 20, 5)) <= set(dense)
+
+
+def test_a_collective_trains(mpicomp, tmp_path):
+    files = plugins(TASK, EXAMPLES / "halving_doubling.py")
+    words = ["--task", "plane", "--compressor", "dense", "--collective", "halving-doubling"]
+    mpicomp("train", *files, *words, "--no-verdict", "--json", "run.json", ranks=2)
+    assert json.loads((tmp_path / "run.json").read_text())["collective"] == "halving-doubling"
+
+
+def test_they_are_measured(mpicomp, tmp_path):
+    files = plugins(EXAMPLES / "sign_topk.py", EXAMPLES / "halving_doubling.py")
+    words = ["--numel", "100000", "--compressor", "sign-topk", "--limit", "0.2", "--json", "rows.json"]
+    mpicomp("bench", "collectives", *files, *words, ranks=2)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    pairs = {(row["compressor"], row["collective"]) for row in rows}
+    assert {("sign-topk", "allgather"), ("sign-topk", "auto"), ("dense", "halving-doubling")} <= pairs
+    mpicomp("bench", "kernels", *files, "--numel", "10000", "--compressor", "sign-topk", "--json", "rows.json")
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert "sign-topk.compress" in {row["name"] for row in rows}
+
+
+def test_the_variable_does_what_the_option_does(mpicomp):
+    files = (EXAMPLES / "sign_topk.py", EXAMPLES / "flush.py")
+    written = json.loads(mpicomp("list", "--json", env={"MPICOMP_PLUGINS": os.pathsep.join(map(str, files))}))
+    assert "sign-topk" in [entry["name"] for entry in written["compressors"]]
