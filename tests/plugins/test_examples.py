@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from worlds import Link, Ranks
+from networks import Link
+from worlds import Ranks
 
 import mpicomp
 from mpicomp.compressors.message import message_bytes
