@@ -101,6 +101,8 @@ def test_a_task_a_compressor_and_a_policy_train(mpicomp, tmp_path):
         "sign-topk",
         "--ratio",
         "0.1",
+        "--collective",
+        "allgather",
         "--policy",
         '{"id": "flush", "every": 5}',
     ]
