@@ -71,7 +71,7 @@ class HostCache(NullCache):  # type: ignore[misc]
         return None if self._files is None else str(self._files.cache_path)
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """Give what was compiled for a signature, or None: then this process is to compile it.
+        """Return what was compiled for a signature, or None: then this process is to compile it.
 
         Where another process of this host compiles it now, its result is waited for. Numba calls this with its
         compiler's lock held, so threads of one process do not meet here.
@@ -140,7 +140,7 @@ class HostLock:
         return self._descriptor is not None
 
     def take(self, name: str) -> bool:
-        """Wait for the lock, for a time; give whether this process has it. Who has it already keeps it."""
+        """Wait for the lock, for a time; return whether this process has it. Who has it already keeps it."""
         if self.held:
             return True
         place = local_folder()
@@ -175,7 +175,7 @@ class HostLock:
 
 @functools.cache
 def folder() -> Path | None:
-    """Give the folder of this user and host that compiled functions are kept in; None where none can be made."""
+    """Return the folder of this user and host that compiled functions are kept in; None where none can be made."""
     for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
         if os.environ.get(name):
             found = private(Path(os.environ[name]) / f"mpicomp-{os.getuid()}-{socket.gethostname()}")
@@ -186,7 +186,7 @@ def folder() -> Path | None:
 
 @functools.cache
 def local_folder() -> Path | None:
-    """Give a folder of this user that only processes of this host share; None where none can be made.
+    """Return a folder of this user that only processes of this host share; None where none can be made.
 
     A temporary folder is mostly of the host itself. In case it is not, its name has what the kernel draws when it
     starts. Hosts of an emulated cluster share it: each shows another such name to MPI, and the machine's own is in

@@ -85,7 +85,7 @@ def describe(arrays: Mapping[str, Any]) -> list[Described]:
 
 
 def to_host(array: Any) -> NDArray[Any]:
-    """Give a NumPy array with the same numbers, without a copy where they are in host memory.
+    """Return a NumPy array with the same numbers, without a copy where they are in host memory.
 
     bfloat16 comes as uint16. Strides are kept.
     """
@@ -105,7 +105,7 @@ def to_host(array: Any) -> NDArray[Any]:
 
 
 def from_host(mean: NDArray[np.floating], described: Described, like: Any, out: NDArray[Any] | None) -> Any:
-    """Give a flat host mean back as the kind of array that came in.
+    """Return a flat host mean as the kind of array that came in.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ def narrow(mean: NDArray[np.floating], dtype: str, out: NDArray[np.uint16]) -> N
 
 
 def empty_like(array: Any) -> Any:
-    """Give a contiguous array of the same shape and dtype on the same device, from torch or CuPy."""
+    """Return a contiguous array of the same shape and dtype on the same device, from torch or CuPy."""
     if _library(array) == "torch":
         return sys.modules["torch"].empty(array.shape, dtype=array.dtype, device=array.device)
     with array.device:

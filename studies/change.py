@@ -126,7 +126,7 @@ def seen_at(steps: Sequence[Step], due_s: float) -> int | None:
 def phases_of(
     steps: Sequence[Step], bandwidths: Sequence[str], phase_s: float, fixed: Mapping[str, Mapping[str, float]]
 ) -> list[Phase]:
-    """Tell how soon ``auto`` ran the best plan after every change.
+    """Return how soon ``auto`` ran the best plan after every change.
 
     Parameters
     ----------

@@ -50,7 +50,7 @@ class Goal:
         return self.factor * dense + self.offset
 
     def reaches(self, quality: float, target: float) -> bool:
-        """Tell whether a quality is at least as good as the target."""
+        """Return whether a quality is at least as good as the target."""
         return quality <= target if self.lower else quality >= target
 
     @property
@@ -123,7 +123,7 @@ class Runner(ABC):
 
     @abstractmethod
     def fill(self, finished: Any) -> bool:
-        """Read the files of a run, and tell whether they are complete."""
+        """Read the files of a run, and return whether they are complete."""
 
     @abstractmethod
     def summary(self, finished: Any) -> str:
@@ -172,7 +172,7 @@ class Table(ABC):
 
     @abstractmethod
     def explained(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Say what the table means."""
+        """Return what the table means."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, minutes: float, steps: str = "what the task is tuned for") -> None:
@@ -323,7 +323,7 @@ def _show(table: Table, runner: Runner) -> None:
 
 
 def unfinished(finished: Collection[Finished]) -> list[str]:
-    """Say which runs were cut, and which failed."""
+    """Return which runs were cut, and which failed."""
     lines = []
     cut = [str(own.run) for own in finished if own.status == CUT]
     if cut:

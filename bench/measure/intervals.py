@@ -50,7 +50,7 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
 
 
 def is_narrow(samples: Sequence[float]) -> bool:
-    """Tell whether both ends of the median's interval are within 5 % of it.
+    """Return whether both ends of the median's interval are within 5 % of it.
 
     Examples
     --------

@@ -193,7 +193,7 @@ def last_words(log: Path) -> str:
 
 
 def _is_error(line: str) -> bool:
-    """Tell whether it is the last line of a traceback."""
+    """Return whether it is the last line of a traceback."""
     name = line.partition(":")[0]
     return name.replace(".", "").replace("_", "").isalnum() and name.endswith("Error")
 

@@ -134,7 +134,7 @@ def run_in_lab(
 def rows_in_lab(
     hosts: int, network: Network, options: Sequence[str], watch: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Run ``mpicomp bench collectives`` in a lab; give its rows, each with its network, and what it ran on."""
+    """Run ``mpicomp bench collectives`` in a lab; return its rows, each with its network, and what it ran on."""
     with tempfile.TemporaryDirectory(prefix="mpicomp-bench-") as folder:
         path = Path(folder) / "rows.json"
         run_in_lab(hosts, network, ["bench", "collectives", *options, "--json", str(path)], watch=watch)

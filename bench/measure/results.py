@@ -78,7 +78,7 @@ def job_environment(ranks: int, hosts: int, sharing: int) -> dict[str, Any]:
 
 
 def _tells_nothing(name: str, value: str) -> bool:
-    """Tell whether a variable may be shown: it is one of those that matter, and holds no path."""
+    """Return whether a variable may be shown: it is one of those that matter, and holds no path."""
     return (name.startswith(_VARIABLES) or name in _MORE_VARIABLES) and os.sep not in value
 
 

@@ -14,7 +14,7 @@ def ones(typingctx: Any, word: Any) -> Any:
 
 @intrinsic
 def first_one(typingctx: Any, word: Any) -> Any:
-    """Give the place of the lowest bit that is set; anything for zero, which has none."""
+    """Return the place of the lowest bit that is set; anything for zero, which has none."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))

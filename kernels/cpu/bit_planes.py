@@ -93,7 +93,7 @@ def _address(context: Any, builder: Any, kind: Any, array: Any, place: Any) -> A
 
 
 def _everywhere(builder: Any, value: Any) -> Any:
-    """Give a vector with the same byte in every lane."""
+    """Return a vector with the same byte in every lane."""
     undefined = ir.Constant(_BYTES, ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))

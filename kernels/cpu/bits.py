@@ -17,7 +17,7 @@ def as_bits(array: NDArray[np.floating]) -> NDArray[Any]:
 
 
 def magnitude_bits(value: float, dtype: np.dtype[Any]) -> int:
-    """Give the integer that stands for a magnitude in comparisons.
+    """Return the integer that stands for a magnitude in comparisons.
 
     Parameters
     ----------
@@ -42,16 +42,16 @@ def magnitude_bits(value: float, dtype: np.dtype[Any]) -> int:
 
 
 def magnitude_of(bits: int, dtype: np.dtype[Any]) -> float:
-    """Give the magnitude that an integer of `magnitude_bits` stands for."""
+    """Return the magnitude that an integer of `magnitude_bits` stands for."""
     return float(np.array([bits], dtype=_INTEGER[dtype]).view(dtype)[0])
 
 
 def mask_of(dtype: np.dtype[Any]) -> Any:
-    """Give the integer that takes the sign away from the bits of a float of ``dtype``."""
+    """Return the integer that takes the sign away from the bits of a float of ``dtype``."""
     integer = _INTEGER[dtype].type
     return integer(np.iinfo(integer).max >> 1)
 
 
 def infinity_of(dtype: np.dtype[Any]) -> int:
-    """Give the magnitude bits of infinity: whatever reaches them is infinite or NaN."""
+    """Return the magnitude bits of infinity: whatever reaches them is infinite or NaN."""
     return magnitude_bits(np.inf, dtype)

@@ -14,7 +14,7 @@ Floats = NDArray[np.floating]
 
 
 def conv_room(inputs: int) -> int:
-    """Give the elements of scratch that a layer with so many input channels works in."""
+    """Return the elements of scratch that a layer with so many input channels works in."""
     return 2 * (inputs + 1) * (_TILE + 1)
 
 

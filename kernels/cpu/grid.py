@@ -172,7 +172,7 @@ _SIGNED: dict[np.dtype[Any], np.dtype[Any]] = {
 
 @intrinsic
 def _real(typingctx: Any, bits: Any) -> Any:
-    """Give the float32 or float64 that has these 32 or 64 bits."""
+    """Return the float32 or float64 that has these 32 or 64 bits."""
     real = types.float32 if bits.bitwidth == 32 else types.float64
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

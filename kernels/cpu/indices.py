@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 def index_bytes(count: int, numel: int) -> int:
-    """Give the length of the code of ``count`` indices below ``numel``, a multiple of 8.
+    """Return the length of the code of ``count`` indices below ``numel``, a multiple of 8.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def decode_indices(code: NDArray[np.unsignedinteger], count: int, numel: int, ou
 
 
 def ascending_below(indices: NDArray[np.uint32], numel: int) -> bool:
-    """Tell whether indices ascend without repetition and are below ``numel``.
+    """Return whether indices ascend without repetition and are below ``numel``.
 
     Examples
     --------
@@ -104,7 +104,7 @@ def ascending_below(indices: NDArray[np.uint32], numel: int) -> bool:
 
 
 def _layout(count: int, numel: int) -> tuple[int, int, int]:
-    """Give the number of low bits and the lengths of low parts and bitmap in words of 64 bits."""
+    """Return the number of low bits and the lengths of low parts and bitmap in words of 64 bits."""
     if count == 0:
         return 0, 0, 0
     # One more low bit costs ``count`` and halves a bitmap of ``numel >> bits`` zeros, so that the logarithm of

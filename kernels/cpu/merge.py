@@ -61,7 +61,7 @@ def merge_subtract(
     out_indices: NDArray[np.uint32],
     out_values: NDArray[np.floating],
 ) -> int:
-    """Take one selection away from another: like `merge_add` with negative ``values_b``, but leave out what becomes 0.
+    """Subtract one selection from another: like `merge_add` with negative ``values_b``, but leave out what becomes 0.
 
     An element of the first selection whose index the second one does not have stays, whatever its value.
 
@@ -86,7 +86,7 @@ def intersect(
     out_indices: NDArray[np.uint32],
     out_values: NDArray[np.floating],
 ) -> int:
-    """Write the part of a selection whose indices are also in another list; give its length.
+    """Write the part of a selection whose indices are also in another list; return its length.
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ def split_largest(
 
 
 def norm_change(array: NDArray[np.floating], indices: NDArray[np.uint32], sent: NDArray[np.floating]) -> float:
-    """Give by how much the squared L2 norm of ``array`` changes when ``sent`` is taken away from it at ``indices``.
+    """Return by how much the squared L2 norm of ``array`` changes when ``sent`` is taken away from it at ``indices``.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ def halves(key: int) -> tuple[np.uint32, np.uint32]:
 
 @kernel
 def draw(index, low, high):  # type: ignore[no-untyped-def]
-    """Give 32 random bits, always the same for the same element and key.
+    """Return 32 random bits, always the same for the same element and key.
 
     Parameters
     ----------

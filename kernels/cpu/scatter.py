@@ -44,7 +44,7 @@ def scatter_add(
 
 
 def subtract_at(indices: NDArray[np.uint32], values: NDArray[np.floating], out: NDArray[np.floating]) -> None:
-    """Take ``values`` away from ``out`` at ``indices``, which are in range and do not repeat."""
+    """Subtract ``values`` from ``out`` at ``indices``, which are in range and do not repeat."""
     _subtract_at(indices, values, out)
 
 

@@ -16,7 +16,7 @@ _PLACE = ir.IntType(64)
 
 @intrinsic
 def at_least(typingctx: Any, bits: Any, start: Any, bound: Any) -> Any:
-    """Give a 64-bit mask of the elements ``bits[start : start + LANES]`` whose magnitude bits reach ``bound``.
+    """Return a 64-bit mask of the elements ``bits[start : start + LANES]`` whose magnitude bits reach ``bound``.
 
     The caller answers for the range. A loop over single elements with a branch in it would not be vectorised.
     """
@@ -38,7 +38,7 @@ def at_least(typingctx: Any, bits: Any, start: Any, bound: Any) -> Any:
 
 @intrinsic
 def negative(typingctx: Any, bits: Any, start: Any) -> Any:
-    """Give a 64-bit mask of the elements ``bits[start : start + LANES]`` whose sign bit is set.
+    """Return a 64-bit mask of the elements ``bits[start : start + LANES]`` whose sign bit is set.
 
     The caller answers for the range.
     """
@@ -101,7 +101,7 @@ def _addresses(
 
 
 def _everywhere(builder: Any, value: Any, vector: ir.VectorType) -> Any:
-    """Give a vector with the same value in every lane."""
+    """Return a vector with the same value in every lane."""
     undefined = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)

@@ -19,7 +19,7 @@ _SMALL = 1 << 18  # elements; fewer are binned one by one, in less time than fin
 
 
 def edges() -> NDArray[np.float64]:
-    """Give the lower edges of the bins, ascending; those of bins that hold infinity and NaN are infinity.
+    """Return the lower edges of the bins, ascending; those of bins that hold infinity and NaN are infinity.
 
     Examples
     --------

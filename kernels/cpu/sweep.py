@@ -21,7 +21,7 @@ def scale(array: NDArray[np.floating], factor: float) -> int:
 
 
 def energy(array: NDArray[np.floating]) -> float:
-    """Give the squared L2 norm of a contiguous array, summed in float64.
+    """Return the squared L2 norm of a contiguous array, summed in float64.
 
     Examples
     --------

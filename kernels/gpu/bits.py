@@ -8,7 +8,7 @@ from mpicomp.kernels.gpu.compile import library
 
 
 def word_of(dtype: Any) -> Any:
-    """Give the unsigned integer type as wide as float32 or float64."""
+    """Return the unsigned integer type as wide as float32 or float64."""
     return np.uint32 if np.dtype(dtype) == np.float32 else np.uint64
 
 
@@ -18,7 +18,7 @@ def on_device(value: Any) -> bool:
 
 
 def given(value: Any, dtype: Any) -> tuple[Any, Any]:
-    """Give the two arguments in which kernels take such a number: its address, or 0, and the number.
+    """Return the two arguments in which kernels take such a number: its address, or 0, and the number.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def given(value: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 def magnitude_bits(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Give the integer that stands for a magnitude in comparisons; see `mpicomp.kernels.cpu.magnitude_bits`.
+    """Return the integer that stands for a magnitude in comparisons; see `mpicomp.kernels.cpu.magnitude_bits`.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def magnitude_bits(value: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def magnitude_of(bits: Any, dtype: np.dtype[Any]) -> Any:
-    """Give the magnitude that an integer of `magnitude_bits` stands for; a device array where it is one."""
+    """Return the magnitude that an integer of `magnitude_bits` stands for; a device array where it is one."""
     if not on_device(bits):
         return cpu.magnitude_of(bits, dtype)
     return bits.reshape(1).astype(word_of(dtype)).view(dtype).astype(np.float64)[0]

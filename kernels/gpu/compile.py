@@ -15,7 +15,7 @@ _REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 
 def library() -> Any:
-    """Give the module cupy, which whoever has an array of it has imported."""
+    """Return the module cupy, which whoever has an array of it has imported."""
     try:
         return sys.modules["cupy"]
     except KeyError:
@@ -45,27 +45,27 @@ def launch(source: str, name: str, dtype: Any, blocks: int, *arguments: Any) -> 
 
 
 def tile(dtype: Any) -> int:
-    """Give the number of elements of a tile: 16 KiB, which is what a block handles at a time."""
+    """Return the number of elements of a tile: 16 KiB, which is what a block handles at a time."""
     return 16384 // int(np.dtype(dtype).itemsize)
 
 
 def tiles(size: int, dtype: Any) -> int:
-    """Give the number of tiles of an array."""
+    """Return the number of tiles of an array."""
     return -(-size // tile(dtype))
 
 
 def sweeps(size: int, dtype: Any) -> int:
-    """Give the number of blocks that sweep over an array."""
+    """Return the number of blocks that sweep over an array."""
     return max(1, min(LIMIT, tiles(size, dtype)))
 
 
 def remaining(size: int, stride: int) -> int:
-    """Give the number of elements, the last group filled up, when of groups of 1024 every ``stride``-th remains."""
+    """Return the number of elements, the last group filled up, when of groups of 1024 every ``stride``-th remains."""
     return -(-size // (1024 * stride)) * 1024
 
 
 def strides(size: int) -> int:
-    """Give the number of blocks whose threads go through an array one element at a time."""
+    """Return the number of blocks whose threads go through an array one element at a time."""
     return max(1, min(LIMIT, -(-size // THREADS)))
 
 

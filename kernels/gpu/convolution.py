@@ -6,7 +6,7 @@ from mpicomp.kernels.gpu.compile import launch, strides
 
 
 def conv_room(inputs: int) -> int:
-    """Give the elements of scratch that a layer works in: none, whatever its channels."""
+    """Return the elements of scratch that a layer works in: none, whatever its channels."""
     return 0
 
 

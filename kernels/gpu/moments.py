@@ -19,7 +19,7 @@ class Moments(NamedTuple):
     """Whether no element is infinite or NaN."""
 
     def __add__(self, other: "Moments") -> "Moments":  # type: ignore[override]
-        """Give the moments of two arrays taken together."""
+        """Return the moments of two arrays taken together."""
         return Moments(
             self.nonzero + other.nonzero,
             self.total + other.total,

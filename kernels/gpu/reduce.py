@@ -38,17 +38,17 @@ class Partials:
         )  # fmt: skip
 
     def total(self, column: int) -> Any:
-        """Give a sum as a 0-d array."""
+        """Return a sum as a 0-d array."""
         return self.results[column]
 
     def count(self, column: int) -> Any:
-        """Give a sum that was made an integer."""
+        """Return a sum that was made an integer."""
         return self.results.view(np.int64)[column]
 
     def top(self) -> Any:
-        """Give the largest magnitude bits, as uint64."""
+        """Return the largest magnitude bits, as uint64."""
         return self._largest[0]
 
     def finite(self) -> Any:
-        """Tell whether all elements are finite numbers, as a 0-d array."""
+        """Return whether all elements are finite numbers, as a 0-d array."""
         return self._finite[0]

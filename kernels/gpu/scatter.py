@@ -32,7 +32,7 @@ def scatter_add(indices: Any, values: Any, factor: Any, out: Any) -> Any:
 
 
 def subtract_at(indices: Any, values: Any, out: Any) -> None:
-    """Take ``values`` away from ``out`` at ``indices``, which are in range and do not repeat."""
+    """Subtract ``values`` from ``out`` at ``indices``, which are in range and do not repeat."""
     launch("scatter", "subtract_at", out.dtype, strides(indices.size), indices, values, indices.size, out)
 
 

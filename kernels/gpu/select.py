@@ -36,7 +36,7 @@ class Turn(IntEnum):
 
 
 def digits(dtype: Any) -> list[tuple[int, int]]:
-    """Give shift and width of the digits of a radix selection, the most significant first."""
+    """Return shift and width of the digits of a radix selection, the most significant first."""
     found, shift = [], 8 * np.dtype(dtype).itemsize - 1
     while shift > 0:
         width = min(_DIGIT, shift)

@@ -144,7 +144,7 @@ def sidco(
 
 
 def seen(numel: int, stride: int) -> int:
-    """Give the number of elements in every ``stride``-th group of 1024."""
+    """Return the number of elements in every ``stride``-th group of 1024."""
     whole, rest = divmod(numel, 1024 * stride)
     return whole * 1024 + min(rest, 1024)
 

@@ -18,7 +18,7 @@ def scale(array: Any, factor: Any) -> Any:
 
 
 def energy(array: Any) -> Any:
-    """Give the squared L2 norm, summed in float64; see `mpicomp.kernels.cpu.energy`."""
+    """Return the squared L2 norm, summed in float64; see `mpicomp.kernels.cpu.energy`."""
     blocks = sweeps(array.size, array.dtype)
     partials = Partials(blocks, 1)
     launch("sweep", "energy", array.dtype, blocks, array, array.size, partials.sums)

@@ -62,7 +62,7 @@ class Header:
     rank: int
 
     def of(self, rank: int) -> "Header":
-        """Give the header of another rank's file of this checkpoint."""
+        """Return the header of another rank's file of this checkpoint."""
         return Header(self.checkpoint, self.token, self.ranks, rank)
 
     def __str__(self) -> str:
@@ -70,17 +70,17 @@ class Header:
 
 
 def file_name(rank: int) -> str:
-    """Give the name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def is_file_name(name: str) -> bool:
-    """Tell whether a rank's file may have that name."""
+    """Return whether a rank's file may have that name."""
     return re.fullmatch(r"rank-[0-9]{5,}\.safetensors", name) is not None
 
 
 def header_of(path: Path) -> Header | None:
-    """Give the header of a rank's file, though it may be torn or damaged behind it; None where there is none."""
+    """Return the header of a rank's file, though it may be torn or damaged behind it; None where there is none."""
     try:
         with open(path, "rb") as file:
             start = file.read(_START_BYTES)[8:]
@@ -237,7 +237,7 @@ def _crc32(data: Any) -> str:
 
 
 def _with_field(text: bytes, key: str, old: str, new: str) -> bytes:
-    """Give a header with another value in its metadata; within other values quotes have a backslash."""
+    """Return a header with another value in its metadata; within other values quotes have a backslash."""
     return text.replace(f'"{key}": "{old}"'.encode(), f'"{key}": "{new}"'.encode(), 1)
 
 
@@ -288,13 +288,13 @@ class RankFile:
         self._sums: dict[str, str] = self._guarded(self._checked_sums) if has_sums else {}
 
     def check(self, header: Header) -> "RankFile":
-        """Give the file itself, if it has that header."""
+        """Return the file itself, if it has that header."""
         if self.header != header:
             raise self._error(f"is the file of {self.header}, where that of {header} must be")
         return self
 
     def tree(self, fetch: Callable[[Leaf], Any] = lambda leaf: leaf) -> Any:
-        """Give the tree, with what ``fetch`` makes of them in place of its arrays."""
+        """Return the tree, with what ``fetch`` makes of them in place of its arrays."""
         return self._guarded(lambda: _decode(json.loads(self._metadata["state"]), fetch))
 
     def read(self, leaf: Leaf) -> Any:
@@ -302,7 +302,7 @@ class RankFile:
         return self._guarded(lambda: self._read(leaf))
 
     def _checked_sums(self) -> dict[str, str]:
-        """Give the checksum of each array, after that of the header was compared."""
+        """Return the checksum of each array, after that of the header was compared."""
         with open(self.path, "rb") as file:
             text = file.read(int.from_bytes(file.read(8), "little"))
         own, sums = (self._metadata.get(key, "") for key in ("header_crc32", "crc32"))

@@ -40,17 +40,17 @@ class _Found:
 
 
 def complete_folder(folder: Path, number: int) -> Path:
-    """Give where a checkpoint is once all ranks have written it."""
+    """Return where a checkpoint is once all ranks have written it."""
     return folder / f"{number:08d}"
 
 
 def part_folder(folder: Path, number: int) -> Path:
-    """Give where a checkpoint is before that."""
+    """Return where a checkpoint is before that."""
     return folder / f"{number:08d}.part"
 
 
 def _list(folder: Path) -> tuple[list[_Found], list[_Found]]:
-    """Give the checkpoints, oldest first, and those that are half written."""
+    """Return the checkpoints, oldest first, and those that are half written."""
     complete: list[_Found] = []
     parts: list[_Found] = []
     for path in folder.iterdir():
@@ -64,7 +64,7 @@ def _list(folder: Path) -> tuple[list[_Found], list[_Found]]:
 
 
 def _number(path: Path, named: int) -> int | None:
-    """Give the number of the checkpoint in a folder; None where it has none."""
+    """Return the number of the checkpoint in a folder; None where it has none."""
     try:
         names = sorted(os.listdir(path))
     except OSError:
@@ -90,7 +90,7 @@ def _remove(found: _Found, to: Path | None = None) -> None:
 
 
 def _is_own(entry: os.DirEntry[str], number: int) -> bool:
-    """Tell whether something in a folder is a rank's file of the checkpoint with that number, or an empty one."""
+    """Return whether something in a folder is a rank's file of the checkpoint with that number, or an empty one."""
     if not is_file_name(entry.name) or not entry.is_file(follow_symlinks=False):
         return False
     header = header_of(Path(entry))
@@ -142,7 +142,7 @@ def _sync(folder: Path) -> None:
 
 
 def newest(folder: Path) -> list[int]:
-    """Give the name of the newest checkpoint, and its number, token and ranks; zeros where there is none."""
+    """Return the name of the newest checkpoint, and its number, token and ranks; zeros where there is none."""
     try:
         complete, _ = _list(folder)
     except FileNotFoundError:

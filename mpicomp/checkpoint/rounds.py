@@ -182,7 +182,7 @@ def _path(folder: Any, subsystem: str) -> Path:
 
 
 def _problem(error: Exception, what: str) -> MpicompError:
-    """Give an error that all ranks can be told of: one of mpicomp as it is."""
+    """Return an error that all ranks can be told of: one of mpicomp as it is."""
     if isinstance(error, MpicompError):
         return error
     text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -192,7 +192,7 @@ def _problem(error: Exception, what: str) -> MpicompError:
 def _from_rank_0(
     numbers: Sequence[int], problem: MpicompError | None, group: Group
 ) -> Generator[Round, NDArray[Any], list[int]]:
-    """Give all ranks the numbers of rank 0, or raise its problem on all of them."""
+    """Return all ranks the numbers of rank 0, or raise its problem on all of them."""
     yield from agree(None, problem, group)
     send = np.array(numbers, np.int64)
     received = yield Round("bcast", (send.size,), send.dtype, send=send, recv=np.empty_like(send))

@@ -12,7 +12,7 @@ STATES = ("residuals", "velocities")
 
 
 def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
-    """Give how much of each old rank's residual a new rank takes.
+    """Return how much of each old rank's residual a new rank takes.
 
     Old and new ranks share the line from 0 to 1 evenly, and weigh as much as their parts overlap. What a rank takes
     sums to 1, so that the mean over ranks stays what it was: that is what error feedback has still to deliver.
@@ -37,7 +37,7 @@ def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
 
 
 def reducers(tree: Any, path: str = "state") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Give what ``Reducer.state_dict()`` gave, wherever it is in a tree, with its place."""
+    """Return what ``Reducer.state_dict()`` gave, wherever it is in a tree, with its place."""
     if isinstance(tree, dict):
         if "schema" in tree and all(_holds_arrays(tree.get(kind)) for kind in STATES):
             yield path, tree
@@ -50,7 +50,7 @@ def reducers(tree: Any, path: str = "state") -> Iterator[tuple[str, dict[str, An
 
 
 def shared_anew(state: Any, parts: Iterable[tuple[float, RankFile]]) -> Any:
-    """Give a state of which what reducers hold is replaced by the weighted sums over files, made in float64."""
+    """Return a state of which what reducers hold is replaced by the weighted sums over files, made in float64."""
     sums: dict[tuple[str, str, str], Any] = {}
     for weight, file in parts:
         for path, own in reducers(file.tree()):

@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.limit < float("inf"):
         raise ConfigurationError(f"{_COMMAND}: --limit must be a number of seconds above 0, got {arguments.limit}")
     if arguments.known is not None and arguments.calibrate is not None:
-        raise ConfigurationError(f"{_COMMAND}: --calibrate measures what --from reads; give one of them")
+        raise ConfigurationError(f"{_COMMAND}: --calibrate measures what --from reads; return one of them")
     launch = launcher.detect()
     if launch is None or launch.rank == 0:
         for path in filter(None, (arguments.json, arguments.csv, arguments.calibrate)):
@@ -186,12 +186,12 @@ class _Printer:
         self.where = f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}"
 
     def say(self, text: str) -> None:
-        """Tell what goes on; whoever reads OSU's text passes over such lines."""
+        """Return what goes on; whoever reads OSU's text passes over such lines."""
         if self.first:
             print(f"# {text}", flush=True)
 
     def head(self, settings: Any) -> None:
-        """Say where it is measured, how, and what is left out."""
+        """Return where it is measured, how, and what is left out."""
         from mpicomp.bench.measure.clock import clock
         from mpicomp.collectives import bind
         from mpicomp.errors import IncompatiblePairError

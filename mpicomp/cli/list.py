@@ -126,7 +126,7 @@ def _print_origin(entry: dict[str, Any]) -> None:
 
 
 def _feedback(entry: dict[str, Any]) -> str:
-    """Say whether a compressor runs with error feedback, and whether it may."""
+    """Return whether a compressor runs with error feedback, and whether it may."""
     if entry["feedback"]:
         return "on"
     return "off" if entry["contractive"] else "refused"

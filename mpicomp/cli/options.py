@@ -119,7 +119,7 @@ def read_compressors(command: str, words: Sequence[str], ratios: Sequence[float]
 
 
 def has_ratio(name: str) -> bool:
-    """Tell whether the compressor of this name has a ratio among its parameters."""
+    """Return whether the compressor of this name has a ratio among its parameters."""
     from dataclasses import fields
 
     from mpicomp.compressors import compressor_class

@@ -29,7 +29,7 @@ def collective_class(name: str) -> type[Scheme[Any]]:
 
 
 def fitting(compressor: type[Compressor] | Compressor) -> list[str]:
-    """Give the collectives that carry a compressor's messages, the preferred one first.
+    """Return the collectives that carry a compressor's messages, the preferred one first.
 
     Examples
     --------
@@ -100,7 +100,7 @@ use allgather, star-topk, ...
 
 
 def variants(compressor: Compressor) -> list[str]:
-    """Give everything that `bind` takes for a compressor: the collectives that fit, upon all those that they may use.
+    """Return everything that `bind` takes for a compressor: the collectives that fit, upon all those that they may use.
 
     Examples
     --------
@@ -112,7 +112,7 @@ def variants(compressor: Compressor) -> list[str]:
 
 
 def _variants(compressor: Compressor, above: tuple[str, ...]) -> list[str]:
-    """Give the variants in which no collective is built upon itself."""
+    """Return the variants in which no collective is built upon itself."""
     names = []
     values = _values_of(compressor) if isinstance(compressor, SharedSparsifier) else compressor
     for name in fitting(values):
@@ -125,5 +125,5 @@ def _variants(compressor: Compressor, above: tuple[str, ...]) -> list[str]:
 
 
 def _values_of(compressor: SharedSparsifier) -> Compressor:
-    """Give what values travel by at positions that all ranks share: they are summed as any dense array is."""
+    """Return what values travel by at positions that all ranks share: they are summed as any dense array is."""
     return compressor.values or Dense(wire=compressor.wire)

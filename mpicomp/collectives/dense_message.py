@@ -33,7 +33,7 @@ _KNOWN = NONFINITE | STALE | DAMAGED
 
 
 def dense_bytes(numel: int, dtype: np.dtype[Any], wire: str | None) -> int:
-    """Give the length in bytes of a message with ``numel`` elements; a multiple of 8.
+    """Return the length in bytes of a message with ``numel`` elements; a multiple of 8.
 
     Examples
     --------

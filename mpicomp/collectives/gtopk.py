@@ -65,7 +65,7 @@ class Gtopk(Scheme[Sparsifier]):
     leaves_out = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Give the hops of a rank, idle ones too, and a bcast; see `Scheme.rounds`."""
+        """Return the hops of a rank, idle ones too, and a bcast; see `Scheme.rounds`."""
         asked = [] if self.compressor.count(numel) is not None else [self._ask(group)]
         room = self._room(self.compressor.expected(numel), numel, dtype)
         return [*asked, *_hops(group, room), Round("bcast", (room,), _BYTE)]
@@ -124,7 +124,7 @@ class Gtopk(Scheme[Sparsifier]):
         return Round("allgatherv", [1] * group.size, _COUNT)
 
     def _room(self, count: int, numel: int, dtype: np.dtype[Any]) -> int:
-        """Give the bytes of a message in any hop: unions have at least as many elements as one of their parts."""
+        """Return the bytes of a message in any hop: unions have at least as many elements as one of their parts."""
         bytes_of = capacity_bytes if self.compressor.count(numel) is None else message_bytes
         return bytes_of(count, numel, dtype, self.compressor.wire_for(count, numel))
 
@@ -199,13 +199,13 @@ class _Node:
         self.sent = less(self.sent, part, self._workspace, self._other("sent"))
 
     def _other(self, name: str) -> str:
-        """Give the one of a name's two rooms that was not taken last."""
+        """Return the one of a name's two rooms that was not taken last."""
         self._turns[name] = self._turns.get(name, 0) + 1
         return f"{name}.{self._turns[name] % 2}"
 
 
 def _hops(group: Group, room: int) -> list[Round]:
-    """Give what a rank does in every hop of the tree."""
+    """Return what a rank does in every hop of the tree."""
     hops = []
     for level in range((group.size - 1).bit_length()):
         step = 1 << level

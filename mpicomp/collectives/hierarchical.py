@@ -96,7 +96,7 @@ class Hierarchical(Scheme[Compressor]):
         return compressor
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Give an alltoallv in the host, the inner rounds for this rank's slice, and two allgathervs in the host."""
+        """Return an alltoallv in the host, the inner rounds for this rank's slice, and two allgathervs in the host."""
         if group.hosts == 1:
             return ScatterReduce(Dense()).rounds(numel, dtype, group, step)
         host, across = _groups(group)
@@ -184,7 +184,7 @@ class Hierarchical(Scheme[Compressor]):
         return isinstance(self.compressor, Sparsifier)
 
     def _exchanged(self, owned: int) -> bool:
-        """Tell whether the owners of a slice talk: nothing can be selected from an empty one."""
+        """Return whether the owners of a slice talk: nothing can be selected from an empty one."""
         return owned > 0 or not self._sparse
 
     def _part(
@@ -256,7 +256,7 @@ class Hierarchical(Scheme[Compressor]):
         return result, False
 
     def _report(self, result: Result, damaged: bool, last: bool) -> NDArray[np.float64]:
-        """Give what an owner tells its host: numbers that are the same on all hosts."""
+        """Return what an owner tells its host: numbers that are the same on all hosts."""
         with np.errstate(invalid="ignore", over="ignore"):
             lost = (1 - np.float64(result.gain)) * result.energy
         # With dense messages the last slice's energy is that of the ranks' whole arrays.
@@ -272,13 +272,13 @@ def _groups(group: Group) -> tuple[Group, Group | None]:
 
 
 def _slices(numel: int, group: Group) -> list[int]:
-    """Give the number of elements in every owner's slice; of the first ones 0 where owners are more."""
+    """Return the number of elements in every owner's slice; of the first ones 0 where owners are more."""
     owners = min(Counter(group.layout).values(), default=1)  # without a layout every rank has a host of its own
     return parts_of(numel, owners)[::-1]
 
 
 def _differ_finitely(total: NDArray[np.floating], array: NDArray[np.floating], energy: float, hosts: int) -> bool:
-    """Tell whether whatever is kept back of a host's sum can be taken from an array, if all hosts say so.
+    """Return whether whatever is kept back of a host's sum can be taken from an array, if all hosts say so.
 
     Parameters
     ----------
@@ -301,7 +301,7 @@ def _put_together(
     sent: NDArray[np.floating] | Selection,
     problem: MessageError | None,
 ) -> Result:
-    """Give the result from what the owners of a host have told; all hosts' owners tell the same, but of the last.
+    """Return the result from what the owners of a host have told; all hosts' owners tell the same, but of the last.
 
     ``problem`` is what this rank could not read as an owner.
     """

@@ -115,7 +115,7 @@ class IntegerSum(Scheme[SharedQuantiser]):
     def _levels(
         self, ask: Round, array: NDArray[np.floating], inverses: NDArray[np.floating], context: Context
     ) -> Generator[Round, NDArray[np.uint64], NDArray[np.uint8]]:
-        """Give each element's grid."""
+        """Return each element's grid."""
         workspace, ranks, limit = context.workspace, context.group.size, self.compressor.scales[0]
         width = cpu.words_of(array.size, ranks)
         objections = workspace.array("objections", ask.counts[0], _WORD)
@@ -160,7 +160,7 @@ def _read(messages: NDArray[np.uint8], numel: int) -> tuple[int, float, float, M
 
 
 def _parts_of(lost: float, energy: float, ranks: int) -> int:
-    """Give lost energy as parts of the total, so that the sum over ranks fits into 64 bits; 0 where it is unknown."""
+    """Return lost energy as parts of the total, so that the sum over ranks fits into 64 bits; 0 where it is unknown."""
     if not (energy > 0 and math.isfinite(energy) and lost >= 0):
         return 0
     return int(min(lost / energy * _PARTS, (_DAMAGED - 1) // ranks))

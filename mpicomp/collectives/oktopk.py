@@ -90,7 +90,7 @@ class Oktopk(Scheme[Sparsifier]):
     by_value = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Give the rounds of an exchange in which nothing is found anew or shared out; see `Scheme.rounds`."""
+        """Return the rounds of an exchange in which nothing is found anew or shared out; see `Scheme.rounds`."""
         size = group.size
         counts, lengths = parts_of(self.compressor.expected(numel), size), parts_of(numel, size)
         sizes = [self.bytes_of(count, length, dtype) for count, length in zip(counts, lengths, strict=True)]
@@ -107,7 +107,7 @@ class Oktopk(Scheme[Sparsifier]):
         return (yield from _Step(self, accumulated, context).run())
 
     def bytes_of(self, count: int, length: int, dtype: np.dtype[Any]) -> int:
-        """Give the length of a message with ``count`` elements of a part of ``length``."""
+        """Return the length of a message with ``count`` elements of a part of ``length``."""
         return message_bytes(count, length, dtype, self.compressor.wire_for(count, length))
 
 
@@ -217,7 +217,7 @@ class _Step:
     def _agree(
         self, sums: Selection, selection: Selection, target: int
     ) -> Generator[Round, NDArray[Any], tuple[list[int], int]]:
-        """Give how many sums of each owner are delivered, and the magnitude bits that they reach."""
+        """Return how many sums of each owner are delivered, and the magnitude bits that they reach."""
         ranks, state = self.group.size, self.state
         bits = 0 if state["threshold"] is None else cpu.magnitude_bits(state["threshold"], self.dtype)
         reaching = 0 if state["threshold"] is None else cpu.count_reaching(sums.values, bits)
@@ -247,7 +247,7 @@ class _Step:
         return counts, bits
 
     def _energies(self, arrived: Sequence[Sparse], chosen: Selection) -> tuple[float, float]:
-        """Give the energy that came to this owner, and that of what it delivers, rank by rank."""
+        """Return the energy that came to this owner, and that of what it delivers, rank by rank."""
         energy, kept = 0.0, 0.0
         for message in arrived:
             energy += cpu.energy(message.selection.values)
@@ -255,7 +255,7 @@ class _Step:
         return energy, kept
 
     def _round(self, chosen: Selection, wire: str) -> NDArray[np.floating]:
-        """Round means to 16 bits, in place; give what that takes from their sums over ranks."""
+        """Round means to 16 bits, in place; return what that takes from their sums over ranks."""
         size = chosen.values.size
         rounded = self.workspace.array("rounded", size, self.dtype)
         error = self.workspace.array("error", size, self.dtype)
@@ -275,7 +275,7 @@ class _Step:
     def _share_out(
         self, chosen: Selection, counts: Sequence[int], even: Sequence[int]
     ) -> Generator[Round, NDArray[Any], Selection]:
-        """Move consecutive pieces of all ranks' elements so that each rank holds ``even`` of them; give its own."""
+        """Move consecutive pieces of all ranks' elements so that each rank holds ``even`` of them; return its own."""
         ranks, rank, whole = self.group.size, self.group.rank, (0, self.numel)
         going = overlaps(counts, even, rank)
         coming = [overlaps(counts, even, source)[rank] for source in range(ranks)]
@@ -291,7 +291,7 @@ class _Step:
     def _gather(
         self, held: Selection, counts: Sequence[int], spans: Sequence[_Span], energy: float, kept: float
     ) -> Generator[Round, NDArray[Any], tuple[Selection, float]]:
-        """Give all delivered means, in order, and the energy that owners lost."""
+        """Return all delivered means, in order, and the energy that owners lost."""
         sizes = [self._bytes(count, span) for count, span in zip(counts, spans, strict=True)]
         message = self.workspace.array("message", sizes[self.group.rank], _BYTE)
         self._write(held, spans[self.group.rank], message, energy, kept)
@@ -302,7 +302,7 @@ class _Step:
         return everything, sum(part.lost for part in messages)
 
     def _tell_lost(self, sent: Selection) -> Generator[Round, NDArray[Any], float]:
-        """Give the energy that all ranks lost, each of which knows its own; NaN where one has read what is damaged."""
+        """Return the energy that all ranks lost, each of which knows its own; NaN where one has read what is damaged."""
         lost = self.accumulated.energy + cpu.norm_change(self.accumulated.array(), sent.indices, sent.values)
         lost = max(0.0, lost) if self.problem is None else math.nan
         tell = Round("allgatherv", [1] * self.group.size, _ENERGY, send=np.array([lost]))
@@ -353,7 +353,7 @@ class _Step:
 
 
 def _remembered(memory: dict[str, Any], numel: int, ranks: int) -> dict[str, Any]:
-    """Give what was learnt of a bucket, or what is known of one that has another length or other ranks."""
+    """Return what was learnt of a bucket, or what is known of one that has another length or other ranks."""
     state = memory.get("oktopk")
     if state is None or (state["numel"], state["ranks"]) != (numel, ranks):
         return {

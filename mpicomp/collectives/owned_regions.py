@@ -10,7 +10,7 @@ from mpicomp.rounds import parts_of
 
 
 def even_bounds(numel: int, size: int) -> list[int]:
-    """Give where regions of equal length begin, and where the last one ends.
+    """Return where regions of equal length begin, and where the last one ends.
 
     Examples
     --------
@@ -21,7 +21,7 @@ def even_bounds(numel: int, size: int) -> list[int]:
 
 
 def quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
-    """Give where a rank would cut between ``size`` regions: -1 everywhere if it has selected nothing.
+    """Return where a rank would cut between ``size`` regions: -1 everywhere if it has selected nothing.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
 
 
 def mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
-    """Give the boundaries that follow from all ranks' quantiles: their means, rounded down.
+    """Return the boundaries that follow from all ranks' quantiles: their means, rounded down.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
 
 
 def overlaps(counts: Sequence[int], targets: Sequence[int], rank: int) -> list[int]:
-    """Give how many elements of a rank go to each when a list that ranks hold in pieces is cut anew.
+    """Return how many elements of a rank go to each when a list that ranks hold in pieces is cut anew.
 
     Parameters
     ----------

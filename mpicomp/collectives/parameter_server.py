@@ -48,7 +48,7 @@ class ParameterServer(Scheme[Compressor]):
         self.by_value = isinstance(compressor, Sparsifier)  # the union that comes back
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Give a gatherv and a bcast, for sparse messages with what is asked and told before them.
+        """Return a gatherv and a bcast, for sparse messages with what is asked and told before them.
 
         The union of sparse messages is taken to be as long as if ranks selected independently of each other.
         """
@@ -179,7 +179,7 @@ def _average(
     dtype: np.dtype[Any],
     workspace: Workspace,
 ) -> tuple[int, NDArray[np.uint8]]:
-    """Give the number of elements in the union of sparse messages, and the reply that holds their mean."""
+    """Return the number of elements in the union of sparse messages, and the reply that holds their mean."""
     mean = SparseMean.cleared(workspace, numel, dtype)
     flags, energy, lost = 0, 0.0, 0.0
     start, room = 0, 0
@@ -223,7 +223,7 @@ def _wire_back(count: int, numel: int) -> Wire:
 
 
 def _as_dense(count: int, numel: int, dtype: np.dtype[Any]) -> bool:
-    """Tell whether the whole array is shorter than the union's message; the same on all ranks."""
+    """Return whether the whole array is shorter than the union's message; the same on all ranks."""
     return dense_bytes(numel, dtype, None) <= message_bytes(count, numel, dtype, _wire_back(count, numel))
 
 

@@ -39,7 +39,7 @@ class RecursiveDoubling(Scheme[Dense]):
         return super().carries(compressor) and getattr(compressor, "wire", None) is None
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Give ``log2(ranks)`` exchanges of the array, and two more where that is no whole number."""
+        """Return ``log2(ranks)`` exchanges of the array, and two more where that is no whole number."""
         whole = numel + TAIL
         return [
             Round("sendrecv", tuple(0 if peer is None else whole for peer in peers), dtype, peers=peers)
@@ -75,12 +75,12 @@ class RecursiveDoubling(Scheme[Dense]):
 
 
 def _power_of_two(size: int) -> int:
-    """Give the largest power of two that is not above a size."""
+    """Return the largest power of two that is not above a size."""
     return 1 << (size.bit_length() - 1)
 
 
 def _peers(group: Group) -> list[tuple[int | None, int | None]]:
-    """Give whom this rank sends to and receives from in every step."""
+    """Return whom this rank sends to and receives from in every step."""
     core = _power_of_two(group.size)
     rank, beyond = group.rank, group.size - core
     if rank >= core:

@@ -35,7 +35,7 @@ class Ring(Scheme[Dense]):
         return super().carries(compressor) and getattr(compressor, "wire", None) is None
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Give ``2 (ranks - 1)`` exchanges with the neighbours; see `Scheme.rounds`."""
+        """Return ``2 (ranks - 1)`` exchanges with the neighbours; see `Scheme.rounds`."""
         size, rank = group.size, group.rank
         parts = parts_of(numel + TAIL, size)
         neighbours = ((rank + 1) % size, (rank - 1) % size)

@@ -112,13 +112,13 @@ class Scheme(ABC, Generic[CompressorType]):
 
     @classmethod
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
-        """Tell whether a compressor's messages fit; asked of a class, whether they do for some of its parameters."""
+        """Return whether a compressor's messages fit; asked of a class, whether they do for some of its parameters."""
         whole = cls.intact or getattr(compressor, "wire", None) != "signs"
         return whole and (cls.messages == "any" or compressor.message in cls.messages.split(" or "))
 
     @classmethod
     def upon(cls, compressor: Compressor) -> Compressor | None:
-        """Give what has to be carried by the collective that this one is built upon.
+        """Return what has to be carried by the collective that this one is built upon.
 
         None where it stands alone. Otherwise the constructor's second argument is a scheme of that compressor.
         """
@@ -126,7 +126,7 @@ class Scheme(ABC, Generic[CompressorType]):
 
     @abstractmethod
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Give the shapes of the rounds for an array of ``numel`` elements, without arrays.
+        """Return the shapes of the rounds for an array of ``numel`` elements, without arrays.
 
         Where the number of selected elements depends on the values, the expected number stands for it.
         """
@@ -144,7 +144,7 @@ class Scheme(ABC, Generic[CompressorType]):
 
 
 def flags_of(accumulated: Accumulated) -> int:
-    """Give the flags that this rank puts into a header."""
+    """Return the flags that this rank puts into a header."""
     return NONFINITE * (not accumulated.finite) | STALE * accumulated.stale
 
 
@@ -194,7 +194,7 @@ def cause_of(error: MessageError) -> MessageError | None:
 
 
 def is_finite(mean: NDArray[np.floating], energy: float, ranks: int) -> bool:
-    """Tell whether all of a mean is finite; it is looked at only where so much energy allows for anything else.
+    """Return whether all of a mean is finite; it is looked at only where so much energy allows for anything else.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ def is_finite(mean: NDArray[np.floating], energy: float, ranks: int) -> bool:
 
 
 def far_from_largest(energy: float, dtype: np.dtype[Any]) -> bool:
-    """Tell whether arrays of this squared norm cannot come near the largest number, whatever is done to them.
+    """Return whether arrays of this squared norm cannot come near the largest number, whatever is done to them.
 
     There is a factor of 16 between: sums of a few of them, and what rounding adds, are finite too. The squared norm of
     a sum over ranks is at most that of all ranks' arrays together, times the ranks.
@@ -223,7 +223,7 @@ def far_from_largest(energy: float, dtype: np.dtype[Any]) -> bool:
 
 
 def gain_of(lost: float, energy: float) -> float:
-    """Give the retained share of energy: 1 where there was none or none was lost, NaN where it cannot be told."""
+    """Return the retained share of energy: 1 where there was none or none was lost, NaN where it cannot be told."""
     if energy == 0 or lost == 0:
         return 1.0
     with np.errstate(invalid="ignore", over="ignore"):

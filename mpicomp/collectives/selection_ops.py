@@ -11,14 +11,14 @@ from mpicomp.workspace import Workspace
 
 
 def room(workspace: Workspace, name: str, size: int, dtype: np.dtype[Any]) -> Selection:
-    """Give room for a selection; it is the caller's until the same name is asked for again."""
+    """Return room for a selection; it is the caller's until the same name is asked for again."""
     return Selection(
         workspace.array(f"{name}.indices", size, np.uint32), workspace.array(f"{name}.values", size, dtype)
     )
 
 
 def added(first: Selection, second: Selection, workspace: Workspace, name: str) -> Selection:
-    """Give the union of two selections, the values of common indices added, in the room of a name."""
+    """Return the union of two selections, the values of common indices added, in the room of a name."""
     out = room(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
     return _begin(
         out,
@@ -27,7 +27,7 @@ def added(first: Selection, second: Selection, workspace: Workspace, name: str) 
 
 
 def less(first: Selection, second: Selection, workspace: Workspace, name: str) -> Selection:
-    """Give the first selection less the second one, without what becomes 0, in the room of a name."""
+    """Return the first selection less the second one, without what becomes 0, in the room of a name."""
     out = room(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
     return _begin(
         out,
@@ -36,7 +36,7 @@ def less(first: Selection, second: Selection, workspace: Workspace, name: str) -
 
 
 def common(selection: Selection, indices: NDArray[np.uint32], workspace: Workspace, name: str) -> Selection:
-    """Give the part of a selection that is at some indices, in the room of a name."""
+    """Return the part of a selection that is at some indices, in the room of a name."""
     out = room(workspace, name, min(selection.indices.size, indices.size), selection.values.dtype)
     return _begin(out, cpu.intersect(selection.indices, selection.values, indices, out.indices, out.values))
 
@@ -44,7 +44,7 @@ def common(selection: Selection, indices: NDArray[np.uint32], workspace: Workspa
 def parted(
     selection: Selection, threshold: int, count: int, workspace: Workspace, name: str
 ) -> tuple[Selection, Selection]:
-    """Give the ``count`` largest elements and the others, in the rooms of two names; see `cpu.split_largest`."""
+    """Return the ``count`` largest elements and the others, in the rooms of two names; see `cpu.split_largest`."""
     dtype = selection.values.dtype
     kept = room(workspace, f"{name}.kept", count, dtype)
     left = room(workspace, f"{name}.left", selection.indices.size - count, dtype)

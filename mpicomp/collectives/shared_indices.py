@@ -43,7 +43,7 @@ class Leading(Scheme[Sparsifier]):
     def _rounds_led(
         self, leader: int, count: int, numel: int, dtype: np.dtype[Any], group: Group, step: int
     ) -> list[Round]:
-        """Give the shapes of the rounds of `_exchange_led`."""
+        """Return the shapes of the rounds of `_exchange_led`."""
         return [self._share(leader, count, numel), *self._sum.rounds(count, dtype, group, step)]
 
     def _exchange_led(

@@ -31,7 +31,7 @@ class SharedPositions(Scheme[SharedSparsifier]):
         self.id = inner.id  # type: ignore[misc]  # one class for as many names as there are collectives
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Give the inner collective's rounds for the values; see `Scheme.rounds`."""
+        """Return the inner collective's rounds for the values; see `Scheme.rounds`."""
         return self._inner.rounds(self.compressor.count(numel), dtype, group, step)
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:

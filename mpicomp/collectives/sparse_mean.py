@@ -29,7 +29,7 @@ class SparseMean:
 
     @classmethod
     def cleared(cls, workspace: Workspace, numel: int, dtype: np.dtype[Any]) -> "SparseMean":
-        """Give the workspace's mean of this length, all zero."""
+        """Return the workspace's mean of this length, all zero."""
         mean = workspace.made((cls, numel, dtype), lambda: cls(numel, dtype))
         mean._clear()
         return mean

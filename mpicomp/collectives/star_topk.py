@@ -27,7 +27,7 @@ class StarTopk(Leading):
     messages: ClassVar[str] = "sparse"
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Give a bcast of indices, asked for their number first where it varies, and a sum; see `Scheme.rounds`."""
+        """Return a bcast of indices, asked for their number first where it varies, and a sum; see `Scheme.rounds`."""
         leader = step % group.size
         asked = [] if self.compressor.count(numel) is not None else [self._ask(leader)]
         return [*asked, *self._rounds_led(leader, self.compressor.expected(numel), numel, dtype, group, step)]

@@ -73,7 +73,7 @@ def exchange_at(
 
 
 def _lost(array: NDArray[np.floating], indices: NDArray[np.uint32], sent: NDArray[np.floating], energy: float) -> float:
-    """Give the energy of ``array - sent``, which may be more than that of the array."""
+    """Return the energy of ``array - sent``, which may be more than that of the array."""
     exact = array[indices]
     with np.errstate(over="ignore", invalid="ignore"):
         return energy - cpu.energy(exact) + cpu.energy(exact - sent)

@@ -33,7 +33,7 @@ class VarTopk(Leading):
     by_value = True
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Give an allgatherv of headers, a bcast of indices, here from rank 0, and a sum; see `Scheme.rounds`."""
+        """Return an allgatherv of headers, a bcast of indices, here from rank 0, and a sum; see `Scheme.rounds`."""
         return [
             self._compare(group),
             *self._rounds_led(0, self.compressor.expected(numel), numel, dtype, group, step),
@@ -56,7 +56,7 @@ class VarTopk(Leading):
 
 
 def _leader(energies: NDArray[np.floating]) -> int:
-    """Give the rank of the largest energy.
+    """Return the rank of the largest energy.
 
     Examples
     --------

@@ -36,7 +36,7 @@ def units(state: Array, link_of: Array, out: Array) -> None:
 
 @compiled
 def grow(variance: Array, links: int, link_drift: float, link_most: float, drift: float, most: float) -> None:
-    """Let variances grow by a step's drift, up to a limit for links and one for factors."""
+    """Increase variances by a step's drift, up to a limit for links and one for factors."""
     for place in range(variance.shape[0]):
         own = variance[place, place]
         if place < links:
@@ -75,7 +75,7 @@ def update(
     strange: float,
     least_strange: float,
 ) -> tuple[float, float, int, bool]:
-    """Take a measurement into an extended Kalman filter, in place.
+    """Update an extended Kalman filter with a measurement, in place.
 
     Parameters
     ----------
@@ -199,7 +199,7 @@ def outlook(
 
 @compiled
 def choose(out: Array, too_slow: float, among: Array) -> tuple[int, int]:
-    """Give the plan that is predicted to be the fastest, and the one that may be for all that is known.
+    """Return the plan that is predicted to be the fastest, and the one that may be for all that is known.
 
     Parameters
     ----------

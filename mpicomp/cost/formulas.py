@@ -32,11 +32,11 @@ class Terms:
     volume: float
 
     def __add__(self, other: "Terms") -> "Terms":
-        """Give the cost of both, one after the other."""
+        """Return the cost of both, one after the other."""
         return Terms(self.latency + other.latency, self.volume + other.volume)
 
     def seconds(self, latency: float, seconds_per_byte: float) -> float:
-        """Give the seconds on a link."""
+        """Return the seconds on a link."""
         return self.latency * latency + self.volume * seconds_per_byte
 
 
@@ -66,7 +66,7 @@ def allgather(ranks: int, nbytes: float) -> Terms:
 
 
 def terms(task: Round, group: Group) -> Terms:
-    """Give the cost of a round of one of its ranks; the slowest rank's is the round's.
+    """Return the cost of a round of one of its ranks; the slowest rank's is the round's.
 
     A library chooses by itself how it sums and broadcasts: here it is taken to know the best way for large arrays.
     What is not so is in the factor that is measured for each operation.
@@ -106,13 +106,13 @@ def terms(task: Round, group: Group) -> Terms:
 
 
 def slowest(costs: Iterable[Terms]) -> Terms:
-    """Give the cost of ranks that work at the same time."""
+    """Return the cost of ranks that work at the same time."""
     costs = list(costs)
     return Terms(max(cost.latency for cost in costs), max(cost.volume for cost in costs))
 
 
 def _through_one_link(task: Round, group: Group) -> int:
-    """Tell how many ranks of a host send as much as this one through the host's link at the same time.
+    """Return how many ranks of a host send as much as this one through the host's link at the same time.
 
     In a ring, and in what libraries do, one rank of a host talks to the next host. Where all talk to all, or with
     partners that are far away, all of a host's do.

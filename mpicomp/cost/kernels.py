@@ -33,14 +33,14 @@ class Alone:
     per_kept: float = 0.0
 
     def seconds(self, numel: int, count: int) -> float:
-        """Give the seconds for an array of ``numel`` elements of which ``count`` are kept."""
+        """Return the seconds for an array of ``numel`` elements of which ``count`` are kept."""
         return self.fixed + numel * self.per_element + count * self.per_kept
 
 
 def measure_alone(
     scheme: Scheme[Any], other: Scheme[Any] | None, feedback: bool, clock: Callable[[], float]
 ) -> tuple[float, float, float]:
-    """Measure a scheme in a world of one rank; give what `Alone` holds.
+    """Measure a scheme in a world of one rank; return what `Alone` holds.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def measure_alone(
 
 @functools.lru_cache(maxsize=len(_NUMELS))
 def _arrays(numel: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Give a gradient and a residual, not to be written to: drawing them takes as long as what is measured."""
+    """Return a gradient and a residual, not to be written to: drawing them takes as long as what is measured."""
     random = np.random.default_rng(0)
     return random.laplace(size=numel).astype(np.float32), random.laplace(size=numel).astype(np.float32)
 

@@ -48,7 +48,7 @@ class CostModel:
     def candidates(
         self, schemes: Sequence[Scheme[Any]], numel: int, dtype: np.dtype[Any], group: Group, ladder: bool = False
     ) -> Candidates:
-        """Give the plans of one bucket, whose schemes' own work has been measured.
+        """Return the plans of one bucket, whose schemes' own work has been measured.
 
         Parameters
         ----------
@@ -79,7 +79,7 @@ class CostModel:
         )
 
     def own_work(self, scheme: Scheme[Any], numel: int) -> float:
-        """Give the seconds of a scheme's own work on a ladder of ratios, from other compressors' where it never ran.
+        """Return the seconds of a scheme's own work on a ladder of ratios, from other compressors' where it never ran.
 
         What was not measured takes none.
         """
@@ -91,7 +91,7 @@ class CostModel:
         return slower * own.seconds(numel, scheme.compressor.expected(numel))
 
     def to_json(self) -> dict[str, Any]:
-        """Give a JSON-able object that `from_json` takes."""
+        """Return a JSON-able object that `from_json` takes."""
         return {
             "schema": SCHEMA,
             "network": self.network.to_json(),
@@ -173,7 +173,7 @@ _Known = dict[str, dict[int, Learnt]]
 
 
 def _learnt_of(known: _Known, key: str, numel: int, guess: Callable[[Sequence[Learnt]], Learnt]) -> Learnt:
-    """Give what is known of something at a length; at first what other lengths tell."""
+    """Return what is known of something at a length; at first what other lengths tell."""
     lengths = known.setdefault(key, {})
     if numel not in lengths:
         lengths[numel] = guess(list(lengths.values()))

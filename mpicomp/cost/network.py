@@ -111,7 +111,7 @@ class Network:
         return float(np.add.reduce(coefficients * self.units))
 
     def drift(self) -> None:
-        """Let a step pass: what was learnt grows older."""
+        """Advance by a step: what was learnt grows older."""
         arithmetic.grow(self._variance, _LINKS, _LINK_DRIFT, _LINK_MOST, _FACTOR_DRIFT, _FACTOR_SD**2)
 
     def observe(
@@ -154,7 +154,7 @@ class Network:
         return innovation, variance, changed
 
     def find(self, changed: bool) -> None:
-        """Take note of whether links were others when a change was suspected: who was wrong is slower to suspect."""
+        """Note whether links were others when a change was suspected: who was wrong is slower to suspect."""
         self._patience = _PATIENCE[0] if changed else min(2 * self._patience, _PATIENCE[1])
 
     def set_link(self, group: str, latency: float, seconds_per_byte: float, sd: float) -> None:
@@ -170,7 +170,7 @@ class Network:
         self._spread_out(slice(place, place + 2), sd)
 
     def to_json(self) -> dict[str, Any]:
-        """Give a JSON-able object that `from_json` takes."""
+        """Return a JSON-able object that `from_json` takes."""
         return {"hosts": self.hosts, "state": self._state.tolist(), "variance": self._variance.tolist()}
 
     @classmethod
@@ -204,7 +204,7 @@ def add_terms(coefficients: NDArray[np.float64], operation: str, group: str, cos
 
 
 def seen_by_some(group: Group) -> list[Group]:
-    """Give the group of all as some ranks see it: the same ranks wherever it is asked."""
+    """Return the group of all as some ranks see it: the same ranks wherever it is asked."""
     ranks = (
         range(group.size)
         if group.size <= _RANKS

@@ -43,7 +43,7 @@ class Prediction:
         return self.kernels_s + self.rounds_s
 
     def phases(self) -> dict[str, float]:
-        """Give both by name, as records have them."""
+        """Return both by name, as records have them."""
         return {"kernels": self.kernels_s, "exchange": self.rounds_s}
 
 
@@ -67,17 +67,17 @@ class Learnt:
 
     @classmethod
     def speed(cls, others: Sequence["Learnt"]) -> "Learnt":
-        """Give what is known of how much longer a compressor takes than alone, from other lengths."""
+        """Return what is known of how much longer a compressor takes than alone, from other lengths."""
         return cls(_mean(others), _SPEED_SD**2)
 
     @classmethod
     def kernels(cls, others: Sequence["Learnt"]) -> "Learnt":
-        """Give what is known of a scheme's own work that was never run at this length, from other lengths."""
+        """Return what is known of a scheme's own work that was never run at this length, from other lengths."""
         return cls(_mean(others), _KERNELS_SD**2)
 
     @classmethod
     def rounds(cls, others: Sequence["Learnt"]) -> "Learnt":
-        """Give what is known of a plan's rounds that was never run at this length, from other lengths."""
+        """Return what is known of a plan's rounds that was never run at this length, from other lengths."""
         return cls(_mean(others), _ROUNDS_SD**2)
 
 
@@ -129,16 +129,16 @@ class Candidates:
         return self._last.size
 
     def prediction(self, plan: int) -> Prediction:
-        """Give what a plan is expected to take at the next step."""
+        """Return what a plan is expected to take at the next step."""
         return Prediction(float(self._outlook[0, plan]), float(self._outlook[1, plan]))
 
     def seconds(self) -> NDArray[np.float64]:
-        """Give what each plan is expected to take at the next step."""
+        """Return what each plan is expected to take at the next step."""
         whole: NDArray[np.float64] = self._outlook[0] + self._outlook[1]
         return whole
 
     def choose(self, too_slow: float, among: NDArray[np.int64]) -> tuple[int, int]:
-        """Give the plan that is predicted to be the fastest, and the one that may be for all that is known.
+        """Return the plan that is predicted to be the fastest, and the one that may be for all that is known.
 
         Parameters
         ----------
@@ -150,11 +150,11 @@ class Candidates:
         return arithmetic.choose(self._outlook, too_slow, among)
 
     def age(self, plan: int) -> int | None:
-        """Give the number of steps since a plan's seconds were learnt from; None where they never were."""
+        """Return the number of steps since a plan's seconds were learnt from; None where they never were."""
         return self._step - int(self._last[plan]) if self._last[plan] >= 0 else None
 
     def observe(self, plan: int, kernels_s: float, seconds: float) -> bool:
-        """Learn from what a plan took, the same numbers on all ranks; tell whether the network has changed.
+        """Learn from what a plan took, the same numbers on all ranks; return whether the network has changed.
 
         Parameters
         ----------
@@ -201,7 +201,7 @@ class Candidates:
         self._refresh()
 
     def step(self) -> None:
-        """Let a step pass, after all buckets' measurements were learnt from."""
+        """Advance by a step, after all buckets' measurements were learnt from."""
         self._step += 1
         self._refresh()
 
@@ -227,7 +227,7 @@ def _row(own: Learnt, step: int) -> tuple[float, float, float]:
 
 
 def _distinct(learnt: Sequence[Learnt]) -> tuple[list[Learnt], NDArray[np.int64]]:
-    """Give objects without repetition, and the place of each plan's among them."""
+    """Return objects without repetition, and the place of each plan's among them."""
     places: dict[int, int] = {}
     objects: list[Learnt] = []
     for own in learnt:

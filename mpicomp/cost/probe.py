@@ -51,7 +51,7 @@ def probe_link(network: Network, transport: Transport) -> Probing:
 
 
 def _look(transport: Transport, busy: Group | None, repeats: int) -> Generator[Asked, Any, tuple[float, float]]:
-    """Give the seconds in which all ranks pass a small and a larger message to their neighbours."""
+    """Return the seconds in which all ranks pass a small and a larger message to their neighbours."""
     tasks = [_ring(busy, _SMALL)] * (repeats + 1) + [_ring(busy, _FIRST)] * _FEW
     seconds = yield from _measure(transport, busy, tasks)
     return float(seconds[1 : repeats + 1].min()), float(seconds[repeats + 1 :].min())
@@ -94,7 +94,7 @@ def _probe_group(network: Network, transport: Transport, name: str) -> Probing:
 def _measure(
     transport: Transport, group: Group | None, tasks: list[Round]
 ) -> Generator[Asked, Any, NDArray[np.float64]]:
-    """Run rounds one after the other; give the seconds of each, the same numbers on all ranks."""
+    """Run rounds one after the other; return the seconds of each, the same numbers on all ranks."""
     times = np.full((len(tasks), 2), -math.inf)
     if group is not None:
         for place, task in enumerate(tasks):
@@ -120,7 +120,7 @@ def _ring(group: Group | None, nbytes: int) -> Round:
 
 
 def _task(operation: str, group: Group | None, nbytes: int) -> Round:
-    """Give a round in which about ``nbytes`` pass a link, with arrays of zeros."""
+    """Return a round in which about ``nbytes`` pass a link, with arrays of zeros."""
     if group is None:
         return Round(operation, (0,), _BYTE)
     size = group.size

@@ -38,7 +38,7 @@ def default_method() -> str:
 
 
 def forking(method: str, carried: Wires, found: Sequence[str], environ: Mapping[str, str] | None = None) -> Forking:
-    """Say whether a fork is dangerous.
+    """Return whether a fork is dangerous.
 
     Parameters
     ----------

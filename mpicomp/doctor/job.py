@@ -137,7 +137,7 @@ def _with_mpi(
 
 
 def _gather(mpi: Any, mine: dict[str, Any], mpi_version: str) -> list[Rank]:
-    """Give what every rank tells of itself. Collective."""
+    """Return what every rank tells of itself. Collective."""
     world = mpi.COMM_WORLD
     shared = world.Split_type(mpi.COMM_TYPE_SHARED)
     place, leader = shared.rank, shared.bcast(world.rank)  # the leader tells two hosts of the same name apart

@@ -55,7 +55,7 @@ def library(maps: Iterable[str] | None = None) -> str | None:
 
 
 def origin(path: str) -> str:
-    """Say where an MPI library comes from: ``"wheel mpich 5.0.2"`` or ``"system"``."""
+    """Return where an MPI library comes from: ``"wheel mpich 5.0.2"`` or ``"system"``."""
     for name, version in wheels().items():
         for file in importlib.metadata.files(name) or ():
             if Path(str(file.locate())).resolve() == Path(path).resolve():

@@ -13,7 +13,7 @@ _LIMIT_S = 5.0  # a resolver without a server answers after a minute
 
 
 def resolves(name: str) -> bool:
-    """Tell whether a host name has an address here, within some seconds."""
+    """Return whether a host name has an address here, within some seconds."""
     found: list[object] = []
 
     def look() -> None:

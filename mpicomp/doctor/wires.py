@@ -54,7 +54,7 @@ def adapters(root: Path = Path("/sys/class")) -> list[str]:
 def wires(
     vendor: str, version: str, files: Collection[str], found: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> Wires:
-    """Say what carries messages.
+    """Return what carries messages.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def _open_mpi(files: Collection[str], found: Sequence[str], environ: Mapping[str
 
 
 def _ucx(files: Collection[str], found: Sequence[str], environ: Mapping[str, str], reasons: list[str]) -> str:
-    """Say what UCX takes between hosts; ``UCX_TLS`` is among the reasons already where it is set."""
+    """Return what UCX takes between hosts; ``UCX_TLS`` is among the reasons already where it is set."""
     devices = _said("UCX_NET_DEVICES", environ, reasons)
     if not _permits(environ.get("UCX_TLS"), _RDMA) or not _permits(devices, found):
         return TCP
@@ -132,7 +132,7 @@ def _ucx(files: Collection[str], found: Sequence[str], environ: Mapping[str, str
 
 
 def _ofi(found: Sequence[str], environ: Mapping[str, str], reasons: list[str]) -> str:
-    """Say which provider libfabric takes between hosts."""
+    """Return which provider libfabric takes between hosts."""
     for name in ("MPIR_CVAR_OFI_USE_PROVIDER", "I_MPI_OFI_PROVIDER", "FI_PROVIDER"):
         provider = _said(name, environ, reasons)
         if provider is not None:
@@ -153,7 +153,7 @@ def _said(name: str, environ: Mapping[str, str], reasons: list[str]) -> str | No
 
 
 def _permits(said: str | None, names: Sequence[str]) -> bool:
-    """Tell whether a list of what is allowed, or with ``^`` of what is not, leaves some of these names.
+    """Return whether a list of what is allowed, or with ``^`` of what is not, leaves some of these names.
 
     Names are beginnings: ``rc`` stands for ``rc_verbs`` and ``mlx5_0`` for ``mlx5_0:1``.
     """

@@ -31,7 +31,7 @@ class Signature:
     members: list[Described]
 
     def to_json(self) -> dict[str, Any]:
-        """Give a JSON-able form that is equal where signatures are."""
+        """Return a JSON-able form that is equal where signatures are."""
         arrays = [[member.name, member.dtype, member.shape] for member in self.members]
         return {"settings": self.settings, "arrays": arrays}
 
@@ -128,7 +128,7 @@ def _difference(reports: list[dict[str, Any]], subsystem: str) -> MpicompError:
 
 
 def _compare(ours: dict[str, Any], theirs: dict[str, Any], first: int, rank: int) -> str | None:
-    """Say how two ranks' signatures differ; None where they do not."""
+    """Return how two ranks' signatures differ; None where they do not."""
     for key, value in ours["settings"].items():
         if value != theirs["settings"][key]:
             other = theirs["settings"][key]

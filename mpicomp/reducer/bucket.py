@@ -55,7 +55,7 @@ class Bucket:
         return Shape(self.names, self.sizes, tuple(member.shape for member in self.members), self.dtype)
 
     def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> Accumulated:
-        """Give gradient plus residual.
+        """Return gradient plus residual.
 
         Parameters
         ----------
@@ -74,7 +74,7 @@ class Bucket:
         return Accumulated(self._accumulated, residual, pieces, False, self.threads, scale, velocity)
 
     def energy(self, gradients: Sequence[NDArray[Any]]) -> float:
-        """Give the squared L2 norm of gradients; overwrites where `accumulate` puts its sum."""
+        """Return the squared L2 norm of gradients; overwrites where `accumulate` puts its sum."""
         pieces = [Piece(offset, array) for offset, array in zip(self.offsets, gradients, strict=True)]
         return Accumulated(self._accumulated, None, pieces, threads=self.threads).energy
 
@@ -101,11 +101,11 @@ class Bucket:
         self._accumulated, self._residual = self._residual, self._accumulated
 
     def residuals(self) -> Iterator[tuple[Described, NDArray[np.floating]]]:
-        """Give every member with the flat part of the residual that is its own, writable."""
+        """Return every member with the flat part of the residual that is its own, writable."""
         return self.parts(self._residual)
 
     def velocities(self) -> Iterator[tuple[Described, NDArray[np.floating]]]:
-        """Give every member with its part of the velocity, writable; nothing where there is no momentum."""
+        """Return every member with its part of the velocity, writable; nothing where there is no momentum."""
         return self.parts(self._velocity) if self.entry.momentum else iter(())
 
     def parts(self, flat: NDArray[np.floating]) -> Iterator[tuple[Described, NDArray[np.floating]]]:

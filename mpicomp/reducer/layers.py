@@ -38,7 +38,7 @@ class Layers:
         return shares
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Give an object for each parameter."""
+        """Return an object for each parameter."""
         gains = [None] * len(self.names) if self.gains is None else self.gains.tolist()
         columns = zip(self.names, self.sizes.tolist(), self.ratios.tolist(), gains, strict=True)
         return [{"name": name, "numel": numel, "ratio": ratio, "gain": gain} for name, numel, ratio, gain in columns]
@@ -53,7 +53,7 @@ def layers_of(
     gain: float,
     thinned: Sequence[tuple[int, int, int]] = (),
 ) -> Layers:
-    """Tell what was sent of each parameter.
+    """Return what was sent of each parameter.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def _lost(
     low: int,
     high: int,
 ) -> float:
-    """Give the energy of what was not sent from ``start`` to ``stop``, which are ``low`` to ``high`` of what was.
+    """Return the energy of what was not sent from ``start`` to ``stop``, which are ``low`` to ``high`` of what was.
 
     Of a selection that travels in 16 bits what rounding took is passed over: less than a hundred-thousandth.
     """

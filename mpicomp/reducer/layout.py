@@ -50,7 +50,7 @@ class Layout:
         self._memories: dict[str, dict[str, Any]] = {}
 
     def knows(self, members: Sequence[Described] | None) -> bool:
-        """Tell whether these are the arrays that it holds, in whatever order."""
+        """Return whether these are the arrays that it holds, in whatever order."""
         if members is None or self.members is None:
             return False
         return members == self.members or set(members) == set(self.members)
@@ -80,7 +80,7 @@ class Layout:
         self._restore()
 
     def residual(self, name: str) -> NDArray[np.floating]:
-        """Give a copy of an array's residual; see `mpicomp.Reducer.residual`."""
+        """Return a copy of an array's residual; see `mpicomp.Reducer.residual`."""
         for member in self.members or ():
             if member.name == name:
                 held = self._held("residuals").get(name)
@@ -90,14 +90,14 @@ class Layout:
         raise UnknownNameError("residual", name, [member.name for member in self.members or ()])
 
     def state(self) -> dict[str, Any]:
-        """Give copies of residuals and velocities by name, and what compressors have learnt."""
+        """Return copies of residuals and velocities by name, and what compressors have learnt."""
         memories = {bucket.members[0].name: bucket.memory for bucket in self.buckets if bucket.memory}
         return {"memories": copy.deepcopy(self._memories | memories)} | {
             kind: {name: own.copy() for name, own in self._states(kind).items()} for kind in _STATES
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave.
+        """Load what `state` returned.
 
         Raises
         ------
@@ -127,14 +127,14 @@ class Layout:
             bucket.memory = self._memories.pop(bucket.members[0].name, bucket.memory)
 
     def _held(self, kind: str) -> dict[str, NDArray[np.floating]]:
-        """Give the buckets' arrays of a kind of state by name: flat, writable."""
+        """Return the buckets' arrays of a kind of state by name: flat, writable."""
         if not self._feedback:
             return {}
         parts = (getattr(bucket, kind)() for bucket in self.buckets)
         return {member.name: part for members in parts for member, part in members}
 
     def _states(self, kind: str) -> dict[str, NDArray[np.floating]]:
-        """Give all arrays of a kind of state by name, in their shapes; those that wait for their names come last."""
+        """Return all arrays of a kind of state by name, in their shapes; those that wait for their names come last."""
         shapes = {member.name: member.shape for member in self.members or ()}
         held = {name: own.reshape(shapes[name]) for name, own in self._held(kind).items()}
         empty = {name: np.zeros(shape) for name, shape in shapes.items() if 0 in shape and self._feedback}

@@ -109,7 +109,7 @@ class BucketRecord:
     energy: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Give a JSON-able object."""
+        """Return a JSON-able object."""
         own = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return own | {"layers": self.layers.to_json()}
 
@@ -180,7 +180,7 @@ class StepRecord:
         return phases
 
     def to_json(self) -> dict[str, Any]:
-        """Give a JSON-able object; the schema is in docs/metrics.md."""
+        """Return a JSON-able object; the schema is in docs/metrics.md."""
         return {
             "schema": SCHEMA,
             "step": self.step,

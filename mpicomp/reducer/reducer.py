@@ -286,7 +286,7 @@ class Reducer:
         return Stream(self._core, thread, scale, beside)
 
     def residual(self, name: str) -> NDArray[np.floating]:
-        """Give a copy of what error feedback holds for an array, shaped like it.
+        """Return a copy of what error feedback holds for an array, shaped like it.
 
         Zeros without feedback. 16-bit arrays have float32 residuals.
 
@@ -298,7 +298,7 @@ class Reducer:
         return self._core.layout.residual(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what has to survive a restart, on this rank.
+        """Return what has to survive a restart, on this rank.
 
         Returns
         -------
@@ -318,7 +318,7 @@ class Reducer:
         } | core.layout.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave. Each rank loads its own; not collective.
+        """Load what `state_dict` returned. Each rank loads its own; not collective.
 
         At the next step the ranks compare what they have loaded: the step, and what the policy has learnt, have to be
         the same on all of them, and all of them have to load. A cost model of another number of hosts is left out.

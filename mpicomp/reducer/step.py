@@ -126,7 +126,7 @@ class Step:
             self._problem = error
 
     def of(self, bucket: Bucket) -> list[Any] | None:
-        """Give the gradients of a bucket, None where the ranks have to agree first."""
+        """Return the gradients of a bucket, None where the ranks have to agree first."""
         return None if self._stale else [self._gradients[member.name] for member in bucket.members]
 
     def conclude(self, finite: bool) -> Rounds:
@@ -267,14 +267,14 @@ class Step:
         return True
 
     def _absences(self, names: list[str]) -> Generator[Asked, Any, list[str]]:
-        """Give those of these names that some rank has no gradient for, the same on all ranks."""
+        """Return those of these names that some rank has no gradient for, the same on all ranks."""
         if not names:
             return []
         flags = yield from self._share([name in self._absent and not self._beside.idle for name in sorted(names)])
         return [name for name, own in zip(sorted(names), flags.T, strict=True) if own.any()]
 
     def _used(self) -> Generator[Asked, Any, set[str]]:
-        """Give the conditional arrays that some rank has a gradient for, the same on all ranks."""
+        """Return the conditional arrays that some rank has a gradient for, the same on all ranks."""
         conditional = self._core.layout.conditional
         if not conditional:
             return set()
@@ -282,7 +282,7 @@ class Step:
         return {name for name, own in zip(conditional, flags.T, strict=True) if not own.all()}
 
     def _share(self, own: list[bool]) -> Generator[Asked, Any, NDArray[np.uint8]]:
-        """Give everyone's flags, a row for each rank."""
+        """Return everyone's flags, a row for each rank."""
         ranks = self._core.transport.group.size
         send = np.array(own, _FLAG)
         recv = np.empty(ranks * send.size, _FLAG)
@@ -291,7 +291,7 @@ class Step:
         return flags
 
     def _clip(self) -> float:
-        """Give what clips this rank's gradients: 1, if not asked to or if they are not finite."""
+        """Return what clips this rank's gradients: 1, if not asked to or if they are not finite."""
         core = self._core
         if core.entry.clip is None:
             return 1.0

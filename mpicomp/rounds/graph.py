@@ -37,7 +37,7 @@ class Graph:
     edges: frozenset[tuple[int, int]]
 
     def neighbours(self, rank: int) -> tuple[int, ...]:
-        """Give a rank's neighbours, ascending."""
+        """Return a rank's neighbours, ascending."""
         return self._adjacent[rank]
 
     @property
@@ -46,7 +46,7 @@ class Graph:
         return max(map(len, self._adjacent))
 
     def weight(self, rank: int, other: int) -> float:
-        """Give how much of their difference two neighbours take over from each other when all average.
+        """Return how much of their difference two neighbours take over from each other when all average.
 
         Metropolis weights: with them an average over neighbours is one over all ranks in the long run, whatever the
         graph, and no rank is counted more than others.
@@ -111,7 +111,7 @@ def make_graph(edges: str | Iterable[Any], size: int) -> Graph:
 
 
 def _torus(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Give every rank's edge to the right and the one down; a side of one has an edge from a rank to itself."""
+    """Return every rank's edge to the right and the one down; a side of one has an edge from a rank to itself."""
     pairs = []
     for row in range(rows):
         for column in range(columns):
@@ -122,7 +122,7 @@ def _torus(rows: int, columns: int) -> list[tuple[int, int]]:
 
 
 def _edge(pair: Any, size: int) -> tuple[int, int]:
-    """Give an edge as a pair of ranks, or say why it is none."""
+    """Return an edge as a pair of ranks, or say why it is none."""
     ranks = list(pair) if isinstance(pair, Iterable) else []
     if len(ranks) != 2 or not all(isinstance(rank, (int, np.integer)) for rank in ranks):
         raise ConfigurationError(f"graph: an edge is a pair of ranks, got {pair!r}")

@@ -41,13 +41,13 @@ class Group:
     layout: tuple[int, ...] = ()
 
     def seen_by(self, rank: int) -> "Group":
-        """Give this group of all ranks as another rank sees it."""
+        """Return this group of all ranks as another rank sees it."""
         if self.layout:
             return layout_groups(self.layout, rank, self.identical_sums)[0]
         return replace(self, rank=rank)
 
     def part(self, name: str) -> "Group | None":
-        """Give this rank's group of a name, None where it is in none.
+        """Return this rank's group of a name, None where it is in none.
 
         As many ranks of each host are in `ACROSS` groups as the host with the fewest has.
         """
@@ -66,7 +66,7 @@ class Group:
 def layout_groups(
     layout: Sequence[int], rank: int, identical_sums: bool = True
 ) -> tuple[Group, dict[str, tuple[int, ...]]]:
-    """Give the group of all ranks, as one of them sees it, and who is in its groups.
+    """Return the group of all ranks, as one of them sees it, and who is in its groups.
 
     Parameters
     ----------

@@ -120,7 +120,7 @@ class Pending(ABC):
 
     @abstractmethod
     def test(self) -> bool:
-        """Tell whether it is done, and move it on; once True, ``task.recv`` is filled. Not collective."""
+        """Return whether it is done, and move it on; once True, ``task.recv`` is filled. Not collective."""
 
 
 Asked = Round | Pending

@@ -158,7 +158,7 @@ def meet(note: bytes = b"", limit_s: float = GRACE_S) -> dict[int, bytes]:
 
 
 def wanted() -> bool:
-    """Tell whether the job is to be ended where a rank fails: ``MPICOMP_ABORT`` is not 0."""
+    """Return whether the job is to be ended where a rank fails: ``MPICOMP_ABORT`` is not 0."""
     return os.environ.get("MPICOMP_ABORT") != "0"
 
 

@@ -40,7 +40,7 @@ def cuda_aware(
     loaded: Iterable[str] | None = None,
     probed: Awareness | None = None,
 ) -> Awareness:
-    """Say whether the MPI library may be given pointers to GPU memory, and how that is known.
+    """Return whether the MPI library may be given pointers to GPU memory, and how that is known.
 
     Asked in this order, and the first that knows is believed: ``MPICOMP_CUDA_AWARE=0/1``; settings that turn it off;
     a probe that failed; the loaded library; Cray's and Open MPI's own ways. Where nobody knows, it is no.
@@ -101,7 +101,7 @@ def _but(probed: Awareness | None) -> str:
 
 
 def _turned_off(vendor: str, cray: bool, environ: Mapping[str, str]) -> str | None:
-    """Give the setting for which a library takes no GPU memory, however it was built; None if there is none."""
+    """Return the setting for which a library takes no GPU memory, however it was built; None if there is none."""
     if cray and environ.get("MPICH_GPU_SUPPORT_ENABLED", "").strip() != "1":
         return "Cray MPICH takes GPU memory with MPICH_GPU_SUPPORT_ENABLED=1 only, and that is not set"
     if vendor.startswith("MVAPICH") and not any(
@@ -120,7 +120,7 @@ def _turned_off(vendor: str, cray: bool, environ: Mapping[str, str]) -> str | No
 
 
 def _ucx_takes_cuda(transports: str) -> bool:
-    """Tell whether a list of UCX's transports, or of those that are left out (``^``), lets it touch GPU memory."""
+    """Return whether a list of UCX's transports, or of those that are left out (``^``), lets it touch GPU memory."""
     without = transports.strip().startswith("^")
     names = [name.strip().lstrip("\\") for name in transports.strip().lstrip("^").split(",")]
     named = any(name in ("cuda", "cuda_copy") for name in names)

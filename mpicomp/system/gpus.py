@@ -32,7 +32,7 @@ class Gpu:
 
 
 def installed(listing: str | None = None) -> list[Gpu]:
-    r"""Give the NVIDIA GPUs that this process may open; a container or Slurm may keep others from it.
+    r"""Return the NVIDIA GPUs that this process may open; a container or Slurm may keep others from it.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def installed(listing: str | None = None) -> list[Gpu]:
 
 
 def visible(environ: Mapping[str, str] | None = None, listing: str | None = None) -> list[Gpu]:
-    r"""Give the GPUs that CUDA shows this process, in the order in which it numbers them.
+    r"""Return the GPUs that CUDA shows this process, in the order in which it numbers them.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def visible(environ: Mapping[str, str] | None = None, listing: str | None = None
 
 
 def _begins(uuid: str, word: str) -> bool:
-    """Tell whether a word of a mask stands for a device: CUDA takes the beginning of its name."""
+    """Return whether a word of a mask stands for a device: CUDA takes the beginning of its name."""
     return word.startswith(("GPU-", "MIG-")) and uuid.startswith(word)
 
 

@@ -115,7 +115,7 @@ def _pmix(environ: Mapping[str, str]) -> Launch | None:
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """Say which launcher started this process.
+    """Return which launcher started this process.
 
     Where several have left their variables (a launcher inside a Slurm job), the innermost is meant: the ones
     that set the rank of an MPI process come before Slurm's own.
@@ -149,7 +149,7 @@ def describe(launch: Launch) -> str:
 
 
 def protocol(environ: Mapping[str, str] | None = None) -> str | None:
-    """Say by which protocol processes that were started together can find each other.
+    """Return by which protocol processes that were started together can find each other.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ def singletons(
     python: str | None = None,
     command: Sequence[str] | None = None,
 ) -> Problem | None:
-    """Say what is wrong when N processes were started and every one of them is rank 0 of 1.
+    """Return what is wrong when N processes were started and every one of them is rank 0 of 1.
 
     This happens without any error when the launcher and the MPI library do not speak the same protocol.
 

@@ -1,4 +1,4 @@
-"""Give every rank the root's parameters."""
+"""Return every rank the root's parameters."""
 
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any
@@ -78,7 +78,7 @@ def _rounds(tensors: Mapping[str, torch.Tensor], root: int, group: Group) -> Gen
 
 
 def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """Give the bytes of a contiguous tensor in host memory, not copied."""
+    """Return the bytes of a contiguous tensor in host memory, not copied."""
     flat = tensor.as_strided((tensor.numel(),), (1,))  # what has one element is contiguous whatever its strides
     seen: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return seen

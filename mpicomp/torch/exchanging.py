@@ -100,12 +100,12 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
             self._names[parameter] = name
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the optimizer's state, and under ``"mpicomp"`` the steps and what the reducers keep on this rank."""
+        """Return the optimizer's state, and under ``"mpicomp"`` the steps and what the reducers keep on this rank."""
         kept = {name: reducer.state_dict() for name, reducer in self.reducers.items()}
         return super().state_dict() | {"mpicomp": {"steps": self.steps, "reducers": kept}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave. Each rank loads its own; not collective.
+        """Load what `state_dict` returned. Each rank loads its own; not collective.
 
         Raises
         ------
@@ -124,14 +124,14 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
         self.steps = int(kept["steps"])
 
     def close(self) -> None:
-        """Give back what the reducers hold of MPI. It waits for nobody; a second call does nothing."""
+        """Release what the reducers hold of MPI. It waits for nobody; a second call does nothing."""
         for reducer in self.reducers.values():
             reducer.close()
         if self._owned:
             self._transport.close()
 
     def _members(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
-        """Give the name, the parameter and the group of all that require a gradient."""
+        """Return the name, the parameter and the group of all that require a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
@@ -139,7 +139,7 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Give a parameter's gradient, dense; zeros where it has none, so that all ranks exchange the same arrays."""
+    """Return a parameter's gradient, dense; zeros where it has none, so that all ranks exchange the same arrays."""
     if parameter.grad is None:
         return torch.zeros_like(parameter)
     return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad

@@ -115,7 +115,7 @@ class Gradients(Beside):
         return int(self._active.argmax())
 
     def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Take up more parameters, on all ranks."""
+        """Add parameters, on all ranks."""
         self._parameters = dict(reversed(list(parameters.items()))) | self._parameters
         self._known |= {id(parameter) for parameter in parameters.values()}
         self._compared = False
@@ -284,7 +284,7 @@ class Gradients(Beside):
         return all(mean is None or bool(np.isfinite(mean[1]).all()) for mean in self._rows_means.values())
 
     def close(self) -> None:
-        """Give back what it holds; not collective."""
+        """Release what it holds; not collective."""
         self.closed = True
         self._seen.clear()
         self._stream = None
@@ -452,7 +452,7 @@ class Gradients(Beside):
 
 
 def overlap_thread(reducer: Reducer, wanted: bool | None) -> ProgressThread | None:
-    """Give a thread that exchanges while backward goes on, or None. Collective.
+    """Return a thread that exchanges while backward goes on, or None. Collective.
 
     Parameters
     ----------
@@ -505,7 +505,7 @@ def _digest(parameter: torch.Tensor) -> bytes:
 def _as_sparse(
     mean: tuple[NDArray[np.int64], NDArray[np.floating]], parameter: torch.Tensor, skipped: bool
 ) -> torch.Tensor:
-    """Give rows as a sparse gradient; zeros in a step that is skipped, in which they may not be finite."""
+    """Return rows as a sparse gradient; zeros in a step that is skipped, in which they may not be finite."""
     indices, rows = mean
     values = torch.from_numpy(np.zeros_like(rows) if skipped else rows).reshape(-1, *parameter.shape[1:])
     return torch.sparse_coo_tensor(

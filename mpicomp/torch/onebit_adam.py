@@ -182,6 +182,6 @@ class OneBitAdam(Exchanging):
         return float(self.param_groups[0]["lr"])
 
     def _length(self, group: dict[str, Any]) -> float:
-        """Give the learning rate over what the momentum lacks because it began at zero."""
+        """Return the learning rate over what the momentum lacks because it began at zero."""
         length: float = float(group["lr"]) / (1 - group["betas"][0] ** self.steps)
         return length

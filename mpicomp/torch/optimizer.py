@@ -167,7 +167,7 @@ class _Distributed(Wrapped):
         self._mpicomp_gradients.average(lr.detach() if isinstance(lr, torch.Tensor) else lr, problem)
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Give a context in which backward adds to gradients without exchanging them."""
+        """Return a context in which backward adds to gradients without exchanging them."""
         return self._mpicomp_gradients.accumulate()
 
     def join(self) -> AbstractContextManager[None]:
@@ -256,12 +256,12 @@ class _Distributed(Wrapped):
         self._mpicomp_gradients.add(new)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the optimizer's state, and what the reducer keeps on this rank under ``"mpicomp"``."""
+        """Return the optimizer's state, and what the reducer keeps on this rank under ``"mpicomp"``."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return state | {"mpicomp": self.reducer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave, or what that of the plain optimizer did. Not collective.
+        """Load what `state_dict` returned, or what that of the plain optimizer did. Not collective.
 
         Raises
         ------
@@ -276,7 +276,7 @@ class _Distributed(Wrapped):
             self.reducer.load_state_dict(kept)
 
     def close(self) -> None:
-        """Give back what the reducer holds of MPI. It waits for nobody; a second call does nothing."""
+        """Release what the reducer holds of MPI. It waits for nobody; a second call does nothing."""
         self._mpicomp_gradients.close()
         self.reducer.close()
         if self._mpicomp_transport is not None:
@@ -378,7 +378,7 @@ def _check(
 
 
 def _parameters(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Give the optimizer's parameters by name, in the order of the model."""
+    """Return the optimizer's parameters by name, in the order of the model."""
     ours = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     chosen: dict[str, torch.Tensor] = {}
     seen: set[int] = set()

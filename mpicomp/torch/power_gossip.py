@@ -181,17 +181,17 @@ class _Gossiping(Wrapped):
         return self._mpicomp_models.average(parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the optimizer's state, and this rank's vectors under ``"mpicomp"``."""
+        """Return the optimizer's state, and this rank's vectors under ``"mpicomp"``."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return state | {"mpicomp": self._mpicomp_models.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave, or what that of the plain optimizer did. On all ranks."""
+        """Load what `state_dict` returned, or what that of the plain optimizer did. On all ranks."""
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
         self._mpicomp_models.load_state_dict(state_dict.get("mpicomp", {}))
 
     def close(self) -> None:
-        """Give back what it holds of MPI. It waits for nobody; a second call does nothing."""
+        """Release what it holds of MPI. It waits for nobody; a second call does nothing."""
         self._mpicomp_models.close()
 
 
@@ -234,17 +234,17 @@ class _Models:
                 parameter.copy_(view)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what has to survive a restart."""
+        """Return what has to survive a restart."""
         if self._gossip is None:
             return dict(self._kept)
         return {"graph": self._edges()} | self._gossip.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave, at the next step."""
+        """Load what `state_dict` returned, at the next step."""
         self._kept, self._gossip = state, None
 
     def close(self) -> None:
-        """Give back what it holds of MPI; not collective."""
+        """Release what it holds of MPI; not collective."""
         self.closed = True
         if self._owned:
             self._transport.close()

@@ -58,7 +58,7 @@ class Transport(ABC):
         """Begin a round. Collective over its group."""
 
     def lanes(self, count: int) -> "list[Transport]":
-        """Give other transports of the same ranks, for rounds that are under way together with this one's.
+        """Return other transports of the same ranks, for rounds that are under way together with this one's.
 
         Collective over the group, as are the beginnings of all rounds on one of them: in one order on all ranks.
         Between them and to this one there is no order. Whoever asked for them closes them.
@@ -88,7 +88,7 @@ class Transport(ABC):
         return self.wait(self.start(task))
 
     def clock(self) -> float:
-        """Give seconds on a clock that is the same on all ranks, as well as `compare_clocks` found out."""
+        """Return seconds on a clock that is the same on all ranks, as well as `compare_clocks` found out."""
         return time.perf_counter() + self.offset
 
     def run(self, exchange: Generator[Asked, Any, Value]) -> Value:
@@ -133,7 +133,7 @@ class Transport(ABC):
         """Note what the rounds are for, for whoever asks what ranks wait for."""
 
     def hosts(self) -> int:
-        """Give the number of hosts that the ranks are on."""
+        """Return the number of hosts that the ranks are on."""
         return self.group.hosts
 
     def break_off(self, error: BaseException) -> None:  # noqa: B027, a transport may be one rank's alone
@@ -147,5 +147,5 @@ class Transport(ABC):
 
 
 def received(task: Round) -> NDArray[Any]:
-    """Give ``task.recv``; an empty array where this rank receives nothing and has none."""
+    """Return ``task.recv``; an empty array where this rank receives nothing and has none."""
     return np.empty(0, task.dtype) if task.recv is None else task.recv

@@ -64,7 +64,7 @@ def compare_clocks(transport: Transport) -> Generator[Round, Any, float]:
 
 
 def _tell(group: Group, source: int, to: int, number: float) -> Round:
-    """Give the round in which one rank sends a number to another one, as this rank sees it."""
+    """Return the round in which one rank sends a number to another one, as this rank sees it."""
     sends, receives = group.rank == source, group.rank == to
     return Round(
         "sendrecv",

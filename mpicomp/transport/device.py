@@ -56,7 +56,7 @@ class DeviceArray:
         return int(np.prod(self.shape, dtype=np.int64))
 
     def span(self) -> tuple[int, int]:
-        """Give where its memory begins, in bytes from the first element, and how many bytes there are to its end."""
+        """Return where its memory begins, in bytes from the first element, and how many bytes there are to its end."""
         if not self.size:
             return 0, 0
         ends = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
@@ -65,7 +65,7 @@ class DeviceArray:
 
 
 def device_array(array: Any) -> DeviceArray | None:
-    """Say where an array is on a GPU; None for arrays of the host and for what is none.
+    """Return where an array is on a GPU; None for arrays of the host and for what is none.
 
     The stream is the one that is current in the calling thread, where the array names none itself.
 
@@ -119,16 +119,16 @@ class Driver(Protocol):
     """
 
     def count(self) -> int:
-        """Give how many devices there are."""
+        """Return how many devices there are."""
 
     def memory(self, device: int, nbytes: int) -> int:
-        """Give the address of memory on a device, which is never given back."""
+        """Return the address of memory on a device, which is never given back."""
 
     def device_of(self, address: int) -> int:
-        """Give the number of the device that an address belongs to."""
+        """Return the number of the device that an address belongs to."""
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Give page-locked memory of the host, which is copied to and from without the driver's own staging."""
+        """Return page-locked memory of the host, which is copied to and from without the driver's own staging."""
 
     def stream(self, device: int) -> int:
         """Make a stream that does not wait for the default one."""
@@ -154,7 +154,7 @@ class Driver(Protocol):
 
 @functools.cache
 def driver() -> Driver | None:
-    """Give CUDA's driver, None where there is none."""
+    """Return CUDA's driver, None where there is none."""
     try:
         return _Cuda(ctypes.CDLL("libcuda.so.1"))
     except (OSError, MpicompError):

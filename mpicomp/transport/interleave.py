@@ -74,7 +74,7 @@ class Interleaver:
         return job
 
     def poll(self) -> bool:
-        """Move every lane on as far as it goes without waiting; tell whether one moved. Not collective."""
+        """Move every lane on as far as it goes without waiting; return whether one moved. Not collective."""
         moved = [lane.poll() for lane in self._lanes]
         return any(moved)
 
@@ -84,7 +84,7 @@ class Interleaver:
         return not any(lane.jobs for lane in self._lanes)
 
     def run(self, exchanges: Iterable[Generator[Asked, Any, Value]]) -> list[Value]:
-        """Run generators, and what was submitted before, to their ends and give what they return.
+        """Run generators, and what was submitted before, to their ends and return what they return.
 
         Raises
         ------
@@ -261,7 +261,7 @@ class _Lane:
         self._began = 0.0
 
     def poll(self) -> bool:
-        """Move the first job on if its round is done, or begin it; tell whether it moved."""
+        """Move the first job on if its round is done, or begin it; return whether it moved."""
         if not self.jobs:
             return False
         job = self.jobs[0]

@@ -16,7 +16,7 @@ _ELEMENTS = 1 << 18  # libraries take different paths for short and long message
 
 
 def passes(cuda: Driver) -> bool:
-    """Tell whether numbers come out of MPI as they went in."""
+    """Return whether numbers come out of MPI as they went in."""
     from mpi4py import MPI  # starts MPI, which only a process with a GPU has to
 
     numbers = cuda.pinned(4 * _ELEMENTS).view(np.float32)

@@ -47,7 +47,7 @@ def leave() -> None:
 
 
 def _settle(mine: list[Pool]) -> bool:
-    """Move on the rounds of all pools, and tell whether none is left."""
+    """Move on the rounds of all pools, and return whether none is left."""
     return False not in [pool.settle() for pool in mine]
 
 

@@ -14,7 +14,7 @@ _CORES = 1 << 12  # of one machine; those with higher numbers do not count
 
 
 def hosts_of_ranks(comm: MPI.Comm) -> list[int]:
-    """Give the host of each rank, numbered in the order in which they first appear. Collective."""
+    """Return the host of each rank, numbered in the order in which they first appear. Collective."""
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
     first = np.array([comm.rank], np.int64)
     shared.Bcast(first, 0)
@@ -26,7 +26,7 @@ def hosts_of_ranks(comm: MPI.Comm) -> list[int]:
 
 
 def cores_of_a_rank(comm: MPI.Comm, hosts: Sequence[int]) -> float:
-    """Give how many cores there are for each rank, where they are fewest; the same on all ranks. Collective.
+    """Return how many cores there are for each rank, where they are fewest; the same on all ranks. Collective.
 
     Those count that some rank of a host may run on.
 
@@ -46,7 +46,7 @@ def cores_of_a_rank(comm: MPI.Comm, hosts: Sequence[int]) -> float:
 
 
 def takes_naps(comm: MPI.Comm, cores: float) -> bool:
-    """Tell whether ranks have to leave their core to others while they wait, the same on all ranks. Collective.
+    """Return whether ranks have to leave their core to others while they wait, the same on all ranks. Collective.
 
     ``MPICOMP_NAPS=0/1`` overrides what follows from the cores.
 

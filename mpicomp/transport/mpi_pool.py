@@ -228,7 +228,7 @@ class Pool:
 
 
 def is_split(group: Group) -> bool:
-    """Tell whether some group of a host, or across hosts, is neither all ranks nor one alone."""
+    """Return whether some group of a host, or across hosts, is neither all ranks nor one alone."""
     return 1 < group.hosts < group.size
 
 

@@ -60,7 +60,7 @@ class Started(Pending):
 
     @abstractmethod
     def _advance(self, some: _Some) -> bool:
-        """Take note of requests that ``some`` finds complete; tell whether none is left."""
+        """Note requests that ``some`` finds complete; return whether none is left."""
 
 
 class Channel:
@@ -126,14 +126,14 @@ class Channel:
         self._under_way.pop(started, None)
 
     def settle(self) -> bool:
-        """Move on the rounds that nobody waits for, and tell whether none is left."""
+        """Move on the rounds that nobody waits for, and return whether none is left."""
         for started in list(self._under_way):
             if started.test():
                 self.done(started)
         return not self._under_way
 
     def _comm_of(self, task: Round) -> MPI.Comm:
-        """Give the communicator that a collective call of this round is made on.
+        """Return the communicator that a collective call of this round is made on.
 
         That of a graph is made when a round that is waited for asks for it first, which all ranks do in the same one.
         """
@@ -149,7 +149,7 @@ class Channel:
         return _Messages(task, self.comm, next(self._tags), *self._messages(task))
 
     def _calls(self, task: Round) -> list[tuple[str, tuple[Any, ...]]] | None:
-        """Give names and arguments of collective calls, the same calls on all ranks; None where there is none."""
+        """Return names and arguments of collective calls, the same calls on all ranks; None where there is none."""
         send, recv, counts, root = task.send, task.recv, task.counts, task.root
         rank, size = self.comm.rank, self.comm.size
         equal = min(counts) == max(counts)
@@ -192,7 +192,7 @@ class Channel:
         return None
 
     def _messages(self, task: Round) -> tuple[Iterator[_Segment], Iterator[_Segment]]:
-        """Give what comes and what goes, in an order in which every message meets its other end."""
+        """Return what comes and what goes, in an order in which every message meets its other end."""
         rank, size, counts = self.comm.rank, self.comm.size, task.counts
         incoming: list[tuple[int, int, int]] = []  # the other rank, start, stop
         outgoing: list[tuple[int, int, int]] = []

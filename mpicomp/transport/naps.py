@@ -29,7 +29,7 @@ class Naps:
         self._nap = SHORTEST_S
 
     def rest(self) -> None:
-        """Give others time."""
+        """Return others time."""
         if self._left:
             self._left -= 1
             os.sched_yield()

@@ -92,7 +92,7 @@ class Staging:
         arrival.view = np.ndarray(found.shape, found.dtype, arrival.memory, -low, found.strides)
 
     def host(self, name: str, array: Any) -> NDArray[Any]:
-        """Give an array on the host, when it is there; see `mpicomp.arrays.to_host`.
+        """Return an array on the host, when it is there; see `mpicomp.arrays.to_host`.
 
         That of a device is copied once in a step, however often it is asked for, and belongs to this object.
         """
@@ -109,7 +109,7 @@ class Staging:
         return arrival.view
 
     def give(self, mean: NDArray[np.floating], described: Described, like: Any, out: NDArray[Any] | None) -> Any:
-        """Give a flat host mean back as the kind of array that came in; see `mpicomp.arrays.from_host`.
+        """Return a flat host mean as the kind of array that came in; see `mpicomp.arrays.from_host`.
 
         On a device it is there for what is put into its library's current stream from now on. It is the same array at
         every step.
@@ -142,7 +142,7 @@ class Staging:
         self._means.clear()
 
     def _arrival(self, name: str) -> _Arrival | None:
-        """Give what was copied in this step."""
+        """Return what was copied in this step."""
         arrival = self._arrivals.get(name)
         return arrival if arrival is not None and arrival.step == self._step else None
 
@@ -153,7 +153,7 @@ class Staging:
 
 
 def _same_kind(result: Any, like: Any) -> bool:
-    """Tell whether an array can take what is to be given in place of another one."""
+    """Return whether an array can take what is to be given in place of another one."""
     return bool(result.shape == like.shape and result.dtype == like.dtype and result.device == like.device)
 
 
@@ -190,7 +190,7 @@ class _Chunks:
 
 
 def _filling(dtype: str) -> Callable[[NDArray[np.floating], NDArray[np.uint8]], None]:
-    """Give what writes numbers into memory of a dtype."""
+    """Return what writes numbers into memory of a dtype."""
     if dtype in ("float16", "bfloat16"):
         return lambda part, memory: narrow(part, dtype, memory.view(np.uint16))
     return lambda part, memory: np.copyto(memory.view(part.dtype), part)
