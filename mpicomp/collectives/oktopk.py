@@ -302,7 +302,7 @@ class _Step:
         return everything, sum(part.lost for part in messages)
 
     def _tell_lost(self, sent: Selection) -> Generator[Round, NDArray[Any], float]:
-        """Return the energy that all ranks lost, each of which knows its own; NaN where one has read what is damaged."""
+        """Return the energy that all ranks lost, each of which knows its own; NaN where one read what is damaged."""
         lost = self.accumulated.energy + cpu.norm_change(self.accumulated.array(), sent.indices, sent.values)
         lost = max(0.0, lost) if self.problem is None else math.nan
         tell = Round("allgatherv", [1] * self.group.size, _ENERGY, send=np.array([lost]))

@@ -36,7 +36,7 @@ class SegmentedMean:
     def adds(
         self, array: NDArray[np.floating], offset: int, other: NDArray[np.floating], complete: bool
     ) -> Callable[[int, int], None]:
-        """Return what adds ``other`` to the segments of ``array`` and, where their sums are then complete, divides them.
+        """Return a function that adds ``other`` to segments of ``array`` and, where sums are complete, divides them.
 
         Parameters
         ----------
