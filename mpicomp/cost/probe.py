@@ -13,6 +13,9 @@ from mpicomp.rounds import ACROSS, HOST, WORLD, Asked, Group, Round
 from mpicomp.transport.base import Transport
 
 _SMALL = 64  # bytes that a rank sends where latency is measured
+_MEDIUM = (
+    1 << 14
+)  # bytes, at least, of what plans exchange: below it libraries take other algorithms, with fewer messages
 _FIRST = 1 << 16  # bytes of the first look at the bandwidth
 _LARGE_S = 0.02  # that a large message is to take
 _LARGE = (1 << 16, 1 << 20)  # bytes, at least and at most
@@ -78,16 +81,16 @@ def _probe_group(network: Network, transport: Transport, name: str) -> Probing:
     tasks = []
     others = [operation for operation in OPERATIONS if operation != "sendrecv"]
     for operation in others:
-        for size in (_SMALL, nbytes):
+        for size in (_MEDIUM, nbytes):
             tasks += [_task(operation, busy, size)] * (repeats + 1)  # the first one opens connections and grows buffers
     seconds = (yield from _measure(transport, busy, tasks)).reshape(len(others), 2, repeats + 1)[:, :, 1:].min(axis=2)
     # All ranks use the cost as the group with the most ranks sees it.
     model = Group(0, largest, name=name, hosts=2, sharing=transport.group.sharing if name == ACROSS else 1)
     for operation, (short, long) in zip(others, seconds, strict=True):
-        few = terms(_task(operation, model, _SMALL), model)
+        few = terms(_task(operation, model, _MEDIUM), model)
         many = terms(_task(operation, model, nbytes), model)
-        slow = _clipped((short - few.volume * seconds_per_byte) / (few.latency * latency))
-        volume = _clipped((long - slow * many.latency * latency) / (many.volume * seconds_per_byte))
+        volume = _clipped((long - short) / ((many.volume - few.volume) * seconds_per_byte))
+        slow = _clipped((short - volume * few.volume * seconds_per_byte) / (few.latency * latency))
         network.set_factors(name, operation, slow, volume, 2 * _SD)
 
 

@@ -159,7 +159,7 @@ def test_all_buckets_have_the_same_ratio_and_kind():
 
 @pytest.mark.parametrize("size", [3, 6])
 def test_a_change_of_the_network_is_followed_within_ten_steps(size):
-    link = Link(1e-2, 500e6)
+    link = Link(1e-3, 500e6)
     # Steps are long enough to learn from all of them.
     ranks = Ranks(size, link, compute_s=0.2, every=100_000, gain_threshold=1e6)
     for _ in range(40):
