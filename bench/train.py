@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from mpicomp.compressors import Compressor
 from mpicomp.errors import MpicompError
 from mpicomp.policies import Policy
-from mpicomp.policies.levels import has_ratio
 from mpicomp.reducer import StepRecord
 from mpicomp.rounds import Round
 from mpicomp.torch import DistributedOptimizer, broadcast_parameters
@@ -271,7 +270,7 @@ def _for_any_names(plan: Ran) -> Compressor:
     """Return a plan's compressor for an array that is none of the model's: ratios of layers become one of them all."""
     if not getattr(plan.compressor, "layers", None):
         return plan.compressor
-    ratio = {"ratio": plan.ratio_reached} if has_ratio(plan.compressor) else {}
+    ratio = {"ratio": plan.ratio_reached} if plan.compressor.selects_by_ratio else {}
     return replace(plan.compressor, layers=None, **ratio)  # type: ignore[call-arg]
 
 

@@ -71,7 +71,7 @@ def _judge_seconds(outcome: Outcome) -> str:
     if _is_exact(outcome.compressor):
         if not outcome.adapts:
             return f"dense exchange: nothing was compressed; a step took {own:.3f} s"
-        share = sum(plan.share for plan in outcome.late_plans if plan.compressor.id == "dense")
+        share = sum(plan.share for plan in outcome.late_plans if plan.compressor.message == "dense")
         mostly = "" if share > _ALWAYS else f" for {100 * share:.0f} % of the later steps"
         return (
             f"mpicomp chose dense exchange{mostly}: nothing that sends enough of the gradient beats it here; "

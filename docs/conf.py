@@ -38,18 +38,55 @@ if importlib.util.find_spec("torch") is None:
 PACKAGES = {"compressor": "mpicomp", "collective": "mpicomp.collectives", "policy": "mpicomp.policies"}
 
 
-def registered(kind):
+def built_in(kind):
+    """Return the built-in classes of a kind, in the order of their names."""
+    return [cls for cls in REGISTRIES[kind].classes() if REGISTRIES[kind].plugin(cls.id) is None]
+
+
+def public_name(kind, cls):
+    """Return the dotted name by which the API page has a class."""
+    short = hasattr(importlib.import_module(PACKAGES[kind]), cls.__name__)
+    return f"{PACKAGES[kind] if short else cls.__module__}.{cls.__name__}"
+
+
+def directives(kind):
     """Return an autoclass directive for every built-in class of a kind."""
-    registry, package = REGISTRIES[kind], importlib.import_module(PACKAGES[kind])
-    classes = [registry.cls(name) for name in registry.names() if registry.plugin(name) is None]
-    homes = [PACKAGES[kind] if hasattr(package, cls.__name__) else cls.__module__ for cls in classes]
-    return "\n\n".join(f".. autoclass:: {home}.{cls.__name__}" for home, cls in zip(homes, classes, strict=True))
+    return "\n\n".join(f".. autoclass:: {public_name(kind, cls)}" for cls in built_in(kind))
+
+
+def rows(kind, page):
+    """Return a row for every built-in class that a page's tables do not have: what its docstring begins with."""
+    found = [cls for cls in built_in(kind) if f"\n| `{cls.id}` |" not in page]
+    return "\n".join(
+        f"| `{cls.id}` | {cls.__doc__.splitlines()[0]} | see {{py:class}}`{public_name(kind, cls)}` |" for cls in found
+    )
+
+
+def sections(page):
+    """Return a section for every built-in policy that a page has none of, with its settings."""
+    found = []
+    for cls in built_in("policy"):
+        if f"\n## {cls.id}\n" not in page:
+            head = [
+                f"## {cls.id}\n",
+                f"{cls.__doc__.splitlines()[0]} See {{py:class}}`{public_name('policy', cls)}`.\n",
+            ]
+            settings = [(key, value) for key, value in cls().get_config().items() if key != "id"]
+            table = [f"| `{key}` | `{value!r}` |" for key, value in settings]
+            found += [*head, "| setting | default |", "|---|---|", *table, ""]
+    return "\n".join(found)
 
 
 def fill(app, page, source):
     """Put in what the registry has where a page wants it, so that it is never out of date."""
-    text = source[0].replace("<!-- the table of compressors -->", compressor_table())
-    source[0] = re.sub(r"<!-- registered: (\w+) -->", lambda found: registered(found[1]), text)
+    text = source[0]
+    parts = {
+        "the table of compressors": compressor_table,
+        "other collectives": lambda: rows("collective", text),
+        "other policies": lambda: rows("policy", text),
+        "sections of other policies": lambda: sections(text),
+    } | {f"registered: {kind}": lambda kind=kind: directives(kind) for kind in PACKAGES}
+    source[0] = re.sub(r"<!-- (.+?) -->", lambda found: parts[found[1]](), text)
 
 
 def setup(app):

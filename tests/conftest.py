@@ -29,7 +29,7 @@ from _pytest.skipping import evaluate_skip_marks
 LAST_WORDS_S = 0.3
 
 ROOT = Path(__file__).resolve().parents[1]
-_STARTS = {"cli", "lab", "slurm"}  # folders of tests that start processes
+_STARTS = {"cli", "lab", "plugins", "slurm"}  # folders of tests that start processes
 
 # A first call compiles, which takes as long as it takes.
 hypothesis.settings.register_profile("mpicomp", deadline=None)

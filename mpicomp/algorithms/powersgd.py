@@ -83,6 +83,8 @@ class PowerSGD(Compressor):
         "Vogels et al. 2019, arXiv 1905.13727; residuals are of each rank's own projection, QR in float64"
     )
 
+    layer_setting: ClassVar[str | None] = "rank"
+
     rank: int = 1
     min_compression_rate: float = 2.0
     start_step: int = 0

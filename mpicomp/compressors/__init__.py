@@ -4,6 +4,7 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import (
     Compressor,
     Entry,
+    Learner,
     Quantiser,
     Scope,
     Selection,
@@ -49,6 +50,7 @@ __all__ = [
     "Entry",
     "GaussianK",
     "GlobalRandKMaxNorm",
+    "Learner",
     "MSTopK",
     "MaxNorm",
     "Natural",

@@ -101,6 +101,12 @@ class Compressor(ABC):
     """
     paper: ClassVar[str]
     """Where it comes from, and what is done differently."""
+    layer_setting: ClassVar[str | None] = None
+    """Which parameter its ``layers`` has values of for parts of a model, by the names of their parameters: ``"ratio"``
+    of a selection, ``"rank"`` of factors (see `mpicomp.policies.tables.table_for`); None where it has no ``layers``.
+    """
+    learns: ClassVar[bool] = False
+    """Whether it sends a code that the run has to learn first; then it is a `Learner`."""
 
     def __repr__(self) -> str:
         """Name the parameters that are not at their defaults."""
@@ -135,6 +141,29 @@ class Compressor(ABC):
         Not where it delivers something else than a mean of gradients, nor where it learns from what it exchanges.
         """
         return True
+
+    @property
+    def selects_by_ratio(self) -> bool:
+        """Whether it selects elements, as many as its parameter ``ratio`` says, which policies may then choose."""
+        return self.message in ("sparse", "shared") and any(entry.name == "ratio" for entry in fields(self))
+
+    @property
+    def by_magnitude(self) -> bool:
+        """Whether it selects the largest elements, or nearly these; if not, any may be among them."""
+        return True
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Packages without which it cannot run, beside those that mpicomp itself needs."""
+        return ()
+
+    @classmethod
+    def suggested(cls) -> "Sequence[Compressor]":
+        """Return the settings among which ``policy="auto"`` chooses where no compressor is named: mostly none.
+
+        They select the largest elements by a ratio, which is theirs to choose, or pack all, or learn a code.
+        """
+        return ()
 
     @property
     def entry(self) -> Entry:
@@ -292,6 +321,11 @@ class SharedSparsifier(Compressor):
 
     wire: str | None = field(default=None, kw_only=True)
 
+    @property
+    def by_magnitude(self) -> bool:
+        """Positions that all ranks share follow from no rank's values."""
+        return False
+
     def __post_init__(self) -> None:
         check_choice(self.id, "wire", self.wire, (None, "fp16", "bf16"))
 
@@ -436,6 +470,47 @@ class SharedQuantiser(Compressor):
         """Give the bytes of an element among four ranks; see `mpicomp.kernels.cpu.fields_of`."""
         ranks, (coarse, *finer) = 4, self.scales
         return 8 / cpu.fields_of(2 * coarse * ranks) + len(finer) * 8 / cpu.fields_of(ranks)
+
+
+@dataclass(frozen=True, repr=False)
+class Learner(Compressor):
+    """A compressor that sends values of a selection in a code that is learnt in the run.
+
+    The joint choice takes one up where it is predicted to pay for all that it costs: see `mpicomp.policies.codes`.
+    """
+
+    message: ClassVar[str] = "code"
+    learns: ClassVar[bool] = True
+    selects_as: ClassVar[str]
+    """The collective that delivers values of the same elements as they are."""
+
+    @property
+    @abstractmethod
+    def ratio(self) -> float:
+        """Kept fraction in (0, 1]."""
+
+    @property
+    @abstractmethod
+    def training_steps(self) -> int:
+        """Steps in which it learns."""
+
+    @property
+    @abstractmethod
+    def learning(self) -> "Learner":
+        """One that learns at every step. What it has learnt is there for this one: memories are the same."""
+
+    @property
+    @abstractmethod
+    def at_once(self) -> "Learner":
+        """One that learns from the first step on."""
+
+    @abstractmethod
+    def has_enough(self, numel: int) -> bool:
+        """Tell whether as many values of ``numel`` elements are selected as a code needs."""
+
+    @abstractmethod
+    def check_installed(self) -> None:
+        """Raise `ConfigurationError` where a package that it `needs` is not installed."""
 
 
 def check_ratio(subsystem: str, ratio: object) -> float:

@@ -69,6 +69,11 @@ class QSGD(Grid):
 
     norm: str = "max"
 
+    @classmethod
+    def suggested(cls) -> "list[QSGD]":
+        """Return four bits that contract: of other quantisers something that is suggested is as fast and loses less."""
+        return [QSGD(rounding="nearest")]
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("qsgd", "norm", self.norm, ("max", "l2"))

@@ -51,8 +51,15 @@ class TopK(Sparsifier):
     id: ClassVar[str] = "topk"
     paper: ClassVar[str] = "Aji and Heafield 2017, arXiv 1704.05021; whole buckets, exact, with error feedback"
 
+    layer_setting: ClassVar[str | None] = "ratio"
+
     ratio: float = 0.01
     layers: Mapping[str, float] | None = None
+
+    @classmethod
+    def suggested(cls) -> "list[TopK]":
+        """Return what suits most networks, and what suits fast ones, where own work counts."""
+        return [TopK(wire="bf16"), TopK()]
 
     def __post_init__(self) -> None:
         super().__post_init__()

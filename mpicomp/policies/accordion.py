@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors import Compressor, TopK
+from mpicomp.compressors import Compressor
 from mpicomp.compressors.base import check_range
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
-from mpicomp.policies.levels import at_ratio, check_least, check_ratios, has_ratio, ladder
+from mpicomp.policies.levels import at_ratio, check_least, check_ratios, ladder
 from mpicomp.policies.policy import Delivered, Named, Shape, Told
 from mpicomp.policies.surveys import SpectrumSurvey, Survey
 from mpicomp.registry import register
@@ -97,7 +97,7 @@ class Accordion(Adaptive):
 
     def check_compressor(self) -> None:
         """See `Adaptive.check_compressor`: what has a ratio will do."""
-        if not has_ratio(self.compressor):
+        if not self.compressor.selects_by_ratio:
             raise ConfigurationError(
                 f"{self.id}: chooses between two ratios, and {self.compressor.id} has none; use a compressor that "
                 "selects elements by a ratio, such as topk, sidco or randomk, or policy='static'"
@@ -111,7 +111,7 @@ class Accordion(Adaptive):
     def adopt(self, named: Named) -> None:
         """See `Policy.adopt`. Where no compressor was named it is top-k."""
         super().adopt(named)
-        self._by_layer = isinstance(self.compressor, TopK)
+        self._by_layer = self.compressor.layer_setting == "ratio"
         self._survey = NormSurvey(_STRIDE)
         self._looked = 0  # steps of this period
         self._sums: dict[str, float] = {}  # of norms in this period, by part

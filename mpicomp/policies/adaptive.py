@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from mpicomp.collectives import bind
-from mpicomp.compressors import Compressor, Dense, TopK
+from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.policies.carriers import Carriers, names_for
+from mpicomp.policies.levels import default_compressor
 from mpicomp.policies.policy import Named, Plan, Policy, Shape, Told, feedback_of
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
@@ -39,7 +40,7 @@ class Adaptive(Policy):
 
     def adopt(self, named: Named) -> None:
         """See `Policy.adopt`. Where no compressor was named it is top-k."""
-        self.compressor = TopK() if named.compressor is None else named.compressor
+        self.compressor = named.compressor or default_compressor()
         self.check_compressor()
         self.feedback = feedback_of(self.compressor, named.feedback)
         self._pinned = None if named.collective == "auto" else named.collective

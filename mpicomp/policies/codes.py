@@ -4,30 +4,20 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from mpicomp.algorithms.lgc import LGC
 from mpicomp.collectives import bind
-from mpicomp.compressors import get_compressor
+from mpicomp.compressors import Learner, get_compressor
 from mpicomp.cost import CostModel, measure_kernels, seen_by_some
 from mpicomp.policies.balance import Balance
 from mpicomp.policies.policy import Shape
 from mpicomp.rounds import Asked, Group, Round
 from mpicomp.transport.base import Transport
-from mpicomp.workspace import Workspace
 
-_RATIOS = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)
 _LATER = 3.5  # times the delay of the values themselves, under either code: 2.6 to 4.3 on digits, see docs/learned.md
 _FIRST, _AGAIN = 2, 2  # times the steps in which it learns, then times the steps so far: when a code is thought of
-
-TEMPLATES = tuple(
-    LGC(ratio=ratio, code=kind, dense_steps=0, wire=wire)
-    for kind, wire, ratio in product(("linear", "autoencoder"), ("bf16", None), _RATIOS)
-)
-"""The codes that may be taken up where none was named."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +31,8 @@ class Rivals:
     worth : float
         Of plans with a code, what it has to be below; see `Balance.worth`.
     late : callable
-        Gives the steps by which a bucket's gradients are late where the values travel that one rank's indices select,
-        for a bucket and a ratio.
+        Gives the steps by which a bucket's gradients are late where the values that a code selects travel as they are,
+        for a bucket and a code.
     names : callable
         Gives the collectives that may carry a code.
     cost : CostModel
@@ -51,8 +41,8 @@ class Rivals:
 
     balance: Balance
     worth: float
-    late: Callable[[int, float], float]
-    names: Callable[[LGC], Sequence[str]]
+    late: Callable[[int, Learner], float]
+    names: Callable[[Learner], Sequence[str]]
     cost: CostModel
 
 
@@ -67,14 +57,14 @@ class Codes:
 
     Parameters
     ----------
-    templates : sequence of LGC
+    templates : sequence of Learner
         Which may be taken up, without dense steps, since gradients have been looked at by then; possibly none.
     """
 
-    def __init__(self, templates: Sequence[LGC]) -> None:
+    def __init__(self, templates: Sequence[Learner]) -> None:
         self._templates = list(templates)
         self._agreed = False  # whether those are left that every rank can learn
-        self._code: LGC | None = None
+        self._code: Learner | None = None
         self._learnt: dict[str, int] = {}  # steps, by the first parameter of each bucket that has it
         self._steps = 0
         self._ask = _FIRST * max((own.training_steps for own in templates), default=0)
@@ -86,10 +76,10 @@ class Codes:
         return bool(self._templates) and self._code is None and self._steps >= self._ask
 
     @property
-    def ratio(self) -> float:
-        """Of the code that was taken up; only where one was."""
+    def code(self) -> Learner:
+        """The code that was taken up; only where one was."""
         assert self._code is not None
-        return self._code.ratio
+        return self._code
 
     def start(self, shapes: Sequence[Shape]) -> None:
         """Take up new buckets: others than before have to learn anew, if they are to."""
@@ -108,7 +98,7 @@ class Codes:
         assert self._code is not None
         return self._learnt[self._shapes[bucket].names[0]] < self._code.training_steps
 
-    def forms(self, bucket: int) -> list[LGC]:
+    def forms(self, bucket: int) -> list[Learner]:
         """Give the compressors of a bucket that has a code: one that learns, and one whose code is learnt."""
         if not self.has(bucket):
             return []
@@ -150,25 +140,26 @@ class Codes:
         """Take up what `state` gave."""
         self._steps, self._ask = int(state["steps"]), int(state["ask"])
         code = None if state["code"] is None else get_compressor(state["code"])
-        assert code is None or isinstance(code, LGC)
-        self._code = code
+        assert code is None or code.learns
+        self._code = cast("Learner | None", code)
         self._learnt = {str(name): int(steps) for name, steps in state["learnt"].items()}
 
     def _agree(self, transport: Transport) -> Generator[Asked, Any, None]:
-        """Leave out what some rank cannot learn. Collective: a round of a byte."""
+        """Leave out what needs packages, where some rank lacks one. Collective: a round of a byte."""
         ranks = transport.group.size
-        own = np.array([find_spec("torch") is not None], np.uint8)
+        there = all(find_spec(name) is not None for code in self._templates for name in code.needs)
+        own = np.array([there], np.uint8)
         everyones = yield Round("allgatherv", [1] * ranks, own.dtype, send=own, recv=np.empty(ranks, np.uint8))
         if not everyones.all():
-            self._templates = [own for own in self._templates if own.code == "linear"]
+            self._templates = [own for own in self._templates if not own.needs]
         self._agreed = True
 
-    def _best(self, rivals: Rivals, group: Group) -> tuple[LGC, list[int]] | None:
+    def _best(self, rivals: Rivals, group: Group) -> tuple[Learner, list[int]] | None:
         """Give the best code and the buckets that it pays for; None where none is good enough."""
         best, worth, balance = None, rivals.worth, rivals.balance
         buckets = range(len(self._shapes))
         for code in self._templates:
-            delays = [late_under(rivals.late(bucket, code.ratio)) for bucket in buckets]
+            delays = [late_under(rivals.late(bucket, code)) for bucket in buckets]
             seconds = [
                 self._seconds(code, bucket, rivals.names, rivals.cost, group)
                 if math.isfinite(delays[bucket])
@@ -187,7 +178,7 @@ class Codes:
         return best
 
     def _seconds(
-        self, code: LGC, bucket: int, names: Callable[[LGC], Sequence[str]], cost: CostModel, group: Group
+        self, code: Learner, bucket: int, names: Callable[[Learner], Sequence[str]], cost: CostModel, group: Group
     ) -> float:
         """Give the mean seconds of a code over as many steps as were done; infinite for a bucket with too few values.
 
@@ -196,7 +187,7 @@ class Codes:
         """
         shape, taught = self._shapes[bucket], code.training_steps
         placed = self._placed(code, shape)
-        if placed.selected(shape.numel).coded_count < placed.make_code(Workspace()).least:
+        if not placed.has_enough(shape.numel):
             return math.inf
         views = seen_by_some(group)
         seconds = math.inf
@@ -214,10 +205,11 @@ class Codes:
             seconds = min(seconds, mean_s)
         return seconds
 
-    def _placed(self, code: LGC, shape: Shape) -> LGC:
+    def _placed(self, code: Learner, shape: Shape) -> Learner:
         names = [name for own in self._shapes for name in own.names]
         sizes = [size for own in self._shapes for size in own.sizes]
-        return code.within_model(names, sizes).within(shape.names, shape.sizes, shape.shapes)
+        placed = code.within_model(names, sizes).within(shape.names, shape.sizes, shape.shapes)
+        return cast(Learner, placed)
 
 
 def late_under(late: float) -> float:

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives import bind
-from mpicomp.compressors import Compressor, Dense, Sparsifier, TopK
+from mpicomp.compressors import Compressor, Dense
 from mpicomp.compressors.base import check_choice, check_range
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import pareto
 from mpicomp.policies.carriers import Carriers, Rows, names_for
-from mpicomp.policies.levels import at_ratio, check_adaptable, check_least, check_ratios, lost_share
+from mpicomp.policies.levels import at_ratio, check_adaptable, check_least, check_ratios, default_compressor, lost_share
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told, feedback_of
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import register
@@ -110,7 +110,7 @@ class Flexible(Policy):
 
     def adopt(self, named: Named) -> None:
         """See `Policy.adopt`. Where no compressor was named it is top-k."""
-        self.compressor = TopK() if named.compressor is None else named.compressor
+        self.compressor = named.compressor or default_compressor()
         check_adaptable(self.id, self.compressor)
         if self.solver == "nsga2":
             pareto.check_installed()  # later a rank that lacks it would fail alone
@@ -250,7 +250,7 @@ class Flexible(Policy):
         for ratio in self._ratios:
             own = at_ratio(self.compressor, ratio)
             names = names_for(own, group)
-            if isinstance(own, Sparsifier):
+            if own.message == "sparse":
                 names = [name for name in names if name.partition(":")[0] in _KINDS]
             levels.append((own, [self._pinned] if self._pinned else names))
         levels.append((Dense(), names_for(Dense(), group)))

@@ -5,31 +5,28 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.algorithms.lgc import LGC
 from mpicomp.collectives import Scheme, bind
-from mpicomp.collectives.star_topk import StarTopk
-from mpicomp.compressors import QSGD, Compressor, Dense, OneBit, Quantiser, TopK
+from mpicomp.compressors import Compressor, Dense, Learner, Quantiser
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.policies.balance import Balance, delay_for
 from mpicomp.policies.carriers import Carriers, Rows, names_for
-from mpicomp.policies.codes import TEMPLATES, Codes, Rivals, late_under
+from mpicomp.policies.codes import Codes, Rivals, late_under
 from mpicomp.policies.delays import Delays, Lateness, first_ratio, over
-from mpicomp.policies.levels import at_ratio, check_adaptable, ladder, lost_share
+from mpicomp.policies.levels import at_ratio, check_adaptable, default_compressor, ladder, lost_share
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told, feedback_of
 from mpicomp.policies.signal import Signal, SketchSurvey
 from mpicomp.policies.surveys import Both, LossSurvey, Spectra, SpectrumSurvey, Survey
-from mpicomp.registry import register
+from mpicomp.registry import COMPRESSORS, register
 from mpicomp.rounds import Asked, Group
 from mpicomp.transport.base import Transport
 
-_QUANTISERS = (OneBit(), QSGD(rounding="nearest"))  # of others something here is as fast and loses less
 _LEAST, _MOST, _STEP = 0.001, 0.25, 2 ** (1 / 3)  # ratios, and from one to the next
 _LOOKS, _STRIDE = 100, 8  # steps between two spectra, and of those one group of elements in so many
 _SKETCHES = 5  # steps between two sketches
@@ -92,10 +89,10 @@ class Joint(Policy):
     def adopt(self, named: Named) -> None:
         """See `Policy.adopt`. A compressor that was named gives all but the ratio, and dense stays a candidate.
 
-        LGC gives its ratio too, and it is learnt where that is predicted to pay.
+        What learns a code gives its ratio too, and that is learnt where it is predicted to pay.
         """
         self._pinned = None if named.collective == "auto" else named.collective
-        self.compressor = TopK() if named.compressor is None else named.compressor
+        self.compressor = named.compressor or default_compressor()
         wires, quantisers, codes = _families(named.compressor)
         self._wires = [own for own in wires if self._fits(own)]
         self._quantisers = [own for own in quantisers if self._fits(own)]
@@ -104,7 +101,7 @@ class Joint(Policy):
         if not compresses:
             assert self._pinned is not None
             bind(Dense() if named.compressor is None else self.compressor, self._pinned)  # says what does not fit
-        dense_only = not compresses or self.compressor.id == "dense" or self.fidelity == 1
+        dense_only = not compresses or self.compressor.message == "dense" or self.fidelity == 1
         if named.feedback is False and not dense_only:
             if named.compressor is not None:
                 raise ConfigurationError(
@@ -112,8 +109,8 @@ class Joint(Policy):
                     "policy='static'"
                 )
             dense_only = True
-        if isinstance(named.compressor, LGC):
-            named.compressor.check_installed()
+        if self.compressor.learns:
+            cast(Learner, self.compressor).check_installed()
         elif not dense_only:
             check_adaptable("auto", self.compressor)
         self.feedback = feedback_of(self.compressor, named.feedback)
@@ -386,7 +383,7 @@ class Joint(Policy):
         delays = [float(own[row]) for own, row in zip(balance.delays, choice, strict=True)]
         for bucket in filter(self._codes.learns, buckets):
             self._allowed[bucket] = self._learning_rows(bucket)
-            delays[bucket] = self._late_values(bucket, self._codes.ratio)
+            delays[bucket] = self._late_values(bucket, self._codes.code)
         self._delay = sum(own * weight for own, weight in zip(delays, balance.weights, strict=True))
         signal = f"{balance.signal:.2g} of the energy is signal"
         self._reason = f"delay {self._delay:.2g} of at most {balance.longest:.2g} steps, {signal}"
@@ -428,14 +425,14 @@ class Joint(Policy):
             return False
         worth = (1 - _PAYS) * balance.worth(self._best(balance))
 
-        def names(code: LGC) -> list[str]:
+        def names(code: Learner) -> list[str]:
             return self._names(code, transport.group)
 
         rivals = Rivals(balance, worth, self._late_values, names, cost)
         taken: bool = yield from self._codes.ask(rivals, transport)
         if taken:
             for lateness in self._lateness:
-                lateness.setdefault(LGC.id, Lateness())
+                lateness.setdefault(self._codes.code.id, Lateness())
             yield from self._begin(transport)
         return taken
 
@@ -468,29 +465,34 @@ class Joint(Policy):
         down = _DOWN if known.steady else 0
         return float(self._ladder[max(0, int(np.searchsorted(self._ladder, (known.ratio or 0) * (1 - 1e-6))) - down)])
 
-    def _late_values(self, bucket: int, ratio: float) -> float:
-        """Give the delay where the values travel that the indices of one rank select; infinite where it is not known.
+    def _late_values(self, bucket: int, code: Learner) -> float:
+        """Give the delay where the values that a code selects travel as they are; infinite where it is not known.
 
-        Until star-topk ran it is taken to be as that of anything that leaves something out.
+        Until the collective ran that delivers them it is taken to be as that of anything that leaves something out.
         """
-        late = float(self._delays[bucket].at(np.array(ratio))) * self._factors.get(StarTopk.id, _UNSEEN)
-        return late if ratio >= self._lowest(bucket) else math.inf
+        late = float(self._delays[bucket].at(np.array(code.ratio))) * self._factors.get(code.selects_as, _UNSEEN)
+        return late if code.ratio >= self._lowest(bucket) else math.inf
 
     def _late_code(self, bucket: int) -> float:
         """Give the delay under a bucket's learned code; infinite before it was learnt."""
         if self._codes.learns(bucket):
             return math.inf
-        known = self._lateness[bucket][LGC.id]
-        return known.delay if known.ran else late_under(self._late_values(bucket, self._codes.ratio))
+        known = self._lateness[bucket][self._codes.code.id]
+        return known.delay if known.ran else late_under(self._late_values(bucket, self._codes.code))
 
 
-def _families(named: Compressor | None) -> tuple[list[Compressor], list[Quantiser], list[LGC]]:
+def _families(named: Compressor | None) -> tuple[list[Compressor], list[Quantiser], list[Learner]]:
     """Give what has a ratio, what is sent in few bits, and the codes that may be learnt."""
-    if named is None:
-        return [TopK(wire="bf16"), TopK()], list(_QUANTISERS), list(TEMPLATES)
-    if isinstance(named, LGC):
-        return [], [], [replace(named, dense_steps=0)]
-    return [named], [], []
+    if named is not None:
+        return ([], [], [cast(Learner, named).at_once]) if named.learns else ([named], [], [])
+    names = sorted(COMPRESSORS.names(), key=lambda name: COMPRESSORS.plugin(name) is not None)
+    # What derives from another one suggests the same.
+    found: list[Any] = list(dict.fromkeys(own for name in names for own in COMPRESSORS.cls(name).suggested()))
+    return (
+        [own for own in found if own.selects_by_ratio],
+        [own for own in found if own.message == "packed"],
+        [own for own in found if own.learns],
+    )
 
 
 def _rows_of_kinds(rows: Rows, levels: int) -> dict[str, NDArray[np.int64]]:

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors import Compressor, SharedSparsifier, Sparsifier
+from mpicomp.compressors import Compressor, TopK
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.surveys import Spectra
 
@@ -27,15 +27,14 @@ def check_least(policy: str, name: str, value: object, least: int = 1) -> None:
         raise ConfigurationError(f"{policy}: {name} must be a whole number of at least {least}, got {value!r}")
 
 
-def has_ratio(compressor: Compressor) -> bool:
-    """Tell whether a compressor selects elements and has a ratio that says how many."""
-    selects = isinstance(compressor, Sparsifier | SharedSparsifier)
-    return selects and any(entry.name == "ratio" for entry in fields(compressor))
+def default_compressor() -> Compressor:
+    """Return what policies choose settings of where no compressor is named: top-k."""
+    return TopK()
 
 
 def check_adaptable(policy: str, compressor: Compressor) -> None:
     """Raise where the gain of a compressor at other ratios cannot be told."""
-    if not has_ratio(compressor):
+    if not compressor.selects_by_ratio:
         raise ConfigurationError(
             f"{policy}: needs the gain at other ratios, which {compressor.id} cannot give; use a compressor that "
             "selects elements by a ratio, such as topk, sidco or randomk, or policy='static'"
@@ -70,7 +69,7 @@ def lost_share(compressor: Compressor, spectra: Spectra, ratios: Sequence[float]
     What selects without regard to magnitudes keeps the same share of the energy as of the elements.
     """
     asked = np.asarray(ratios, float)
-    if isinstance(compressor, SharedSparsifier):
+    if not compressor.by_magnitude:
         return 1 - asked
     energy = float(spectra.energies.sum())
     return spectra.lost_together(asked) / energy if energy > 0 else np.zeros(asked.size)

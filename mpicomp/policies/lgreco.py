@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.algorithms.powersgd import PowerSGD
 from mpicomp.collectives import fitting
-from mpicomp.compressors import Compressor, TopK
+from mpicomp.compressors import Compressor
 from mpicomp.compressors.base import check_range
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
@@ -107,7 +106,7 @@ class LGreCo(Adaptive):
             # It chooses settings alone: with a collective that is named it measures nothing.
             collective = self._pinned or fitting(self.compressor)[0]
             self._inner.adopt(Named(self.compressor, collective, self.feedback))
-        spans = _RATIOS if isinstance(self.compressor, TopK) else _RANKS * (1 if self._inner is None else 2)
+        spans = _RATIOS if self.compressor.layer_setting == "ratio" else _RANKS * (1 if self._inner is None else 2)
         self._span = spans if self.span is None else self.span
         self._count = 0  # steps since the last adjustment
         self._adjusted = False
@@ -125,19 +124,20 @@ class LGreCo(Adaptive):
 
     def check_compressor(self) -> None:
         """See `Adaptive.check_compressor`."""
-        if not isinstance(self.compressor, TopK | PowerSGD):
+        if self.compressor.layer_setting is None:
             raise ConfigurationError(
                 f"{self.id}: needs a compressor with a ratio or a rank for each layer, which {self.compressor.id} has "
                 "not; use topk or powersgd, or policy='static'"
             )
-        if self.compressor.layers:
+        if getattr(self.compressor, "layers", None):
             raise ConfigurationError(
                 f"{self.id}: chooses settings of layers by itself, so {self.compressor.id} cannot have them; "
                 "leave layers out, or use policy='static'"
             )
-        if isinstance(self.compressor, PowerSGD) and self.compressor.rows is not None:
+        rows = getattr(self.compressor, "rows", None)
+        if rows is not None:
             raise ConfigurationError(
-                f"{self.id}: tells errors of whole matrices, and rows={self.compressor.rows} cuts them; "
+                f"{self.id}: tells errors of whole matrices, and rows={rows} cuts them; "
                 "leave rows out, or use policy='static'"
             )
 
@@ -171,10 +171,10 @@ class LGreCo(Adaptive):
         yield from super().start(shapes, transport)
 
     def levels(self) -> list[Compressor]:
-        """See `Adaptive.levels`; PowerSGD is predicted to take what it does at the uniform rank."""
-        if not isinstance(self.compressor, TopK):
+        """See `Adaptive.levels`; what has ranks is predicted to take what it does at the uniform one."""
+        if self.compressor.layer_setting != "ratio":
             return [self.compressor]
-        ratio = self.compressor.ratio
+        ratio = self.compressor.get_config()["ratio"]
         ratios = ladder(ratio / self._span, min(1.0, ratio * self._span))
         return [at_ratio(self.compressor, own) for own in ratios]
 

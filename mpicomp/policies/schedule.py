@@ -9,7 +9,7 @@ from mpicomp.compressors.base import check_choice, check_range, check_ratio
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
-from mpicomp.policies.levels import at_ratio, check_least, has_ratio, ladder
+from mpicomp.policies.levels import at_ratio, check_least, ladder
 from mpicomp.policies.policy import Delivered, Named, Shape
 from mpicomp.registry import register
 from mpicomp.rounds import Asked
@@ -85,7 +85,7 @@ class Schedule(Adaptive):
 
     def check_compressor(self) -> None:
         """See `Adaptive.check_compressor`: what has a ratio will do."""
-        if not has_ratio(self.compressor):
+        if not self.compressor.selects_by_ratio:
             raise ConfigurationError(
                 f"{self.id}: changes the ratio, which {self.compressor.id} does not have; use a compressor that "
                 "selects elements by a ratio, such as topk, sidco or randomk, or policy='static'"

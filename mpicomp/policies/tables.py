@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.algorithms.powersgd import PowerSGD
-from mpicomp.compressors import Compressor, TopK, get_compressor
+from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.compressors.base import kept
 from mpicomp.compressors.message import message_bytes
 from mpicomp.policies.levels import ladder
@@ -77,23 +76,22 @@ def table_for(compressor: Compressor, shape: Shape, span: float) -> Table:
 
     Parameters
     ----------
-    compressor : TopK or PowerSGD
-        With the uniform setting, around which the candidates are.
+    compressor : Compressor
+        With the uniform setting, around which the candidates are. Where its ``layer_setting`` is ``"ratio"`` it has
+        `ratio`, `layers` and `wire_for`, as `mpicomp.TopK` has; where that is ``"rank"``, `rank`, `rank_of`, `wire`,
+        `min_compression_rate` and, within a bucket, `matrices`, as `mpicomp.PowerSGD` has.
     shape : Shape
         The bucket.
     span : float
         How many times lower and higher they go.
     """
-    if isinstance(compressor, PowerSGD):
-        return _Matrices(compressor, shape, span)
-    assert isinstance(compressor, TopK)
-    return _Selections(compressor, shape, span)
+    return (_Selections if compressor.layer_setting == "ratio" else _Matrices)(compressor, shape, span)
 
 
 class _Selections(Table):
     """Ratios: every layer is a selection of its own."""
 
-    def __init__(self, compressor: TopK, shape: Shape, span: float) -> None:
+    def __init__(self, compressor: Any, shape: Shape, span: float) -> None:
         self._shape = shape
         self._ratios = np.array(ladder(compressor.ratio / span, min(1.0, compressor.ratio * span)))
         self._sizes = np.array(shape.sizes)
@@ -115,33 +113,32 @@ class _Selections(Table):
         if self._mean is not None:
             self._known, self._mean, self._count = self._mean, None, 0
 
-    def own(self, base: Compressor) -> dict[str, Any]:
-        assert isinstance(base, TopK)
+    def own(self, base: Any) -> dict[str, Any]:
         patterns = base.layers or {}
         return {
             name: next((own for pattern, own in patterns.items() if fnmatchcase(name, pattern)), base.ratio)
             for name in self._shape.names
         }
 
-    def settings(self, base: Compressor) -> list[Column]:
+    def settings(self, base: Any) -> list[Column]:
         return [np.sort(np.append(self._ratios, ratio)) for ratio in self.own(base).values()]
 
     def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
         assert self._known is not None
         return list(np.sqrt(self._known.lost(self._counts(settings) / self._sizes[:, None])))
 
-    def sizes(self, settings: Sequence[Column], base: Compressor) -> list[NDArray[np.float64]]:
+    def sizes(self, settings: Sequence[Column], base: Any) -> list[NDArray[np.float64]]:
         """See `Table.sizes`: what an element takes does not change much with their number, so it is that of now."""
         counts = self._counts(settings)
         places = [np.searchsorted(own, ratio) for own, ratio in zip(settings, self.own(base).values(), strict=True)]
         count = int(counts[np.arange(len(places)), places].sum())
         return list(counts * (self._message(count, base) / count))
 
-    def nbytes(self, chosen: Sequence[Any], base: Compressor) -> float:
+    def nbytes(self, chosen: Sequence[Any], base: Any) -> float:
         count = sum(kept(ratio, size) for ratio, size in zip(chosen, self._shape.sizes, strict=True))
         return self._message(count, base)
 
-    def within(self, base: Compressor, chosen: Mapping[str, Any]) -> Compressor:
+    def within(self, base: Any, chosen: Mapping[str, Any]) -> Compressor:
         return _within(base, chosen, self._shape)
 
     def _counts(self, settings: Sequence[Column]) -> NDArray[np.int64]:
@@ -150,16 +147,15 @@ class _Selections(Table):
             [[kept(ratio, size) for ratio in own] for own, size in zip(settings, self._shape.sizes, strict=True)]
         )
 
-    def _message(self, count: int, base: Compressor) -> float:
-        assert isinstance(base, TopK)
+    def _message(self, count: int, base: Any) -> float:
         numel = self._shape.numel
         return message_bytes(count, numel, self._shape.dtype, base.wire_for(count, numel))
 
 
 class _Matrices(Table):
-    """Ranks of PowerSGD: matrices that are compressed at the uniform rank; the rest is not looked at."""
+    """Ranks: matrices that are compressed at the uniform rank; the rest is not looked at."""
 
-    def __init__(self, compressor: PowerSGD, shape: Shape, span: float) -> None:
+    def __init__(self, compressor: Any, shape: Shape, span: float) -> None:
         self._shape = shape
         found = {matrix.start: matrix for matrix in compressor.within(shape.names, shape.sizes, shape.shapes).matrices}
         starts = np.cumsum([0, *shape.sizes])[:-1].tolist()
@@ -190,11 +186,10 @@ class _Matrices(Table):
             self._lost = [np.mean(own, axis=0) for own in zip(*self._taken, strict=True)]
             self._taken = []
 
-    def own(self, base: Compressor) -> dict[str, Any]:
-        assert isinstance(base, PowerSGD)
+    def own(self, base: Any) -> dict[str, Any]:
         return {name: min(base.rank_of(name), matrix.rows, matrix.columns) for name, matrix in self._matrices.items()}
 
-    def settings(self, base: Compressor) -> list[Column]:
+    def settings(self, base: Any) -> list[Column]:
         """See `Table.settings`: what has a rank that was not measured keeps it."""
         return [
             np.arange(least, most + 1) if least <= rank <= most else np.array([rank])
@@ -208,18 +203,17 @@ class _Matrices(Table):
             for own, lost, (least, _) in zip(settings, self._lost, self._ranks, strict=True)
         ]
 
-    def sizes(self, settings: Sequence[Column], base: Compressor) -> list[NDArray[np.float64]]:
-        assert isinstance(base, PowerSGD)
+    def sizes(self, settings: Sequence[Column], base: Any) -> list[NDArray[np.float64]]:
         itemsize = self._shape.dtype.itemsize if base.wire is None else 2
         return [
             (matrix.rows + matrix.columns) * itemsize * own.astype(float)
             for own, matrix in zip(settings, self._matrices.values(), strict=True)
         ]
 
-    def nbytes(self, chosen: Sequence[Any], base: Compressor) -> float:
+    def nbytes(self, chosen: Sequence[Any], base: Any) -> float:
         return float(sum(own[0] for own in self.sizes([np.array([rank]) for rank in chosen], base)))
 
-    def within(self, base: Compressor, chosen: Mapping[str, Any]) -> Compressor:
+    def within(self, base: Any, chosen: Mapping[str, Any]) -> Compressor:
         return _within(base, chosen, self._shape)
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from mpicomp.algorithms.lgc.autoencoder import Autoencoder
 from mpicomp.algorithms.lgc.learned_code import LearnedCode
 from mpicomp.algorithms.lgc.linear_code import LinearCode
-from mpicomp.compressors.base import Compressor, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.base import Learner, check_choice, check_range, check_ratio, kept
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
@@ -23,6 +23,7 @@ from mpicomp.registry import register
 from mpicomp.workspace import Workspace
 
 _FEW = 0.01  # of a model's parameters: so much of it may the first layer have to travel dense
+_SUGGESTED = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)  # ratios
 _LAYERS = 3  # with fewer of them no layer is an exception
 
 
@@ -100,7 +101,7 @@ class Selected:
 
 @register
 @dataclass(frozen=True, repr=False)
-class LGC(Compressor):
+class LGC(Learner):
     """LGC (arXiv 2103.08870): the largest values of each layer, at one rank's indices, in a code learned in the run.
 
     It has three phases. First gradients travel dense; then the largest values travel as they are, and one rank learns
@@ -169,7 +170,7 @@ class LGC(Compressor):
 
     id: ClassVar[str] = "lgc"
     family: ClassVar[str] = "learned"
-    message: ClassVar[str] = "code"
+    selects_as: ClassVar[str] = "star-topk"
     paper: ClassVar[str] = (
         "Abrahamyan et al. 2021, arXiv 2103.08870; the code's own error stays in residuals, values relative to the "
         "selecting rank's signs and sizes, no server, Adam"
@@ -233,6 +234,26 @@ class LGC(Compressor):
     def settled(self) -> "LGC":
         """Give one that has a code at its second step, if it ever has: what it takes then is what it goes on taking."""
         return self if self == self.learning else replace(self, dense_steps=0, training_steps=1)
+
+    @property
+    def at_once(self) -> "LGC":
+        """Give one without the first phase."""
+        return replace(self, dense_steps=0)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The autoencoder is trained with torch."""
+        return ("torch",) if self.code == "autoencoder" else ()
+
+    @classmethod
+    def suggested(cls) -> "list[LGC]":
+        """Return both codes at many ratios."""
+        kinds = product(("linear", "autoencoder"), ("bf16", None), _SUGGESTED)
+        return [LGC(ratio=ratio, code=code, dense_steps=0, wire=wire) for code, wire, ratio in kinds]
+
+    def has_enough(self, numel: int) -> bool:
+        """Tell whether a code can be learnt; see `Learner.has_enough`."""
+        return self.selected(numel).coded_count >= self.make_code(Workspace()).least
 
     @property
     def learning(self) -> "LGC":
