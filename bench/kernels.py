@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors import (
     Compressor,
+    Context,
     Quantiser,
-    Scope,
     SharedSparsifier,
     Sparsifier,
     TopK,
@@ -28,6 +28,7 @@ from mpicomp.compressors import (
 from mpicomp.compressors.message import read_message
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.bucket import Bucket
+from mpicomp.rounds import Group
 from mpicomp.workspace import Workspace
 
 RANKS = 4
@@ -309,10 +310,10 @@ def _compressing(settings: Settings, gradients: Gradients, short: Gradients) -> 
         kind = (compressor.entry, compressor.feedback)
         if kind not in buckets:
             buckets[kind] = make_bucket(settings.numel, compressor, compressor.feedback, settings.threads)
-        scope = Scope(workspace=workspace) if isinstance(compressor, Quantiser) else Scope()
+        context = Context(workspace=workspace) if isinstance(compressor, Quantiser) else Context()
         yield _Compress(
             f"{compressor.id}.compress",
-            Selecting(compressor, settings.numel, scope),
+            Selecting(compressor, settings.numel, context),
             buckets[kind],
             Settled(compressor, short),
             gradients,
@@ -356,9 +357,9 @@ def _ranks(
     messages = []
     for rank in range(RANKS):
         settled.give(bucket, shift=rank * short.numel // RANKS)
-        accumulated, scope = bucket.accumulate([gradients.fresh()]), Scope(rank=rank)
-        selection = compressor.select(accumulated, scope)
-        messages.append(write_plain(selection, accumulated, scope))
+        accumulated, context = bucket.accumulate([gradients.fresh()]), Context(group=Group(rank, rank + 1))
+        selection = compressor.select(accumulated, context)
+        messages.append(write_plain(selection, accumulated, context))
     return accumulated.array(), selection.indices, messages
 
 

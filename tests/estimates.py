@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import oracle
 
-from mpicomp import Scope
+from mpicomp import Context
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 
 AWKWARD = {
@@ -37,9 +37,9 @@ def accumulated(gradient, residual=None, cuts=()):
     return Accumulated(np.full(gradient.size + TAIL, np.nan, gradient.dtype), residual, pieces)
 
 
-def select(compressor, array, scope):
+def select(compressor, array, context):
     """Select, check what every selection must be, and give copies: indices and values."""
-    selection = compressor.select(accumulated(array, cuts=(array.size // 3,)), scope)
+    selection = compressor.select(accumulated(array, cuts=(array.size // 3,)), context)
     indices, values = selection.indices.copy(), selection.values.copy()
     assert indices.dtype == np.uint32
     assert values.dtype == array.dtype
@@ -60,23 +60,23 @@ def sequences(size, dtype, seed=1):
 
 def check_memory_changes_nothing(compressor, size, dtype):
     """Compare what is selected with the memory of the steps before to what is selected with none, and with junk."""
-    scope = Scope(seed=3)
+    context = Context(seed=3)
     for step, array in enumerate(sequences(size, dtype)):
-        fresh = select(compressor, array, Scope(seed=3, step=step))
-        scope.step = step
+        fresh = select(compressor, array, Context(seed=3, step=step))
+        context.step = step
         for _ in range(2):
-            indices, values = select(compressor, array, scope)
+            indices, values = select(compressor, array, context)
             assert indices.tolist() == fresh[0].tolist()
             assert values.tobytes() == fresh[1].tobytes()
         for bound in (5e-324, 1e-42, 0.5, 3.0, 1e38, 1e300):
-            memory = copy.deepcopy(scope.memory)
-            scope.memory.update({key: bound for key in memory if key.endswith(".bound")})
-            assert select(compressor, array, scope)[0].tolist() == fresh[0].tolist()
-            scope.memory = memory
+            memory = copy.deepcopy(context.memory)
+            context.memory.update({key: bound for key in memory if key.endswith(".bound")})
+            assert select(compressor, array, context)[0].tolist() == fresh[0].tolist()
+            context.memory = memory
         # The sum may have been made by another before.
         state = accumulated(array)
         state.array()
-        assert compressor.select(state, scope).indices.tolist() == fresh[0].tolist()
+        assert compressor.select(state, context).indices.tolist() == fresh[0].tolist()
 
 
 def check_awkward(compressor, name, dtype, ratio, fixed=False):
@@ -84,10 +84,10 @@ def check_awkward(compressor, name, dtype, ratio, fixed=False):
     with np.errstate(over="ignore", under="ignore"):
         array = AWKWARD[name].astype(dtype)
     k = oracle.kept(ratio, array.size)
-    scope, first = Scope(), None
+    context, first = Context(), None
     for _ in range(3):  # with no bound, and with bounds from the steps before
-        indices, _ = select(compressor, array, scope)
-        assert all(0 < value < np.inf for value in scope.memory.values())
+        indices, _ = select(compressor, array, context)
+        assert all(0 < value < np.inf for value in context.memory.values())
         if fixed:
             assert indices.size == k
         else:

@@ -19,7 +19,7 @@ class Above(mpicomp.Sparsifier):
     paper: ClassVar[str] = "none: a user's own"
     limit: float = 1.0
 
-    def select(self, accumulated, scope):
+    def select(self, accumulated, context):
         array = accumulated.array()
         indices = np.flatnonzero(np.abs(array) > self.limit).astype(np.uint32)
         return mpicomp.Selection(indices, array[indices])

@@ -62,39 +62,39 @@ def broken(change):
     class Broken(mpicomp.TopK):
         id: ClassVar[str] = "test-broken"
 
-        def select(self, accumulated, scope):
-            return change(super().select(accumulated, scope), accumulated, scope)
+        def select(self, accumulated, context):
+            return change(super().select(accumulated, context), accumulated, context)
 
     return Broken(ratio=0.05)
 
 
-def reversed_indices(selection, accumulated, scope):
+def reversed_indices(selection, accumulated, context):
     return mpicomp.Selection(selection.indices[::-1].copy(), selection.values[::-1].copy())
 
 
-def other_values(selection, accumulated, scope):
+def other_values(selection, accumulated, context):
     return mpicomp.Selection(selection.indices, 2 * selection.values)
 
 
-def one_less(selection, accumulated, scope):
+def one_less(selection, accumulated, context):
     return mpicomp.Selection(selection.indices[1:], selection.values[1:])
 
 
-def signed_indices(selection, accumulated, scope):
+def signed_indices(selection, accumulated, context):
     return mpicomp.Selection(selection.indices.astype(np.int64), selection.values)
 
 
-def writes_to_the_sum(selection, accumulated, scope):
+def writes_to_the_sum(selection, accumulated, context):
     accumulated.array()[selection.indices] = 0
     return selection
 
 
-def keeps_an_array(selection, accumulated, scope):
-    scope.memory["last"] = selection.indices
+def keeps_an_array(selection, accumulated, context):
+    context.memory["last"] = selection.indices
     return selection
 
 
-def depends_on_the_call(selection, accumulated, scope):
+def depends_on_the_call(selection, accumulated, context):
     calls.append(1)
     if len(calls) % 2:
         return selection
@@ -102,7 +102,7 @@ def depends_on_the_call(selection, accumulated, scope):
     return mpicomp.Selection(indices, accumulated.array()[indices])
 
 
-def fails_on_nan(selection, accumulated, scope):
+def fails_on_nan(selection, accumulated, context):
     assert accumulated.finite, "this one wants finite gradients"
     return selection
 
@@ -144,8 +144,8 @@ def test_positions_that_differ_between_ranks():
         def count(self, numel):
             return max(1, numel // 10)
 
-        def positions(self, numel, scope, out):
-            out[:] = np.sort(scope.random(shared=False).choice(numel, out.size, replace=False))
+        def positions(self, numel, context, out):
+            out[:] = np.sort(context.random(shared=False).choice(numel, out.size, replace=False))
 
     with pytest.raises(AssertionError, match="positions differ between ranks"):
         check_compressor(Own())
@@ -162,8 +162,8 @@ def test_feedback_that_does_not_contract():
         def count(self, numel):
             return max(1, numel // 10)
 
-        def positions(self, numel, scope, out):
-            out[:] = np.sort(scope.random(shared=True).choice(numel, out.size, replace=False))
+        def positions(self, numel, context, out):
+            out[:] = np.sort(context.random(shared=True).choice(numel, out.size, replace=False))
 
         def weights(self, numel):
             return 10.0

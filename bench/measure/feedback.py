@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
 from mpicomp.collectives.scheme import flags_of
-from mpicomp.compressors import Accumulated, Compressor, Quantiser, Scope, Selection, SharedSparsifier, Sparsifier
+from mpicomp.compressors import Accumulated, Compressor, Context, Quantiser, Selection, SharedSparsifier, Sparsifier
 from mpicomp.compressors.message import message_bytes, write_message
 from mpicomp.compressors.wire import Wire
 from mpicomp.reducer.bucket import Bucket
@@ -37,7 +37,7 @@ class Selecting:
 
     compressor: Sparsifier | SharedSparsifier | Quantiser
     numel: int
-    scope: Scope = field(default_factory=Scope)
+    context: Context = field(default_factory=Context)
 
     def __post_init__(self) -> None:
         compressor = self.compressor.within(["gradient"], [self.numel])
@@ -65,34 +65,34 @@ class Selecting:
             sent = self._select(self.compressor, accumulated, message)
             count = int(sent.indices.size)
         bucket.commit(sent, accumulated.finite)
-        self.scope.step += 1
+        self.context.step += 1
         return count
 
     def _pack(self, compressor: Quantiser, accumulated: Accumulated) -> NDArray[np.floating]:
-        message = self.scope.workspace.array("packed", compressor.packed_bytes(self.numel), np.uint8)
-        sent = self.scope.workspace.array("sent", self.numel, accumulated.dtype)
-        compressor.pack(accumulated.array(), message, sent, self.scope.key(shared=False))
+        message = self.context.workspace.array("packed", compressor.packed_bytes(self.numel), np.uint8)
+        sent = self.context.workspace.array("sent", self.numel, accumulated.dtype)
+        compressor.pack(accumulated.array(), message, sent, self.context.key(shared=False))
         return sent
 
     def _select(self, compressor: Sparsifier | SharedSparsifier, accumulated: Accumulated, message: bool) -> Selection:
-        scope = self.scope
+        context = self.context
         if isinstance(compressor, SharedSparsifier):
             count = compressor.count(self.numel)
-            indices = scope.workspace.array("indices", count, np.uint32)
-            compressor.positions(self.numel, scope, indices)
-            values = scope.workspace.array("values", count, accumulated.dtype)
+            indices = context.workspace.array("indices", count, np.uint32)
+            compressor.positions(self.numel, context, indices)
+            values = context.workspace.array("values", count, accumulated.dtype)
             cpu.gather(accumulated.array(), indices, values)
             return Selection(indices, values)
-        selection = compressor.select(accumulated, scope)
+        selection = compressor.select(accumulated, context)
         if message:
-            write_plain(selection, accumulated, scope)
+            write_plain(selection, accumulated, context)
         return selection
 
 
-def write_plain(selection: Selection, accumulated: Accumulated, scope: Scope) -> NDArray[np.uint8]:
+def write_plain(selection: Selection, accumulated: Accumulated, context: Context) -> NDArray[np.uint8]:
     """Write the message of a selection as plain 32-bit pairs, into the workspace."""
     numel, dtype = accumulated.numel, accumulated.dtype
-    out = scope.workspace.array("message", message_bytes(selection.indices.size, numel, dtype, _PLAIN), np.uint8)
+    out = context.workspace.array("message", message_bytes(selection.indices.size, numel, dtype, _PLAIN), np.uint8)
     kept = cpu.energy(selection.values)
     write_message(out, selection, numel, _PLAIN, flags_of(accumulated), accumulated.energy, kept)
     return out

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import mpicomp
-from mpicomp.compressors import Accumulated, Scope
+from mpicomp.compressors import Accumulated, Context
 from mpicomp.compressors.base import check_ratio, kept
 
 
@@ -33,6 +33,6 @@ class SignTopK(mpicomp.Sparsifier):
         """Return k, which depends on the length alone, so that ranks exchange no lengths."""
         return kept(self.ratio, numel)
 
-    def select(self, accumulated: Accumulated, scope: Scope) -> mpicomp.Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> mpicomp.Selection:
         """Select what top-k does. The message makes signs of the values; what that takes stays in the residual."""
-        return mpicomp.TopK(self.ratio).select(accumulated, scope)
+        return mpicomp.TopK(self.ratio).select(accumulated, context)

@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
-from mpicomp.collectives.scheme import Context, Exchange, Scheme
+from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.values_at import exchange_at
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Entry, Scope, check_range, kept
+from mpicomp.compressors.base import Compressor, Context, Entry, check_range, kept
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
@@ -104,12 +104,12 @@ class CountSketch(Sketch):
         """Give the number of positions at which values are summed."""
         return min(numel, self.candidates * kept(self.ratio, numel))
 
-    def weights(self, scope: Scope) -> NDArray[np.floating] | None:
+    def weights(self, context: Context) -> NDArray[np.floating] | None:
         """Give what elements are multiplied by in the sketch, and so before the largest are taken; None: nothing.
 
         Parameters
         ----------
-        scope : Scope
+        context : Context
             Step, bucket, and where arrays come from.
 
         Returns

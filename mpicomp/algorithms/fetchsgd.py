@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Scope, Selection, check_range, kept
+from mpicomp.compressors.base import Compressor, Context, Selection, check_range, kept
 from mpicomp.compressors.dense import Dense
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
@@ -196,5 +196,5 @@ class SketchedMemory(Scheme[FetchSGD]):
         if context.memory.get("numel") == numel and context.memory["error"].shape == shape:
             return context.memory
         empty: NDArray[np.floating] = np.zeros(shape, np.float32)
-        key = Scope(seed=context.seed, bucket=context.bucket).key(shared=True)
+        key = Context(seed=context.seed, bucket=context.bucket).key(shared=True)
         return {"key": key, "turn": 0, "velocity": empty, "error": empty}

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.algorithms.matrix_batches import Matrix, multiply, orthonormal, stacked
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, far_from_largest, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, undelivered
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Compressor, Selection, check_choice, check_range
+from mpicomp.compressors.base import Compressor, Context, Selection, check_choice, check_range
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.kernels import cpu

@@ -1,7 +1,8 @@
 """Collectives: how the ranks' messages become the same mean on every rank. One file each, no MPI."""
 
 from mpicomp.collectives.binding import bind, collective_class, fitting, list_collectives, variants
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, gain_of, is_finite
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, is_finite
+from mpicomp.compressors.base import Context
 from mpicomp.deprecation import moved
 
 __all__ = [

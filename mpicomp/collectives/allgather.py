@@ -4,10 +4,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, flags_of, gain_of, is_finite, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, flags_of, gain_of, is_finite, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Selection, Sparsifier
+from mpicomp.compressors.base import Context, Selection, Sparsifier
 from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, write_message
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu

@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.scheme import (
-    Context,
     Exchange,
     Result,
     Scheme,
@@ -19,7 +18,7 @@ from mpicomp.collectives.scheme import (
 from mpicomp.collectives.selection_ops import added, less, parted
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Selection, Sparsifier
+from mpicomp.compressors.base import Context, Selection, Sparsifier
 from mpicomp.compressors.message import (
     DAMAGED,
     NONFINITE,

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import (
-    Context,
     Exchange,
     Result,
     Scheme,
@@ -21,7 +20,7 @@ from mpicomp.collectives.scheme import (
     undelivered,
 )
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import Compressor, Selection, Sparsifier
+from mpicomp.compressors.base import Compressor, Context, Selection, Sparsifier
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.message import DAMAGED
 from mpicomp.errors import MessageError

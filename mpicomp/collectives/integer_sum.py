@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.dense_message import HEADER_BYTES, read_header, write_header
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, check_undamaged, flags_of, gain_of
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged, flags_of, gain_of
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import SharedQuantiser
+from mpicomp.compressors.base import Context, SharedQuantiser
 from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.kernels import cpu

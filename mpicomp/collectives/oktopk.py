@@ -9,20 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives.owned_regions import even_bounds, mean_bounds, overlaps, quantiles
-from mpicomp.collectives.scheme import (
-    Context,
-    Exchange,
-    Result,
-    Scheme,
-    check_undamaged,
-    flags_of,
-    gain_of,
-    undelivered,
-)
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged, flags_of, gain_of, undelivered
 from mpicomp.collectives.selection_ops import added, common, less, parted, room
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Selection, Sparsifier
+from mpicomp.compressors.base import Context, Selection, Sparsifier
 from mpicomp.compressors.message import (
     DAMAGED,
     NONFINITE,

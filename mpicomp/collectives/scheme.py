@@ -3,30 +3,20 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Scope, Selection
+from mpicomp.compressors.base import Compressor, Context, Selection
 from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
 from mpicomp.errors import MessageError
 from mpicomp.rounds import Asked, Group, Round
 
 Exchange = Generator[Asked, Any, "Result"]
 """Yields rounds, is sent what they received, and returns a `Result`."""
-
-
-@dataclass
-class Context(Scope):
-    """What a scheme knows beside the array: what a compressor is told, and who takes part."""
-
-    group: Group = field(default_factory=lambda: Group(0, 1))
-
-    def __post_init__(self) -> None:
-        self.rank = self.group.rank
 
 
 @dataclass

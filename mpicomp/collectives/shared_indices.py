@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.collectives.scheme import Context, Exchange, Scheme
+from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.values_at import exchange_at
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Selection, Sparsifier
+from mpicomp.compressors.base import Compressor, Context, Selection, Sparsifier
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu

@@ -4,10 +4,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.scheme import Context, Exchange, Scheme
+from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.values_at import exchange_at
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import SharedSparsifier
+from mpicomp.compressors.base import Context, SharedSparsifier
 from mpicomp.rounds import Group, Round
 
 

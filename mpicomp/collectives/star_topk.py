@@ -4,9 +4,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.scheme import Context, Exchange
+from mpicomp.collectives.scheme import Exchange
 from mpicomp.collectives.shared_indices import Leading
 from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import Context
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 

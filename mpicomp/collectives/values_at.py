@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Selection
+from mpicomp.compressors.base import Context, Selection
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 

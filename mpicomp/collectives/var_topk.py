@@ -5,9 +5,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives.scheme import Context, Exchange
+from mpicomp.collectives.scheme import Exchange
 from mpicomp.collectives.shared_indices import Leading
 from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import Context
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round

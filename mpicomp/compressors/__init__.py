@@ -3,10 +3,10 @@
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import (
     Compressor,
+    Context,
     Entry,
     Learner,
     Quantiser,
-    Scope,
     Selection,
     SharedQuantiser,
     SharedSparsifier,
@@ -31,6 +31,7 @@ from mpicomp.compressors.registry import (
     list_compressors,
     register_compressor,
 )
+from mpicomp.compressors.scope import Scope
 from mpicomp.compressors.sidco import SIDCo
 from mpicomp.compressors.terngrad import TernGrad
 from mpicomp.compressors.threshold import Threshold
@@ -45,6 +46,7 @@ __all__ = [
     "BlockRandomK",
     "Candidates",
     "Compressor",
+    "Context",
     "Dense",
     "EFSign",
     "Entry",

@@ -12,17 +12,18 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.wire import INDICES, VALUES, Wire, compact
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.kernels import cpu
+from mpicomp.rounds import Group
 from mpicomp.workspace import Workspace
 
 
 @dataclass
-class Scope:
-    """What a compressor is told beside the array.
+class Context:
+    """What a compressor and a scheme know beside the array.
 
     Parameters
     ----------
-    rank : int
-        Of the one who selects; random choices that must differ between ranks come from it too.
+    group : Group
+        Who takes part. Random choices that must differ between ranks come from this rank's place in it.
     step, bucket, seed : int
         Which exchange it is. The same on all ranks; random choices come from them.
     memory : dict
@@ -31,12 +32,17 @@ class Scope:
         Where arrays that are needed at every step come from.
     """
 
-    rank: int = 0
+    group: Group = field(default_factory=lambda: Group(0, 1))
     step: int = 0
     bucket: int = 0
     seed: int = 0
     memory: dict[str, Any] = field(default_factory=dict)
     workspace: Workspace = field(default_factory=Workspace)
+
+    @property
+    def rank(self) -> int:
+        """The place of this rank in the group."""
+        return self.group.rank
 
     def random(self, shared: bool) -> np.random.Generator:
         """Give this step's and bucket's random numbers, the same on all ranks (``shared``) or different on each."""
@@ -287,14 +293,14 @@ class Sparsifier(Compressor):
         return (indices + count * value) / numel
 
     @abstractmethod
-    def select(self, accumulated: Accumulated, scope: Scope) -> Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
         """Choose what is sent.
 
         Parameters
         ----------
         accumulated : Accumulated
             Gradient plus residual; ``accumulated.array()`` is the plain array. Not empty.
-        scope : Scope
+        context : Context
             Step, seed, this bucket's memory, and a workspace for arrays that are needed at every step.
 
         Returns
@@ -347,10 +353,10 @@ class SharedSparsifier(Compressor):
         return self.count(numel)
 
     @abstractmethod
-    def positions(self, numel: int, scope: Scope, out: NDArray[np.uint32]) -> None:
+    def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
         """Write ``count(numel)`` positions, ascending without repetition, the same on all ranks.
 
-        They may depend on the seed, the step and the bucket; ``scope.random(shared=True)`` does.
+        They may depend on the seed, the step and the bucket; ``context.random(shared=True)`` does.
         """
 
     def weights(self, numel: int) -> NDArray[np.floating] | float:

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.accumulated import Accumulated, Region
-from mpicomp.compressors.base import Scope, Selection
+from mpicomp.compressors.base import Context, Selection
 from mpicomp.kernels import cpu
 
 
@@ -18,7 +18,7 @@ class Candidates:
     ----------
     accumulated : Accumulated
         What the sum is made of.
-    scope : Scope
+    scope : Context
         Where arrays come from.
     bound : float
         Magnitude from which on elements are listed; 0 lists nothing.
@@ -33,7 +33,7 @@ class Candidates:
     def __init__(
         self,
         accumulated: Accumulated,
-        scope: Scope,
+        scope: Context,
         bound: float,
         room: int,
         part: slice | None = None,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Entry, Scope, Selection, Sparsifier, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.base import Context, Entry, Selection, Sparsifier, check_choice, check_range, check_ratio, kept
 from mpicomp.compressors.estimator import Search
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
@@ -106,16 +106,16 @@ class DGC(Sparsifier):
             return self.ratio
         return float(self.ratio ** ((step + 1) / (self.warmup_steps + 1)))
 
-    def select(self, accumulated: Accumulated, scope: Scope) -> Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
         """Select what exceeds the sample's threshold; see `Sparsifier.select`."""
-        ratio = self.ratio_at(scope.step)
-        search = Search("dgc", accumulated, scope, kept(ratio, accumulated.numel))
+        ratio = self.ratio_at(context.step)
+        search = Search("dgc", accumulated, context, kept(ratio, accumulated.numel))
         size = math.ceil(max(self.sample * search.numel, min(search.numel, 2 / ratio)))
         stride = max(1, search.numel // size - 1) | 1
         if stride == 1 or search.k == search.numel or not accumulated.finite:
             return search.largest()
-        start = int(scope.random(shared=False).integers(stride))
-        threshold = self._estimate(accumulated.array()[start::stride], ratio, scope)
+        start = int(context.random(shared=False).integers(stride))
+        threshold = self._estimate(accumulated.array()[start::stride], ratio, context)
         count = search.count(threshold, search.k + 1)
         for _ in range(_CORRECTIONS):
             if count >= _FEW * search.k:
@@ -124,9 +124,9 @@ class DGC(Sparsifier):
             count = search.count(threshold, search.k + 1)
         return search.largest() if count > search.k else search.above(threshold)
 
-    def _estimate(self, sample: NDArray[np.floating], ratio: float, scope: Scope) -> float:
+    def _estimate(self, sample: NDArray[np.floating], ratio: float, context: Context) -> float:
         """Give the smallest of a sample's largest magnitudes."""
-        magnitudes = scope.workspace.array("dgc.sample", sample.size, sample.dtype)
+        magnitudes = context.workspace.array("dgc.sample", sample.size, sample.dtype)
         np.abs(sample, out=magnitudes)
         place = sample.size - kept(ratio, sample.size)
         magnitudes.partition(place)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Scope, Selection, Sparsifier, check_ratio, kept
+from mpicomp.compressors.base import Context, Selection, Sparsifier, check_ratio, kept
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.kernels import cpu
 
@@ -31,22 +31,22 @@ class Search:
         Under which the bound is remembered.
     accumulated : Accumulated
         What is selected from.
-    scope : Scope
+    context : Context
         Where the memory is.
     k : int
         From 1 to the array's length.
     """
 
-    def __init__(self, name: str, accumulated: Accumulated, scope: Scope, k: int) -> None:
+    def __init__(self, name: str, accumulated: Accumulated, context: Context, k: int) -> None:
         self.accumulated = accumulated
         self.k = k
         self.room = _ROOM * k
         """Elements that can be listed."""
         self._name = name
-        self.memory = scope.memory
+        self.memory = context.memory
         """The bucket's, from step to step."""
-        self._bound = scope.memory.get(f"{name}.bound", 0.0)
-        self.candidates = Candidates(accumulated, scope, self._bound, self.room)
+        self._bound = context.memory.get(f"{name}.bound", 0.0)
+        self.candidates = Candidates(accumulated, context, self._bound, self.room)
         if not accumulated.done:
             accumulated.sweep([self.candidates.region] if self._bound > 0 else [])
         self._found = self.candidates.region.found
@@ -132,9 +132,9 @@ class Estimator(Sparsifier):
         super().__post_init__()
         object.__setattr__(self, "ratio", check_ratio(self.id, self.ratio))
 
-    def select(self, accumulated: Accumulated, scope: Scope) -> Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
         """Select what exceeds the estimate; see `Sparsifier.select`."""
-        search = Search(self.id, accumulated, scope, kept(self.ratio, accumulated.numel))
+        search = Search(self.id, accumulated, context, kept(self.ratio, accumulated.numel))
         if not accumulated.finite:
             return search.largest()
         return search.above(self.threshold(search))

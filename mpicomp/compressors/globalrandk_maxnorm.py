@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Compressor, Scope, SharedSparsifier, check_choice, check_ratio, kept
+from mpicomp.compressors.base import Compressor, Context, SharedSparsifier, check_choice, check_ratio, kept
 from mpicomp.compressors.maxnorm import MaxNorm, check_bits
 from mpicomp.compressors.randomk import one_of_each
 from mpicomp.errors import ConfigurationError
@@ -47,7 +47,7 @@ class GlobalRandKMaxNorm(SharedSparsifier):
     >>> import numpy as np
     >>> compressor, out = GlobalRandKMaxNorm(ratio=0.3), np.empty(3, np.uint32)
     >>> for step in range(4):
-    ...     compressor.positions(10, Scope(step=step), out)
+    ...     compressor.positions(10, Context(step=step), out)
     ...     print(out.tolist())  # of 0 to 2, of 3 to 5 and of 6 to 9
     [1, 3, 6]
     [2, 4, 7]
@@ -103,8 +103,8 @@ class GlobalRandKMaxNorm(SharedSparsifier):
         """Give k."""
         return kept(self.ratio, numel)
 
-    def positions(self, numel: int, scope: Scope, out: NDArray[np.uint32]) -> None:
+    def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
         """Give each part's next element; see `SharedSparsifier.positions`."""
         # The same draws in each step: the turn alone moves on.
-        random = Scope(bucket=scope.bucket, seed=scope.seed).random(shared=True)
-        one_of_each(numel, random, scope, out, turn=scope.step)
+        random = Context(bucket=context.bucket, seed=context.seed).random(shared=True)
+        one_of_each(numel, random, context, out, turn=context.step)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Scope, Selection, Sparsifier, check_ratio, kept
+from mpicomp.compressors.base import Context, Selection, Sparsifier, check_ratio, kept
 from mpicomp.compressors.estimator import Search
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
@@ -60,16 +60,16 @@ class MSTopK(Sparsifier):
         """Give k."""
         return kept(self.ratio, numel)
 
-    def select(self, accumulated: Accumulated, scope: Scope) -> Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
         """Bisect, and select k; see `Sparsifier.select`."""
-        search = Search("mstopk", accumulated, scope, self.count(accumulated.numel))
-        selection = self._bracketed(search, scope) if accumulated.finite else None
+        search = Search("mstopk", accumulated, context, self.count(accumulated.numel))
+        selection = self._bracketed(search, context) if accumulated.finite else None
         if selection is None:
             selection, threshold = search.candidates.largest(search.k)
             search.remember(threshold, search.k)
         return selection
 
-    def _bracketed(self, search: Search, scope: Scope) -> Selection | None:
+    def _bracketed(self, search: Search, context: Context) -> Selection | None:
         """Give what bisection selects; None where it is of no use."""
         k, mean, top = search.k, search.mean, search.top()
         if not 0 <= mean < top:
@@ -96,21 +96,21 @@ class MSTopK(Sparsifier):
                 return None
             pool = search.candidates.above(lower, count)
         search.remember(upper if math.isnan(lower) else lower, k)
-        return _run(pool, lower, upper, k, scope)
+        return _run(pool, lower, upper, k, context)
 
 
-def _run(pool: Selection, lower: float, upper: float, k: int, scope: Scope) -> Selection:
+def _run(pool: Selection, lower: float, upper: float, k: int, context: Context) -> Selection:
     """Select all above the upper threshold, and a run of what is between the two to make it k."""
     number = pool.values.dtype.type
-    magnitudes = scope.workspace.array("mstopk.magnitudes", pool.values.size, pool.values.dtype)
+    magnitudes = context.workspace.array("mstopk.magnitudes", pool.values.size, pool.values.dtype)
     np.abs(pool.values, out=magnitudes)
     sent = magnitudes > number(upper)
     between = np.flatnonzero((magnitudes > number(lower)) & ~sent)
     missing = k - np.count_nonzero(sent)
     if missing:
-        start = scope.random(shared=False).integers(between.size - missing + 1)
+        start = context.random(shared=False).integers(between.size - missing + 1)
         sent[between[start : start + missing]] = True
     return Selection(
-        np.compress(sent, pool.indices, out=scope.workspace.array("mstopk.indices", k, np.uint32)),
-        np.compress(sent, pool.values, out=scope.workspace.array("mstopk.values", k, pool.values.dtype)),
+        np.compress(sent, pool.indices, out=context.workspace.array("mstopk.indices", k, np.uint32)),
+        np.compress(sent, pool.values, out=context.workspace.array("mstopk.values", k, pool.values.dtype)),
     )

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Scope, SharedSparsifier, check_choice, check_ratio, kept
+from mpicomp.compressors.base import Context, SharedSparsifier, check_choice, check_ratio, kept
 from mpicomp.registry import register
 
 _CHUNK = 1 << 16  # strata that are drawn at once: what they need stays in the cache
@@ -76,7 +76,7 @@ class RandomK(_Random):
     --------
     >>> import numpy as np
     >>> out = np.empty(3, np.uint32)
-    >>> RandomK(ratio=0.3).positions(10, Scope(step=7), out)
+    >>> RandomK(ratio=0.3).positions(10, Context(step=7), out)
     >>> out.tolist()  # of 0 to 2, of 3 to 5 and of 6 to 9
     [0, 5, 9]
     >>> RandomK(ratio=0.3, scaled=True).weights(10).tolist()
@@ -89,9 +89,9 @@ class RandomK(_Random):
         "k parts in place of a permutation"
     )
 
-    def positions(self, numel: int, scope: Scope, out: NDArray[np.uint32]) -> None:
+    def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
         """Draw one position of each part; see `SharedSparsifier.positions`."""
-        one_of_each(numel, scope.random(shared=True), scope, out)
+        one_of_each(numel, context.random(shared=True), context, out)
 
     def weights(self, numel: int) -> NDArray[np.floating] | float:
         """Give the parts' lengths, or 1; see `SharedSparsifier.weights`."""
@@ -121,7 +121,7 @@ class BlockRandomK(_Random):
     --------
     >>> import numpy as np
     >>> out = np.empty(5, np.uint32)
-    >>> BlockRandomK(ratio=0.5).positions(10, Scope(step=2), out)
+    >>> BlockRandomK(ratio=0.5).positions(10, Context(step=2), out)
     >>> out.tolist()
     [0, 1, 2, 3, 9]
     >>> BlockRandomK(ratio=0.5, scaled=True).weights(10)
@@ -131,9 +131,9 @@ class BlockRandomK(_Random):
     id: ClassVar[str] = "blockrandomk"
     paper: ClassVar[str] = "random-block sparsification, Eghlidi and Jaggi 2020, arXiv 2009.09271; one block a bucket"
 
-    def positions(self, numel: int, scope: Scope, out: NDArray[np.uint32]) -> None:
+    def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
         """Draw where the block begins; see `SharedSparsifier.positions`."""
-        start = int(scope.random(shared=True).integers(numel))
+        start = int(context.random(shared=True).integers(numel))
         wrapped = max(0, start + out.size - numel)
         out[:wrapped] = np.arange(wrapped, dtype=np.uint32)
         out[wrapped:] = np.arange(start, start + out.size - wrapped, dtype=np.uint32)
@@ -143,7 +143,9 @@ class BlockRandomK(_Random):
         return numel / self.count(numel) if self.scaled else 1.0
 
 
-def one_of_each(numel: int, random: np.random.Generator, scope: Scope, out: NDArray[np.uint32], turn: int = 0) -> None:
+def one_of_each(
+    numel: int, random: np.random.Generator, context: Context, out: NDArray[np.uint32], turn: int = 0
+) -> None:
     """Write one position of each of ``out.size`` parts of nearly equal length.
 
     Parameters
@@ -152,7 +154,7 @@ def one_of_each(numel: int, random: np.random.Generator, scope: Scope, out: NDAr
         Length of all parts together.
     random : numpy.random.Generator
         Draws a position of each part.
-    scope : Scope
+    context : Context
         Whose workspace is used.
     out : array of uint32, shape (k,)
         Receives the positions, ascending.
@@ -160,7 +162,7 @@ def one_of_each(numel: int, random: np.random.Generator, scope: Scope, out: NDAr
         How many positions further to go; behind a part's last one comes its first.
     """
     k = out.size
-    draws = scope.workspace.array("randomk.draws", min(k, _CHUNK), np.float64)
+    draws = context.workspace.array("randomk.draws", min(k, _CHUNK), np.float64)
     for first in range(0, k, _CHUNK):
         bounds = _bounds(first, min(first + _CHUNK, k), numel, k)
         own = draws[: bounds.size - 1]

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Scope, Selection, Sparsifier, check_range, kept
+from mpicomp.compressors.base import Context, Selection, Sparsifier, check_range, kept
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
@@ -59,15 +59,15 @@ class Threshold(Sparsifier):
         """Give 1 %: what the limit keeps is known only from the data."""
         return kept(_SHARE, numel)
 
-    def select(self, accumulated: Accumulated, scope: Scope) -> Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
         """Select what reaches the limit; see `Sparsifier.select`."""
         below = _predecessor(self.limit, accumulated.dtype)
-        room = scope.memory.get("threshold.room", self.expected(accumulated.numel))
-        candidates = Candidates(accumulated, scope, below, 2 * room + _SLACK)
+        room = context.memory.get("threshold.room", self.expected(accumulated.numel))
+        candidates = Candidates(accumulated, context, below, 2 * room + _SLACK)
         if not accumulated.done:
             accumulated.sweep([candidates.region] if below > 0 else [])
         selection = candidates.above(below, room)
-        scope.memory["threshold.room"] = selection.indices.size
+        context.memory["threshold.room"] = selection.indices.size
         return selection
 
 

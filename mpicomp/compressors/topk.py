@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Scope, Selection, Sparsifier, check_ratio, kept
+from mpicomp.compressors.base import Context, Selection, Sparsifier, check_ratio, kept
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
@@ -87,14 +87,14 @@ class TopK(Sparsifier):
         """Give k."""
         return sum(k for _, k in self._parts(numel))
 
-    def select(self, accumulated: Accumulated, scope: Scope) -> Selection:
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
         """Select the k largest; see `Sparsifier.select`."""
         parts = []
         start = 0
         for size, k in self._parts(accumulated.numel):
             parts.append((start, start + size, k))
             start += size
-        return largest_of_parts(accumulated, scope, parts)
+        return largest_of_parts(accumulated, context, parts)
 
     def _parts(self, numel: int) -> Sequence[tuple[int, int]]:
         """Give elements and k of every selection."""
@@ -114,12 +114,12 @@ class _Layered(TopK):
         return self.parts
 
 
-def largest_of_parts(accumulated: Accumulated, scope: Scope, parts: Sequence[tuple[int, int, int]]) -> Selection:
+def largest_of_parts(accumulated: Accumulated, context: Context, parts: Sequence[tuple[int, int, int]]) -> Selection:
     """Select the k largest elements of each part of a bucket, exactly.
 
     Parameters
     ----------
-    accumulated, scope
+    accumulated, context
         See `Sparsifier.select`; what bounds the candidates of the next step goes into the memory.
     parts : sequence of (int, int, int)
         Start, stop and k of each, ascending and apart from each other, none empty.
@@ -129,10 +129,10 @@ def largest_of_parts(accumulated: Accumulated, scope: Scope, parts: Sequence[tup
     Selection
         Valid until the next call for the same bucket.
     """
-    bounds = _remembered(scope, "bounds", 0.0, len(parts))
-    before = _remembered(scope, "thresholds", 0.0, len(parts))
+    bounds = _remembered(context, "bounds", 0.0, len(parts))
+    before = _remembered(context, "thresholds", 0.0, len(parts))
     candidates = [
-        Candidates(accumulated, scope, bound, _ROOM * k, slice(start, stop), place)
+        Candidates(accumulated, context, bound, _ROOM * k, slice(start, stop), place)
         for place, ((start, stop, k), bound) in enumerate(zip(parts, bounds, strict=True))
     ]
     if not accumulated.done:
@@ -140,25 +140,25 @@ def largest_of_parts(accumulated: Accumulated, scope: Scope, parts: Sequence[tup
     outcomes = [entry.largest(k) for entry, (_, _, k) in zip(candidates, parts, strict=True)]
     # Nothing is learnt from infinity and NaN, which no checkpoint in JSON could hold either.
     thresholds = [threshold if math.isfinite(threshold) else 0.0 for _, threshold in outcomes]
-    scope.memory["thresholds"] = thresholds
+    context.memory["thresholds"] = thresholds
     found = [
         entry.bound_for_next(k, now, then)
         for entry, (_, _, k), now, then in zip(candidates, parts, thresholds, before, strict=True)
     ]
-    scope.memory["bounds"] = [bound if math.isfinite(bound) else 0.0 for bound in found]
+    context.memory["bounds"] = [bound if math.isfinite(bound) else 0.0 for bound in found]
     if len(outcomes) == 1:
         return outcomes[0][0]
     count = sum(k for _, _, k in parts)
-    indices = scope.workspace.array("topk.indices", count, np.uint32)
-    values = scope.workspace.array("topk.values", count, accumulated.dtype)
+    indices = context.workspace.array("topk.indices", count, np.uint32)
+    values = context.workspace.array("topk.values", count, accumulated.dtype)
     np.concatenate([selection.indices for selection, _ in outcomes], out=indices)
     np.concatenate([selection.values for selection, _ in outcomes], out=values)
     return Selection(indices, values)
 
 
-def _remembered(scope: Scope, key: str, default: float, parts: int) -> list[float]:
+def _remembered(context: Context, key: str, default: float, parts: int) -> list[float]:
     """Give a number for every part, as the step before left them if it had as many parts."""
-    numbers: list[float] = scope.memory.get(key, [])
+    numbers: list[float] = context.memory.get(key, [])
     return numbers if len(numbers) == parts else [default] * parts
 
 

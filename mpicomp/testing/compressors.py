@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Context, bind, fitting
+from mpicomp.collectives import bind, fitting
 from mpicomp.compressors import (
     Compressor,
+    Context,
     Quantiser,
-    Scope,
     Selection,
     SharedSparsifier,
     Sparsifier,
@@ -22,6 +22,7 @@ from mpicomp.compressors import (
 )
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.compressors.message import message_bytes, read_message, write_message
+from mpicomp.rounds import Group
 from mpicomp.testing.ranks import DTYPES, PRECISION, Array, accumulated, awkward, make_reducers, norm2, reduce_one
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
@@ -61,14 +62,14 @@ def check_configuration(compressor: Compressor) -> None:
 def check_selection(compressor: Sparsifier) -> None:
     """Check that indices ascend and are in range, values are the array's, and the number is the promised one."""
     for array in _arrays():
-        _check_selection(compressor, array, compressor.select(accumulated(array), Scope()))
+        _check_selection(compressor, array, compressor.select(accumulated(array), Context()))
     # Parameters in pieces, with a residual, narrower and with strides: the sum counts.
     rng = np.random.default_rng(1)
     whole, half, strided = rng.normal(size=500).astype("f4"), rng.normal(size=50).astype("f2"), rng.normal(size=(9, 20))
     pieces = [Piece(0, whole), Piece(500, half), Piece(550, strided.astype("f4")[:, ::2])]
     residual = rng.normal(size=640).astype("f4")
     state = Accumulated(np.empty(640 + TAIL, "f4"), residual, pieces)
-    selection = compressor.select(state, Scope())
+    selection = compressor.select(state, Context())
     expected = np.concatenate([whole, half.astype("f4"), strided.astype("f4")[:, ::2].ravel()]) + residual
     _check_selection(compressor, expected, selection)
 
@@ -77,12 +78,12 @@ def check_awkward_arrays(compressor: Sparsifier) -> None:
     """Check zeros, equal elements, the smallest and largest numbers, NaN and infinity: each gives a legal selection."""
     for name, array in awkward().items():
         for dtype in DTYPES:
-            scope = Scope()
+            context = Context()
             for step in range(4):
-                scope.step = step
+                context.step = step
                 own = array.astype(dtype)
-                _check_selection(compressor, own, compressor.select(accumulated(own), scope), name)
-                _json(scope.memory)
+                _check_selection(compressor, own, compressor.select(accumulated(own), context), name)
+                _json(context.memory)
 
 
 def check_input_is_left_alone(compressor: Sparsifier) -> None:
@@ -90,7 +91,7 @@ def check_input_is_left_alone(compressor: Sparsifier) -> None:
     for array in _arrays():
         gradient, residual = array.copy(), array[::-1].copy()
         state = accumulated(gradient, residual)
-        compressor.select(state, Scope())
+        compressor.select(state, Context())
         assert np.array_equal(gradient, array), "select wrote to the gradient"
         assert np.array_equal(residual, array[::-1]), "select wrote to the residual"
         assert np.array_equal(state.array(), array + array[::-1]), "select wrote to the sum"
@@ -99,7 +100,7 @@ def check_input_is_left_alone(compressor: Sparsifier) -> None:
 def check_message(compressor: Sparsifier) -> None:
     """Check that what is written is read, and that lost energy is what the receivers miss."""
     for array in _arrays():
-        selection = compressor.select(accumulated(array), Scope())
+        selection = compressor.select(accumulated(array), Context())
         indices = selection.indices.copy()
         chosen = Selection(indices, selection.values.copy())
         wire = compressor.wire_for(indices.size, array.size)
@@ -116,18 +117,18 @@ def check_message(compressor: Sparsifier) -> None:
 
 
 def check_memory(compressor: Sparsifier) -> None:
-    """Check that selections follow from array, scope and memory alone, and that memory survives a checkpoint."""
+    """Check that selections follow from array, context and memory alone, and that memory survives a checkpoint."""
     rng = np.random.default_rng(2)
-    scope = Scope(rank=1, seed=3)
+    context = Context(group=Group(1, 2), seed=3)
     for step in range(8):
         array = rng.laplace(size=5000).astype(np.float32) * np.float32(2.0 ** (step % 3))
-        scope.step = step
-        memory = json.loads(_json(scope.memory))
-        assert memory == scope.memory, f"memory changes on its way through JSON: {scope.memory}"
-        again = Scope(rank=1, step=step, seed=3, memory=copy.deepcopy(memory))
-        first, second = compressor.select(accumulated(array), scope), compressor.select(accumulated(array), again)
+        context.step = step
+        memory = json.loads(_json(context.memory))
+        assert memory == context.memory, f"memory changes on its way through JSON: {context.memory}"
+        again = Context(group=Group(1, 2), step=step, seed=3, memory=copy.deepcopy(memory))
+        first, second = compressor.select(accumulated(array), context), compressor.select(accumulated(array), again)
         assert np.array_equal(first.indices, second.indices), f"step {step} resumed selects other elements"
-        assert _json(scope.memory) == _json(again.memory), f"step {step} resumed remembers something else"
+        assert _json(context.memory) == _json(again.memory), f"step {step} resumed remembers something else"
 
 
 def check_positions(compressor: SharedSparsifier) -> None:
@@ -140,7 +141,7 @@ def check_positions(compressor: SharedSparsifier) -> None:
             ranks = []
             for rank in range(3):
                 out = np.full(count, 2**32 - 1, np.uint32)
-                compressor.positions(numel, Scope(rank=rank, step=step, seed=5), out)
+                compressor.positions(numel, Context(group=Group(rank, rank + 1), step=step, seed=5), out)
                 ranks.append(out)
             _check_indices(ranks[0], numel)
             assert all(np.array_equal(ranks[0], other) for other in ranks), "positions differ between ranks"

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.algorithms.countsketch import CountSketch
-from mpicomp.compressors import Scope
+from mpicomp.compressors import Context
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Asked
@@ -177,13 +177,13 @@ class _Preconditioned(CountSketch):
     def get_config(self) -> dict[str, Any]:
         return {"id": self.id} | _settings(self)
 
-    def weights(self, scope: Scope) -> NDArray[np.floating]:
+    def weights(self, context: Context) -> NDArray[np.floating]:
         parts = []
         for name in self.names:
             variance = self.variance_of(name)
             wide = torch.float64 if variance.dtype == torch.float64 else torch.float32
             parts.append(variance.detach().to("cpu", wide).numpy().reshape(-1))
-        weights = scope.workspace.array("weights", sum(part.size for part in parts), parts[0].dtype)
+        weights = context.workspace.array("weights", sum(part.size for part in parts), parts[0].dtype)
         np.concatenate(parts, out=weights)
         np.sqrt(weights, out=weights)
         np.divide(1, weights, out=weights)

@@ -7,7 +7,7 @@ from sketches import cells_of, estimates_of, table_of
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.compressors import Scope
+from mpicomp.compressors import Context
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.testing import checks
 from mpicomp.transport import LocalWorld
@@ -31,7 +31,7 @@ def step_by_step(compressor, gradients, residuals, step):
     accumulated = [np.asarray(g, np.float64) + r for g, r in zip(gradients, residuals, strict=True)]
     numel = accumulated[0].size
     rows, columns = compressor.rows, oracle.kept(compressor.columns, numel)
-    key = Scope(step=step).key(shared=True)
+    key = Context(step=step).key(shared=True)
     cells = table_of(sum(accumulated), key, rows, columns)
     estimates = estimates_of(cells, key, rows, columns, numel)
     mean, left = np.zeros(numel), [array.copy() for array in accumulated]
@@ -74,7 +74,7 @@ def test_it_finds_what_is_large_on_no_rank_but_in_the_sum():
 
 def test_elements_do_not_hide_each_other_for_ever():
     """Two elements whose sum is zero in two of the first step's three rows are found a few steps later."""
-    key = Scope().key(shared=True)
+    key = Context().key(shared=True)
     cells = {index: list(cells_of(index, key, 3, 20)) for index in range(200, 400)}
 
     def hidden(one, other):
@@ -127,7 +127,7 @@ def test_residuals_stay_bounded(ranks):
 
 def test_a_cell_that_overflows_undoes_the_step():
     """All elements are finite and lie in the one cell of the table with the same sign."""
-    key = Scope().key(shared=True)
+    key = Context().key(shared=True)
     signs = [sign for index in range(1000) for _, _, sign in cells_of(index, key, 1, 1)]
     world = Ranks(2, mpicomp.CountSketch(ratio=0.01, rows=1, columns=1e-6, wire=None), nonfinite="skip")
     means = world.reduce([{"w": np.float32(1e37) * np.array(signs, np.float32)} for _ in range(2)])

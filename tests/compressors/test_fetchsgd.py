@@ -7,7 +7,7 @@ from sketches import cells_of, estimates_of, table_of
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.compressors import Scope
+from mpicomp.compressors import Context
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.testing import checks
 from mpicomp.transport import LocalWorld
@@ -17,7 +17,7 @@ ALL = [
     mpicomp.FetchSGD(ratio=0.05, momentum=0.9),
     mpicomp.FetchSGD(ratio=0.01, rows=1, columns=0.3, wire="bf16"),
 ]
-KEY = Scope().key(shared=True)
+KEY = Context().key(shared=True)
 
 
 @pytest.mark.parametrize("compressor", ALL, ids=repr)

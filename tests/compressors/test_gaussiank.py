@@ -3,7 +3,7 @@ import oracle
 import pytest
 from estimates import AWKWARD, bounded, check_awkward, check_memory_changes_nothing, select, sequences
 
-from mpicomp import GaussianK, Scope
+from mpicomp import Context, GaussianK
 from mpicomp.errors import ConfigurationError
 
 # Two-sided quantiles of the normal distribution, from a table.
@@ -28,9 +28,9 @@ def slow(array, ratio):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("ratio", QUANTILES)
 def test_it_selects_what_the_rule_says(dtype, ratio):
-    scope, sizes = Scope(), set()
+    context, sizes = Context(), set()
     for array in sequences(6000, dtype):
-        indices, _ = select(GaussianK(ratio=ratio), array, scope)
+        indices, _ = select(GaussianK(ratio=ratio), array, context)
         assert indices.tolist() == slow(array, ratio)
         sizes.add(indices.size)
     if ratio < 1:
@@ -40,7 +40,7 @@ def test_it_selects_what_the_rule_says(dtype, ratio):
 def test_normal_data_needs_no_correction():
     array = np.random.default_rng(5).normal(size=100_000)
     for ratio in (0.001, 0.01, 0.1):
-        indices, _ = select(GaussianK(ratio=ratio), array, Scope())
+        indices, _ = select(GaussianK(ratio=ratio), array, Context())
         assert abs(indices.size - ratio * array.size) < 5 * np.sqrt(ratio * array.size)
 
 
@@ -59,13 +59,13 @@ def test_memory_changes_nothing(dtype, ratio):
 
 def test_float64_squares_that_overflow_end_in_an_exact_selection():
     array = np.linspace(1e200, 1e300, 5000)
-    indices, _ = select(GaussianK(ratio=0.01), array, Scope())
+    indices, _ = select(GaussianK(ratio=0.01), array, Context())
     assert indices.tolist() == oracle.largest(array, 50)
 
 
 def test_the_smallest_ratio_there_is():
     array = np.random.default_rng(5).normal(size=1000).astype(np.float32)
-    indices, _ = select(GaussianK(ratio=5e-324), array, Scope())
+    indices, _ = select(GaussianK(ratio=5e-324), array, Context())
     assert indices.tolist() == oracle.largest(array, 1)
 
 

@@ -4,9 +4,10 @@ from lockstep import dense, gradients, run
 from worlds import Ranks
 
 import mpicomp
-from mpicomp import GlobalRandKMaxNorm, MaxNorm, Scope
+from mpicomp import Context, GlobalRandKMaxNorm, MaxNorm
 from mpicomp.collectives import fitting
 from mpicomp.errors import ConfigurationError
+from mpicomp.rounds import Group
 from mpicomp.testing import checks
 
 FORMS = [
@@ -24,9 +25,9 @@ def test_laws(check):
     check()
 
 
-def positions(compressor, numel, **where):
+def positions(compressor, numel, rank=0, **where):
     out = np.full(compressor.count(numel), 2**32 - 1, np.uint32)
-    compressor.positions(numel, Scope(**where), out)
+    compressor.positions(numel, Context(group=Group(rank, rank + 1), **where), out)
     return out.astype(np.int64)
 
 

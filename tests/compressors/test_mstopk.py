@@ -3,8 +3,9 @@ import oracle
 import pytest
 from estimates import AWKWARD, check_awkward, check_memory_changes_nothing, select, sequences
 
-from mpicomp import MSTopK, Scope
+from mpicomp import Context, MSTopK
 from mpicomp.errors import ConfigurationError
+from mpicomp.rounds import Group
 
 
 def bracket(array, k, samplings):
@@ -29,10 +30,10 @@ def bracket(array, k, samplings):
 @pytest.mark.parametrize("samplings", [1, 2, 5, 8, 25])
 def test_it_selects_what_the_rule_says(dtype, ratio, samplings):
     k = oracle.kept(ratio, 6000)
-    scope, runs = Scope(seed=1), 0
+    context, runs = Context(seed=1), 0
     for step, array in enumerate(sequences(6000, dtype)):
-        scope.step = step
-        chosen, _ = select(MSTopK(ratio=ratio, samplings=samplings), array, scope)
+        context.step = step
+        chosen, _ = select(MSTopK(ratio=ratio, samplings=samplings), array, context)
         assert chosen.size == k
         chosen = chosen.tolist()
         if chosen == oracle.largest(array, k):
@@ -57,7 +58,7 @@ def test_twenty_five_samplings_make_it_exact_where_magnitudes_differ(dtype):
     array = np.random.default_rng(0).permutation(np.linspace(-3, 5, 4000)).astype(dtype)
     for ratio in (0.001, 0.01, 0.1, 0.4):
         k = oracle.kept(ratio, 4000)
-        assert select(MSTopK(ratio=ratio), array, Scope())[0].tolist() == oracle.largest(array, k)
+        assert select(MSTopK(ratio=ratio), array, Context())[0].tolist() == oracle.largest(array, k)
 
 
 def test_runs_begin_anywhere():
@@ -66,12 +67,12 @@ def test_runs_begin_anywhere():
     compressor = MSTopK(ratio=50 / 300)
     starts = set()
     for step in range(40):
-        indices, _ = select(compressor, array, Scope(step=step))
+        indices, _ = select(compressor, array, Context(step=step))
         assert 7 in indices
         starts.add(int(indices[indices != 7][0]))
         assert np.diff(indices[indices != 7]).tolist() == [3] * 48
     assert len(starts) > 10
-    one, other = (select(compressor, array, Scope(rank=rank))[0].tolist() for rank in (0, 1))
+    one, other = (select(compressor, array, Context(group=Group(rank, rank + 1)))[0].tolist() for rank in (0, 1))
     assert one != other
 
 
@@ -90,7 +91,7 @@ def test_memory_changes_nothing(dtype, ratio, samplings):
 
 def test_float64_sums_that_overflow_end_in_an_exact_selection():
     array = np.linspace(1e307, 1.7e308, 5000)
-    assert select(MSTopK(ratio=0.01), array, Scope())[0].tolist() == oracle.largest(array, 50)
+    assert select(MSTopK(ratio=0.01), array, Context())[0].tolist() == oracle.largest(array, 50)
 
 
 @pytest.mark.parametrize("samplings", [0, -1, 2.5, True, None])

@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 from worlds import Ranks
 
-from mpicomp import BlockRandomK, RandomK, Scope
+from mpicomp import BlockRandomK, Context, RandomK
 from mpicomp.errors import ConfigurationError
+from mpicomp.rounds import Group
 
 BOTH = [RandomK, BlockRandomK]
 
 
-def positions(compressor, numel, **where):
+def positions(compressor, numel, rank=0, **where):
     out = np.full(compressor.count(numel), 2**32 - 1, np.uint32)
-    compressor.positions(numel, Scope(**where), out)
+    compressor.positions(numel, Context(group=Group(rank, rank + 1), **where), out)
     return out.astype(np.int64)
 
 

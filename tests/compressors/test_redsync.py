@@ -3,7 +3,7 @@ import oracle
 import pytest
 from estimates import AWKWARD, bounded, check_awkward, check_memory_changes_nothing, select, sequences
 
-from mpicomp import RedSync, Scope
+from mpicomp import Context, RedSync
 from mpicomp.errors import ConfigurationError
 
 RATIOS = [0.001, 0.01, 0.1, 0.5, 1.0]
@@ -42,9 +42,9 @@ def slow(array, ratio, search):
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("search", ["binary", "trimmed"])
 def test_it_selects_what_the_rule_says(dtype, ratio, search):
-    scope, sizes = Scope(), set()
+    context, sizes = Context(), set()
     for array in sequences(6000, dtype):
-        indices, _ = select(RedSync(ratio=ratio, search=search), array, scope)
+        indices, _ = select(RedSync(ratio=ratio, search=search), array, context)
         assert indices.tolist() == slow(array, ratio, search)
         sizes.add(indices.size)
     if ratio < 0.5:
@@ -68,7 +68,7 @@ def test_memory_changes_nothing(dtype, ratio, search):
 
 def test_float64_sums_that_overflow_end_in_an_exact_selection():
     array = np.linspace(1e307, 1.7e308, 5000)
-    indices, _ = select(RedSync(ratio=0.01), array, Scope())
+    indices, _ = select(RedSync(ratio=0.01), array, Context())
     assert indices.tolist() == oracle.largest(array, 50)
 
 

@@ -10,7 +10,7 @@ import scipy.stats
 from mpicomp import SIDCo, get_compressor
 from mpicomp.compressors import sidco
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import Scope
+from mpicomp.compressors.base import Context
 from mpicomp.errors import ConfigurationError
 
 DISTRIBUTIONS = ["exponential", "gamma", "pareto"]
@@ -97,7 +97,7 @@ def test_what_exceeds_the_papers_threshold_is_selected(distribution, stages, par
     array[:3000] = 0
     threshold = slow(distribution, array, ratio, stages)
     compressor = SIDCo(ratio=ratio, distribution=distribution, stages=stages)
-    selection = compressor.select(accumulated(array), Scope())
+    selection = compressor.select(accumulated(array), Context())
     magnitudes = np.abs(array.astype(np.float64))
     if not 0 < (magnitudes > threshold).sum() <= 4 * ratio * array.size + 1024:
         exact = np.argsort(-magnitudes, kind="stable")[: int(ratio * array.size + 0.5)]
@@ -116,7 +116,7 @@ def test_what_exceeds_the_papers_threshold_is_selected(distribution, stages, par
 def test_a_large_array_is_fitted_by_a_sample(distribution):
     size, ratio = 3_500_000, 0.01
     array = np.random.default_rng(6).laplace(size=size).astype(np.float32)
-    selection = SIDCo(ratio=ratio, distribution=distribution).select(accumulated(array), Scope())
+    selection = SIDCo(ratio=ratio, distribution=distribution).select(accumulated(array), Context())
     assert 0.95 < selection.indices.size / (ratio * size) < 1.05
     assert np.abs(selection.values).min() > np.delete(np.abs(array), selection.indices).max()
 
@@ -125,11 +125,11 @@ def test_a_large_array_is_fitted_by_a_sample(distribution):
 @pytest.mark.parametrize("parent", PARENTS)
 @pytest.mark.parametrize("ratio", [0.1, 0.01, 0.001])
 def test_the_reached_ratio_is_near_the_asked_one(distribution, parent, ratio):
-    rng, scope = np.random.default_rng(7), Scope()
+    rng, context = np.random.default_rng(7), Context()
     pool = [PARENTS[parent](rng, 200_000).astype(np.float32) for _ in range(5)]
     compressor = SIDCo(ratio=ratio, distribution=distribution)
     reached = [
-        compressor.select(accumulated(pool[step % 5]), scope).indices.size / (ratio * 200_000) for step in range(60)
+        compressor.select(accumulated(pool[step % 5]), context).indices.size / (ratio * 200_000) for step in range(60)
     ]
     assert 0.8 <= np.mean(reached[10:]) <= 1.25
 
@@ -154,25 +154,25 @@ def test_the_reached_ratio_is_near_the_asked_one(distribution, parent, ratio):
 )
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_awkward_arrays(array, distribution, ratio, dtype):
-    array, scope = array.astype(dtype), Scope()
+    array, context = array.astype(dtype), Context()
     k = max(1, round(ratio * array.size))
     for _ in range(12):
-        selection = SIDCo(ratio=ratio, distribution=distribution).select(accumulated(array), scope)
+        selection = SIDCo(ratio=ratio, distribution=distribution).select(accumulated(array), context)
         assert selection.indices.size <= 4 * k + 1024
         if array.any():
             assert selection.indices.size >= 1
         np.testing.assert_array_equal(selection.values, array[selection.indices])
-    json.dumps(scope.memory, allow_nan=False)
+    json.dumps(context.memory, allow_nan=False)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_the_list_of_candidates_never_changes_the_result(distribution):
-    rng, scope = np.random.default_rng(8), Scope()
+    rng, context = np.random.default_rng(8), Context()
     compressor = SIDCo(ratio=0.01, distribution=distribution, stages=3)
     for scale in (1, 1.1, 30, 1e-4, 1, 1):
         array = (scale * rng.standard_t(4, 30_000)).astype(np.float32)
-        selection = compressor.select(accumulated(array), scope)
-        fresh = compressor.select(accumulated(array), Scope())
+        selection = compressor.select(accumulated(array), context)
+        fresh = compressor.select(accumulated(array), Context())
         assert selection.indices.tolist() == fresh.indices.tolist()
 
 

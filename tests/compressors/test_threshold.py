@@ -3,17 +3,17 @@ import pytest
 from estimates import AWKWARD, check_memory_changes_nothing, select, sequences
 from worlds import Ranks
 
-from mpicomp import Scope, Threshold
+from mpicomp import Context, Threshold
 from mpicomp.errors import ConfigurationError
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("limit", [0.0, 1e-42, 1e-6, 0.7, 2.0, 1e30, 1e300])
 def test_what_reaches_the_limit_is_selected(dtype, limit):
-    scope = Scope()
+    context = Context()
     for array in sequences(2000, dtype):
         array[[5, 77, 1999]] = [min(limit, 1e38), -min(limit, 1e38), np.nextafter(dtype(min(limit, 1e38)), dtype(0))]
-        indices, _ = select(Threshold(limit=limit), array, scope)
+        indices, _ = select(Threshold(limit=limit), array, context)
         with np.errstate(over="ignore"):
             expected = np.flatnonzero((np.abs(array) >= dtype(limit)) & (array != 0))
         assert indices.tolist() == expected.tolist()
@@ -24,9 +24,9 @@ def test_what_reaches_the_limit_is_selected(dtype, limit):
 def test_awkward_arrays(name, dtype):
     with np.errstate(over="ignore", under="ignore"):
         array = AWKWARD[name].astype(dtype)
-    scope = Scope()
+    context = Context()
     for _ in range(3):
-        indices, _ = select(Threshold(limit=0.5), array, scope)
+        indices, _ = select(Threshold(limit=0.5), array, context)
         assert indices.tolist() == np.flatnonzero(~(np.abs(array) < 0.5)).tolist()
 
 

@@ -5,7 +5,7 @@ from worlds import Ranks
 
 from mpicomp import TopK, get_compressor
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import Scope
+from mpicomp.compressors.base import Context
 from mpicomp.errors import ConfigurationError
 
 
@@ -21,14 +21,14 @@ def accumulated(gradient, residual=None, cuts=()):
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.3, 1.0])
 def test_the_bound_from_the_step_before_never_changes_the_result(dtype, ratio):
     rng = np.random.default_rng(1)
-    scope = Scope()
+    context = Context()
     residual = np.zeros(3001, dtype)
     # Scales that jump make the bound too high, too low and right.
     for scale in (1, 1.1, 100, 1e-6, 0, 1, 1, 1e-30):
         gradient = (scale * rng.laplace(size=3001)).astype(dtype)
         expected = gradient + residual
         state = accumulated(gradient, residual, cuts=(1, 1000, 1000, 2999))
-        selection = TopK(ratio=ratio).select(state, scope)
+        selection = TopK(ratio=ratio).select(state, context)
         assert selection.indices.tolist() == oracle.largest(expected, oracle.kept(ratio, 3001))
         np.testing.assert_array_equal(selection.values, expected[selection.indices])
         residual = state.array().copy()
@@ -52,9 +52,9 @@ def test_the_bound_from_the_step_before_never_changes_the_result(dtype, ratio):
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 1.0])
 def test_awkward_arrays(array, dtype, ratio):
     array = array.astype(dtype)
-    scope = Scope()
+    context = Context()
     for _ in range(3):  # with no bound, and with bounds from the steps before
-        selection = TopK(ratio=ratio).select(accumulated(array), scope)
+        selection = TopK(ratio=ratio).select(accumulated(array), context)
         assert selection.indices.tolist() == oracle.largest(array, oracle.kept(ratio, array.size))
         np.testing.assert_array_equal(selection.values, array[selection.indices])
 
@@ -68,7 +68,7 @@ def test_strided_and_narrow_pieces():
     pieces = [Piece(0, wide), Piece(10, half), Piece(15, brain.astype(np.uint16)), Piece(18, swapped)]
     state = Accumulated(buffer, np.ones(20, np.float32), pieces)
     expected = np.concatenate((wide, half, [0, 100, 200], [7, -900])) + 1
-    selection = TopK(ratio=0.1).select(state, Scope())
+    selection = TopK(ratio=0.1).select(state, Context())
     np.testing.assert_array_equal(state.array(), expected)
     assert selection.indices.tolist() == [17, 19]
     assert state.finite
@@ -93,10 +93,10 @@ def test_a_ratio_for_every_layer(dtype, cuts):
     # What no pattern matches is one selection wherever it stands together.
     parts, ratios = [500, 20, 480, 1000], [0.05, 1.0, 0.01, 0.05]
     rng = np.random.default_rng(4)
-    scope = Scope()
+    context = Context()
     for scale in (1, 1, 50, 1e-3, 1):
         array = (scale * rng.laplace(size=2000)).astype(dtype)
-        selection = compressor.select(accumulated(array, cuts=cuts), scope)
+        selection = compressor.select(accumulated(array, cuts=cuts), context)
         assert selection.indices.tolist() == by_layer(array, parts, ratios)
         np.testing.assert_array_equal(selection.values, array[selection.indices])
         assert selection.indices.size == compressor.count(2000)
@@ -131,9 +131,9 @@ def test_layers_through_a_reducer():
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_select_the_same(threads):
     array = np.random.default_rng(6).laplace(size=300_000).astype(np.float32)
-    scope, expected = Scope(), oracle.kept(0.001, array.size)
+    context, expected = Context(), oracle.kept(0.001, array.size)
     order = np.sort(np.argsort(-np.abs(array), kind="stable")[:expected])
     for _ in range(3):
         state = accumulated(array)
         state.threads = threads
-        assert TopK(ratio=0.001).select(state, scope).indices.tolist() == order.tolist()
+        assert TopK(ratio=0.001).select(state, context).indices.tolist() == order.tolist()

@@ -14,7 +14,7 @@ from scipy import special
 import mpicomp
 from mpicomp.compressors import sidco as rule
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import Scope, kept
+from mpicomp.compressors.base import Context, kept
 from mpicomp.compressors.estimator import Search
 
 DTYPES = [np.float32, np.float64]
@@ -37,9 +37,9 @@ def summed(gradient, residual=None):
 
 def on_the_cpu(gradient, compressor):
     """Give the threshold, what the stages have reached, and the selected indices."""
-    search = Search("sidco", summed(gradient), Scope(), kept(compressor.ratio, gradient.size))
+    search = Search("sidco", summed(gradient), Context(), kept(compressor.ratio, gradient.size))
     estimate = compressor._estimate(search, compressor.stages)
-    return *estimate, compressor.select(summed(gradient), Scope()).indices
+    return *estimate, compressor.select(summed(gradient), Context()).indices
 
 
 def launches(size, dtype, distribution, stages):
@@ -186,7 +186,7 @@ def test_what_cannot_be_estimated_is_selected_exactly(place, dtype, distribution
     array = AWKWARD[kind](np.random.default_rng(0), dtype).astype(dtype)
     for ratio in (0.004, 1.0) if (stages, distribution) == (3, "gamma") else (0.004,):
         compressor = mpicomp.SIDCo(ratio=ratio, distribution=distribution, stages=stages)
-        expected = compressor.select(summed(array), Scope()).indices
+        expected = compressor.select(summed(array), Context()).indices
         workspace, bound = gpu.Workspace(array.size, 400, dtype), place.zeros(1, np.uint64)
         for _ in range(2):
             told, taken, _ = step(place, array, None, ratio, distribution, stages, bound, workspace)
@@ -204,19 +204,19 @@ def test_steps_of_error_feedback_select_what_the_cpu_does(place, dtype, sample, 
     """Stages adapt by what the device tells, which the host may read whenever it likes."""
     size, ratio = 20_011, 0.01
     rng = np.random.default_rng(2)
-    compressor, scope = mpicomp.SIDCo(ratio=ratio, distribution=distribution), Scope()
+    compressor, context = mpicomp.SIDCo(ratio=ratio, distribution=distribution), Context()
     workspace, bound = gpu.Workspace(size, size // 4, dtype), place.zeros(1, np.uint64)
     memory, residual, hits = {"sidco.stages": 3}, np.zeros(size, dtype), 0
     for count in range(12):
         gradient = SAMPLES[sample](rng, size).astype(dtype)
         stages = memory["sidco.stages"]
-        expected = compressor.select(summed(gradient, residual), scope).indices
+        expected = compressor.select(summed(gradient, residual), context).indices
         told, taken, left = step(
             place, gradient, residual, ratio, distribution, stages, bound, workspace, shift=count % 2
         )
         assert_same_elements(taken, expected, gradient + residual, told.threshold.item())
         rule._adapt(memory, told.reached.item(), ratio)
-        own = {name: scope.memory[name] for name in memory}
+        own = {name: context.memory[name] for name in memory}
         assert own == pytest.approx(memory, rel=1e-4)
         residual = left
         hits += told.hit.item()

@@ -8,7 +8,7 @@ from mpicomp.kernels import cpu, gpu
 
 import mpicomp
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import Scope
+from mpicomp.compressors.base import Context
 
 DTYPES = [np.float32, np.float64]
 LAUNCHES = {np.float32: 7, np.float64: 10}
@@ -109,7 +109,7 @@ def test_the_bound_becomes_one_that_serves(place, dtype, k):
 @pytest.mark.parametrize("ratio", [0.1, 0.005])
 def test_steps_of_error_feedback_select_what_the_cpu_does(place, dtype, sample, ratio):
     size = 20_011
-    rng, scope, compressor = np.random.default_rng(3), Scope(), mpicomp.TopK(ratio=ratio)
+    rng, context, compressor = np.random.default_rng(3), Context(), mpicomp.TopK(ratio=ratio)
     k = compressor.count(size)
     workspace, bound = gpu.Workspace(size, 4 * k, dtype), place.zeros(1, np.uint64)
     residual, own = place.zeros(size, dtype), np.zeros(size, dtype)
@@ -117,7 +117,7 @@ def test_steps_of_error_feedback_select_what_the_cpu_does(place, dtype, sample, 
         gradient = rng.standard_t(3, size) if sample == "student" else rng.laplace(size=size, scale=2)
         gradient = (np.round(gradient) if sample == "tied" else gradient).astype(dtype)
         accumulated = Accumulated(np.empty(size + TAIL, dtype), own, [Piece(0, gradient)])
-        expected = compressor.select(accumulated, scope)
+        expected = compressor.select(accumulated, context)
         indices, values = place.empty(k, np.uint32), place.empty(k, dtype)
         gpu.topk(place.put(gradient), residual, residual, bound, indices, values, workspace)
         np.testing.assert_array_equal(indices.get(), expected.indices)

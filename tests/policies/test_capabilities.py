@@ -51,8 +51,8 @@ def test_a_compressor_with_ratios_of_layers_is_for_lgreco_and_accordion():
         def count(self, numel):
             return mpicomp.TopK(self.ratio).count(numel)
 
-        def select(self, accumulated, scope):
-            return mpicomp.TopK(self.ratio).select(accumulated, scope)
+        def select(self, accumulated, context):
+            return mpicomp.TopK(self.ratio).select(accumulated, context)
 
     for name in ("lgreco", "accordion"):
         ranks = Ranks(2, Layered(), policy=name)

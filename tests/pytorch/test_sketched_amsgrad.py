@@ -6,7 +6,7 @@ import pytest
 from sketches import estimates_of, table_of
 
 import mpicomp
-from mpicomp.compressors import Scope
+from mpicomp.compressors import Context
 from mpicomp.errors import ConfigurationError, NonFiniteError
 from mpicomp.transport import LocalWorld
 
@@ -35,7 +35,7 @@ class Reference:
     def step(self, gradients, rate):
         """Take a mapping of gradients for each rank."""
         beta1, beta2 = self.betas
-        key = Scope(step=self.steps).key(shared=True)
+        key = Context(step=self.steps).key(shared=True)
         self.steps += 1
         for rank, own in enumerate(gradients):
             flat = np.concatenate([np.ravel(own[name]) for name in self.shapes]) + self.weight_decay * self.flat

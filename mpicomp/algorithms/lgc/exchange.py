@@ -12,10 +12,10 @@ from mpicomp.algorithms.lgc.lead import Lead, follow, leader_of, make_frame, rel
 from mpicomp.algorithms.lgc.learned_code import LearnedCode
 from mpicomp.algorithms.lgc.ring import CodeRing
 from mpicomp.algorithms.lgc.server import CodeServer
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme
+from mpicomp.collectives.scheme import Exchange, Result, Scheme
 from mpicomp.collectives.values_at import exchange_at
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Scope
+from mpicomp.compressors.base import Compressor, Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import MpicompError
 from mpicomp.registry import register
@@ -167,7 +167,7 @@ class Learned(Scheme[LGC]):
 
     def _fresh(self, context: Context) -> LearnedCode:
         """Make a code that has learned nothing."""
-        seed = Scope(seed=context.seed, bucket=context.bucket).key(shared=True)
+        seed = Context(seed=context.seed, bucket=context.bucket).key(shared=True)
         return self.compressor.make_code(context.workspace, seed)
 
     def _instance(self, code: LearnedCode) -> CodeRing | CodeServer:

@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from mpicomp.algorithms.lgc.compressor import LGC
 from mpicomp.algorithms.lgc.lead import Lead, follow, leader_of, relative
 from mpicomp.algorithms.lgc.learned_code import LearnedCode
-from mpicomp.collectives.scheme import Context, Exchange, Result, Scheme, check_undamaged, far_from_largest, gain_of
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged, far_from_largest, gain_of
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Selection
+from mpicomp.compressors.base import Context, Selection
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.message import DAMAGED
 from mpicomp.kernels import cpu

@@ -9,7 +9,6 @@ from mpicomp.algorithms.lgc.compressor import LGC
 from mpicomp.algorithms.lgc.lead import Lead, Led, follow, leader_of
 from mpicomp.algorithms.lgc.learned_code import LearnedCode
 from mpicomp.collectives.scheme import (
-    Context,
     Exchange,
     Result,
     check_undamaged,
@@ -20,7 +19,7 @@ from mpicomp.collectives.scheme import (
 )
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Selection, kept
+from mpicomp.compressors.base import Context, Selection, kept
 from mpicomp.compressors.message import (
     DAMAGED,
     NONFINITE,
