@@ -182,10 +182,10 @@ training = Plain()
 for _ in range(3):
     training.step()
 if rank == 0:
-    time.sleep(3)
+    time.sleep(5)
     print("evaluated", flush=True)
 """
-    ended = job(ranks, body, MPICOMP_STALL="0.5")
+    ended = job(ranks, body, MPICOMP_STALL="2")
     assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "evaluated", "")
 
 
