@@ -15,7 +15,7 @@ from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.levels import at_ratio, check_least, check_ratios, ladder
-from mpicomp.policies.policy import Delivered, Named, Shape, Told
+from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
 from mpicomp.policies.surveys import SpectrumSurvey, Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Asked
@@ -151,7 +151,7 @@ class Accordion(Adaptive):
         """See `Policy.deliver`: what was undone says nothing of gradients."""
         self._delivered.add(step)
 
-    def learn(self, told: Told) -> None:
+    def learn(self, told: StepReport) -> None:
         """See `Policy.learn`: norms and the learning rate."""
         super().learn(told)
         if self._has_dropped(told.lr):
@@ -212,7 +212,7 @@ class Accordion(Adaptive):
         self._highest = lr if self._highest is None or dropped else max(lr, self._highest)
         return dropped
 
-    def _norms_of(self, told: Told) -> dict[str, float] | None:
+    def _norms_of(self, told: StepReport) -> dict[str, float] | None:
         """Give the norm of every part in a step; None where some is not known."""
         norms: dict[str, float] = {}
         for bucket in range(len(self._shapes)):

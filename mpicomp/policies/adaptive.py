@@ -12,7 +12,7 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.policies.carriers import Carriers, names_for
 from mpicomp.policies.levels import default_compressor
-from mpicomp.policies.policy import Named, Plan, Policy, Shape, Told, feedback_of
+from mpicomp.policies.policy import Named, Plan, Policy, Shape, StepReport, feedback_of
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
 
@@ -86,7 +86,7 @@ class Adaptive(Policy):
             among = own if self._pinned else np.concatenate((own, among))
         return self._carriers.plan(bucket, among, reason, compressor)
 
-    def learn(self, told: Told) -> None:
+    def learn(self, told: StepReport) -> None:
         """See `Policy.learn`."""
         self._carriers.learn(told)
 

@@ -22,7 +22,7 @@ from mpicomp.cost import (
     seen_by_some,
     share_model,
 )
-from mpicomp.policies.policy import Plan, Shape, Told
+from mpicomp.policies.policy import Plan, Shape, StepReport
 from mpicomp.rounds import Asked, Group
 from mpicomp.transport.base import Transport
 
@@ -268,7 +268,7 @@ class Carriers:
         turn.asked, turn.fresh = asked, False
         return turn.plan
 
-    def learn(self, told: Told) -> None:
+    def learn(self, told: StepReport) -> None:
         """Learn what a step took."""
         if not self.measured or not self._turns:
             return

@@ -16,7 +16,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies import pareto
 from mpicomp.policies.carriers import Carriers, Rows, names_for
 from mpicomp.policies.levels import at_ratio, check_adaptable, check_least, check_ratios, default_compressor, lost_share
-from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told, feedback_of
+from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepReport, feedback_of
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Asked, Group
@@ -188,7 +188,7 @@ class Flexible(Policy):
         if self._awaited is None and (self._since >= self.every or self._changed()):
             self._asking = True
 
-    def learn(self, told: Told) -> None:
+    def learn(self, told: StepReport) -> None:
         """See `Policy.learn`."""
         self._carriers.learn(told)
         if self._awaited is None or told.step < self._awaited:

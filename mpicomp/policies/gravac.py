@@ -16,7 +16,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.delays import over
 from mpicomp.policies.levels import at_ratio, check_adaptable, check_least, check_ratios, lost_share
-from mpicomp.policies.policy import Delivered, Named, Shape, Told
+from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Asked
@@ -156,7 +156,7 @@ class GraVAC(Adaptive):
         self._run[step] = self._level
         self._unseen = 0 if self.survey(0) is not None else self._unseen + 1
 
-    def learn(self, told: Told) -> None:
+    def learn(self, told: StepReport) -> None:
         """See `Policy.learn`: gains and seconds; decides the next step."""
         super().learn(told)
         began = float(told.times[:, 0, 0].max())
@@ -212,7 +212,7 @@ class GraVAC(Adaptive):
             exponent = 2 * exponent if self.scaling == "exponential" else exponent + 1
         return ratios
 
-    def _look(self, told: Told) -> None:
+    def _look(self, told: StepReport) -> None:
         """Take the gains of a step into account, if it was looked at."""
         gains = self._gains_of(told)
         if gains is None:
@@ -221,7 +221,7 @@ class GraVAC(Adaptive):
         self._gains = before + over(self._share, max(1, told.step - self._looked)) * (gains - before)
         self._looked = told.step
 
-    def _gains_of(self, told: Told) -> NDArray[np.float64] | None:
+    def _gains_of(self, told: StepReport) -> NDArray[np.float64] | None:
         """Give the gain of each candidate in a step, over all buckets; None where it is not known."""
         if len(told.surveys) < len(self._shapes):
             return None

@@ -20,7 +20,7 @@ from mpicomp.policies.carriers import Carriers, Rows, names_for
 from mpicomp.policies.codes import Codes, Rivals, late_under
 from mpicomp.policies.delays import Delays, Lateness, first_ratio, over
 from mpicomp.policies.levels import at_ratio, check_adaptable, default_compressor, ladder, lost_share
-from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, Told, feedback_of
+from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepReport, feedback_of
 from mpicomp.policies.signal import Signal, SketchSurvey
 from mpicomp.policies.surveys import Both, LossSurvey, Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import COMPRESSORS, register
@@ -240,7 +240,7 @@ class Joint(Policy):
                 self._factors[_kind(scheme)] = max(1.0, factor * (seen / factor) ** over(_LEARN, steps))
         self._in_a_row = self._in_a_row + steps if lossy else 0
 
-    def learn(self, told: Told) -> None:
+    def learn(self, told: StepReport) -> None:
         """See `Policy.learn`."""
         self._carriers.learn(told)
         if self._carriers.measured:  # else seconds of steps have nothing to do with those of plans
@@ -358,7 +358,7 @@ class Joint(Policy):
         rows = self._dense_rows(bucket)
         return int(rows[self._carriers.seconds(bucket)[rows].argmin()])
 
-    def _time(self, told: Told) -> None:
+    def _time(self, told: StepReport) -> None:
         """Learn when buckets are ready, and what a step takes beside them."""
         ready, ends = told.times[:, :, 3].max(axis=0), told.times[:, :, 1].max(axis=0)
         last = float(ready[-1])

@@ -15,7 +15,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.allocate import least_total, total
 from mpicomp.policies.levels import at_ratio, check_least, ladder
-from mpicomp.policies.policy import Delivered, Named, Shape, Told
+from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
 from mpicomp.policies.registry import get_policy
 from mpicomp.policies.surveys import Both, Survey
 from mpicomp.policies.tables import Table, table_for
@@ -218,7 +218,7 @@ class LGreCo(Adaptive):
         if self._inner is not None:
             self._inner.deliver(step, delivered)
 
-    def learn(self, told: Told) -> None:
+    def learn(self, told: StepReport) -> None:
         """See `Policy.learn`."""
         super().learn(told)
         pairs = self._surveyed.get(told.step, [])

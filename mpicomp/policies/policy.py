@@ -89,7 +89,7 @@ class Delivered:
 
 
 @dataclass(frozen=True)
-class Told:
+class StepReport:
     """What ranks have told each other of a step, the same on all of them; it arrives a step later.
 
     Parameters
@@ -185,7 +185,7 @@ class Policy(ABC):
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:  # noqa: B027, most have nothing to learn
         """Learn what a step delivered, at its end; a step that was undone is passed over."""
 
-    def learn(self, told: Told) -> None:  # noqa: B027, most have nothing to learn
+    def learn(self, told: StepReport) -> None:  # noqa: B027, most have nothing to learn
         """Learn what ranks told of a step for which it was listening, or had a survey."""
 
     def state_dict(self) -> dict[str, Any]:

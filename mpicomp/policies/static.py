@@ -10,7 +10,7 @@ from mpicomp.collectives import bind, fitting
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.policies.carriers import Carriers, names_for
-from mpicomp.policies.policy import Named, Plan, Policy, Shape, Told, feedback_of
+from mpicomp.policies.policy import Named, Plan, Policy, Shape, StepReport, feedback_of
 from mpicomp.registry import register
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
@@ -71,7 +71,7 @@ class Static(Policy):
         rows = self._carriers.rows[bucket]
         return self._carriers.plan(bucket, np.arange(len(rows.schemes)), "pinned" if self._pinned else "")
 
-    def learn(self, told: Told) -> None:
+    def learn(self, told: StepReport) -> None:
         """See `Policy.learn`."""
         self._carriers.learn(told)
 

@@ -12,7 +12,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Plan, Policy
 from mpicomp.reducer.layout import Layout
 from mpicomp.reducer.record import StepRecord, Tally
-from mpicomp.reducer.timer import Timer
+from mpicomp.reducer.telemetry import Telemetry
 from mpicomp.transport import Transport
 from mpicomp.transport.staging import Staging
 
@@ -46,7 +46,7 @@ class Core:
         Chooses plans.
     transport : Transport
         Runs rounds.
-    timer : Timer
+    telemetry : Telemetry
         Tells ranks what steps took.
     count : int
         Steps so far.
@@ -72,7 +72,7 @@ class Core:
     layout: Layout
     policy: Policy
     transport: Transport
-    timer: Timer
+    telemetry: Telemetry
     count: int = 0
     last_step: StepRecord | None = None
     staging: Staging = field(default_factory=Staging)

@@ -20,7 +20,7 @@ from mpicomp.reducer.layout import Layout
 from mpicomp.reducer.record import StepRecord, Value
 from mpicomp.reducer.step import Rounds, Step
 from mpicomp.reducer.stream import Stream
-from mpicomp.reducer.timer import Timer
+from mpicomp.reducer.telemetry import Telemetry
 from mpicomp.rounds import Asked
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
@@ -134,8 +134,8 @@ class Reducer:
             }
             entry = chosen.compressor.entry
             layout = Layout(chosen.feedback, settings["bucket_bytes"], entry, _whole("threads", threads, 1))
-            timer = Timer(transport.group.size)
-            return Core(settings, nonfinite, settings["seed"], entry, layout, chosen, transport, timer)
+            telemetry = Telemetry(transport.group.size)
+            return Core(settings, nonfinite, settings["seed"], entry, layout, chosen, transport, telemetry)
 
         try:
             self._core = together(make, transport, "reducer")

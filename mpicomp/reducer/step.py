@@ -12,7 +12,7 @@ from mpicomp import plugins
 from mpicomp.arrays import Described, describe
 from mpicomp.collectives.scheme import cause_of
 from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFiniteError
-from mpicomp.policies import Delivered, Told
+from mpicomp.policies import Delivered, StepReport
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside
 from mpicomp.reducer.bucket import Bucket
@@ -188,12 +188,12 @@ class Step:
         finite = not any(done.result.nonfinite for done in self._done)
         if finite and not record.skipped:
             core.policy.deliver(record.step, delivered)
-        yield from core.timer.catch_up(core.policy)
+        yield from core.telemetry.receive(core.policy)
         if self._done and (core.policy.listens or surveys):
             times = np.array([(done.start, done.end, done.own_s, done.ready) for done in self._done])
-            told = Told(record.step, record.lr, [done.plan for done in self._done], delivered, times, {})
+            report = StepReport(record.step, record.lr, [done.plan for done in self._done], delivered, times, {})
             tally = Tally()
-            yield from tally.count(core.timer.turn(told, surveys), core.transport.group)
+            yield from tally.count(core.telemetry.publish(report, surveys), core.transport.group)
             record.overhead_bytes += tally.sent_bytes
             record.overhead_wire_bytes += tally.wire_bytes
 
@@ -211,7 +211,7 @@ class Step:
             sum(done.record.sent_bytes for done in self._done), sum(done.record.wire_bytes for done in self._done)
         )
         self._forget()
-        yield from core.timer.drop()
+        yield from core.telemetry.drop()
         given = yield from self._beside.agree((self._gradients, self._absent))
         if given is None:
             core.outside.sent_bytes += cut_short.sent_bytes + sum(entry.sent_bytes for entry in log)

@@ -1,4 +1,4 @@
-"""Ranks tell each other of a step, while the next one goes on."""
+"""Telemetry: what a step took on each rank, sent to all of them while the next step goes on."""
 
 import math
 from collections.abc import Generator, Mapping
@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.policies import Policy, Told
+from mpicomp.policies import Policy, StepReport
 from mpicomp.rounds import Asked, Pending, Round
 
 _PER_BUCKET = 4  # numbers of its times
 
 
-class Timer:
-    """Sends what a rank has to tell in the background and hands everyone's to the policy one step later.
+class Telemetry:
+    """Sends a rank's report of a step in the background and hands everyone's to the policy one step later.
 
     The round is started at the end of a step and asked for at the end of the next one, whose own rounds have moved it
     on: nobody waits for it.
@@ -28,24 +28,24 @@ class Timer:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._told: Told | None = None
+        self._report: StepReport | None = None
         self._under_way: Pending | None = None
 
-    def turn(self, told: Told, surveys: Mapping[int, NDArray[np.float32]]) -> Generator[Asked, Any, int]:
-        """Send what there is to tell of this step, and give its bytes; `catch_up` comes first.
+    def publish(self, report: StepReport, surveys: Mapping[int, NDArray[np.float32]]) -> Generator[Asked, Any, int]:
+        """Send the report of this step in the background and return its bytes; `receive` comes first.
 
         Parameters
         ----------
-        told : Told
-            Of this step, with this rank's times and learning rate.
+        report : StepReport
+            With this rank's times and learning rate.
         surveys : mapping of int to array of float32
             What this rank has measured, by bucket; the same lengths on all ranks.
         """
-        lr = math.nan if told.lr is None else told.lr
-        parts = [np.array([lr]).view(np.uint8), told.times.reshape(-1).view(np.uint8)]
+        lr = math.nan if report.lr is None else report.lr
+        parts = [np.array([lr]).view(np.uint8), report.times.reshape(-1).view(np.uint8)]
         parts += [own.view(np.uint8) for own in surveys.values()]
         send = np.concatenate(parts)
-        self._told = replace(told, surveys=surveys)
+        self._report = replace(report, surveys=surveys)
         task = Round(
             "allgatherv",
             [send.size] * self._ranks,
@@ -57,22 +57,22 @@ class Timer:
         self._under_way = yield task
         return send.nbytes
 
-    def catch_up(self, policy: Policy) -> Generator[Asked, Any, None]:
+    def receive(self, policy: Policy) -> Generator[Asked, Any, None]:
         """Let the policy learn from what is under way."""
         if self._under_way is None:
             return
         everyones: NDArray[np.uint8] = (yield self._under_way).reshape(self._ranks, -1)
         self._under_way = None
-        told = self._told
-        assert told is not None
+        report = self._report
+        assert report is not None
         lr = float(everyones[0, :8].copy().view(np.float64)[0])
-        begin, end = 8, 8 + 8 * _PER_BUCKET * len(told.plans)
-        times = everyones[:, begin:end].copy().view(np.float64).reshape(self._ranks, len(told.plans), _PER_BUCKET)
+        begin, end = 8, 8 + 8 * _PER_BUCKET * len(report.plans)
+        times = everyones[:, begin:end].copy().view(np.float64).reshape(self._ranks, len(report.plans), _PER_BUCKET)
         surveys: dict[int, NDArray[np.float32]] = {}
-        for bucket, own in told.surveys.items():
+        for bucket, own in report.surveys.items():
             begin, end = end, end + own.nbytes
             surveys[bucket] = everyones[:, begin:end].copy().view(np.float32).reshape(self._ranks, -1)
-        policy.learn(replace(told, lr=None if math.isnan(lr) else lr, times=times, surveys=surveys))
+        policy.learn(replace(report, lr=None if math.isnan(lr) else lr, times=times, surveys=surveys))
 
     def drop(self) -> Generator[Asked, Any, None]:
         """Wait for what is under way and forget it."""
