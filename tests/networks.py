@@ -21,10 +21,12 @@ class Link:
         Seconds that a message is under way, and bits that a port passes in a second. They may be changed meanwhile.
     factors : dict of str to float
         How many times longer an operation takes than its messages.
+    small : int
+        Bytes below which an operation takes the algorithm with the fewest messages.
     """
 
-    def __init__(self, latency, bits, factors=None):
-        self.latency, self.bits, self.factors = latency, bits, factors or {}
+    def __init__(self, latency, bits, factors=None, small=SMALL):
+        self.latency, self.bits, self.factors, self.small = latency, bits, factors or {}, small
 
     def __call__(self, task, group):
         if group.size == 1:
@@ -40,26 +42,26 @@ class Link:
             to, source = task.peers
             shift = (to - group.rank) % group.size if to is not None else (group.rank - (source or 0)) % group.size
         seconds = followed(
-            task.operation, sizes, task.root, shift, neighbours, hosts, self.latency, 8 * shared / self.bits
+            task.operation, sizes, task.root, shift, neighbours, hosts, self.latency, 8 * shared / self.bits, self.small
         )
         return seconds * self.factors.get(task.operation, 1.0)
 
 
 @functools.lru_cache(maxsize=100_000)
-def followed(operation, sizes, root, shift, neighbours, hosts, latency, per_byte):
+def followed(operation, sizes, root, shift, neighbours, hosts, latency, per_byte, small):
     """Seconds until the last message of an operation has arrived."""
     wires = Wires(hosts, latency, per_byte)
     ranks = len(hosts)
     match operation:
         case "allgatherv":
             ring(wires, lambda rank, step: sizes[(rank - step) % ranks], ranks - 1)
-        case "allreduce" if sizes[0] < SMALL:
+        case "allreduce" if sizes[0] < small:
             doubling(wires, sizes[0])
         case "allreduce":
             ring(wires, lambda rank, step: sizes[0] / ranks, 2 * (ranks - 1))
         case "bcast":
-            tree(wires, root, sizes[0] if sizes[0] < SMALL else sizes[0] / ranks)
-            if sizes[0] >= SMALL:  # scattered, then gathered in a ring
+            tree(wires, root, sizes[0] if sizes[0] < small else sizes[0] / ranks)
+            if sizes[0] >= small:  # scattered, then gathered in a ring
                 ring(wires, lambda rank, step: sizes[0] / ranks, ranks - 1)
         case "gatherv":
             wires.together([(rank, root, sizes[rank]) for rank in range(ranks) if rank != root])

@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.limit < float("inf"):
         raise ConfigurationError(f"{_COMMAND}: --limit must be a number of seconds above 0, got {arguments.limit}")
     if arguments.known is not None and arguments.calibrate is not None:
-        raise ConfigurationError(f"{_COMMAND}: --calibrate measures what --from reads; return one of them")
+        raise ConfigurationError(f"{_COMMAND}: --calibrate measures what --from reads; give one of them")
     launch = launcher.detect()
     if launch is None or launch.rank == 0:
         for path in filter(None, (arguments.json, arguments.csv, arguments.calibrate)):

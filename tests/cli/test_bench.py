@@ -79,7 +79,7 @@ def test_compressors_are_named_or_configured(tmp_path):
         ([*COLLECTIVES, "--limit", "0"], "bench collectives: --limit must be a number of seconds above 0, got 0.0"),
         ([*COLLECTIVES, "--calibrate", "a", "--from", "b"], "--calibrate measures what --from reads; give one of them"),
         ([*COLLECTIVES, "--csv", "/nonexistent/a.csv"], "bench collectives: '/nonexistent/a.csv' cannot be written"),
-        ([*TRAINING, "--task", "digit"], "bench training: --task: unknown name 'digit'; did you mean 'digits'?"),
+        ([*TRAINING, "--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'?"),
         ([*TRAINING, "--exchange", "none,topq"], "--exchange: unknown name 'topq'; did you mean 'topk'?"),
         ([*TRAINING, "--exchange", "topq-inline"], "unknown name 'topq'; did you mean 'topk'?"),
         ([*TRAINING, "--exchange", "topk:allgathr"], "unknown name 'allgathr'; did you mean 'allgather'?"),

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from worlds import Link, Ranks
+from networks import Link
+from worlds import Ranks
 
 import mpicomp
 from mpicomp.policies import get_policy, joint

@@ -19,7 +19,7 @@ from mpicomp.policies.codes import Codes
 from mpicomp.policies.policy import Shape
 
 SHAPES = {"embedding": (200, 60), "weight": (60, 50), "bias": (64,)}
-SLOW, FAST = Link(1e-5, 2e6), Link(1e-6, 1e11)
+SLOW, FAST = Link(1e-5, 2e6, small=0), Link(1e-6, 1e11)
 LINEAR = {"id": "lgc", "ratio": 0.1, "code": "linear", "training_steps": 20}
 ASKED = 40  # twice the steps of learning
 LEARNING, CODED = "lgc: learning", "lgc: linear code, ring"
@@ -83,7 +83,7 @@ def test_what_takes_too_long_to_learn_pays_later():
 def test_the_mean_of_all_phases_is_predicted(steps):
     """The prediction against a run of as many steps, in which the code is learnt and given to all ranks."""
     code = LGC(**{name: value for name, value in LINEAR.items() if name != "id"} | {"dense_steps": 0})
-    link = Link(1e-5, 2e6)
+    link = Link(1e-5, 2e6, small=0)
     run = Training(3, link, code, "learned:allreduce", computing=0.0, shapes=SHAPES)
     run.run(steps)
     seconds = max(end.seconds for end in run.ranks.world.transports)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True, context="package")
+@pytest.fixture(autouse=True, scope="package")
 def _one_thread():
     """Keep small networks on one thread: torch's others spin, and on a busy machine each step waits for them."""
     before = torch.get_num_threads()
