@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 @pytest.fixture(autouse=True)
 def _among_the_examples(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
+    for path in EXAMPLES.glob("*.py"):  # what an earlier test has registered may be forgotten by now
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
 
 
 def test_a_compressor_in_one_file(capsys):

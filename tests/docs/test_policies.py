@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import sys
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ OURS = [name for name in list_policies() if policy_class(name).__module__.starts
 @pytest.fixture(autouse=True)
 def _among_the_examples(monkeypatch):
     monkeypatch.syspath_prepend(DOCS / "examples")
+    for path in (DOCS / "examples").glob("*.py"):  # what an earlier test has registered may be forgotten by now
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
 
 
 @pytest.mark.parametrize("name", OURS)
