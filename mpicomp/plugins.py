@@ -126,7 +126,7 @@ def _found(name: str) -> ModuleSpec:
 
 
 def _is_imported(place: str) -> bool:
-    """Tell whether a file is a module already, of a script that imports it."""
+    """Return whether a file is a module already, of a script that imports it."""
     files = [getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())]
     name = os.path.basename(place)
     return any(file and os.path.basename(file) == name and os.path.realpath(file) == place for file in files)

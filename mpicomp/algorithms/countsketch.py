@@ -95,17 +95,17 @@ class CountSketch(Sketch):
         return Entry(momentum=self.momentum)
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Give the table and the values in a bucket of 2**20 elements."""
+        """Return the table and the values in a bucket of 2**20 elements."""
         numel = 1 << 20
         rows, columns = self.table(numel)
         return (rows * columns + self.count(numel)) / numel * (itemsize if self.wire is None else 2)
 
     def count(self, numel: int) -> int:
-        """Give the number of positions at which values are summed."""
+        """Return the number of positions at which values are summed."""
         return min(numel, self.candidates * kept(self.ratio, numel))
 
     def weights(self, context: Context) -> NDArray[np.floating] | None:
-        """Give what elements are multiplied by in the sketch, and so before the largest are taken; None: nothing.
+        """Return what elements are multiplied by in the sketch, and so before the largest are taken; None: nothing.
 
         Parameters
         ----------
@@ -153,7 +153,7 @@ class Sketched(Scheme[CountSketch]):
         return Dense(wire=getattr(compressor, "wire", None))
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Give two sums; see `Scheme.rounds`."""
+        """Return two sums; see `Scheme.rounds`."""
         rows, columns = self.compressor.table(numel)
         lengths = rows * columns, self.compressor.count(numel)
         return [task for length in lengths for task in self._sum.rounds(length, dtype, group, step)]

@@ -98,13 +98,13 @@ class FetchSGD(Sketch):
         return not self.momentum
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Give the table in a bucket of 2**20 elements."""
+        """Return the table in a bucket of 2**20 elements."""
         numel = 1 << 20
         rows, columns = self.table(numel)
         return rows * columns / numel * (itemsize if self.wire is None else 2)
 
     def count(self, numel: int) -> int:
-        """Give the number of elements delivered out of ``numel``."""
+        """Return the number of elements delivered out of ``numel``."""
         return kept(self.ratio, numel)
 
 
@@ -148,7 +148,7 @@ class SketchedMemory(Scheme[FetchSGD]):
         return Dense(wire=getattr(compressor, "wire", None))
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Give one sum; see `Scheme.rounds`."""
+        """Return one sum; see `Scheme.rounds`."""
         rows, columns = self.compressor.table(numel)
         return self._sum.rounds(rows * columns, dtype, group, step)
 
@@ -191,7 +191,7 @@ class SketchedMemory(Scheme[FetchSGD]):
         )
 
     def _remembered(self, numel: int, context: Context) -> dict[str, Any]:
-        """Give the memory, or that of a first step where there is none of a bucket of this length."""
+        """Return the memory, or that of a first step where there is none of a bucket of this length."""
         shape = self.compressor.table(numel)
         if context.memory.get("numel") == numel and context.memory["error"].shape == shape:
             return context.memory

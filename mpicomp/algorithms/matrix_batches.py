@@ -50,7 +50,7 @@ class Stack:
         )
 
     def of(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Give the matrices' part of a flat array, shape (count, rows, columns), to be read and written."""
+        """Return the matrices' part of a flat array, shape (count, rows, columns), to be read and written."""
         width = array.itemsize
         shape = (self.count, self.first.rows, self.first.columns)
         strides = (self.distance * width, self.first.columns * width, width)
@@ -91,7 +91,7 @@ def multiply(left: NDArray[np.floating], right: NDArray[np.floating], out: NDArr
 
 
 def orthonormal(matrix: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Give an orthonormal basis of as many columns, which holds the span of the matrix's; of its dtype.
+    """Return an orthonormal basis of as many columns, which holds the span of the matrix's; of its dtype.
 
     Shape (rows, rank) with at least as many rows, or a stack of such. The same bits for the same matrix.
     """

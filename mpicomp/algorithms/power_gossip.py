@@ -148,7 +148,7 @@ class Gossip:
         self.probes = [orthonormal(answer) for answer in answers]
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what has to survive a restart, on this rank."""
+        """Return what has to survive a restart, on this rank."""
         return {"turn": self.turn, "probes": list(self.probes)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
@@ -171,13 +171,13 @@ class Gossip:
         return sum(stop - start for start, stop in self._gaps)
 
     def _length(self, rows: bool) -> int:
-        """Give the length of a message that answers for all rows, or for all columns."""
+        """Return the length of a message that answers for all rows, or for all columns."""
         sides = [stack.first.rows if rows else stack.first.columns for stack in self._stacks]
         factors = sum(stack.count * side * stack.first.rank for stack, side in zip(self._stacks, sides, strict=True))
         return factors + self._plain
 
     def _cut(self, messages: NDArray[np.floating], rows: bool) -> list[NDArray[np.floating]]:
-        """Give each stack's part of all messages, shape (neighbours, matrices, side, rank); views."""
+        """Return each stack's part of all messages, shape (neighbours, matrices, side, rank); views."""
         parts, place = [], 0
         for stack in self._stacks:
             shape = (stack.count, stack.first.rows if rows else stack.first.columns, stack.first.rank)
@@ -186,7 +186,7 @@ class Gossip:
         return parts
 
     def _draw(self, length: int) -> NDArray[np.floating]:
-        """Give random numbers for each neighbour, the same on both sides of an edge."""
+        """Return random numbers for each neighbour, the same on both sides of an edge."""
         edges = [sorted((self._place, other)) for other in self._neighbours]
         rows = [np.random.default_rng([self._seed, self.turn, *edge]).standard_normal(length) for edge in edges]
         return np.array(rows, self._dtype).reshape(len(edges), length)
@@ -203,7 +203,7 @@ class Gossip:
 
 
 def _matrices_of(shapes: Sequence[tuple[int, ...]], rank: int) -> list[Matrix]:
-    """Give what travels as products, at most ``rank`` of them."""
+    """Return what travels as products, at most ``rank`` of them."""
     found: list[Matrix] = []
     start = 0
     for shape in shapes:

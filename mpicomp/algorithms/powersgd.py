@@ -118,7 +118,7 @@ class PowerSGD(Compressor):
 
     @property
     def settled(self) -> "PowerSGD":
-        """Give one that compresses from the first step on."""
+        """Return one that compresses from the first step on."""
         return replace(self, start_step=0)
 
     @property
@@ -127,13 +127,13 @@ class PowerSGD(Compressor):
         return ()
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Give both factors' elements for a square matrix of 2**20."""
+        """Return both factors' elements for a square matrix of 2**20."""
         side = 1 << 10
         rows = min(self.rows or side, side)
         return (1 / rows + 1 / side) * self.rank * self.iterations * (itemsize if self.wire is None else 2)
 
     def within(self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> "PowerSGD":
-        """Give the compressor for a bucket of these parameters; see `Compressor.within`."""
+        """Return the compressor for a bucket of these parameters; see `Compressor.within`."""
         found, start = [], 0
         for name, size, shape in zip(names, sizes, shapes or [(size,) for size in sizes], strict=True):
             if len(shape) > 1 and size:
@@ -149,13 +149,13 @@ class PowerSGD(Compressor):
         return _Shaped(**_parameters(self), found=tuple(found))
 
     def _rank_within(self, name: str, rows: int, columns: int) -> int:
-        """Give the rank at which a matrix is sent; 0 where it travels dense."""
+        """Return the rank at which a matrix is sent; 0 where it travels dense."""
         rank = min(self.rank_of(name), rows, columns)
         saves = (rows + columns) * rank * self.iterations * self.min_compression_rate < rows * columns
         return rank if saves else 0
 
     def rank_of(self, name: str) -> int:
-        """Give the rank that a parameter of this name is asked for, however small it is."""
+        """Return the rank that a parameter of this name is asked for, however small it is."""
         return next((own for pattern, own in (self.layers or {}).items() if fnmatchcase(name, pattern)), self.rank)
 
 
@@ -225,7 +225,7 @@ class LowRank(Scheme[PowerSGD]):
         return Dense(wire=getattr(compressor, "wire", None))
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Give two sums an iteration, or one where everything is dense; see `Scheme.rounds`."""
+        """Return two sums an iteration, or one where everything is dense; see `Scheme.rounds`."""
         if not self._compresses(step):
             return self._sum.rounds(numel, dtype, group, step)
         sizes = [self._left_size, self._right_size] * self.compressor.iterations
@@ -307,11 +307,11 @@ class LowRank(Scheme[PowerSGD]):
         return bool(self._matrices) and step >= self.compressor.start_step
 
     def _lefts(self, array: NDArray[np.floating]) -> list[NDArray[np.floating]]:
-        """Give the left factors of each stack, shape (count, rows, rank), in an array that holds all of them."""
+        """Return the left factors of each stack, shape (count, rows, rank), in an array that holds all of them."""
         return _parts(array, [(stack.count, stack.first.rows, stack.first.rank) for stack in self._stacks])
 
     def _rights(self, array: NDArray[np.floating]) -> list[NDArray[np.floating]]:
-        """Give the right factors of each stack, shape (count, columns, rank), in an array that holds all of them."""
+        """Return the right factors of each stack, shape (count, columns, rank), in an array that holds all of them."""
         return _parts(array, [(stack.count, stack.first.columns, stack.first.rank) for stack in self._stacks])
 
     def _begin(self, rights: list[NDArray[np.floating]], context: Context) -> None:
@@ -367,7 +367,7 @@ class LowRank(Scheme[PowerSGD]):
             place += stop - start
 
     def _gaps(self, numel: int) -> list[tuple[int, int]]:
-        """Give starts and stops of what is no matrix."""
+        """Return starts and stops of what is no matrix."""
         bounds = [0, *(bound for matrix in self._matrices for bound in (matrix.start, matrix.stop)), numel]
         return [(start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if stop > start]
 
@@ -383,7 +383,7 @@ def _parts(array: NDArray[np.floating], shapes: list[tuple[int, int, int]]) -> l
 
 
 def _projects_finitely(array: NDArray[np.floating], energy: float) -> bool:
-    """Tell whether all projections of an array, and what they leave, are finite: none is longer than the array."""
+    """Return whether all projections of an array, and what they leave, are finite: none is longer than the array."""
     if far_from_largest(energy, array.dtype):
         return True
     longest = float(np.abs(array).max()) * math.sqrt(array.size)
@@ -391,7 +391,7 @@ def _projects_finitely(array: NDArray[np.floating], energy: float) -> bool:
 
 
 def _finite(factors: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Give a stack in which those that hold NaN or infinity are zeros."""
+    """Return a stack in which those that hold NaN or infinity are zeros."""
     if np.isfinite(factors).all():
         return factors
     zeros: NDArray[np.floating] = np.where(np.isfinite(factors).all(axis=(1, 2), keepdims=True), factors, 0)

@@ -79,7 +79,7 @@ class SignSGD(Compressor):
         return False
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Give a bit."""
+        """Return a bit."""
         return 1 / 8
 
 

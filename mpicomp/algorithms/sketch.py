@@ -54,7 +54,7 @@ class Sketch(Compressor):
         check_choice(self.id, "wire", self.wire, (None, "fp16", "bf16"))
 
     def table(self, numel: int) -> tuple[int, int]:
-        """Give rows and columns of the table for ``numel`` elements."""
+        """Return rows and columns of the table for ``numel`` elements."""
         return self.rows, kept(self.columns, numel)
 
 
@@ -66,7 +66,7 @@ def sum_of_tables(
     context: Context,
     inner: Scheme[Dense],
 ) -> Exchange:
-    """Give the mean of all ranks' tables as if it were the mean of arrays, flat.
+    """Return the mean of all ranks' tables as if it were the mean of arrays, flat.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def sum_of_tables(
 def largest_estimates(
     table: NDArray[np.floating], key: int, numel: int, count: int, workspace: Workspace
 ) -> tuple[NDArray[np.uint32], NDArray[np.floating]]:
-    """Give the positions of the largest estimates, and the estimates there.
+    """Return the positions of the largest estimates, and the estimates there.
 
     Parameters
     ----------

@@ -150,7 +150,7 @@ class Accumulated:
         return self.moments.finite
 
     def array(self) -> NDArray[np.floating]:
-        """Give the sum, a contiguous array of shape (numel,)."""
+        """Return the sum, a contiguous array of shape (numel,)."""
         if not self.done:
             self.sweep()
         return self._buffer[: self.numel]
@@ -184,14 +184,14 @@ class Accumulated:
         self._moments = moments
 
     def with_tail(self, *numbers: float) -> NDArray[np.floating]:
-        """Give the sum with ``numbers`` behind it, a contiguous array of shape (numel + TAIL,)."""
+        """Return the sum with ``numbers`` behind it, a contiguous array of shape (numel + TAIL,)."""
         self.array()
         with np.errstate(over="ignore"):  # of an energy in float32
             self._buffer[self.numel :] = numbers
         return self._buffer
 
     def _parts(self, out: NDArray[np.floating]) -> Iterator[tuple[slice, NDArray[np.floating]]]:
-        """Give every piece's place and what enters there, flat."""
+        """Return every piece's place and what enters there, flat."""
         for piece in self._pieces:
             part = slice(piece.offset, piece.offset + piece.gradient.size)
             gradient = piece.gradient

@@ -45,12 +45,12 @@ class Context:
         return self.group.rank
 
     def random(self, shared: bool) -> np.random.Generator:
-        """Give this step's and bucket's random numbers, the same on all ranks (``shared``) or different on each."""
+        """Return this step's and bucket's random numbers, the same on all ranks (``shared``) or different on each."""
         own = () if shared else (self.rank,)
         return np.random.default_rng([self.seed, self.step, self.bucket, *own])
 
     def key(self, shared: bool, part: int = 0) -> int:
-        """Give 64 bits for a kernel that draws random numbers by itself.
+        """Return 64 bits for a kernel that draws random numbers by itself.
 
         Parameters
         ----------
@@ -182,27 +182,27 @@ class Compressor(ABC):
         return self
 
     def within_model(self, names: Sequence[str], sizes: Sequence[int]) -> "Compressor":
-        """Give the compressor for buckets of a model with these parameters: itself, unless the others matter to it."""
+        """Return the compressor for buckets of a model with these parameters: itself, unless others matter to it."""
         return self
 
     def within(
         self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()
     ) -> "Compressor":
-        """Give the compressor for a bucket of these parameters: itself, unless their names or shapes matter to it.
+        """Return the compressor for a bucket of these parameters: itself, unless their names or shapes matter to it.
 
         Without shapes each has one dimension.
         """
         return self
 
     def of_length(self, numel: int) -> "Compressor":
-        """Give the compressor for an array of another length than its bucket's, on which its speed can be measured.
+        """Return the compressor for an array of another length than its bucket's, on which its speed can be measured.
 
         Itself, unless it is bound to the shapes of its bucket.
         """
         return self
 
     def expected(self, numel: int) -> int:
-        """Give the number of elements of ``numel`` that are to be expected to be sent, for costs and for room."""
+        """Return the number of elements of ``numel`` that are to be expected to be sent, for costs and for room."""
         return numel
 
     @abstractmethod
@@ -210,7 +210,7 @@ class Compressor(ABC):
         """Bytes of message for one element of the array that is compressed, on the average, headers left out."""
 
     def get_config(self) -> dict[str, Any]:
-        """Give a JSON-able configuration that `mpicomp.get_compressor` turns into an equal compressor."""
+        """Return a JSON-able configuration that `mpicomp.get_compressor` turns into an equal compressor."""
         return {"id": self.id} | {field.name: getattr(self, field.name) for field in _parameters(self)}
 
     @classmethod
@@ -226,7 +226,7 @@ class Compressor(ABC):
 
 
 def _parameters(compressor: Compressor | type[Compressor]) -> list[Field[Any]]:
-    """Give a compressor's fields: its own first, then those that many have."""
+    """Return a compressor's fields: its own first, then those that many have."""
     return sorted(fields(compressor), key=lambda entry: bool(entry.kw_only))
 
 
@@ -272,7 +272,7 @@ class Sparsifier(Compressor):
         return True
 
     def count(self, numel: int) -> int | None:
-        """Give the number of elements selected out of ``numel``; None where the values decide it."""
+        """Return the number of elements selected out of ``numel``; None where the values decide it."""
         return None
 
     def expected(self, numel: int) -> int:
@@ -280,11 +280,11 @@ class Sparsifier(Compressor):
         return self.count(numel) or kept(getattr(self, "ratio", 0.01), numel)
 
     def wire_for(self, count: int, numel: int) -> Wire:
-        """Tell how ``count`` elements of ``numel`` travel; the same on all ranks, since only shapes decide."""
+        """Return how ``count`` elements of ``numel`` travel; the same on all ranks, since only shapes decide."""
         return Wire(self.wire, compact(count, numel) if self.indices == "auto" else self.indices)
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Give index and value for the kept fraction, in a bucket of 2**20 elements."""
+        """Return index and value for the kept fraction, in a bucket of 2**20 elements."""
         numel = 1 << 20
         count = self.expected(numel)
         coded = self.wire_for(count, numel).indices != "plain"
@@ -341,12 +341,12 @@ class SharedSparsifier(Compressor):
         return True
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Give the value for the kept fraction."""
+        """Return the value for the kept fraction."""
         return self.count(1 << 20) / (1 << 20) * (itemsize if self.wire is None else 2)
 
     @abstractmethod
     def count(self, numel: int) -> int:
-        """Give the number of elements sent out of ``numel``."""
+        """Return the number of elements sent out of ``numel``."""
 
     def expected(self, numel: int) -> int:
         """See `Compressor.expected`."""
@@ -360,7 +360,7 @@ class SharedSparsifier(Compressor):
         """
 
     def weights(self, numel: int) -> NDArray[np.floating] | float:
-        """Give what values are multiplied by before they are sent; the receiver adds them as they are."""
+        """Return what values are multiplied by before they are sent; the receiver adds them as they are."""
         return 1.0
 
     @property
@@ -386,12 +386,12 @@ class Quantiser(Compressor):
         return True
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Give the bytes of an element in a bucket of 2**20."""
+        """Return the bytes of an element in a bucket of 2**20."""
         return self.packed_bytes(1 << 20) / (1 << 20)
 
     @abstractmethod
     def packed_bytes(self, numel: int) -> int:
-        """Give the number of bytes that ``numel`` elements are packed into: a multiple of 8; 0 for none."""
+        """Return the number of bytes that ``numel`` elements are packed into: a multiple of 8; 0 for none."""
 
     @abstractmethod
     def pack(
@@ -452,7 +452,7 @@ class SharedQuantiser(Compressor):
 
     @abstractmethod
     def reach(self, array: NDArray[np.floating]) -> float:
-        """Give how far from zero this rank wants grids to reach; NaN or infinite where an element is.
+        """Return how far from zero this rank wants grids to reach; NaN or infinite where an element is.
 
         The array may be empty. Elements beyond the ends are taken to them.
         """
@@ -473,7 +473,7 @@ class SharedQuantiser(Compressor):
         return not self.stochastic
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Give the bytes of an element among four ranks; see `mpicomp.kernels.cpu.fields_of`."""
+        """Return the bytes of an element among four ranks; see `mpicomp.kernels.cpu.fields_of`."""
         ranks, (coarse, *finer) = 4, self.scales
         return 8 / cpu.fields_of(2 * coarse * ranks) + len(finer) * 8 / cpu.fields_of(ranks)
 
@@ -512,7 +512,7 @@ class Learner(Compressor):
 
     @abstractmethod
     def has_enough(self, numel: int) -> bool:
-        """Tell whether as many values of ``numel`` elements are selected as a code needs."""
+        """Return whether as many values of ``numel`` elements are selected as a code needs."""
 
     @abstractmethod
     def check_installed(self) -> None:
@@ -520,7 +520,7 @@ class Learner(Compressor):
 
 
 def check_ratio(subsystem: str, ratio: object) -> float:
-    """Give a kept fraction back as a float, or say why it is none."""
+    """Return a kept fraction back as a float, or say why it is none."""
     if isinstance(ratio, (int, float, np.integer, np.floating)) and not isinstance(ratio, bool) and 0 < ratio <= 1:
         return float(ratio)
     raise ConfigurationError(f"{subsystem}: ratio is the kept fraction and must be in (0, 1], got {ratio!r}")
@@ -541,7 +541,7 @@ def check_range(subsystem: str, name: str, value: object, least: float, most: fl
 
 
 def kept(ratio: float, numel: int) -> int:
-    """Give the number of elements that a ratio keeps: the nearest integer, at least 1 where there are any.
+    """Return the number of elements that a ratio keeps: the nearest integer, at least 1 where there are any.
 
     Examples
     --------

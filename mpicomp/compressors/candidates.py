@@ -90,7 +90,7 @@ class Candidates:
         return cpu.logarithms(self.array, stride, self._accumulated.threads)
 
     def top(self) -> float:
-        """Give the largest magnitude."""
+        """Return the largest magnitude."""
         bits = int(self.region.bits[: self.listed].max()) if self.listed else cpu.kth_magnitude(self.array, 1)
         return cpu.magnitude_of(bits, self._accumulated.dtype)
 
@@ -143,7 +143,7 @@ class Candidates:
         return selection, cpu.magnitude_of(threshold, self._accumulated.dtype)
 
     def bound_for_next(self, k: int, threshold: float, before: float) -> float:
-        """Give the bound for the next step's candidates, where `largest` was asked for k elements in this one.
+        """Return the bound for the next step's candidates, where `largest` was asked for k elements in this one.
 
         It is meant to list half as many again. Under error feedback elements crowd below the threshold, so that no
         fixed fraction of it would do, and for the first few hundred steps it rises.

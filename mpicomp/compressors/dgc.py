@@ -101,7 +101,7 @@ class DGC(Sparsifier):
         return Entry(self.clip, self.momentum, self.nesterov, self.masking)
 
     def ratio_at(self, step: int) -> float:
-        """Give the kept fraction that is aimed at in a step."""
+        """Return the kept fraction that is aimed at in a step."""
         if step >= self.warmup_steps:
             return self.ratio
         return float(self.ratio ** ((step + 1) / (self.warmup_steps + 1)))
@@ -125,7 +125,7 @@ class DGC(Sparsifier):
         return search.largest() if count > search.k else search.above(threshold)
 
     def _estimate(self, sample: NDArray[np.floating], ratio: float, context: Context) -> float:
-        """Give the smallest of a sample's largest magnitudes."""
+        """Return the smallest of a sample's largest magnitudes."""
         magnitudes = context.workspace.array("dgc.sample", sample.size, sample.dtype)
         np.abs(sample, out=magnitudes)
         place = sample.size - kept(ratio, sample.size)

@@ -45,7 +45,7 @@ class EFSign(Quantiser):
     )
 
     def packed_bytes(self, numel: int) -> int:
-        """Give the bytes of the signs, in words of 64, and of the magnitude, padded; see `Quantiser.packed_bytes`."""
+        """Return the bytes of the signs, in words of 64, and of the magnitude, padded; see `Quantiser.packed_bytes`."""
         return 8 * (-(-numel // _WORD) + (numel > 0))
 
     def pack(
@@ -68,11 +68,11 @@ class EFSign(Quantiser):
 
 
 def _block(numel: int) -> int:
-    """Give the length of a block that holds all elements."""
+    """Return the length of a block that holds all elements."""
     return max(1, -(-numel // _WORD)) * _WORD
 
 
 def _parts(message: NDArray[np.uint8], numel: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-    """Give a message's words of signs, and the magnitude behind them; none where there are no elements."""
+    """Return a message's words of signs, and the magnitude behind them; none where there are no elements."""
     end = 8 * -(-numel // _WORD)
     return message[:end].view(np.uint64), message[end:].view(np.float32)[: min(numel, 1)]

@@ -62,7 +62,7 @@ class Search:
         return self.accumulated.moments.total / self.numel
 
     def top(self) -> float:
-        """Give the largest magnitude."""
+        """Return the largest magnitude."""
         return self.candidates.top()
 
     def count(self, threshold: float, enough: int) -> int:

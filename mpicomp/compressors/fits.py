@@ -74,7 +74,7 @@ def excess_threshold(distribution: str, tail: cpu.Tail, threshold: float, share:
 
 
 def interpolated(points: Sequence[tuple[float, int]], wanted: float) -> float | None:
-    """Give a threshold between one that too many elements exceed and one that too few do.
+    """Return a threshold between one that too many elements exceed and one that too few do.
 
     Counts are taken to fall exponentially in between. Under error feedback they fall slowly and then, where the
     threshold of the step before was, all at once: to get there, a look at the middle takes turns with that.

@@ -44,7 +44,7 @@ class GaussianK(Estimator):
     paper: ClassVar[str] = "GaussianK-SGD, Shi et al. 2019, arXiv 1911.08772; mean taken as 0, bounded by 4 k + 1024"
 
     def threshold(self, search: Search) -> float:
-        """Give the normal quantile, corrected; see `Estimator.threshold`."""
+        """Return the normal quantile, corrected; see `Estimator.threshold`."""
         k = search.k
         quantile = -NormalDist().inv_cdf(max(self.ratio / 2, _LEAST))
         threshold = quantile * math.sqrt(search.accumulated.energy / search.numel)

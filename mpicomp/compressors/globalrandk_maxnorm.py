@@ -92,19 +92,19 @@ class GlobalRandKMaxNorm(SharedSparsifier):
 
     @property
     def values(self) -> MaxNorm:
-        """Give what the selected elements travel by; see `SharedSparsifier.values`."""
+        """Return what the selected elements travel by; see `SharedSparsifier.values`."""
         return MaxNorm(bits=self.bits, rounding=self.rounding)
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Give the integer of the kept fraction, among four ranks."""
+        """Return the integer of the kept fraction, among four ranks."""
         return self.count(1 << 20) / (1 << 20) * self.values.wire_bytes_per_element(itemsize)
 
     def count(self, numel: int) -> int:
-        """Give k."""
+        """Return k."""
         return kept(self.ratio, numel)
 
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
-        """Give each part's next element; see `SharedSparsifier.positions`."""
+        """Return each part's next element; see `SharedSparsifier.positions`."""
         # The same draws in each step: the turn alone moves on.
         random = Context(bucket=context.bucket, seed=context.seed).random(shared=True)
         one_of_each(numel, random, context, out, turn=context.step)

@@ -60,7 +60,7 @@ class Grid(Quantiser):
         return self.rounding == "nearest" and self.contractive
 
     def packed_bytes(self, numel: int) -> int:
-        """Give the bytes of the codes, in words of 64, and of the numbers, padded; see `Quantiser.packed_bytes`."""
+        """Return the bytes of the codes, in words of 64, and of the numbers, padded; see `Quantiser.packed_bytes`."""
         return 8 * (self.bits * -(-numel // _WORD) + -(-self.numbers * self._buckets(numel) // 2))
 
     def pack(
@@ -99,7 +99,7 @@ class Grid(Quantiser):
     def _parts(
         self, message: NDArray[np.uint8], numel: int
     ) -> tuple[NDArray[np.uint64], NDArray[np.float32] | None, NDArray[np.float32]]:
-        """Give a message's words, its bases if it has any, and its steps."""
+        """Return a message's words, its bases if it has any, and its steps."""
         end, buckets = 8 * self.bits * -(-numel // _WORD), self._buckets(numel)
         words, numbers = message[:end].view(np.uint64), message[end:].view(np.float32)
         if self.numbers == 1:

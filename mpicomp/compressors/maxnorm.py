@@ -95,7 +95,7 @@ class MaxNorm(SharedQuantiser):
         return replace(self, norm="max", rounding="nearest")
 
     def reach(self, array: NDArray[np.floating]) -> float:
-        """Give the norm; see `SharedQuantiser.reach`."""
+        """Return the norm; see `SharedQuantiser.reach`."""
         if self.norm == "max":
             return largest(array)
         energy = cpu.energy(array)
@@ -105,7 +105,7 @@ class MaxNorm(SharedQuantiser):
 
 
 def check_bits(subsystem: str, bits: object) -> int | tuple[int, ...]:
-    """Give bits of one grid as an int and of several as a tuple, or say why they are none."""
+    """Return bits of one grid as an int and of several as a tuple, or say why they are none."""
     several = isinstance(bits, Sequence) and not isinstance(bits, str)
     given: list[Any] = list(bits) if several else [bits]  # type: ignore[call-overload]
     whole = all(isinstance(own, (int, np.integer)) and not isinstance(own, bool) for own in given)
@@ -117,5 +117,5 @@ def check_bits(subsystem: str, bits: object) -> int | tuple[int, ...]:
 
 
 def largest(array: NDArray[np.floating]) -> float:
-    """Give the largest magnitude: NaN where an element is, 0 of none."""
+    """Return the largest magnitude: NaN where an element is, 0 of none."""
     return max(float(array.max()), -float(array.min())) if array.size else 0.0

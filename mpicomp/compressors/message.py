@@ -65,7 +65,7 @@ class Sparse:
 
 
 def message_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> int:
-    """Give the length in bytes of a message with ``count`` elements of an array of ``numel``.
+    """Return the length in bytes of a message with ``count`` elements of an array of ``numel``.
 
     Examples
     --------
@@ -94,7 +94,7 @@ def value_bytes(count: int, dtype: np.dtype[Any], stored: str | None) -> int:
 
 
 def capacity_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> int:
-    """Give a length that holds any message with at most ``count`` elements of an array of ``numel``.
+    """Return a length that holds any message with at most ``count`` elements of an array of ``numel``.
 
     Codes of fewer indices are at most two words longer than that of ``count``: their bits never are more, but low parts
     and bitmap are padded each.

@@ -57,7 +57,7 @@ class MSTopK(Sparsifier):
             raise ConfigurationError(f"mstopk: samplings must be an integer of at least 1, got {self.samplings!r}")
 
     def count(self, numel: int) -> int:
-        """Give k."""
+        """Return k."""
         return kept(self.ratio, numel)
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
@@ -70,7 +70,7 @@ class MSTopK(Sparsifier):
         return selection
 
     def _bracketed(self, search: Search, context: Context) -> Selection | None:
-        """Give what bisection selects; None where it is of no use."""
+        """Return what bisection selects; None where it is of no use."""
         k, mean, top = search.k, search.mean, search.top()
         if not 0 <= mean < top:
             return None

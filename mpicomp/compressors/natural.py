@@ -51,7 +51,7 @@ class Natural(Quantiser):
         return True
 
     def packed_bytes(self, numel: int) -> int:
-        """Give the bytes of the signs, in words of 64, and of the exponents, padded; see `Quantiser.packed_bytes`."""
+        """Return the bytes of the signs, in words of 64, and of the exponents, padded; see `Quantiser.packed_bytes`."""
         return 8 * (-(-numel // _WORD) + -(-numel // 8))
 
     def pack(
@@ -74,6 +74,6 @@ class Natural(Quantiser):
 
 
 def _parts(message: NDArray[np.uint8], numel: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
-    """Give a message's words of signs, and the exponents behind them."""
+    """Return a message's words of signs, and the exponents behind them."""
     end = 8 * -(-numel // _WORD)
     return message[:end].view(np.uint64), message[end : end + numel]

@@ -62,7 +62,7 @@ class OneBit(Quantiser):
         object.__setattr__(self, "block", int(self.block))
 
     def packed_bytes(self, numel: int) -> int:
-        """Give the bytes of the signs, in words of 64, and of the magnitudes, padded; see `Quantiser.packed_bytes`."""
+        """Return the bytes of signs, in words of 64, and of magnitudes, padded; see `Quantiser.packed_bytes`."""
         return 8 * (-(-numel // _WORD) + -(-self._blocks(numel) // 2))
 
     def pack(
@@ -87,6 +87,6 @@ class OneBit(Quantiser):
         return -(-numel // self.block)
 
     def _parts(self, message: NDArray[np.uint8], numel: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-        """Give a message's words of signs, and the magnitudes behind them."""
+        """Return a message's words of signs, and the magnitudes behind them."""
         end = 8 * -(-numel // _WORD)
         return message[:end].view(np.uint64), message[end:].view(np.float32)[: self._blocks(numel)]

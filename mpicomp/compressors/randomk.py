@@ -47,7 +47,7 @@ class _Random(SharedSparsifier):
         return self.scaled
 
     def count(self, numel: int) -> int:
-        """Give k."""
+        """Return k."""
         return kept(self.ratio, numel)
 
 
@@ -94,7 +94,7 @@ class RandomK(_Random):
         one_of_each(numel, context.random(shared=True), context, out)
 
     def weights(self, numel: int) -> NDArray[np.floating] | float:
-        """Give the parts' lengths, or 1; see `SharedSparsifier.weights`."""
+        """Return the parts' lengths, or 1; see `SharedSparsifier.weights`."""
         return _lengths(numel, self.count(numel)) if self.scaled else 1.0
 
 
@@ -177,7 +177,7 @@ def one_of_each(
 
 
 def _bounds(first: int, last: int, numel: int, k: int) -> NDArray[np.uint64]:
-    """Give where parts begin, and where the last one ends."""
+    """Return where parts begin, and where the last one ends."""
     bounds = np.arange(first, last + 1, dtype=np.uint64)
     bounds *= np.uint64(numel)  # below 2**64, since numel and k are below 2**32
     bounds //= np.uint64(k)

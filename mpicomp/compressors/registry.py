@@ -49,7 +49,7 @@ def get_compressor(config: str | Mapping[str, Any] | Compressor) -> Compressor:
 
 
 def list_compressors() -> list[str]:
-    """Give the names of all compressors, sorted.
+    """Return the names of all compressors, sorted.
 
     Examples
     --------
@@ -60,5 +60,5 @@ def list_compressors() -> list[str]:
 
 
 def compressor_class(name: str) -> type[Compressor]:
-    """Give the class behind a name."""
+    """Return the class behind a name."""
     return COMPRESSORS.cls(name)

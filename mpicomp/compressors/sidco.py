@@ -81,7 +81,7 @@ class SIDCo(Estimator):
         return threshold
 
     def _estimate(self, search: Search, stages: int) -> tuple[float, float]:
-        """Give the threshold, and what the stages alone have reached of the k elements."""
+        """Return the threshold, and what the stages alone have reached of the k elements."""
         moments, candidates = search.accumulated.moments, search.candidates
         stride = max(1, search.numel // _SAMPLE)
         logarithms = candidates.logarithms(stride) if self.distribution == "gamma" else None
@@ -118,7 +118,7 @@ def _start(ratio: float) -> int:
 
 
 def _seen(numel: int, stride: int) -> int:
-    """Give the number of elements in every ``stride``-th group of 1024."""
+    """Return the number of elements in every ``stride``-th group of 1024."""
     whole, rest = divmod(numel, 1024 * stride)
     return whole * 1024 + min(rest, 1024)
 

@@ -75,7 +75,7 @@ class TernGrad(SharedQuantiser):
         return self.clip is None
 
     def reach(self, array: NDArray[np.floating]) -> float:
-        """Give the scale that this rank wants; see `SharedQuantiser.reach`."""
+        """Return the scale that this rank wants; see `SharedQuantiser.reach`."""
         most = largest(array)
         if self.clip is None or not most > 0 or not math.isfinite(most):
             return most

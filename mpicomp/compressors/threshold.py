@@ -56,7 +56,7 @@ class Threshold(Sparsifier):
         object.__setattr__(self, "limit", float(self.limit))
 
     def expected(self, numel: int) -> int:
-        """Give 1 %: what the limit keeps is known only from the data."""
+        """Return 1 %: what the limit keeps is known only from the data."""
         return kept(_SHARE, numel)
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
@@ -72,5 +72,5 @@ class Threshold(Sparsifier):
 
 
 def _predecessor(magnitude: float, dtype: np.dtype) -> float:
-    """Give the magnitude before one: what exceeds it is what reaches that."""
+    """Return the magnitude before one: what exceeds it is what reaches that."""
     return cpu.magnitude_of(max(0, cpu.magnitude_bits(magnitude, dtype) - 1), dtype)

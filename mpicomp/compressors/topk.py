@@ -71,7 +71,7 @@ class TopK(Sparsifier):
             object.__setattr__(self, "layers", ratios)
 
     def within(self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> "TopK":
-        """Give the compressor for a bucket of these parameters; see `Compressor.within`."""
+        """Return the compressor for a bucket of these parameters; see `Compressor.within`."""
         if not self.layers:
             return self
         parts: list[tuple[int, float, bool]] = []  # elements, ratio, whether a pattern gave it
@@ -84,7 +84,7 @@ class TopK(Sparsifier):
         return _Layered(**_parameters(self), parts=tuple((size, kept(ratio, size)) for size, ratio, _ in parts))
 
     def count(self, numel: int) -> int:
-        """Give k."""
+        """Return k."""
         return sum(k for _, k in self._parts(numel))
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
@@ -97,7 +97,7 @@ class TopK(Sparsifier):
         return largest_of_parts(accumulated, context, parts)
 
     def _parts(self, numel: int) -> Sequence[tuple[int, int]]:
-        """Give elements and k of every selection."""
+        """Return elements and k of every selection."""
         return [(numel, kept(self.ratio, numel))]
 
 
@@ -157,7 +157,7 @@ def largest_of_parts(accumulated: Accumulated, context: Context, parts: Sequence
 
 
 def _remembered(context: Context, key: str, default: float, parts: int) -> list[float]:
-    """Give a number for every part, as the step before left them if it had as many parts."""
+    """Return a number for every part, as the step before left them if it had as many parts."""
     numbers: list[float] = context.memory.get(key, [])
     return numbers if len(numbers) == parts else [default] * parts
 

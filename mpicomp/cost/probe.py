@@ -13,9 +13,7 @@ from mpicomp.rounds import ACROSS, HOST, WORLD, Asked, Group, Round
 from mpicomp.transport.base import Transport
 
 _SMALL = 64  # bytes that a rank sends where latency is measured
-_MEDIUM = (
-    1 << 14
-)  # bytes, at least, of what plans exchange: below it libraries take other algorithms, with fewer messages
+_MEDIUM = 1 << 14  # bytes: of shorter messages libraries make operations with other, fewer messages
 _FIRST = 1 << 16  # bytes of the first look at the bandwidth
 _LARGE_S = 0.02  # that a large message is to take
 _LARGE = (1 << 16, 1 << 20)  # bytes, at least and at most

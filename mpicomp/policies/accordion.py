@@ -213,7 +213,7 @@ class Accordion(Adaptive):
         return dropped
 
     def _norms_of(self, told: StepReport) -> dict[str, float] | None:
-        """Give the norm of every part in a step; None where some is not known."""
+        """Return the norm of every part in a step; None where some is not known."""
         norms: dict[str, float] = {}
         for bucket in range(len(self._shapes)):
             if bucket not in told.surveys:

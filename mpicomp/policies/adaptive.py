@@ -29,14 +29,14 @@ class Adaptive(Policy):
 
     @abstractmethod
     def levels(self) -> list[Compressor]:
-        """Give settings of the compressor from the least to the most that is sent, for which seconds are predicted.
+        """Return settings of the compressor from the least to the most that is sent, for which seconds are predicted.
 
         What `choose` gives is predicted to take what the nearest of them does.
         """
 
     @abstractmethod
     def choose(self, bucket: int) -> tuple[Compressor | None, str]:
-        """Give the compressor of a bucket in this step, None for dense, and the reason. Asked for once a step."""
+        """Return the compressor of a bucket in this step, None for dense, and the reason. Asked for once a step."""
 
     def adopt(self, named: Named) -> None:
         """See `Policy.adopt`. Where no compressor was named it is top-k."""

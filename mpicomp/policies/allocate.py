@@ -125,7 +125,7 @@ class Solutions:
         self._bins = bins
 
     def at(self, place: int) -> Choice:
-        """Give the setting of every bucket, shape (buckets,); where no choice is within, those of least error."""
+        """Return the setting of every bucket, shape (buckets,); where no choice is within, those of least error."""
         start = int(self._best[: place + 1].argmin())
         if not np.isfinite(self._best[start]):
             return _least_errors(self._errors)
@@ -142,7 +142,7 @@ def _least_errors(errors: Sequence[NDArray[np.float64]]) -> Choice:
 
 
 def _units(errors: NDArray[np.float64], limit: float, bins: int) -> NDArray[np.int64]:
-    """Give errors in bins, rounded up; more than any capacity where they are beyond the limit or not a number.
+    """Return errors in bins, rounded up; more than any capacity where they are beyond the limit or not a number.
 
     A billionth of a bin is passed over, so that what is a whole number of bins stays that after a division.
     """

@@ -16,7 +16,7 @@ _SLACK = 1.1  # by which the longest delay may be missed before plans that run a
 
 
 def behind(delay: float | NDArray[np.float64], signal: float) -> float | NDArray[np.float64]:
-    """Give the steps by which training falls behind when gradients are late by some steps.
+    """Return the steps by which training falls behind when gradients are late by some steps.
 
     Measured with top-k at ratios from 0.001 to 0.1, on ``text-lstm`` with Adam and on ``digits`` with momentum: little
     below a delay of one step, and in proportion to it beyond. What is late is harmful as far as it is signal: noise of
@@ -33,7 +33,7 @@ def behind(delay: float | NDArray[np.float64], signal: float) -> float | NDArray
 
 
 def delay_for(steps: float, signal: float) -> float:
-    """Give the delay for which training falls behind by some steps.
+    """Return the delay for which training falls behind by some steps.
 
     Examples
     --------
@@ -81,24 +81,24 @@ class Balance:
     signal: float
 
     def delay(self, choice: Sequence[int]) -> float:
-        """Give the delay under a row for every bucket, in steps."""
+        """Return the delay under a row for every bucket, in steps."""
         parts = zip(self.delays, choice, self.weights, strict=True)
         return float(sum(own[row] * weight for own, row, weight in parts))
 
     def worth(self, choice: Sequence[int]) -> float:
-        """Give the seconds to where the model is; the less the better."""
+        """Return the seconds to where the model is; the less the better."""
         end = -math.inf
         for own, row, moment in zip(self.seconds, choice, self.ready, strict=True):
             end = max(end, moment) + own[row]
         return float((self.age + behind(self.delay(choice), self.signal)) * (self.beside + end))
 
     def allows(self, choice: Sequence[int]) -> bool:
-        """Tell whether a choice keeps to the longest delays, with some slack."""
+        """Return whether a choice keeps to the longest delays, with some slack."""
         latest = max(own[row] for own, row in zip(self.delays, choice, strict=True))
         return self.delay(choice) <= _SLACK * self.longest and latest <= _SLACK * _LATER * self.longest
 
     def best(self) -> list[int]:
-        """Give the row of every bucket for which `worth` is least, of those with delays that may be."""
+        """Return the row of every bucket for which `worth` is least, of those with delays that may be."""
         most = _LATER * self.longest
         rows = [_undominated(*own, most) for own in zip(self.delays, self.seconds, strict=True)]
         late = [own[kept] * weight for own, kept, weight in zip(self.delays, rows, self.weights, strict=True)]
@@ -111,7 +111,7 @@ class Balance:
 
 
 def _undominated(delays: NDArray[np.float64], seconds: NDArray[np.float64], most: float) -> NDArray[np.int64]:
-    """Give the rows for which no other one is as fast and delays as little; at least one that delays least."""
+    """Return the rows for which no other one is as fast and delays as little; at least one that delays least."""
     order = np.lexsort((delays, seconds))
     order = order[delays[order] <= max(most, float(delays.min()))]
     lowest = np.minimum.accumulate(delays[order])

@@ -77,21 +77,21 @@ class Rows:
         return self.kept.size - 1
 
     def of(self, *levels: int) -> NDArray[np.int64]:
-        """Give the rows of some levels."""
+        """Return the rows of some levels."""
         return np.flatnonzero(np.isin(self.levels, levels))
 
     def level(self, compressor: Compressor) -> int:
-        """Give the level that keeps about as much as a compressor does."""
+        """Return the level that keeps about as much as a compressor does."""
         kept = math.log(max(compressor.expected(self.numel), 1))
         return int(np.abs(np.log(self.kept[: self.dense]) - kept).argmin())
 
     def alike(self, first: int, second: int) -> bool:
-        """Tell whether two rows differ in nothing, or in a neighbouring level alone."""
+        """Return whether two rows differ in nothing, or in a neighbouring level alone."""
         same = self.schemes[first].id == self.schemes[second].id
         return first == second or (same and abs(int(self.levels[first]) - int(self.levels[second])) == 1)
 
     def scheme(self, row: int, compressor: Compressor | None) -> Scheme[Any]:
-        """Give a row's scheme, of another compressor of the same kind where one is given."""
+        """Return a row's scheme, of another compressor of the same kind where one is given."""
         scheme = self.schemes[row]
         if compressor is None or scheme.compressor == compressor or scheme.compressor.id != compressor.id:
             return scheme
@@ -219,18 +219,18 @@ class Carriers:
         return another
 
     def row(self, bucket: int) -> int:
-        """Give the row that a bucket was last planned to run."""
+        """Return the row that a bucket was last planned to run."""
         return self._turns[bucket].row
 
     def seconds(self, bucket: int) -> NDArray[np.float64]:
-        """Give the predicted seconds of a bucket's rows; where nothing is measured, those of a common network."""
+        """Return the predicted seconds of a bucket's rows; where nothing is measured, those of a common network."""
         candidates = self.rows[bucket].candidates
         return self._guesses[bucket] if candidates is None else candidates.seconds()
 
     def plan(
         self, bucket: int, among: NDArray[np.int64], reason: str = "", compressor: Compressor | None = None
     ) -> Plan:
-        """Give the plan of a bucket for this step.
+        """Return the plan of a bucket for this step.
 
         Parameters
         ----------
@@ -301,7 +301,7 @@ class Carriers:
 
 
 def _same(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
-    """Tell whether the same rows are asked for, with the same reason and compressor."""
+    """Return whether the same rows are asked for, with the same reason and compressor."""
     return first[1:] == second[1:] and np.array_equal(first[0], second[0])
 
 
@@ -315,7 +315,7 @@ def _rows(ladder: Sequence[tuple[Compressor, Sequence[str]]], numel: int) -> Row
 
 
 def _guess(rows: Rows, shape: Shape, group: Group) -> NDArray[np.float64]:
-    """Give the seconds of rows on a network of 1 Gbit/s, without their own work."""
+    """Return the seconds of rows on a network of 1 Gbit/s, without their own work."""
     network = Network(max(2, group.hosts))
     views = seen_by_some(group)
     seconds = []
@@ -326,7 +326,7 @@ def _guess(rows: Rows, shape: Shape, group: Group) -> NDArray[np.float64]:
 
 
 def names_for(compressor: Compressor, group: Group, whole: bool = False) -> list[str]:
-    """Give everything that carries a compressor, what is preferred where nothing was measured first.
+    """Return everything that carries a compressor, what is preferred where nothing was measured first.
 
     Parameters
     ----------
@@ -344,7 +344,7 @@ def names_for(compressor: Compressor, group: Group, whole: bool = False) -> list
 
 
 def _choose(candidates: Candidates, among: NDArray[np.int64], before: int, curious: bool) -> tuple[int, str, bool]:
-    """Give the row to run, why, and whether that is for the sake of knowing.
+    """Return the row to run, why, and whether that is for the sake of knowing.
 
     Parameters
     ----------

@@ -88,18 +88,18 @@ class Codes:
         self._shapes = list(shapes)
 
     def has(self, bucket: int) -> bool:
-        """Tell whether a bucket has a code, learnt or not."""
+        """Return whether a bucket has a code, learnt or not."""
         return self._shapes[bucket].names[0] in self._learnt
 
     def learns(self, bucket: int) -> bool:
-        """Tell whether a bucket's code is being learnt."""
+        """Return whether a bucket's code is being learnt."""
         if not self.has(bucket):
             return False
         assert self._code is not None
         return self._learnt[self._shapes[bucket].names[0]] < self._code.training_steps
 
     def forms(self, bucket: int) -> list[Learner]:
-        """Give the compressors of a bucket that has a code: one that learns, and one whose code is learnt."""
+        """Return the compressors of a bucket that has a code: one that learns, and one whose code is learnt."""
         if not self.has(bucket):
             return []
         assert self._code is not None
@@ -132,7 +132,7 @@ class Codes:
         return best is not None
 
     def state(self) -> dict[str, Any]:
-        """Give what has to survive a restart, JSON-able. What was learnt is in the memory of buckets."""
+        """Return what has to survive a restart, JSON-able. What was learnt is in the memory of buckets."""
         config = None if self._code is None else self._code.get_config()
         return {"steps": self._steps, "ask": self._ask, "code": config, "learnt": dict(self._learnt)}
 
@@ -155,7 +155,7 @@ class Codes:
         self._agreed = True
 
     def _best(self, rivals: Rivals, group: Group) -> tuple[Learner, list[int]] | None:
-        """Give the best code and the buckets that it pays for; None where none is good enough."""
+        """Return the best code and the buckets that it pays for; None where none is good enough."""
         best, worth, balance = None, rivals.worth, rivals.balance
         buckets = range(len(self._shapes))
         for code in self._templates:
@@ -180,7 +180,7 @@ class Codes:
     def _seconds(
         self, code: Learner, bucket: int, names: Callable[[Learner], Sequence[str]], cost: CostModel, group: Group
     ) -> float:
-        """Give the mean seconds of a code over as many steps as were done; infinite for a bucket with too few values.
+        """Return the mean seconds of a code over as many steps as were done; infinite for a bucket with too few values.
 
         In the first of these steps it is learnt and in one it is given to all ranks. Own work that was not measured
         takes none.
@@ -213,5 +213,5 @@ class Codes:
 
 
 def late_under(late: float) -> float:
-    """Give the steps by which gradients are late under a code that was not run yet, from those of its values."""
+    """Return the steps by which gradients are late under a code that was not run yet, from those of its values."""
     return _LATER * late

@@ -52,7 +52,7 @@ class Delays:
             self.ratio, self.delay = _FIRST, max(_GROWS * lost / max(1 - lost, 1e-3), 1e-3)
 
     def at(self, ratios: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Give the delay at some ratios, infinite where nothing is known."""
+        """Return the delay at some ratios, infinite where nothing is known."""
         if self.ratio is None:
             return np.full(np.shape(ratios), np.inf)
         delays: NDArray[np.float64] = self.delay * (self.ratio / ratios) ** _SLOPE
@@ -97,7 +97,7 @@ class Delays:
         return seen / known
 
     def state(self) -> dict[str, Any]:
-        """Give what has to survive a restart, JSON-able."""
+        """Return what has to survive a restart, JSON-able."""
         return {"ratio": self.ratio, "delay": self.delay}
 
     @classmethod
@@ -134,7 +134,7 @@ class Lateness:
         self.delay, self.ran = known * (seen / known) ** over(_LEARN, steps), True
 
     def state(self) -> dict[str, Any]:
-        """Give what has to survive a restart, JSON-able."""
+        """Return what has to survive a restart, JSON-able."""
         return {"delay": self.delay if self.ran else None}
 
     @classmethod
@@ -144,10 +144,10 @@ class Lateness:
 
 
 def over(share: float, steps: int) -> float:
-    """Give the share of the last one of some steps in an average that each of them has a share in."""
+    """Return the share of the last one of some steps in an average that each of them has a share in."""
     return 1 - (1 - share) ** steps
 
 
 def first_ratio() -> float:
-    """Give the ratio that `Delays.guess` begins with."""
+    """Return the ratio that `Delays.guess` begins with."""
     return _FIRST

@@ -225,7 +225,7 @@ class Flexible(Policy):
         self._renew()
 
     def objectives(self) -> pareto.Objectives:
-        """Give seconds and 1 / gain of each option, shape (options, 2), in the order of `options`."""
+        """Return seconds and 1 / gain of each option, shape (options, 2), in the order of `options`."""
         assert self._spectral is not None
         seconds, gains = np.zeros(len(self._options)), np.ones(len(self._options))
         for place, option in enumerate(self._options):
@@ -257,7 +257,7 @@ class Flexible(Policy):
         return levels
 
     def _by_option(self, rows: Rows) -> dict[Option, NDArray[np.int64]]:
-        """Give the rows of each option, from the smallest ratio."""
+        """Return the rows of each option, from the smallest ratio."""
         found: dict[Option, list[int]] = {}
         for row, (level, scheme) in enumerate(zip(rows.levels.tolist(), rows.schemes, strict=True)):
             option = Option(1.0, "dense")
@@ -271,7 +271,7 @@ class Flexible(Policy):
         self._ran, self._gain, self._reference = 0, 0.0, None
 
     def _changed(self) -> bool:
-        """Tell whether the current option's gain has changed; once it is known for the first time, take it up."""
+        """Return whether the current option's gain has changed; once it is known for the first time, take it up."""
         if self._ran < self._window or self._spectral is None:
             return False
         if self._reference is None:
@@ -311,7 +311,7 @@ class Flexible(Policy):
         )
 
     def _evolve(self, objectives: pareto.Objectives) -> NDArray[np.int64]:
-        """Give the options that are nearest to what NSGA-II finds, with the logarithm of the ratio and the kind."""
+        """Return the options that are nearest to what NSGA-II finds, with the logarithm of the ratio and the kind."""
         kinds = list(dict.fromkeys(option.kind for option in self._options))
         places = {kind: [p for p, option in enumerate(self._options) if option.kind == kind] for kind in kinds}
         grids = {kind: np.log([self._options[place].ratio for place in own]) for kind, own in places.items()}
@@ -332,7 +332,7 @@ class Flexible(Policy):
 
 
 def candidates(least: float, most: float, factor: float) -> list[float]:
-    """Give ratios from the least to the most one, each ``factor`` times the one before but at the lower end.
+    """Return ratios from the least to the most one, each ``factor`` times the one before but at the lower end.
 
     Examples
     --------

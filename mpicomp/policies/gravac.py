@@ -205,7 +205,7 @@ class GraVAC(Adaptive):
             self._decide(self._gains)
 
     def _candidates(self) -> list[float]:
-        """Give all ratios that may be run, descending."""
+        """Return all ratios that may be run, descending."""
         ratios, exponent = [self.most], 1
         while ratios[-1] > self.least:
             ratios.append(max(self.most / 2**exponent, self.least))
@@ -222,7 +222,7 @@ class GraVAC(Adaptive):
         self._looked = told.step
 
     def _gains_of(self, told: StepReport) -> NDArray[np.float64] | None:
-        """Give the gain of each candidate in a step, over all buckets; None where it is not known."""
+        """Return the gain of each candidate in a step, over all buckets; None where it is not known."""
         if len(told.surveys) < len(self._shapes):
             return None
         lost, energy = np.zeros(len(self._ratios)), 0.0

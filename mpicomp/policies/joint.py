@@ -314,17 +314,17 @@ class Joint(Policy):
         return [own.id for own in self._quantisers] + [own.id for own in self._codes.forms(bucket)[1:]]
 
     def _learnt(self, bucket: int) -> bool:
-        """Tell whether the step that has just ended was one in which a bucket's code was learnt."""
+        """Return whether the step that has just ended was one in which a bucket's code was learnt."""
         if not self._codes.learns(bucket):
             return False
         return self._carriers.row(bucket) in self._learning_rows(bucket)
 
     def _learning_rows(self, bucket: int) -> NDArray[np.int64]:
-        """Give the rows in which a bucket's code is learnt, if it has one."""
+        """Return the rows in which a bucket's code is learnt, if it has one."""
         return self._carriers.rows[bucket].of(self._ratios.size + len(self._quantisers))
 
     def _fits(self, compressor: Compressor) -> bool:
-        """Tell whether the collective that was named carries a compressor; any does where none was."""
+        """Return whether the collective that was named carries a compressor; any does where none was."""
         if self._pinned is not None:
             try:
                 bind(compressor, self._pinned)
@@ -351,7 +351,7 @@ class Joint(Policy):
         return np.flatnonzero(levels > levels[-1] - len(self._dense))
 
     def _names(self, compressor: Compressor, group: Group) -> list[str]:
-        """Give what may carry a compressor."""
+        """Return what may carry a compressor."""
         return [self._pinned] if self._pinned else names_for(compressor, group)
 
     def _fastest_dense(self, bucket: int) -> int:
@@ -407,7 +407,7 @@ class Joint(Policy):
         )
 
     def _best(self, balance: Balance) -> list[int]:
-        """Give the row of every bucket that is to run: others than those that run where it is worth it."""
+        """Return the row of every bucket that is to run: others than those that run where it is worth it."""
         buckets = range(len(self._shapes))
         dense = [self._fastest_dense(bucket) for bucket in buckets]
         choice, now = balance.best(), [self._carriers.row(bucket) for bucket in buckets]
@@ -437,13 +437,13 @@ class Joint(Policy):
         return taken
 
     def _longest(self) -> float:
-        """Give the longest delay that may be, in steps; 0 until it is known how much of gradients is signal."""
+        """Return the longest delay that may be, in steps; 0 until it is known how much of gradients is signal."""
         if self._signal.share is None:
             return 0.0
         return delay_for((1 - self.fidelity) * (self._age + _GRACE), self._signal.share)
 
     def _late(self, bucket: int) -> NDArray[np.float64]:
-        """Give the delay of each of a bucket's rows; infinite where it is too far below the ratio that is known."""
+        """Return the delay of each of a bucket's rows; infinite where it is too far below the ratio that is known."""
         rows, known = self._carriers.rows[bucket], self._delays[bucket]
         delays = np.zeros(rows.kept.size)
         delays[: self._ratios.size] = known.at(self._ratios)
@@ -458,7 +458,7 @@ class Joint(Policy):
         return late
 
     def _lowest(self, bucket: int) -> float:
-        """Give the lowest ratio whose delay is known well enough; where none ever runs, there is no better guess."""
+        """Return the lowest ratio whose delay is known well enough; where none ever runs, there is no better guess."""
         if not self._ratios.size:
             return 0.0
         known = self._delays[bucket]
@@ -466,7 +466,7 @@ class Joint(Policy):
         return float(self._ladder[max(0, int(np.searchsorted(self._ladder, (known.ratio or 0) * (1 - 1e-6))) - down)])
 
     def _late_values(self, bucket: int, code: Learner) -> float:
-        """Give the delay where the values that a code selects travel as they are; infinite where it is not known.
+        """Return the delay where the values that a code selects travel as they are; infinite where it is not known.
 
         Until the collective ran that delivers them it is taken to be as that of anything that leaves something out.
         """
@@ -474,7 +474,7 @@ class Joint(Policy):
         return late if code.ratio >= self._lowest(bucket) else math.inf
 
     def _late_code(self, bucket: int) -> float:
-        """Give the delay under a bucket's learned code; infinite before it was learnt."""
+        """Return the delay under a bucket's learned code; infinite before it was learnt."""
         if self._codes.learns(bucket):
             return math.inf
         known = self._lateness[bucket][self._codes.code.id]
@@ -482,7 +482,7 @@ class Joint(Policy):
 
 
 def _families(named: Compressor | None) -> tuple[list[Compressor], list[Quantiser], list[Learner]]:
-    """Give what has a ratio, what is sent in few bits, and the codes that may be learnt."""
+    """Return what has a ratio, what is sent in few bits, and the codes that may be learnt."""
     if named is not None:
         return ([], [], [cast(Learner, named).at_once]) if named.learns else ([named], [], [])
     names = sorted(COMPRESSORS.names(), key=lambda name: COMPRESSORS.plugin(name) is not None)
@@ -496,7 +496,7 @@ def _families(named: Compressor | None) -> tuple[list[Compressor], list[Quantise
 
 
 def _rows_of_kinds(rows: Rows, levels: int) -> dict[str, NDArray[np.int64]]:
-    """Give the rows of each collective that leaves something out, of so many levels: the first ones, with ratios."""
+    """Return the rows of each collective that leaves something out, of so many levels: the first ones, with ratios."""
     kinds: dict[str, list[int]] = {}
     for row, (scheme, level) in enumerate(zip(rows.schemes, rows.levels, strict=True)):
         if scheme.leaves_out and level < levels:

@@ -47,12 +47,12 @@ def check_adaptable(policy: str, compressor: Compressor) -> None:
 
 
 def at_ratio(compressor: Compressor, ratio: float) -> Compressor:
-    """Give a compressor with another ratio."""
+    """Return a compressor with another ratio."""
     return replace(compressor, ratio=ratio)  # type: ignore[call-arg]
 
 
 def ladder(least: float, most: float, step: float = math.sqrt(2)) -> list[float]:
-    """Give ratios from the least to the most one, each at most ``step`` times the one before.
+    """Return ratios from the least to the most one, each at most ``step`` times the one before.
 
     Examples
     --------
@@ -64,7 +64,7 @@ def ladder(least: float, most: float, step: float = math.sqrt(2)) -> list[float]
 
 
 def lost_share(compressor: Compressor, spectra: Spectra, ratios: Sequence[float]) -> NDArray[np.float64]:
-    """Give the share of a bucket's energy that a compressor leaves out at each ratio, when ranks exchange all it keeps.
+    """Return the share of a bucket's energy that a compressor leaves out at each ratio, where all that is kept is sent.
 
     What selects without regard to magnitudes keeps the same share of the energy as of the elements.
     """

@@ -284,7 +284,7 @@ class LGreCo(Adaptive):
         self._reason = f"layers at {share:.2f} of the bytes of all alike"
 
     def _nbytes(self, pairs: Sequence[tuple[Table, Compressor]], values: Sequence[Any]) -> float:
-        """Give the bytes of all buckets' messages."""
+        """Return the bytes of all buckets' messages."""
         nbytes, place = 0.0, 0
         for table, base in pairs:
             layers = len(table.own(base))

@@ -16,7 +16,7 @@ _POPULATION, _OFFSPRING, _GENERATIONS, _SEED = 40, 10, 40, 1  # of NSGA-II, as i
 
 
 def front(objectives: Objectives) -> NDArray[np.int64]:
-    """Give the rows that no other one dominates, ascending by the first objective.
+    """Return the rows that no other one dominates, ascending by the first objective.
 
     A row dominates another one that it is nowhere worse and somewhere better than. Of equal rows the first is given.
 
@@ -34,14 +34,14 @@ def front(objectives: Objectives) -> NDArray[np.int64]:
 
 
 def normalised(objectives: Objectives) -> Objectives:
-    """Give objectives from 0, the ideal, to 1, the nadir: the least and the most of each among these rows."""
+    """Return objectives from 0, the ideal, to 1, the nadir: the least and the most of each among these rows."""
     ideal, nadir = objectives.min(axis=0), objectives.max(axis=0)
     scaled: Objectives = (objectives - ideal) / np.where(nadir > ideal, nadir - ideal, 1.0)
     return scaled
 
 
 def weighted(objectives: Objectives, weights: Sequence[float]) -> int:
-    """Give the row of a front whose worst weighted objective is least (achievement scalarising), after normalising.
+    """Return the row of a front whose worst weighted objective is least (achievement scalarising), after normalising.
 
     Examples
     --------
@@ -54,7 +54,7 @@ def weighted(objectives: Objectives, weights: Sequence[float]) -> int:
 
 
 def knee(objectives: Objectives) -> int:
-    """Give the row of a front that is farthest below the plane through its ends, after normalising; else the first.
+    """Return the row of a front that is farthest below the plane through its ends, after normalising; else the first.
 
     Examples
     --------

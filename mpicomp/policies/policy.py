@@ -165,7 +165,7 @@ class Policy(ABC):
         return False
 
     def survey(self, bucket: int) -> Survey | None:
-        """Give what ranks are to look at in a bucket's accumulated gradient in this step; it comes with `learn`."""
+        """Return what ranks are to look at in a bucket's accumulated gradient in this step; it comes with `learn`."""
         return None
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
@@ -180,7 +180,7 @@ class Policy(ABC):
 
     @abstractmethod
     def plan(self, bucket: int) -> Plan:
-        """Give a bucket's plan for this step; asked for once a step."""
+        """Return a bucket's plan for this step; asked for once a step."""
 
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:  # noqa: B027, most have nothing to learn
         """Learn what a step delivered, at its end; a step that was undone is passed over."""
@@ -189,14 +189,14 @@ class Policy(ABC):
         """Learn what ranks told of a step for which it was listening, or had a survey."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what has to survive a restart, JSON-able; not the cost model."""
+        """Return what has to survive a restart, JSON-able; not the cost model."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:  # noqa: B027, most have none
         """Take up what `state_dict` gave, and a cost model where there is one. Not collective."""
 
     def get_config(self) -> dict[str, Any]:
-        """Give a JSON-able configuration that `mpicomp.policies.get_policy` turns into an equal policy."""
+        """Return a JSON-able configuration that `mpicomp.policies.get_policy` turns into an equal policy."""
         return {"id": self.id} | {field.name: getattr(self, field.name) for field in fields(self) if field.init}
 
     @classmethod
@@ -212,7 +212,7 @@ class Policy(ABC):
 
 
 def feedback_of(compressor: Compressor, feedback: bool | None) -> bool:
-    """Tell whether there are residuals, and refuse what a compressor cannot do with or without them."""
+    """Return whether there are residuals, and refuse what a compressor cannot do with or without them."""
     chosen = compressor.feedback if feedback is None else feedback
     if chosen and not compressor.contractive:
         form = compressor.contracting

@@ -44,7 +44,7 @@ def get_policy(config: str | Mapping[str, Any] | Policy) -> Policy:
 
 
 def list_policies() -> list[str]:
-    """Give the names of all policies, sorted.
+    """Return the names of all policies, sorted.
 
     Examples
     --------
@@ -56,5 +56,5 @@ def list_policies() -> list[str]:
 
 
 def policy_class(name: str) -> type[Policy]:
-    """Give the class behind a name."""
+    """Return the class behind a name."""
     return POLICIES.cls(name)

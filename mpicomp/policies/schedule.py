@@ -103,7 +103,7 @@ class Schedule(Adaptive):
         yield from super().start(shapes, transport)
 
     def ratio(self, step: int) -> float:
-        """Give the ratio after so many steps."""
+        """Return the ratio after so many steps."""
         if self.shape == "varco":
             share = self.slope * step / (self.steps - 2)
         elif self.shape == "step":

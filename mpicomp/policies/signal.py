@@ -82,7 +82,7 @@ class Signal:
         self.share = min(max(self._mean, _LEAST), _MOST)
 
     def state(self) -> float | None:
-        """Give what has to survive a restart, JSON-able."""
+        """Return what has to survive a restart, JSON-able."""
         return self.share
 
     def give(self, share: float | None) -> None:

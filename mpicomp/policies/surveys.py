@@ -28,7 +28,7 @@ class Survey(Protocol):
     """Measures layers of a bucket on one rank. Ranks send each other what it gives, whose length is the same on all."""
 
     def width(self, sizes: Sequence[int]) -> int:
-        """Give how many numbers a bucket with layers of these sizes is measured in."""
+        """Return how many numbers a bucket with layers of these sizes is measured in."""
         ...
 
     def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
@@ -46,7 +46,7 @@ class Survey(Protocol):
         ...
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64] | None:
-        """Give the squared L2 norm of each layer on this rank, from what was measured, shape (layers,), if it tells."""
+        """Return the squared L2 norm of each layer on this rank, from what was measured; shape (layers,), or None."""
         ...
 
 
@@ -131,7 +131,7 @@ class LossSurvey:
         """See `Survey.energies`: nothing is known of layers."""
 
     def shares(self, told: NDArray[np.float32]) -> list[float]:
-        """Give the share of all ranks' energy that each quantiser leaves out; NaN where it cannot be told."""
+        """Return the share of all ranks' energy that each quantiser leaves out; NaN where it cannot be told."""
         energy, *lost = told.astype(np.float64).sum(axis=0)
         return [float(own / energy) if energy != 0 else 0.0 for own in lost]
 
@@ -204,13 +204,13 @@ class RankSurvey:
         return measured[: len(sizes)].astype(np.float64)
 
     def lost(self, told: NDArray[np.float32], sizes: Sequence[int]) -> list[NDArray[np.float64]]:
-        """Give what each matrix loses at its ranks, summed over what ranks have measured, shape (ranks, width)."""
+        """Return what each matrix loses at its ranks, summed over what ranks have measured, shape (ranks, width)."""
         cuts = np.cumsum([len(sizes), *(most - least + 1 for least, most in self._ranks)])
         return np.split(told.astype(np.float64).sum(axis=0), cuts)[1:-1]
 
 
 def _beside(matrix: NDArray[np.floating], most: int) -> NDArray[np.float64]:
-    """Give the energy beside the leading directions of a matrix, from 1 to ``most`` of them."""
+    """Return the energy beside the leading directions of a matrix, from 1 to ``most`` of them."""
     energy = cpu.energy(matrix.reshape(-1))
     if not np.isfinite(energy):
         return np.full(most, np.nan)
@@ -247,7 +247,7 @@ class Spectra:
         np.add.at(self._bins[1], (layers, places), rows[:, :, 1 + BINS :])
 
     def mixed(self, other: "Spectra", share: float) -> "Spectra":
-        """Give the spectra of a mixture: ``share`` of the other ones, the rest of these."""
+        """Return the spectra of a mixture: ``share`` of the other ones, the rest of these."""
         made = object.__new__(Spectra)
         made.sizes = self.sizes
         made._bins = (1 - share) * self._bins + share * other._bins
@@ -260,7 +260,7 @@ class Spectra:
         return total
 
     def lost(self, ratios: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Give the energy that selections of each layer's largest elements leave out, shape (layers, ratios).
+        """Return the energy that selections of each layer's largest elements leave out, shape (layers, ratios).
 
         Ratios are the same for all layers, shape (ratios,), or each layer's own, shape (layers, ratios).
         """
@@ -269,7 +269,7 @@ class Spectra:
         return np.array([_lost(layer[0], layer[1], size * asked) for layer, size, asked in parts])
 
     def lost_together(self, ratios: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Give the energy that selections of the whole bucket's largest elements leave out, shape (ratios,)."""
+        """Return the energy that selections of the whole bucket's largest elements leave out, shape (ratios,)."""
         counts, energies = self._bins.sum(axis=1)
         return _lost(counts, energies, sum(self.sizes) * ratios)
 
@@ -278,7 +278,7 @@ class Spectra:
 
 
 def _lost(counts: NDArray[np.float64], energies: NDArray[np.float64], kept: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Give the energy beside the ``kept`` largest elements; inside a bin all are taken to be alike."""
+    """Return the energy beside the ``kept`` largest elements; inside a bin all are taken to be alike."""
     above = np.concatenate(([0.0], np.cumsum(counts[::-1])))
     of_them = np.concatenate(([0.0], np.cumsum(energies[::-1])))
     lost: NDArray[np.float64] = np.maximum(of_them[-1] - np.interp(kept, above, of_them), 0.0)

@@ -48,31 +48,31 @@ class Table(ABC):
 
     @abstractmethod
     def own(self, base: Compressor) -> dict[str, Any]:
-        """Give the settings that a compressor has for the layers, by name."""
+        """Return the settings that a compressor has for the layers, by name."""
 
     @abstractmethod
     def settings(self, base: Compressor) -> list[Column]:
-        """Give what each layer may be set to: the candidates and what it has in a compressor."""
+        """Return what each layer may be set to: the candidates and what it has in a compressor."""
 
     @abstractmethod
     def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
-        """Give the error of each layer at these settings."""
+        """Return the error of each layer at these settings."""
 
     @abstractmethod
     def sizes(self, settings: Sequence[Column], base: Compressor) -> list[NDArray[np.float64]]:
-        """Give the bytes of each layer at these settings, when it is sent as a compressor sends it."""
+        """Return the bytes of each layer at these settings, when it is sent as a compressor sends it."""
 
     @abstractmethod
     def nbytes(self, chosen: Sequence[Any], base: Compressor) -> float:
-        """Give the bytes of a whole message with one setting for each layer."""
+        """Return the bytes of a whole message with one setting for each layer."""
 
     @abstractmethod
     def within(self, base: Compressor, chosen: Mapping[str, Any]) -> Compressor:
-        """Give a compressor for this bucket with these settings, and its own for the rest."""
+        """Return a compressor for this bucket with these settings, and its own for the rest."""
 
 
 def table_for(compressor: Compressor, shape: Shape, span: float) -> Table:
-    """Give the table of a bucket.
+    """Return the table of a bucket.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ class _Selections(Table):
         return _within(base, chosen, self._shape)
 
     def _counts(self, settings: Sequence[Column]) -> NDArray[np.int64]:
-        """Give the elements that layers keep, shape (layers, settings)."""
+        """Return the elements that layers keep, shape (layers, settings)."""
         return np.array(
             [[kept(ratio, size) for ratio in own] for own, size in zip(settings, self._shape.sizes, strict=True)]
         )
@@ -218,7 +218,7 @@ class _Matrices(Table):
 
 
 def _within(base: Compressor, chosen: Mapping[str, Any], shape: Shape) -> Compressor:
-    """Give a compressor with settings for layers of these names alone, and for the rest what it has."""
+    """Return a compressor with settings for layers of these names alone, and for the rest what it has."""
     config = base.get_config()
     layers = {glob.escape(name): own for name, own in chosen.items()} | (config["layers"] or {})
     made = get_compressor(config | {"layers": layers or None})

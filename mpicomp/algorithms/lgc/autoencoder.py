@@ -96,7 +96,7 @@ class Autoencoder(LearnedCode):
         return 4 * self._stride
 
     def length(self, count: int) -> int:
-        """Give the numbers of all channels; the values are filled up with zeros."""
+        """Return the numbers of all channels; the values are filled up with zeros."""
         return _CHANNELS * (self._padded(count) // self._stride)
 
     def turn(self, step: int) -> None:
@@ -159,11 +159,11 @@ class Autoencoder(LearnedCode):
         return errors[0]
 
     def size(self, ranks: int) -> int:
-        """Give the weights and biases of the encoder and of all decoders."""
+        """Return the weights and biases of the encoder and of all decoders."""
         return _size(self._encoder, 0) + ranks * _size(self._decoder, 1)
 
     def weights(self) -> NDArray[np.float32]:
-        """Give those of the encoder, then those of each decoder."""
+        """Return those of the encoder, then those of each decoder."""
         return self._weights.copy()
 
     def use(self, weights: NDArray[np.float32]) -> None:
@@ -172,7 +172,7 @@ class Autoencoder(LearnedCode):
         self._cut()
 
     def state(self) -> dict[str, Any]:
-        """Give weights and Adam's moments."""
+        """Return weights and Adam's moments."""
         return {"weights": self.weights(), "moments": self._moments.copy(), "steps": self._steps}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -201,7 +201,7 @@ class Autoencoder(LearnedCode):
         self._encoder_weights, self._decoder_weights = self._parts(self._weights)
 
     def _parts(self, flat: Any) -> tuple[list[tuple[Any, Any]], list[list[tuple[Any, Any]]]]:
-        """Give weights and bias of each layer of the encoder, and of each decoder, as views of a flat array."""
+        """Return weights and bias of each layer of the encoder, and of each decoder, as views of a flat array."""
         if not len(flat):
             return [], []
         start, width = _size(self._encoder, 0), _size(self._decoder, 1)
@@ -230,7 +230,7 @@ class Autoencoder(LearnedCode):
             _move_back(whole[0], self._shift, out)
 
     def _losses(self, torch: Any, flat: Any, values: Any, noise: Any, leader: int | None) -> tuple[Any, Any]:
-        """Give what is minimised, and the squared error as a share of the energy.
+        """Return what is minimised, and the squared error as a share of the energy.
 
         Values and noise are of shape (ranks, 1, places). With a leader noise is not looked at.
         """
@@ -292,7 +292,7 @@ class Autoencoder(LearnedCode):
 
 
 def _convolutions(channels: Sequence[int]) -> list[Shape]:
-    """Give the shapes of layers with three taps, from one number of channels to the next."""
+    """Return the shapes of layers with three taps, from one number of channels to the next."""
     return [(outputs, inputs, 3) for inputs, outputs in pairwise(channels)]
 
 
@@ -301,12 +301,12 @@ def _size(shapes: Sequence[Shape], outputs: int) -> int:
 
 
 def _outputs(shape: Shape, place: int) -> int:
-    """Give the outputs of a layer: at a place in the shapes of those with taps, the first of those that mix."""
+    """Return the outputs of a layer: at a place in the shapes of those with taps, the first of those that mix."""
     return shape[place] if len(shape) == 3 else shape[0]
 
 
 def _parts(flat: Any, shapes: Sequence[Shape], outputs: int) -> list[tuple[Any, Any]]:
-    """Give weights and bias of each layer as views of a flat array, which may be torch's."""
+    """Return weights and bias of each layer as views of a flat array, which may be torch's."""
     parts, start = [], 0
     for shape in shapes:
         middle = start + prod(shape)

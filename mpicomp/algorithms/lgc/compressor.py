@@ -232,12 +232,12 @@ class LGC(Learner):
 
     @property
     def settled(self) -> "LGC":
-        """Give one that has a code at its second step, if it ever has: what it takes then is what it goes on taking."""
+        """Return one that has a code at its second step, if it ever has: what that takes is what later steps take."""
         return self if self == self.learning else replace(self, dense_steps=0, training_steps=1)
 
     @property
     def at_once(self) -> "LGC":
-        """Give one without the first phase."""
+        """Return one without the first phase."""
         return replace(self, dense_steps=0)
 
     @property
@@ -252,20 +252,20 @@ class LGC(Learner):
         return [LGC(ratio=ratio, code=code, dense_steps=0, wire=wire) for code, wire, ratio in kinds]
 
     def has_enough(self, numel: int) -> bool:
-        """Tell whether a code can be learnt; see `Learner.has_enough`."""
+        """Return whether a code can be learnt; see `Learner.has_enough`."""
         return self.selected(numel).coded_count >= self.make_code(Workspace()).least
 
     @property
     def learning(self) -> "LGC":
-        """Give one that learns at every step. What it has learnt is there for this one: memories are the same."""
+        """Return one that learns at every step. What it has learnt is there for this one: memories are the same."""
         return replace(self, dense_steps=0, training_steps=sys.maxsize)
 
     def expected(self, numel: int) -> int:
-        """Give the number of elements that are selected or travel dense."""
+        """Return the number of elements that are selected or travel dense."""
         return self.selected(numel).count
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
-        """Give the code, and the indices as if all ranks sent them, in a bucket of 2**20 elements."""
+        """Return the code, and the indices as if all ranks sent them, in a bucket of 2**20 elements."""
         numel = 1 << 20
         selected = self.selected(numel)
         coded = selected.count
@@ -275,14 +275,14 @@ class LGC(Learner):
         return (code + innovation + signs + index_bytes(selected.indices, numel)) / numel
 
     def within(self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> "LGC":
-        """Give the compressor for a bucket of these parameters; see `Compressor.within`.
+        """Return the compressor for a bucket of these parameters; see `Compressor.within`.
 
         Where `within_model` was not asked the bucket is taken for the whole model.
         """
         return self.within_model(names, sizes).within(names, sizes, shapes)
 
     def within_model(self, names: Sequence[str], sizes: Sequence[int]) -> "LGC":
-        """Give the compressor for buckets of a model with these parameters; see `Compressor.within_model`."""
+        """Return the compressor for buckets of a model with these parameters; see `Compressor.within_model`."""
         layers = [(name, sum(own)) for name, own in _layers(names, sizes)]
         if not self.backward:
             layers.reverse()
@@ -294,7 +294,7 @@ class LGC(Learner):
         return _Placed(**own, dense=dense, sparse=sparse)
 
     def selected(self, numel: int) -> Selected:
-        """Give what is sent of a bucket of ``numel`` elements."""
+        """Return what is sent of a bucket of ``numel`` elements."""
         return Selected((Part(0, numel, kept(self.ratio, numel), "coded"),))
 
     def make_code(self, workspace: Workspace, seed: int = 0) -> LearnedCode:
@@ -342,18 +342,18 @@ class _Placed(LGC):
 
 
 def index_bytes(count: int, numel: int) -> int:
-    """Give the length of the indices of ``count`` elements of ``numel`` as they travel, a multiple of 8."""
+    """Return the length of the indices of ``count`` elements of ``numel`` as they travel, a multiple of 8."""
     return -(-4 * count // 8) * 8 if compact(count, numel) == "plain" else cpu.index_bytes(count, numel)
 
 
 def _layers(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, list[int]]]:
-    """Give the sizes of the parameters of each layer, in their order."""
+    """Return the sizes of the parameters of each layer, in their order."""
     pairs = zip(names, sizes, strict=True)
     return [(name, [size for _, size in own]) for name, own in groupby(pairs, lambda pair: _layer_of(pair[0]))]
 
 
 def _layer_of(name: str) -> str:
-    """Give what a name says of its layer.
+    """Return what a name says of its layer.
 
     Examples
     --------

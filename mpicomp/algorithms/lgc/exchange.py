@@ -50,7 +50,7 @@ class _Known:
 
     @classmethod
     def remembered(cls, of: str, context: Context) -> "_Known":
-        """Give what is remembered, or that nothing is known where the memory is of something else."""
+        """Return what is remembered, or that nothing is known where the memory is of something else."""
         entry = context.memory.get(_MEMORY, {})
         return cls(**entry) if entry.get("of") == of else cls(of)
 
@@ -113,7 +113,7 @@ class Learned(Scheme[LGC]):
         return Dense(wire=compressor.wire)
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Give the rounds of a step if the bucket's memory began with step 0; see `Scheme.rounds`."""
+        """Return the rounds of a step if the bucket's memory began with step 0; see `Scheme.rounds`."""
         selected = self.compressor.selected(numel)
         if step < self.compressor.dense_steps or not selected.indices:
             return self._sum.rounds(numel, dtype, group, step)
@@ -208,7 +208,7 @@ class Learned(Scheme[LGC]):
         held.entry = known.learnt
 
     def _share(self, held: _Held, known: _Known, context: Context) -> Generator[Round, NDArray[Any], None]:
-        """Give all ranks the weights, where they have none, and have the code use them."""
+        """Return all ranks the weights, where they have none, and have the code use them."""
         if known.weights is None:
             task = self._give(held.code, context.group)
             if context.group.rank == _TRAINER:
@@ -227,7 +227,7 @@ class Learned(Scheme[LGC]):
             held.entry = known.weights
 
     def _give(self, code: LearnedCode, group: Group) -> Round:
-        """Give the shape of the broadcast of weights."""
+        """Return the shape of the broadcast of weights."""
         size = code.size(group.size if self.compressor.instance == "server" else 1)
         return Round("bcast", (size,), _WEIGHT, root=_TRAINER, once=True)
 

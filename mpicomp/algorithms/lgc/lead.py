@@ -70,11 +70,11 @@ class Lead:
         return 8 * len(layers) * self.frame, 8 * words * self.signs, -(-self.code_bytes // 8) * 8, indices
 
     def round(self, leader: int) -> Round:
-        """Give the shape of the broadcast."""
+        """Return the shape of the broadcast."""
         return Round("bcast", (sum(self.sizes),), _BYTE, root=leader)
 
     def cut(self, message: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], ...]:
-        """Give scales, signs, code and indices as views of the message."""
+        """Return scales, signs, code and indices as views of the message."""
         parts, start = [], 0
         for size in self.sizes:
             parts.append(message[start : start + size])
@@ -189,7 +189,7 @@ def _write(
 
 
 def _plain(lead: Lead) -> bool:
-    """Tell whether indices travel as they are."""
+    """Return whether indices travel as they are."""
     return compact(lead.selected.indices, lead.numel) == "plain"
 
 
@@ -207,7 +207,7 @@ def _decoded(lead: Lead, message: NDArray[np.uint8], leader: int, workspace: Wor
 
 
 def _listed(lead: Lead, indices: NDArray[np.uint32], workspace: Workspace) -> NDArray[np.uint32]:
-    """Give the indices of everything that is sent: those of dense parts are known."""
+    """Return the indices of everything that is sent: those of dense parts are known."""
     selected = lead.selected
     if selected.count == selected.indices:
         return indices

@@ -40,7 +40,7 @@ class LearnedCode(ABC):
 
     @abstractmethod
     def length(self, count: int) -> int:
-        """Give the number of numbers in the code of ``count`` values."""
+        """Return the number of numbers in the code of ``count`` values."""
 
     def turn(self, step: int) -> None:  # noqa: B027, a code may be the same at every step
         """Say which step's values come next, the same on all ranks: before the first `encode` or `decode` of a step.
@@ -110,11 +110,11 @@ class LearnedCode(ABC):
 
     @abstractmethod
     def size(self, ranks: int) -> int:
-        """Give the number of weights, which is what `weights` gives; ``ranks`` decoders where each has its own."""
+        """Return the number of weights, which is what `weights` gives; ``ranks`` decoders where each has its own."""
 
     @abstractmethod
     def weights(self) -> NDArray[np.float32]:
-        """Give all that `encode` and `decode` need, shape (size,): what is broadcast once. Only after `learn`."""
+        """Return all that `encode` and `decode` need, shape (size,): what is broadcast once. Only after `learn`."""
 
     @abstractmethod
     def use(self, weights: NDArray[np.float32]) -> None:
@@ -122,7 +122,7 @@ class LearnedCode(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Give all that `learn` needs to go on as if it had never stopped: numbers and arrays, copied, by name."""
+        """Return all that `learn` needs to go on as if it had never stopped: numbers and arrays, copied, by name."""
 
     @abstractmethod
     def load(self, state: Mapping[str, Any]) -> None:

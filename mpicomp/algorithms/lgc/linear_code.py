@@ -60,7 +60,7 @@ class LinearCode(LearnedCode):
         return self._block
 
     def length(self, count: int) -> int:
-        """Give the numbers of all blocks; the last one may be short."""
+        """Return the numbers of all blocks; the last one may be short."""
         return -(-count // self._block) * self._kept
 
     def turn(self, step: int) -> None:
@@ -104,11 +104,11 @@ class LinearCode(LearnedCode):
         return error
 
     def size(self, ranks: int) -> int:
-        """Give the elements of the basis and of the decoders."""
+        """Return the elements of the basis and of the decoders."""
         return (1 + ranks) * self._block**2
 
     def weights(self) -> NDArray[np.float32]:
-        """Give the basis, then the decoders."""
+        """Return the basis, then the decoders."""
         return self._maps.reshape(-1).copy()
 
     def use(self, weights: NDArray[np.float32]) -> None:
@@ -118,7 +118,7 @@ class LinearCode(LearnedCode):
         self._choose()
 
     def state(self) -> dict[str, Any]:
-        """Give the moments and, once there are some, the weights."""
+        """Return the moments and, once there are some, the weights."""
         return {"moments": self._moments.copy(), "crossed": self._crossed.copy(), "weights": self.weights()}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -139,7 +139,7 @@ class LinearCode(LearnedCode):
         self._active[:, leading] = self._maps[:, leading + self._turn]
 
     def _error(self, source: NDArray[np.float64], targets: NDArray[np.float64]) -> float:
-        """Give the squared error of what is decoded now, as a share of the energy."""
+        """Return the squared error of what is decoded now, as a share of the energy."""
         energy = float(np.square(targets).sum())
         if energy == 0:
             return 0.0

@@ -49,7 +49,7 @@ class CodeRing:
         self._sum = inner
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int) -> list[Round]:
-        """Give the rounds; see `Scheme.rounds`."""
+        """Return the rounds; see `Scheme.rounds`."""
         lead = self._lead(numel)
         coded = lead.selected.coded_count
         travels = self._code.length(coded) + lead.selected.count - coded
@@ -135,13 +135,13 @@ def _tell(group: Group) -> Round:
 
 
 def _product(first: NDArray[np.floating], second: NDArray[np.floating]) -> float:
-    """Give the product of two vectors, summed in float64; NaN and infinity come out as they do."""
+    """Return the product of two vectors, summed in float64; NaN and infinity come out as they do."""
     with np.errstate(over="ignore", invalid="ignore"):
         return float(np.einsum("i,i->", first, second, dtype=np.float64))
 
 
 def _best(everyones: NDArray[Any], dtype: np.dtype[Any]) -> float:
-    """Give the factor for decoded values that leaves least of what is coded, over all ranks; never a negative one."""
+    """Return the factor for decoded values that leaves least of what is coded, over all ranks; never a negative one."""
     # Not a number, or infinite: some rank has flagged it, or the mean will be found to be.
     with np.errstate(over="ignore", invalid="ignore"):
         match, decoded = float(everyones["match"].sum()), float(everyones["decoded"].sum())
@@ -149,14 +149,14 @@ def _best(everyones: NDArray[Any], dtype: np.dtype[Any]) -> float:
 
 
 def _is_finite(everyones: NDArray[Any], factor: float, dtype: np.dtype[Any]) -> bool:
-    """Tell whether what each rank has sent, and what stays in its residual, are finite; all ranks find the same."""
+    """Return whether what each rank has sent, and what stays in its residual, are finite; all ranks find the same."""
     with np.errstate(over="ignore", invalid="ignore"):
         energies = everyones["energy"] + factor * factor * everyones["decoded"]
     return all(far_from_largest(energy, dtype) for energy in energies.tolist())
 
 
 def _lost(everyones: NDArray[Any], factor: float) -> float:
-    """Give the energy of what is not delivered, over all ranks."""
+    """Return the energy of what is not delivered, over all ranks."""
     with np.errstate(over="ignore", invalid="ignore"):
         unsent = everyones["energy"] - everyones["sparse"] - 2 * factor * everyones["match"]
         return float(np.maximum(unsent + factor * factor * everyones["decoded"], 0).sum())

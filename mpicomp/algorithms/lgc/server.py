@@ -59,7 +59,7 @@ class CodeServer:
         self._code = code
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int) -> list[Round]:
-        """Give the rounds; see `Scheme.rounds`."""
+        """Return the rounds; see `Scheme.rounds`."""
         lead = self._lead(numel, dtype)
         return [lead.round(leader_of(Context(group=group, step=step))), self._gather(lead, dtype, group)]
 
@@ -175,7 +175,7 @@ class CodeServer:
         return Lead(selected, numel, True, self._compressor.signs, length * dtype.itemsize)
 
     def _innovations(self, lead: Lead) -> int:
-        """Give how many values travel as they are."""
+        """Return how many values travel as they are."""
         return kept(self._compressor.innovation, lead.selected.coded_count)
 
     def _wire(self, lead: Lead) -> Wire:
@@ -191,7 +191,7 @@ class CodeServer:
     def _parts(
         self, lead: Lead, message: NDArray[np.uint8], dtype: np.dtype[Any]
     ) -> tuple[NDArray[np.float64], NDArray[np.floating], NDArray[np.uint8]]:
-        """Give the factor, what is not coded and the innovation's message as views of a rank's message."""
+        """Return the factor, what is not coded and the innovation's message as views of a rank's message."""
         rest = lead.selected.count - lead.selected.coded_count
         middle = _FACTOR + self._rest_bytes(lead, dtype)
         values = message[_FACTOR : _FACTOR + rest * dtype.itemsize].view(dtype)
