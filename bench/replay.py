@@ -114,7 +114,7 @@ class Replay(Policy):
         key = bucket, json.dumps(recorded["compressor"]), recorded["collective"]
         if key not in self._bound:
             shape = self._shapes[bucket]
-            own = get_compressor(recorded["compressor"]).within(shape.names, shape.sizes, shape.shapes)
+            own = get_compressor(recorded["compressor"]).bind(shape.names, shape.sizes, shape.shapes)
             self._bound[key] = bind(own, recorded["collective"])
         return Plan(self._bound[key], f"replay: step {place}")
 

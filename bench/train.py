@@ -74,7 +74,9 @@ class Settings:
     @property
     def changes(self) -> bool:
         """Whether what the second half of a run does may differ from what the first does."""
-        return self.adapts or (self.compressor is not None and self.compressor.settled != self.compressor)
+        if self.adapts or self.compressor is None:
+            return self.adapts
+        return self.compressor.bind([], [], warm_up=False).get_config() != self.compressor.get_config()
 
 
 @dataclass
@@ -224,7 +226,8 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
         compressor, ran = reducer.compressor, list(collectives)
         collective = ran[0] if len(ran) == 1 else settings.collective
         probed, named, cost = compressor, settings.collective, reducer.cost
-    own_probe = probe(probed.settled, named, numel, transport, cost=cost) if settings.probes else None
+    steady = probed.bind([], [], warm_up=False)
+    own_probe = probe(steady, named, numel, transport, cost=cost) if settings.probes else None
     dense_probe = probe_dense(numel, transport) if settings.probes else None
     totals = _gather(transport, np.array([sent, wire, dense_wire], np.float64)).mean(axis=0)
     layers = choices.layers(_gather(transport, choices.sums()))

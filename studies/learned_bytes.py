@@ -36,17 +36,15 @@ def coded_bytes(buckets: Sequence[Mapping[str, Any]], covered: LGC, ranks: int, 
         Of a row, see docs/studies.md: elements of these layers, payload that a rank hands to the transport (mean over
         ranks, and of the rank that has least), and bytes that leave a rank (mean over ranks).
     """
-    names = [layer["name"] for bucket in buckets for layer in bucket["layers"]]
-    sizes = [layer["numel"] for bucket in buckets for layer in bucket["layers"]]
-    model = covered.within_model(names, sizes)
+    model = {layer["name"]: layer["numel"] for bucket in buckets for layer in bucket["layers"]}
     sent, wire, numel = np.zeros(ranks), np.zeros(ranks), 0
     for bucket in buckets:
         layers = [(layer["name"], layer["numel"]) for layer in bucket["layers"]]
-        own = _covered(model, layers)
+        own = _covered(covered, model, layers)
         if not own:
             continue
         own_names, own_sizes = [name for name, _ in own], [size for _, size in own]
-        compressor = get_compressor(bucket["compressor"]).within_model(names, sizes).within(own_names, own_sizes)
+        compressor = get_compressor(bucket["compressor"]).bind(own_names, own_sizes, model=model)
         scheme = bind(compressor, bucket["collective"])
         numel += sum(own_sizes)
         for rank in range(ranks):
@@ -63,10 +61,10 @@ def coded_bytes(buckets: Sequence[Mapping[str, Any]], covered: LGC, ranks: int, 
     }
 
 
-def _covered(model: LGC, layers: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+def _covered(covered: LGC, model: Mapping[str, int], layers: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     """Return those parameters of a bucket whose selected values travel in a code."""
     names, sizes = [name for name, _ in layers], [size for _, size in layers]
-    parts = model.within(names, sizes).selected(sum(sizes)).parts
+    parts = covered.bind(names, sizes, model=model).selected(sum(sizes)).parts
     found, start = [], 0
     for name, size in layers:
         if any(part.travels == "coded" and part.start <= start < part.stop for part in parts):

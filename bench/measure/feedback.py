@@ -40,7 +40,7 @@ class Selecting:
     context: Context = field(default_factory=Context)
 
     def __post_init__(self) -> None:
-        compressor = self.compressor.within(["gradient"], [self.numel])
+        compressor = self.compressor.bind(["gradient"], [self.numel])
         assert isinstance(compressor, Sparsifier | SharedSparsifier | Quantiser)
         self.compressor = compressor
 

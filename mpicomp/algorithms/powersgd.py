@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from math import isqrt, prod
+from math import prod
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mpicomp.algorithms.matrix_batches import Matrix, multiply, orthonormal, stacked
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, undelivered
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Compressor, Context, Selection, check_choice, check_range
+from mpicomp.compressors.base import Compressor, Context, Selection, bound, check_choice, check_range
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.kernels import cpu
@@ -71,7 +71,7 @@ class PowerSGD(Compressor):
 
     Examples
     --------
-    >>> compressor = PowerSGD(rank=2).within(["w", "b"], [64 * 32, 64], [(64, 32), (64,)])
+    >>> compressor = PowerSGD(rank=2).bind(["w", "b"], [64 * 32, 64], [(64, 32), (64,)])
     >>> compressor.matrices
     (Matrix(start=0, rows=64, columns=32, rank=2),)
     """
@@ -93,6 +93,8 @@ class PowerSGD(Compressor):
     iterations: int = 1
     rows: int | None = None
     wire: str | None = field(default=None, kw_only=True)
+    matrices: tuple[Matrix, ...] = bound(())
+    """What is compressed; nothing, before shapes are known."""
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 1), ("start_step", 0), ("iterations", 1)):
@@ -116,24 +118,22 @@ class PowerSGD(Compressor):
         """What the projection leaves out has to be kept."""
         return True
 
-    @property
-    def settled(self) -> "PowerSGD":
-        """Return one that compresses from the first step on."""
-        return replace(self, start_step=0)
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        """What is compressed; nothing, before shapes are known."""
-        return ()
-
     def wire_bytes_per_element(self, itemsize: int) -> float:
         """Return both factors' elements for a square matrix of 2**20."""
         side = 1 << 10
         rows = min(self.rows or side, side)
         return (1 / rows + 1 / side) * self.rank * self.iterations * (itemsize if self.wire is None else 2)
 
-    def within(self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> "PowerSGD":
-        """Return the compressor for a bucket of these parameters; see `Compressor.within`."""
+    def bind(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]] = (),
+        *,
+        model: Mapping[str, int] | None = None,
+        warm_up: bool = True,
+    ) -> "PowerSGD":
+        """Find the bucket's matrices; see `Compressor.bind`."""
         found, start = [], 0
         for name, size, shape in zip(names, sizes, shapes or [(size,) for size in sizes], strict=True):
             if len(shape) > 1 and size:
@@ -146,7 +146,7 @@ class PowerSGD(Compressor):
                     if (rank := self._rank_within(name, own, columns))
                 ]
             start += size
-        return _Shaped(**_parameters(self), found=tuple(found))
+        return replace(self, start_step=self.start_step if warm_up else 0, matrices=tuple(found))
 
     def _rank_within(self, name: str, rows: int, columns: int) -> int:
         """Return the rank at which a matrix is sent; 0 where it travels dense."""
@@ -159,34 +159,9 @@ class PowerSGD(Compressor):
         return next((own for pattern, own in (self.layers or {}).items() if fnmatchcase(name, pattern)), self.rank)
 
 
-@dataclass(frozen=True, repr=False)
-class _Shaped(PowerSGD):
-    """PowerSGD for one bucket, its matrices known."""
-
-    found: tuple[Matrix, ...] = field(default=(), kw_only=True)
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        return self.found
-
-    def of_length(self, numel: int) -> PowerSGD:
-        if not self.found:
-            return self  # dense, whatever the length
-        rows = isqrt(numel)
-        return self.within([""], [rows * (numel // rows)], [(rows, numel // rows)])
-
-    def get_config(self) -> dict[str, Any]:
-        return {"id": self.id} | _parameters(self)
-
-
 def _check_least(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigurationError(f"powersgd: {name} must be an integer of at least {least}, got {value!r}")
-
-
-def _parameters(compressor: PowerSGD) -> dict[str, Any]:
-    names = ("rank", "min_compression_rate", "start_step", "warm_start", "layers", "iterations", "rows", "wire")
-    return {name: getattr(compressor, name) for name in names}
 
 
 @register

@@ -9,11 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.old_hooks import OldHooks
 from mpicomp.compressors.wire import INDICES, VALUES, Wire, compact
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.kernels import cpu
 from mpicomp.rounds import Group
 from mpicomp.workspace import Workspace
+
+_BOUND = "bound"
 
 
 @dataclass
@@ -87,7 +90,7 @@ class Entry:
 
 
 @dataclass(frozen=True, repr=False)
-class Compressor(ABC):
+class Compressor(OldHooks, ABC):
     """A frozen dataclass whose fields are its parameters, each with a default.
 
     Two compressors are equal when their configurations are. State that lives from step to step is not kept here
@@ -176,28 +179,29 @@ class Compressor(ABC):
         """What happens to gradients before they are added to the residual: nothing, if not said otherwise."""
         return Entry()
 
-    @property
-    def settled(self) -> "Compressor":
-        """Itself; where its first steps are others than the later ones, one that does at once what it does later."""
-        return self
-
-    def within_model(self, names: Sequence[str], sizes: Sequence[int]) -> "Compressor":
-        """Return the compressor for buckets of a model with these parameters: itself, unless others matter to it."""
-        return self
-
-    def within(
-        self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()
+    def bind(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]] = (),
+        *,
+        model: Mapping[str, int] | None = None,
+        warm_up: bool = True,
     ) -> "Compressor":
-        """Return the compressor for a bucket of these parameters: itself, unless their names or shapes matter to it.
+        """Return the compressor for a bucket of these parameters: itself, unless they matter to it.
 
-        Without shapes each has one dimension.
-        """
-        return self
+        What it learns about them goes into fields made by `bound`, so that binding it again is allowed.
 
-    def of_length(self, numel: int) -> "Compressor":
-        """Return the compressor for an array of another length than its bucket's, on which its speed can be measured.
-
-        Itself, unless it is bound to the shapes of its bucket.
+        Parameters
+        ----------
+        names, sizes : sequence of str, of int
+            The bucket's parameters, in order.
+        shapes : sequence of tuple of int
+            Their shapes; where they are left out each has one dimension.
+        model : mapping of str to int, optional
+            Names and sizes of all parameters of the model, the bucket's among them; the bucket where left out.
+        warm_up : bool
+            If not, the compressor does at once what it otherwise does after its first steps.
         """
         return self
 
@@ -226,8 +230,14 @@ class Compressor(ABC):
 
 
 def _parameters(compressor: Compressor | type[Compressor]) -> list[Field[Any]]:
-    """Return a compressor's fields: its own first, then those that many have."""
-    return sorted(fields(compressor), key=lambda entry: bool(entry.kw_only))
+    """Return a compressor's parameters: its own first, then those that many have."""
+    parameters = [entry for entry in fields(compressor) if _BOUND not in entry.metadata]
+    return sorted(parameters, key=lambda entry: bool(entry.kw_only))
+
+
+def bound(default: Any) -> Any:
+    """Make a field for what `Compressor.bind` finds out about a bucket: it is no parameter, and in no configuration."""
+    return field(default=default, kw_only=True, metadata={_BOUND: True})
 
 
 @dataclass

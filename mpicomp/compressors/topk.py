@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context, Selection, Sparsifier, check_ratio, kept
+from mpicomp.compressors.base import Context, Selection, Sparsifier, bound, check_ratio, kept
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
@@ -40,7 +40,7 @@ class TopK(Sparsifier):
     --------
     >>> TopK(ratio=0.01).count(1000)
     10
-    >>> compressor = TopK(ratio=0.01, layers={"*.bias": 1.0}).within(["fc.weight", "fc.bias"], [1000, 10])
+    >>> compressor = TopK(ratio=0.01, layers={"*.bias": 1.0}).bind(["fc.weight", "fc.bias"], [1000, 10])
     >>> compressor.count(1010)
     20
     >>> TopK(ratio=1.5)
@@ -55,6 +55,8 @@ class TopK(Sparsifier):
 
     ratio: float = 0.01
     layers: Mapping[str, float] | None = None
+    parts: tuple[tuple[int, int], ...] = bound(())
+    """Elements and k of each selection in a bucket, where parts of it have ratios of their own."""
 
     @classmethod
     def suggested(cls) -> "list[TopK]":
@@ -70,8 +72,16 @@ class TopK(Sparsifier):
             ratios = {str(name): check_ratio(f"topk: layers['{name}']", own) for name, own in self.layers.items()}
             object.__setattr__(self, "layers", ratios)
 
-    def within(self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> "TopK":
-        """Return the compressor for a bucket of these parameters; see `Compressor.within`."""
+    def bind(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]] = (),
+        *,
+        model: Mapping[str, int] | None = None,
+        warm_up: bool = True,
+    ) -> "TopK":
+        """Find the parts that have ratios of their own; see `Compressor.bind`."""
         if not self.layers:
             return self
         parts: list[tuple[int, float, bool]] = []  # elements, ratio, whether a pattern gave it
@@ -81,7 +91,7 @@ class TopK(Sparsifier):
                 parts[-1] = (parts[-1][0] + size, self.ratio, False)
             else:
                 parts.append((size, self.ratio if own is None else own, own is not None))
-        return _Layered(**_parameters(self), parts=tuple((size, kept(ratio, size)) for size, ratio, _ in parts))
+        return replace(self, parts=tuple((size, kept(ratio, size)) for size, ratio, _ in parts))
 
     def count(self, numel: int) -> int:
         """Return k."""
@@ -97,21 +107,9 @@ class TopK(Sparsifier):
         return largest_of_parts(accumulated, context, parts)
 
     def _parts(self, numel: int) -> Sequence[tuple[int, int]]:
-        """Return elements and k of every selection."""
-        return [(numel, kept(self.ratio, numel))]
-
-
-@dataclass(frozen=True, repr=False)
-class _Layered(TopK):
-    """Top-k for one bucket, its parts known."""
-
-    parts: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
-
-    def get_config(self) -> dict[str, Any]:
-        return {"id": self.id} | _parameters(self)
-
-    def _parts(self, numel: int) -> Sequence[tuple[int, int]]:
-        return self.parts
+        """Return elements and k of every selection in its bucket, or in any array of another length."""
+        own = bool(self.parts) and sum(size for size, _ in self.parts) == numel
+        return self.parts if own else [(numel, kept(self.ratio, numel))]
 
 
 def largest_of_parts(accumulated: Accumulated, context: Context, parts: Sequence[tuple[int, int, int]]) -> Selection:
@@ -160,7 +158,3 @@ def _remembered(context: Context, key: str, default: float, parts: int) -> list[
     """Return a number for every part, as the step before left them if it had as many parts."""
     numbers: list[float] = context.memory.get(key, [])
     return numbers if len(numbers) == parts else [default] * parts
-
-
-def _parameters(compressor: TopK) -> dict[str, Any]:
-    return {name: getattr(compressor, name) for name in ("wire", "indices", "ratio", "layers")}

@@ -1,6 +1,7 @@
 """What schemes do themselves, between rounds: measured alone, on short arrays, and taken to grow with their length."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from mpicomp.rounds import Group
 from mpicomp.transport.local import LocalWorld
 from mpicomp.workspace import Workspace
 
-_NUMELS = (1 << 14, 1 << 18)
+_NUMELS = (1 << 14, 1 << 18)  # squares, which is what a compressor of matrices is measured on
 _WARM, _TIMED = 3, 3  # steps
 
 
@@ -54,14 +55,16 @@ def measure_alone(
         Gives seconds. On that of a simulated network own work takes none.
     """
     few, many = _NUMELS
-    short, long = (_median(scheme, numel, feedback, clock) for numel in _NUMELS)
+    scheme_few, scheme_many = _bound(scheme, few), _bound(scheme, many)
+    short, long = _median(scheme_few, few, feedback, clock), _median(scheme_many, many, feedback, clock)
     per_kept = 0.0
     if other is not None:
-        counts = [each.compressor.expected(many) for each in (scheme, other)]
-        per_kept = max(0.0, (_median(other, many, feedback, clock) - long) / (counts[1] - counts[0]))
+        other_many = _bound(other, many)
+        counts = [each.compressor.expected(many) for each in (scheme_many, other_many)]
+        per_kept = max(0.0, (_median(other_many, many, feedback, clock) - long) / (counts[1] - counts[0]))
         # What a length takes apart from what is kept of it cannot be less than nothing.
         per_kept = min(per_kept, 0.9 * long / counts[0])
-        short -= per_kept * scheme.compressor.expected(few)
+        short -= per_kept * scheme_few.compressor.expected(few)
         long -= per_kept * counts[0]
     per_element = max(long - short, 0.1 * long) / (many - few)
     return max(short - few * per_element, 0.0), per_element, per_kept
@@ -74,10 +77,13 @@ def _arrays(numel: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     return random.laplace(size=numel).astype(np.float32), random.laplace(size=numel).astype(np.float32)
 
 
+def _bound(scheme: Scheme[Any], numel: int) -> Scheme[Any]:
+    """Return a scheme for one square matrix, without the first steps in which its compressor does something else."""
+    side = math.isqrt(numel)
+    return bind(scheme.compressor.bind(["gradient"], [numel], [(side, side)], warm_up=False), scheme.id)
+
+
 def _median(scheme: Scheme[Any], numel: int, feedback: bool, clock: Callable[[], float]) -> float:
-    compressor = scheme.compressor.settled.of_length(numel)
-    if compressor is not scheme.compressor:
-        scheme = bind(compressor, scheme.id)
     transport = LocalWorld(1).transports[0]
     gradient, residual = _arrays(numel)
     buffer = np.empty(numel + TAIL, np.float32)

@@ -203,7 +203,7 @@ class Accordion(Adaptive):
         kept = sum(size * ratios[name] for name, size in zip(shape.names, shape.sizes, strict=True))
         patterns = {glob.escape(part): ratio for part, ratio in ratios.items()}
         layered = replace(self.compressor, ratio=kept / shape.numel, layers=patterns)  # type: ignore[call-arg]
-        return layered.within(shape.names, shape.sizes, shape.shapes)
+        return layered.bind(shape.names, shape.sizes, shape.shapes)
 
     def _has_dropped(self, lr: float | None) -> bool:
         if lr is None:

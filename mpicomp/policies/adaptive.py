@@ -67,7 +67,7 @@ class Adaptive(Policy):
         self._shapes = list(shapes)
         ladders = []
         for shape in shapes:
-            own = [level.within(shape.names, shape.sizes, shape.shapes) for level in self.levels()]
+            own = [level.bind(shape.names, shape.sizes, shape.shapes) for level in self.levels()]
             names = [[self._pinned] if self._pinned else names_for(level, transport.group, whole=True) for level in own]
             ladders.append([*zip(own, names, strict=True), (Dense(), names_for(Dense(), transport.group))])
         yield from self._carriers.start(ladders, shapes, transport)

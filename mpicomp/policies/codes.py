@@ -12,7 +12,7 @@ from mpicomp.collectives import bind
 from mpicomp.compressors import Learner, get_compressor
 from mpicomp.cost import CostModel, measure_kernels, seen_by_some
 from mpicomp.policies.balance import Balance
-from mpicomp.policies.policy import Shape
+from mpicomp.policies.policy import Shape, model_of
 from mpicomp.rounds import Asked, Group, Round
 from mpicomp.transport.base import Transport
 
@@ -206,9 +206,7 @@ class Codes:
         return seconds
 
     def _placed(self, code: Learner, shape: Shape) -> Learner:
-        names = [name for own in self._shapes for name in own.names]
-        sizes = [size for own in self._shapes for size in own.sizes]
-        placed = code.within_model(names, sizes).within(shape.names, shape.sizes, shape.shapes)
+        placed = code.bind(shape.names, shape.sizes, shape.shapes, model=model_of(self._shapes))
         return cast(Learner, placed)
 
 

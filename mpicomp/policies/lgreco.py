@@ -207,7 +207,7 @@ class LGreCo(Adaptive):
             adjusted = all(self._instead.get(name) == setting for name, setting in own.items()) and bool(own)
             chosen = {name: self._chosen[name] for name in own} if adjusted else own
             reason = self._reason if adjusted else "every layer alike"
-            plan = self._plans[bucket] = base, table.within(base, chosen), reason
+            plan = self._plans[bucket] = base, table.compressor(base, chosen), reason
         return plan[1], "; ".join(filter(None, (why, plan[2])))
 
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:

@@ -211,6 +211,11 @@ class Policy(ABC):
         return cls(**settings)
 
 
+def model_of(shapes: Sequence[Shape]) -> dict[str, int]:
+    """Return names and sizes of all parameters, as `Compressor.bind` takes them."""
+    return {name: size for shape in shapes for name, size in zip(shape.names, shape.sizes, strict=True)}
+
+
 def feedback_of(compressor: Compressor, feedback: bool | None) -> bool:
     """Return whether there are residuals, and refuse what a compressor cannot do with or without them."""
     chosen = compressor.feedback if feedback is None else feedback

@@ -131,7 +131,7 @@ class Schedule(Adaptive):
         before = self._current.get(bucket)
         if before is None or before[0] != ratio:
             shape = self._shapes[bucket]
-            compressor = at_ratio(self.compressor, ratio).within(shape.names, shape.sizes, shape.shapes)
+            compressor = at_ratio(self.compressor, ratio).bind(shape.names, shape.sizes, shape.shapes)
             self._current[bucket] = before = ratio, compressor
         ends = "the end of the ramp" if ratio == self.end else f"step {self._done} of the ramp"
         return before[1], f"ratio {ratio:.4g}, {ends}"

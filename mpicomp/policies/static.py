@@ -10,7 +10,7 @@ from mpicomp.collectives import bind, fitting
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.policies.carriers import Carriers, names_for
-from mpicomp.policies.policy import Named, Plan, Policy, Shape, StepReport, feedback_of
+from mpicomp.policies.policy import Named, Plan, Policy, Shape, StepReport, feedback_of, model_of
 from mpicomp.registry import register
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
@@ -51,10 +51,9 @@ class Static(Policy):
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`."""
         ladders: list[list[tuple[Compressor, list[str]]]] = []
-        names = [name for shape in shapes for name in shape.names]
-        compressor = self.compressor.within_model(names, [size for shape in shapes for size in shape.sizes])
+        model = model_of(shapes)
         for shape in shapes:
-            own = compressor.within(shape.names, shape.sizes, shape.shapes)
+            own = self.compressor.bind(shape.names, shape.sizes, shape.shapes, model=model)
             names_of_own = [self._pinned] if self._pinned else names_for(own, transport.group, whole=True)
             levels: list[tuple[Compressor, list[str]]] = [(own, names_of_own)]
             if self._pinned is None and own != Dense() and own.replaceable:

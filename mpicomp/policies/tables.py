@@ -67,7 +67,7 @@ class Table(ABC):
         """Return the bytes of a whole message with one setting for each layer."""
 
     @abstractmethod
-    def within(self, base: Compressor, chosen: Mapping[str, Any]) -> Compressor:
+    def compressor(self, base: Compressor, chosen: Mapping[str, Any]) -> Compressor:
         """Return a compressor for this bucket with these settings, and its own for the rest."""
 
 
@@ -138,7 +138,7 @@ class _Selections(Table):
         count = sum(kept(ratio, size) for ratio, size in zip(chosen, self._shape.sizes, strict=True))
         return self._message(count, base)
 
-    def within(self, base: Any, chosen: Mapping[str, Any]) -> Compressor:
+    def compressor(self, base: Any, chosen: Mapping[str, Any]) -> Compressor:
         return _within(base, chosen, self._shape)
 
     def _counts(self, settings: Sequence[Column]) -> NDArray[np.int64]:
@@ -157,7 +157,7 @@ class _Matrices(Table):
 
     def __init__(self, compressor: Any, shape: Shape, span: float) -> None:
         self._shape = shape
-        found = {matrix.start: matrix for matrix in compressor.within(shape.names, shape.sizes, shape.shapes).matrices}
+        found = {matrix.start: matrix for matrix in compressor.bind(shape.names, shape.sizes, shape.shapes).matrices}
         starts = np.cumsum([0, *shape.sizes])[:-1].tolist()
         self._matrices = {name: found[start] for name, start in zip(shape.names, starts, strict=True) if start in found}
         self._ranks: list[tuple[int, int]] = []
@@ -213,7 +213,7 @@ class _Matrices(Table):
     def nbytes(self, chosen: Sequence[Any], base: Any) -> float:
         return float(sum(own[0] for own in self.sizes([np.array([rank]) for rank in chosen], base)))
 
-    def within(self, base: Any, chosen: Mapping[str, Any]) -> Compressor:
+    def compressor(self, base: Any, chosen: Mapping[str, Any]) -> Compressor:
         return _within(base, chosen, self._shape)
 
 
@@ -222,4 +222,4 @@ def _within(base: Compressor, chosen: Mapping[str, Any], shape: Shape) -> Compre
     config = base.get_config()
     layers = {glob.escape(name): own for name, own in chosen.items()} | (config["layers"] or {})
     made = get_compressor(config | {"layers": layers or None})
-    return made.within(shape.names, shape.sizes, shape.shapes)
+    return made.bind(shape.names, shape.sizes, shape.shapes)

@@ -1,6 +1,6 @@
 """AMSGrad whose ranks exchange sketches of their momenta."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -169,8 +169,14 @@ class _Preconditioned(CountSketch):
     variance_of: Callable[[str], torch.Tensor] = field(kw_only=True)
     names: tuple[str, ...] = field(default=(), kw_only=True)
 
-    def within(
-        self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()
+    def bind(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]] = (),
+        *,
+        model: Mapping[str, int] | None = None,
+        warm_up: bool = True,
     ) -> "_Preconditioned":
         return replace(self, names=tuple(names))
 

@@ -213,7 +213,7 @@ def test_bytes_executed_are_those_of_rounds_in_every_phase(settings, ranks, dtyp
         world.run([reducer.rounds(arrays) for reducer, arrays in zip(reducers, own, strict=True)])
         if step == 0:
             continue  # ranks agree first
-        placed = lgc(**settings).within(list(SHAPES), [int(np.prod(shape)) for shape in SHAPES.values()])
+        placed = lgc(**settings).bind(list(SHAPES), [int(np.prod(shape)) for shape in SHAPES.values()])
         scheme = bind(placed, "learned")
         for end in world.transports:
             expected = scheme.rounds(1053, np.dtype(dtype), end.group, step)

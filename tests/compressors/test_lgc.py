@@ -35,7 +35,7 @@ def test_laws(compressor, place):
 
 def parts(compressor, sizes):
     names = list(sizes)
-    placed = compressor.within(names, list(sizes.values()))
+    placed = compressor.bind(names, list(sizes.values()))
     return placed.selected(sum(sizes.values())).parts
 
 
@@ -76,15 +76,16 @@ def test_what_is_coded_is_in_one_piece():
 
 def test_buckets_of_a_model_know_its_layers():
     names, sizes = ["out", "c", "b", "a", "in"], [500, 9000, 9000, 9000, 20]
-    model = LGC(ratio=0.1).within_model(names, sizes)
-    own = [model.within(names[start:stop], sizes[start:stop]) for start, stop in ((0, 2), (2, 3), (3, 5))]
+    model = dict(zip(names, sizes, strict=True))
+    own = [
+        LGC(ratio=0.1).bind(names[start:stop], sizes[start:stop], model=model)
+        for start, stop in ((0, 2), (2, 3), (3, 5))
+    ]
     travels = [
         [part.travels for part in each.selected(sum(p.stop - p.start for p in each.parts)).parts] for each in own
     ]
     assert travels == [["sparse", "coded"], ["coded"], ["coded", "dense"]]
-    assert all(
-        each == LGC(ratio=0.1).within_model(names, sizes).within(*which) for each, which in [(own[1], (["b"], [9000]))]
-    )
+    assert own[1] == own[0].bind(["b"], [9000])  # the model is known already
     assert own[0].get_config() == LGC(ratio=0.1).get_config()
 
 
@@ -97,7 +98,7 @@ def test_the_list_of_what_is_sent():
 
 def test_an_array_of_another_length_is_one_layer():
     """A cost model measures a bucket's compressor on arrays of its own."""
-    placed = LGC(ratio=0.1).within(["out", "mid", "in"], [100, 10_000, 10])
+    placed = LGC(ratio=0.1).bind(["out", "mid", "in"], [100, 10_000, 10])
     assert placed.selected(5000).parts == (Part(0, 5000, 500, "coded"),)
 
 
@@ -221,15 +222,15 @@ def test_what_it_costs_once_is_in_no_step():
     assert once == [0, 4 * weights / 2, 0, 0]
 
 
-def test_settled():
-    """At the second step there is a code."""
-    compressor = LGC(ratio=0.3, code="linear", instance="server").settled
+def test_without_its_first_steps_there_is_a_code_at_the_second_one():
+    compressor = LGC(ratio=0.3, code="linear", instance="server").bind([], [], warm_up=False)
     together = Ranks(2, compressor, "learned")
     for _ in range(2):
         together.reduce([{"w": np.ones(1000, np.float32)} for _ in range(2)])
     assert "lgc: linear code, server" in together.reducers[0].last_step.buckets[0].reason
-    placed = LGC().within(["out", "mid", "in"], [100, 10_000, 10])
-    assert placed.settled.selected(10_110) == placed.selected(10_110)
+    placed = LGC().bind(["out", "mid", "in"], [100, 10_000, 10])
+    settled = LGC().bind(["out", "mid", "in"], [100, 10_000, 10], warm_up=False)
+    assert settled.selected(10_110) == placed.selected(10_110)
 
 
 def test_nothing_comes_between_while_it_learns():

@@ -101,7 +101,7 @@ def test_matrices_of_one_shape_go_together_and_are_what_each_is_alone(rank):
             basis = gram_schmidt(np.mean([matrix @ factor for matrix in own], axis=0))
             factor = np.mean([matrix.T @ basis for matrix in own], axis=0)
         np.testing.assert_allclose(means[2][name], basis @ factor.T, rtol=1e-3, atol=1e-4)
-    assert [stack.count for stack in stacked(compressor.within(*described(TWINS)).matrices)] == [3, 1, 1]
+    assert [stack.count for stack in stacked(compressor.bind(*described(TWINS)).matrices)] == [3, 1, 1]
 
 
 def described(shapes):
@@ -158,11 +158,11 @@ def test_bytes_grow_with_the_iterations():
     assert record.layers.ratios[0] == 3 * 46 / 240
     assert mpicomp.PowerSGD(iterations=3).wire_bytes_per_element(4) == 3 * mpicomp.PowerSGD().wire_bytes_per_element(4)
     # An iteration more, and half as much is not saved any more.
-    assert mpicomp.PowerSGD(iterations=2).within(*described(SHAPES)).matrices == (
+    assert mpicomp.PowerSGD(iterations=2).bind(*described(SHAPES)).matrices == (
         Matrix(0, 6, 40, 1),
         Matrix(247, 12, 27, 1),
     )
-    assert mpicomp.PowerSGD(iterations=3).within(*described(SHAPES)).matrices == (Matrix(247, 12, 27, 1),)
+    assert mpicomp.PowerSGD(iterations=3).bind(*described(SHAPES)).matrices == (Matrix(247, 12, 27, 1),)
 
 
 def test_a_bucket_without_a_matrix_goes_dense_and_the_record_says_so():
@@ -207,7 +207,7 @@ def test_a_matrix_whose_rank_changes_goes_on_where_it_was(before, after):
     matrix = np.diag([8.0, 4, 2, 1, 0.5, 0.25]).astype(np.float32)
     memory = {}
     for step, rank in enumerate([before] * 30 + [after]):
-        compressor = mpicomp.PowerSGD(rank=rank, min_compression_rate=0.1).within(["w"], [36], [(6, 6)])
+        compressor = mpicomp.PowerSGD(rank=rank, min_compression_rate=0.1).bind(["w"], [36], [(6, 6)])
         scheme = bind(compressor, "low-rank")
         accumulated = Accumulated(np.empty(36 + TAIL, np.float32), None, [Piece(0, matrix)])
         world = LocalWorld(1)
@@ -220,24 +220,24 @@ def test_a_matrix_whose_rank_changes_goes_on_where_it_was(before, after):
 def test_what_is_compressed_is_what_pytorch_compresses():
     names, shapes = list(SHAPES), list(SHAPES.values())
     sizes = [int(np.prod(shape)) for shape in shapes]
-    found = mpicomp.PowerSGD(rank=1).within(names, sizes, shapes).matrices
+    found = mpicomp.PowerSGD(rank=1).bind(names, sizes, shapes).matrices
     assert found == (Matrix(0, 6, 40, 1), Matrix(247, 12, 27, 1))
-    assert mpicomp.PowerSGD(rank=3).within(names, sizes, shapes).matrices == (Matrix(247, 12, 27, 3),)
-    assert mpicomp.PowerSGD(rank=3, min_compression_rate=0.5).within(names, sizes, shapes).matrices[-1].rank == 2
-    assert mpicomp.PowerSGD().within(names, sizes).matrices == ()
+    assert mpicomp.PowerSGD(rank=3).bind(names, sizes, shapes).matrices == (Matrix(247, 12, 27, 3),)
+    assert mpicomp.PowerSGD(rank=3, min_compression_rate=0.5).bind(names, sizes, shapes).matrices[-1].rank == 2
+    assert mpicomp.PowerSGD().bind(names, sizes).matrices == ()
 
 
 def test_a_rank_for_every_layer():
     names, shapes = list(SHAPES), list(SHAPES.values())
     sizes = [int(np.prod(shape)) for shape in shapes]
     compressor = mpicomp.PowerSGD(rank=1, layers={"con*": 3, "c*": 2, "b": 5, "small": 9})
-    found = compressor.within(names, sizes, shapes)
+    found = compressor.bind(names, sizes, shapes)
     # The first pattern that matches counts; what is not worth it and what is no matrix stay dense.
     assert found.matrices == (Matrix(0, 6, 40, 1), Matrix(247, 12, 27, 3))
     assert mpicomp.get_compressor(compressor.get_config()) == compressor
     assert found.get_config() == compressor.get_config()
-    plain = mpicomp.PowerSGD(rank=3).within(names, sizes, shapes)
-    assert mpicomp.PowerSGD(rank=7, layers={"*": 3}).within(names, sizes, shapes).matrices == plain.matrices
+    plain = mpicomp.PowerSGD(rank=3).bind(names, sizes, shapes)
+    assert mpicomp.PowerSGD(rank=7, layers={"*": 3}).bind(names, sizes, shapes).matrices == plain.matrices
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -89,7 +89,7 @@ def by_layer(array, sizes, ratios):
 @pytest.mark.parametrize("cuts", [(), (500, 520, 1000), (100, 510)], ids=["whole", "layers", "across"])
 def test_a_ratio_for_every_layer(dtype, cuts):
     names, sizes = ["conv.weight", "conv.bias", "embedding.weight", "fc.weight", "out.weight"], [500, 20, 480, 700, 300]
-    compressor = TopK(ratio=0.05, layers={"*.bias": 1.0, "embedding.*": 0.01}).within(names, sizes)
+    compressor = TopK(ratio=0.05, layers={"*.bias": 1.0, "embedding.*": 0.01}).bind(names, sizes)
     # What no pattern matches is one selection wherever it stands together.
     parts, ratios = [500, 20, 480, 1000], [0.05, 1.0, 0.01, 0.05]
     rng = np.random.default_rng(4)
@@ -105,8 +105,8 @@ def test_a_ratio_for_every_layer(dtype, cuts):
 def test_layers_are_part_of_the_configuration():
     compressor = TopK(ratio=0.1, layers={"a": 0.5})
     assert get_compressor(compressor.get_config()) == compressor
-    assert compressor.within(["a", "b"], [10, 10]).get_config() == compressor.get_config()
-    assert TopK().within(["a"], [10]) == TopK()
+    assert compressor.bind(["a", "b"], [10, 10]).get_config() == compressor.get_config()
+    assert TopK().bind(["a"], [10]) == TopK()
     with pytest.raises(ConfigurationError, match=r"topk: layers\['a'\]: ratio is the kept fraction"):
         TopK(layers={"a": 2})
     with pytest.raises(ConfigurationError, match="topk: layers must map names to ratios"):

@@ -47,7 +47,7 @@ def test_a_compressor_with_ratios_of_layers_is_for_lgreco_and_accordion():
         ratio: float = 0.05
         layers: dict | None = None
 
-        def within(self, names, sizes, shapes=()):
+        def bind(self, names, sizes, shapes=(), **rest):
             return self
 
         def count(self, numel):

@@ -4,18 +4,18 @@ What is here says what is selected and how it is coded; `mpicomp.algorithms.lgc.
 """
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import groupby, product
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from mpicomp.algorithms.lgc.autoencoder import Autoencoder
 from mpicomp.algorithms.lgc.learned_code import LearnedCode
 from mpicomp.algorithms.lgc.linear_code import LinearCode
-from mpicomp.compressors.base import Learner, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.base import Learner, bound, check_choice, check_range, check_ratio, kept
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
@@ -163,7 +163,7 @@ class LGC(Learner):
     Examples
     --------
     >>> names, sizes = ["out.weight", "out.bias", "mid.weight", "in.weight"], [90, 10, 19_850, 50]
-    >>> compressor = LGC(ratio=0.01).within(names, sizes)
+    >>> compressor = LGC(ratio=0.01).bind(names, sizes)
     >>> [(part.kept, part.travels) for part in compressor.selected(20_000).parts]
     [(1, 'sparse'), (199, 'coded'), (50, 'dense')]
     """
@@ -190,6 +190,10 @@ class LGC(Learner):
     passes: int = 4
     backward: bool = True
     wire: str | None = None
+    exceptions: tuple[str | None, str | None] | None = bound(None)
+    """Names of the model's layers that travel dense, and sparse; None before the model is known."""
+    parts: tuple[Part, ...] = bound(())
+    """What is sent of a bucket."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", check_ratio("lgc", self.ratio))
@@ -231,11 +235,6 @@ class LGC(Learner):
         return False
 
     @property
-    def settled(self) -> "LGC":
-        """Return one that has a code at its second step, if it ever has: what that takes is what later steps take."""
-        return self if self == self.learning else replace(self, dense_steps=0, training_steps=1)
-
-    @property
     def at_once(self) -> "LGC":
         """Return one without the first phase."""
         return replace(self, dense_steps=0)
@@ -274,28 +273,51 @@ class LGC(Learner):
         signs = coded / 8 if self.signs else 0
         return (code + innovation + signs + index_bytes(selected.indices, numel)) / numel
 
-    def within(self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> "LGC":
-        """Return the compressor for a bucket of these parameters; see `Compressor.within`.
+    def bind(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]] = (),
+        *,
+        model: Mapping[str, int] | None = None,
+        warm_up: bool = True,
+    ) -> "LGC":
+        """Find what travels dense, sparse and coded in a bucket; see `Compressor.bind`.
 
-        Where `within_model` was not asked the bucket is taken for the whole model.
+        Without ``warm_up`` it has a code at its second step, if it ever has: what that takes is what later steps take.
         """
-        return self.within_model(names, sizes).within(names, sizes, shapes)
-
-    def within_model(self, names: Sequence[str], sizes: Sequence[int]) -> "LGC":
-        """Return the compressor for buckets of a model with these parameters; see `Compressor.within_model`."""
+        made = self
+        if not warm_up and self != self.learning:
+            made = replace(self, dense_steps=0, training_steps=1)
+        exceptions = made.exceptions
+        if model is not None or exceptions is None:
+            exceptions = made._exceptions_of(model if model is not None else dict(zip(names, sizes, strict=True)))
         layers = [(name, sum(own)) for name, own in _layers(names, sizes)]
+        coded = [place for place, (name, _) in enumerate(layers) if name not in exceptions]
+        parts, start = [], 0
+        for place, (name, size) in enumerate(layers):
+            # What is coded is in one piece, even if parameters of these layers stand in between.
+            between = bool(coded) and coded[0] <= place <= coded[-1]
+            travels = "coded" if between else "dense" if name == exceptions[0] else "sparse"
+            parts.append(Part(start, start + size, size if travels == "dense" else kept(self.ratio, size), travels))
+            start += size
+        parts = [part for part in parts if part.stop > part.start]
+        return replace(made, exceptions=exceptions, parts=tuple(parts))
+
+    def _exceptions_of(self, model: Mapping[str, int]) -> tuple[str | None, str | None]:
+        """Return the names of the layers of a model that travel dense, and sparse."""
+        layers = [(name, sum(own)) for name, own in _layers(list(model), list(model.values()))]
         if not self.backward:
             layers.reverse()
-        dense = sparse = None
-        if len(layers) >= _LAYERS:
-            sparse, (first, size) = layers[0][0], layers[-1]
-            dense = first if size < _FEW * sum(sizes) else None
-        own = {entry.name: getattr(self, entry.name) for entry in fields(LGC)}
-        return _Placed(**own, dense=dense, sparse=sparse)
+        if len(layers) < _LAYERS:
+            return None, None
+        first, size = layers[-1]
+        return first if size < _FEW * sum(model.values()) else None, layers[0][0]
 
     def selected(self, numel: int) -> Selected:
-        """Return what is sent of a bucket of ``numel`` elements."""
-        return Selected((Part(0, numel, kept(self.ratio, numel), "coded"),))
+        """Return what is sent of its bucket, or of any array of another length."""
+        own = bool(self.parts) and self.parts[-1].stop == numel
+        return Selected(self.parts if own else (Part(0, numel, kept(self.ratio, numel), "coded"),))
 
     def make_code(self, workspace: Workspace, seed: int = 0) -> LearnedCode:
         """Make a code that has learned nothing yet."""
@@ -310,35 +332,6 @@ class LGC(Learner):
                 "lgc: code='autoencoder' is trained with torch, which is not installed; install it, or use "
                 "code='linear'"
             )
-
-
-@dataclass(frozen=True, repr=False)
-class _Placed(LGC):
-    """LGC for a model, whose exceptions are known by name, and for one of its buckets, whose parts are known."""
-
-    dense: str | None = field(default=None, kw_only=True)
-    sparse: str | None = field(default=None, kw_only=True)
-    parts: tuple[Part, ...] = field(default=(), kw_only=True)
-
-    def within(self, names: Sequence[str], sizes: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> "LGC":
-        layers = [(name, sum(own)) for name, own in _layers(names, sizes)]
-        coded = [place for place, (name, _) in enumerate(layers) if name not in (self.dense, self.sparse)]
-        parts, start = [], 0
-        for place, (name, size) in enumerate(layers):
-            # What is coded is in one piece, even if parameters of these layers stand in between.
-            between = bool(coded) and coded[0] <= place <= coded[-1]
-            travels = "coded" if between else "dense" if name == self.dense else "sparse"
-            parts.append(Part(start, start + size, size if travels == "dense" else kept(self.ratio, size), travels))
-            start += size
-        return replace(self, parts=tuple(part for part in parts if part.stop > part.start))
-
-    def selected(self, numel: int) -> Selected:
-        known = Selected(self.parts)
-        # A cost model measures it on arrays of other lengths.
-        return known if self.parts and self.parts[-1].stop == numel else super().selected(numel)
-
-    def get_config(self) -> dict[str, Any]:
-        return {"id": self.id} | {entry.name: getattr(self, entry.name) for entry in fields(LGC)}
 
 
 def index_bytes(count: int, numel: int) -> int:
