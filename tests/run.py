@@ -133,11 +133,10 @@ def checks() -> Count:
     return total + Count(int(ok), int(not ok))
 
 
-def quick_paths() -> list[str]:
-    """Return the files in which tests are marked quick: collecting all of them takes longer than running these."""
+def files_with(*texts: str) -> list[str]:
+    """Return the files of tests that hold one of these texts: collecting all of them takes 10 s for each process."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    marks = ("mark.quick", "everywhere(")
-    return [str(path.relative_to(ROOT)) for path in files if any(mark in path.read_text() for mark in marks)]
+    return [str(path.relative_to(ROOT)) for path in files if any(text in path.read_text() for text in texts)]
 
 
 def results(junit: Path) -> Count:
@@ -251,7 +250,7 @@ def main() -> int:
     marked = " and quick" if arguments.quick else ""
     if arguments.quick:
         arguments.ranks = "2"
-    passed_on += arguments.paths or (quick_paths() if arguments.quick else [])
+    paths = arguments.paths or (files_with("mark.quick", "everywhere(") if arguments.quick else [])
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a limit from outside: the ranks end with this process
     total = Count()
@@ -260,10 +259,11 @@ def main() -> int:
         if "lint" in parts:
             total += checks()
         if "serial" in parts:
-            options = [*SIDE_BY_SIDE, "-r", "fEs", "-m", f"not mpi{marked}", *passed_on]
+            options = [*SIDE_BY_SIDE, "-r", "fEs", "-m", f"not mpi{marked}", *passed_on, *paths]
             total += pytest(options, folder / "serial.xml", LIMIT_S["serial"], [], {})
         if "parallel" in parts:
-            total += parallel(passed_on, [int(size) for size in arguments.ranks.split(",")], folder, f"mpi{marked}")
+            ranks = [int(size) for size in arguments.ranks.split(",")]
+            total += parallel([*passed_on, *(paths or files_with("mark.mpi"))], ranks, folder, f"mpi{marked}")
     print(f"{total.skipped} skipped, {total.xfailed} failed as expected")
     print(f"{total.passed} passed, {total.failed} failed", flush=True)
     return 1 if total.failed else 0

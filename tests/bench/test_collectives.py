@@ -305,7 +305,7 @@ def test_ranks_agree_on_everything_and_means_are_right(comm):
 
     transport = MPITransport(comm)
     model = calibrate(transport)
-    found = run(Settings([5000], [TOPK], None, True, 0.1), transport, model)
+    found = run(Settings([5000], [TOPK], ["allgather", "star-topk:ring"], True, 0.1), transport, model)
     transport.close()
     assert comm.allgather(found) == [found] * comm.size
     assert all(row["correct"] for row in found)

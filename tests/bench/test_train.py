@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from marks import slow
 
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
@@ -42,12 +43,12 @@ def train(mpiexec, tmp_path, ranks, *arguments, timeout=90):
 @pytest.mark.parametrize(
     ("ranks", "arguments", "collective", "numel_sent"),
     [
-        (1, ["--compressor", "topk", "--ratio", "0.05"], "allgather", 0),
+        slow(1, ["--compressor", "topk", "--ratio", "0.05"], "allgather", 0),
         (3, ["--compressor", "topk", "--ratio", "0.05", "--collective", "allgather"], "allgather", None),
-        (2, ["--compressor", "topk", "--ratio", "0.05"], "auto", None),
-        (2, ["--compressor", "topk", "--ratio", "0.1", "--collective", "star-topk"], "star-topk", None),
+        slow(2, ["--compressor", "topk", "--ratio", "0.05"], "auto", None),
+        slow(2, ["--compressor", "topk", "--ratio", "0.1", "--collective", "star-topk"], "star-topk", None),
         (2, [], "auto", None),
-        (
+        slow(
             2,
             ["--compressor", '{"id": "dense", "wire": "bf16"}', "--collective", "scatter-reduce"],
             "scatter-reduce",
@@ -131,7 +132,7 @@ def check_choices(result, lines):
 
 
 @pytest.mark.parametrize(
-    ("policy", "adapts"), [('{"id": "auto", "fidelity": 0.5}', True), ("auto", True), ("static", False)]
+    ("policy", "adapts"), [slow('{"id": "auto", "fidelity": 0.5}', True), ("auto", True), slow("static", False)]
 )
 def test_a_policy_chooses_among_settings_of_the_compressor_and_dense(mpiexec, tmp_path, policy, adapts):
     arguments = ["--task", "digits", "--steps", "40", "--compressor", "topk", "--policy", policy]
@@ -155,6 +156,7 @@ def test_a_policy_chooses_among_settings_of_the_compressor_and_dense(mpiexec, tm
     check_choices(result, lines)
 
 
+@pytest.mark.slow
 def test_what_is_run_is_shown_in_every_line_and_in_the_end(mpiexec, tmp_path):
     arguments = ["--task", "digits", "--steps", "20", "--compressor", "topk", "--ratio", "0.05"]
     done, result, lines = train(mpiexec, tmp_path, 2, *arguments, "--collective", "allgather")
@@ -170,6 +172,7 @@ def test_what_is_run_is_shown_in_every_line_and_in_the_end(mpiexec, tmp_path):
     assert names[: len(result["layers"])] == [layer["name"] for layer in result["layers"]]
 
 
+@pytest.mark.slow
 def test_held_out_data_are_looked_at_beside_the_timed_steps(mpiexec, tmp_path):
     arguments = ["--task", "digits", "--steps", "20", "--compressor", "topk", "--collective", "allgather"]
     done, result, lines = train(mpiexec, tmp_path, 2, *arguments, "--evaluate-every", "5")
@@ -181,6 +184,7 @@ def test_held_out_data_are_looked_at_beside_the_timed_steps(mpiexec, tmp_path):
     assert [line["loss"] for line in without] == [line["loss"] for line in lines]
 
 
+@pytest.mark.slow
 def test_recorded_plans_are_run_again(mpiexec, tmp_path):
     arguments = ["--task", "digits", "--steps", "30"]
     first = tmp_path / "first"
@@ -199,6 +203,7 @@ def test_recorded_plans_are_run_again(mpiexec, tmp_path):
             assert (own["compressor"], own["collective"]) == (other["compressor"], other["collective"])
 
 
+@pytest.mark.slow
 def test_a_second_run_is_the_same_run(mpiexec, tmp_path):
     # Which collective is fastest is measured, so a run that is to be repeated names one.
     arguments = ["--task", "digits", "--steps", "12", "--compressor", "topk", "--collective", "allgather"]
@@ -213,25 +218,25 @@ def test_a_second_run_is_the_same_run(mpiexec, tmp_path):
     ("arguments", "text"),
     [
         (["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
-        (["--task", "digits", "--compressor", "topkk"], "unknown name 'topkk'; did you mean 'topk'"),
-        (["--task", "digits", "--compressor", '{"id": '], "--compressor must be a name or JSON"),
-        (["--task", "digits", "--compressor", '{"ratio": 0.1}'], "names its compressor under 'id'"),
-        (["--task", "digits", "--compressor", "topk", "--ratio", "0"], "ratio is the kept fraction"),
-        (["--task", "digits", "--compressor", "topk", "--ratio", "1.5"], "must be in (0, 1], got 1.5"),
+        slow(["--task", "digits", "--compressor", "topkk"], "unknown name 'topkk'; did you mean 'topk'"),
+        slow(["--task", "digits", "--compressor", '{"id": '], "--compressor must be a name or JSON"),
+        slow(["--task", "digits", "--compressor", '{"ratio": 0.1}'], "names its compressor under 'id'"),
+        slow(["--task", "digits", "--compressor", "topk", "--ratio", "0"], "ratio is the kept fraction"),
+        slow(["--task", "digits", "--compressor", "topk", "--ratio", "1.5"], "must be in (0, 1], got 1.5"),
         (["--task", "digits", "--compressor", "topk", "--collective", "allreduce"], "use allgather, star-topk"),
-        (["--task", "digits", "--collective", "alreduce"], "unknown name 'alreduce'; did you mean 'allreduce'"),
-        (["--task", "digits", "--policy", "statc"], "unknown name 'statc'; did you mean 'static'"),
-        (["--task", "digits", "--policy", '{"id": '], "--policy must be a name or JSON"),
-        (["--task", "digits", "--policy", '{"fidelity": 0.9}'], "names its policy under 'id'"),
-        (["--task", "digits", "--policy", '{"id": "auto", "fidelity": 2}'], "auto: fidelity must be in (0, 1], got 2"),
-        (["--task", "digits", "--policy", '{"id": "auto", "fidel": 1}'], "name 'fidel'; did you mean 'fidelity'"),
+        slow(["--task", "digits", "--collective", "alreduce"], "unknown name 'alreduce'; did you mean 'allreduce'"),
+        slow(["--task", "digits", "--policy", "statc"], "unknown name 'statc'; did you mean 'static'"),
+        slow(["--task", "digits", "--policy", '{"id": '], "--policy must be a name or JSON"),
+        slow(["--task", "digits", "--policy", '{"fidelity": 0.9}'], "names its policy under 'id'"),
+        slow(["--task", "digits", "--policy", '{"id": "auto", "fidelity": 2}'], "must be in (0, 1], got 2"),
+        slow(["--task", "digits", "--policy", '{"id": "auto", "fidel": 1}'], "name 'fidel'; did you mean 'fidelity'"),
         (["--task", "digits", "--policy", "auto", "--compressor", "onebit"], "which onebit cannot give"),
-        (["--task", "digits", "--evaluate-every", "-1"], "--evaluate-every must be at least 0, got -1"),
+        slow(["--task", "digits", "--evaluate-every", "-1"], "--evaluate-every must be at least 0, got -1"),
         (["--task", "digits", "--replay", "nowhere"], "replay: 'nowhere' cannot be read"),
-        (["--task", "digits", "--replay", "m.jsonl", "--policy", "auto"], "so --policy says nothing; leave one out"),
-        (["--task", "digits", "--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--task", "digits", "--seed", "-1"], "seed"),
-        (["--task", "digits", "--data", "/nonexistent.npz"], "/nonexistent.npz"),
+        slow(["--task", "digits", "--replay", "m.jsonl", "--policy", "auto"], "--policy says nothing; leave one out"),
+        slow(["--task", "digits", "--steps", "0"], "--steps must be at least 1, got 0"),
+        slow(["--task", "digits", "--seed", "-1"], "seed"),
+        slow(["--task", "digits", "--data", "/nonexistent.npz"], "/nonexistent.npz"),
     ],
 )
 def test_bad_arguments_give_one_line_and_status_2(mpiexec, tmp_path, arguments, text):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from marks import slow
 
 from mpicomp.cli import main
 
@@ -146,6 +147,7 @@ def test_of_several_ranks_one_says_what_has_moved(mpiexec):
     assert done.stderr.count("mpicomp bench regret: moved to studies/regret.py") == 1
 
 
+@pytest.mark.slow
 def test_of_several_ranks_one_measures_and_prints(mpiexec, tmp_path):
     done = mpiexec(3, "-m", "mpicomp", *KERNELS, "--compressor", "topk", "--json", tmp_path / "out.json", timeout=60)
     assert done.returncode == 0, done.stderr
@@ -160,7 +162,7 @@ def test_of_several_ranks_one_tells_what_is_wrong_and_nobody_waits(mpiexec):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [slow(1), slow(2), 3])
 def test_ranks_time_exchanges_together_and_one_prints(mpiexec, tmp_path, ranks):
     json_path, csv_path = tmp_path / "out.json", tmp_path / "out.csv"
     words = [*COLLECTIVES, "--collective", "allgather,allreduce,auto", "--json", json_path, "--csv", csv_path]
@@ -201,6 +203,7 @@ def test_a_wrong_mean_ends_with_status_1(mpiexec):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_cost_model_is_written_and_read(mpiexec, tmp_path):
     path = tmp_path / "cost.json"
     done = mpiexec(2, "-m", "mpicomp", "bench", "collectives", "--calibrate", path, timeout=60)
@@ -213,6 +216,7 @@ def test_a_cost_model_is_written_and_read(mpiexec, tmp_path):
     assert all(row["first_predicted_s"] > 0 for row in json.loads(rows_path.read_text())["rows"])
 
 
+@pytest.mark.slow
 def test_a_cost_model_that_is_none_is_told_once(mpiexec, tmp_path):
     path = tmp_path / "cost.json"
     path.write_text("{}")
@@ -222,7 +226,7 @@ def test_a_cost_model_that_is_none_is_told_once(mpiexec, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [slow(1), 2])
 def test_trainings_take_turns_and_one_rank_prints(mpiexec, tmp_path, ranks):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")
@@ -243,6 +247,7 @@ def test_trainings_take_turns_and_one_rank_prints(mpiexec, tmp_path, ranks):
     assert done.stdout.count("# round 6 of 6: none ") == 1
 
 
+@pytest.mark.slow
 def test_too_many_ranks_for_the_data_are_told_once(mpiexec):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")

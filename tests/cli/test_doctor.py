@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from marks import slow
 from tables import check_types, documented
 
 
@@ -24,7 +25,7 @@ def alone(clean_environ):
     return start
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [slow(1), 3])
 def test_a_healthy_job(mpiexec, ranks):
     ended = mpiexec(ranks, "-m", "mpicomp", "doctor", "--json", timeout=60)
     assert ended.returncode == 0, ended.stderr + ended.stdout

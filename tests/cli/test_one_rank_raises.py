@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from marks import slow
 
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
@@ -44,17 +45,17 @@ TRAIN = ["train", "--task", "digits", "--compressor", "topk", "--steps", "12"]
 TRAINING = ["bench", "training", "--task", "digits", "--steps", "4", "--blocks", "2", "--warm-up", "2"]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [slow(2), 3])
 @pytest.mark.parametrize(
     ("place", "call", "words"),
     [
         ("mpicomp.bench.measure.exchanges:Runner.step", 5, COLLECTIVES),
-        ("mpicomp.cost.probe:_task", 3, ["doctor"]),
+        slow("mpicomp.cost.probe:_task", 3, ["doctor"]),
         ("mpicomp.doctor.job:by_host", 1, ["doctor"]),
         ("mpicomp.bench.tasks.digits:Digits.loss", 5, TRAIN),
-        ("mpicomp.bench.train:probe", 1, TRAIN),
-        ("mpicomp.bench.tasks.digits:Digits.loss", 9, [*TRAINING, "--exchange", "ddp,topk"]),
-        ("mpicomp.bench.measure.exchanges:Runner.step", 3, [CHANGE, "--seconds", "3", "--numel", "1000"]),
+        slow("mpicomp.bench.train:probe", 1, TRAIN),
+        slow("mpicomp.bench.tasks.digits:Digits.loss", 9, [*TRAINING, "--exchange", "ddp,topk"]),
+        slow("mpicomp.bench.measure.exchanges:Runner.step", 3, [CHANGE, "--seconds", "3", "--numel", "1000"]),
     ],
 )
 def test_the_job_ends_with_its_traceback(mpiexec, ranks, place, call, words):
@@ -84,13 +85,13 @@ REPLAYED = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [slow(2), 3])
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (["train", "--task", "digits", "--steps", "2", "--replay", "replay-RANK"], "cannot be read"),
-        (["train", "--task", "digits", "--steps", "2", "--data", "data-RANK.npz"], "data-1.npz"),
-        ([*TRAINING, "--exchange", "dense,replay:replay-RANK"], "cannot be read"),
+        slow(["train", "--task", "digits", "--steps", "2", "--data", "data-RANK.npz"], "data-1.npz"),
+        slow([*TRAINING, "--exchange", "dense,replay:replay-RANK"], "cannot be read"),
     ],
 )
 def test_a_file_that_some_ranks_lack_ends_the_job(mpiexec, tmp_path, ranks, words, text):
@@ -104,8 +105,8 @@ def test_a_file_that_some_ranks_lack_ends_the_job(mpiexec, tmp_path, ranks, word
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("ranks", [slow(2), 3])
+@pytest.mark.parametrize("place", [slow(0), 1])
 def test_the_cost_model_of_rank_0_counts(mpiexec, tmp_path, ranks, place):
     CostModel(Network(1)).save(str(tmp_path / f"cost-{place}"))
     done = mpiexec(ranks, "-c", WORDS_OF_RANKS, *COLLECTIVES, "--from", tmp_path / "cost-RANK", timeout=120)

@@ -40,6 +40,7 @@ def test_what_is_written_of_estimators(tmp_path):
         compare(row, "Rows of estimators", "studies.md")
 
 
+@pytest.mark.slow
 def test_what_is_written_by_ranks(mpiexec, tmp_path):
     path = tmp_path / "out.json"
     options = ["--numel", "2000", "--ratio", "0.1", "--limit", "0.05", "--json", path]
@@ -53,6 +54,7 @@ def test_what_is_written_by_ranks(mpiexec, tmp_path):
         compare(row, "Rows of collectives")
 
 
+@pytest.mark.slow
 def test_what_is_written_by_trainings(mpiexec, tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")

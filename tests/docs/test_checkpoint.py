@@ -50,6 +50,7 @@ def train(mpiexec, folder, code, ranks, until):
     return mpicomp.load_checkpoint(folder / "checkpoints", LocalWorld(1).transports[0])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_pytorch_script(mpiexec, tmp_path):
     torch = pytest.importorskip("torch")

@@ -6,6 +6,7 @@ The limit of each job is three times what docs/faults.md promises, and the start
 import re
 
 import pytest
+from marks import slow
 
 START_S = 30
 
@@ -78,7 +79,10 @@ print("the end", flush=True)
 """
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(2, "plain"), (4, "plain"), (3, "torch"), (2, "overlap"), (4, "overlap")])
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [(4, "plain"), (3, "overlap"), slow(2, "plain"), slow(3, "torch"), slow(2, "overlap"), slow(4, "overlap")],
+)
 def test_an_exception_behind_which_everything_is_closed(job, ranks, kind):
     ended = job(ranks, FINALLY.format(fails="raise KeyError('what went wrong')"), kind)
     assert ended.returncode != 0
@@ -86,6 +90,7 @@ def test_an_exception_behind_which_everything_is_closed(job, ranks, kind):
     assert "the end" not in ended.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_interrupt_behind_which_everything_is_closed(job, ranks):
     ended = job(ranks, FINALLY.format(fails="os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"))
@@ -93,7 +98,7 @@ def test_an_interrupt_behind_which_everything_is_closed(job, ranks):
     assert "KeyboardInterrupt" in ended.stderr
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [3, slow(2), slow(4)])
 def test_an_exit_with_an_error_behind_which_everything_is_closed(job, ranks):
     ended = job(ranks, FINALLY.format(fails="sys.exit(3)"))
     assert ended.returncode == 3
@@ -138,12 +143,12 @@ main()
     ("ranks", "kind", "leaves"),
     [
         (2, "plain", "return"),
-        (4, "plain", "sys.exit(0)"),
-        (3, "plain", "raise SystemExit(3)"),
+        slow(4, "plain", "sys.exit(0)"),
+        slow(3, "plain", "raise SystemExit(3)"),
         (2, "plain", "MPI.Finalize(); return"),
-        (2, "torch", "raise SystemExit(3)"),
+        slow(2, "torch", "raise SystemExit(3)"),
         (3, "overlap", "return"),
-        (4, "overlap", "sys.exit(0)"),
+        slow(4, "overlap", "sys.exit(0)"),
     ],
 )
 def test_a_rank_that_leaves_is_named_and_the_job_ends(job, ranks, kind, leaves):
@@ -156,6 +161,7 @@ def test_a_rank_that_leaves_is_named_and_the_job_ends(job, ranks, kind, leaves):
     assert "training.step()" in ended.stderr
 
 
+@pytest.mark.slow
 def test_it_is_found_out_without_threads_too(job):
     ended = job(3, LEAVES.format(leaves="return"), MPI4PY_RC_THREAD_LEVEL="single")
     assert ended.returncode != 0
@@ -175,7 +181,7 @@ if rank != 0:
     assert "rank 0 has left the program" in ended.stderr
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_who_goes_on_alone_with_something_else_is_left_alone(job, ranks):
     body = """
 training = Plain()
@@ -208,7 +214,13 @@ except MemoryError:
 
 
 @pytest.mark.parametrize(
-    "then", ["training.step()", "sys.exit(0)", "time.sleep(60)", "mpicomp.Reducer('dense').reduce({'w': np.ones(4)})"]
+    "then",
+    [
+        "training.step()",
+        slow("sys.exit(0)"),
+        slow("time.sleep(60)"),
+        slow("mpicomp.Reducer('dense').reduce({'w': np.ones(4)})"),
+    ],
 )
 def test_an_error_that_is_none_of_ours_and_is_caught(job, then):
     """Its next call would join the others in the middle of the step before."""
@@ -232,7 +244,8 @@ except {caught}:
 
 
 @pytest.mark.parametrize(
-    ("caught", "then"), [("()", "pass"), ("ZeroDivisionError", "sys.exit(0)"), ("ZeroDivisionError", "sys.exit(2)")]
+    ("caught", "then"),
+    [("()", "pass"), slow("ZeroDivisionError", "sys.exit(0)"), slow("ZeroDivisionError", "sys.exit(2)")],
 )
 def test_a_constructor_that_fails_on_one_rank_by_an_error_of_the_user(job, caught, then):
     wrong = """
@@ -260,6 +273,7 @@ else:
     assert "rank 0 has left the program; ending the job" in ended.stderr
 
 
+@pytest.mark.slow
 def test_the_first_reducer_is_waited_for_with_a_word(job):
     body = "if rank == 0:\n    time.sleep(3)\nPlain().step()\nprint('done', flush=True)\n"
     ended = job(2, body, MPICOMP_STALL="1", within=5)
@@ -268,7 +282,7 @@ def test_the_first_reducer_is_waited_for_with_a_word(job):
     assert ended.stdout.count("done") == 2
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [slow(2), 3])
 def test_ranks_that_wait_for_each_other_in_different_reducers(job, ranks):
     body = """
 first, second = Plain(), Plain()
@@ -301,6 +315,7 @@ training.close()
     assert ended.stdout.count(said) == 2
 
 
+@pytest.mark.slow
 def test_thread_levels_that_differ(job):
     body = """
 training = Torch(None)
@@ -334,7 +349,7 @@ reducer.reduce({"w": np.ones(10)})
     assert re.search(r"rank 2 has waited for 1\.\d s in the allreduce of step 1, .*: rank 3 is not there", ended.stderr)
 
 
-@pytest.mark.parametrize("drop", ["del training", "training.close()", "training.again = training"])
+@pytest.mark.parametrize("drop", ["del training", slow("training.close()"), slow("training.again = training")])
 def test_reducers_are_made_and_dropped_without_end(job, drop):
     body = f"""
 for number in range(1500 if {drop!r} == "training.close()" else 800):

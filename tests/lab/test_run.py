@@ -14,6 +14,7 @@ from statistics import median
 
 import pytest
 from lab.labs import PROGRAMS, lab_command
+from marks import slow
 from mpicomp.bench.lab import launch
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(60)]
@@ -63,20 +64,21 @@ def best_rounds(program, options, arguments, least, most):
     assert seconds[2] <= most
 
 
-@pytest.mark.parametrize("hosts", [2, 4])
+@pytest.mark.parametrize("hosts", [2, slow(4)])
 def test_pingpong_takes_two_latencies(program, hosts):
     options = ("--hosts", str(hosts), "--bandwidth", "100mbit", "--latency", "5ms")
     best_rounds(program, options, (1, 40, 0), 10e-3, 12e-3)
 
 
 @pytest.mark.parametrize(("bandwidth", "bits"), [("50mbit", 50e6), ("1gbit", 1e9)])
-@pytest.mark.parametrize("pause", [0, 0.02])
+@pytest.mark.parametrize("pause", [0, slow(0.02)])
 def test_one_way_of_64_kib(program, bandwidth, bits, pause):
     one_way = 65536 * 8 / bits
     options = ("--hosts", "2", "--bandwidth", bandwidth)
     best_rounds(program, options, (65536, 40, pause), 2 * 0.8 * one_way, 2 * 1.5 * one_way)
 
 
+@pytest.mark.slow
 def test_links_that_differ(program):
     options = ("--hosts", "2", "--bandwidth", "1gbit,50mbit", "--latency", "2ms,8ms")
     best_rounds(program, options, (1, 30, 0), 10e-3, 11e-3)
@@ -91,7 +93,7 @@ def test_allreduce_stays_above_the_ring_bound(program):
     assert 0.12 <= min(seconds) <= 0.48
 
 
-@pytest.mark.parametrize("latency", ["0us", "2ms"])
+@pytest.mark.parametrize("latency", [slow("0us"), "2ms"])
 def test_schedule_changes_the_rate_in_mid_run(program, tmp_path, latency):
     schedule = tmp_path / "schedule"
     schedule.write_text(f"0 1gbit 0us\n3 50mbit {latency}  # slow\n5 1gbit 0us\n")
@@ -107,7 +109,7 @@ def test_schedule_changes_the_rate_in_mid_run(program, tmp_path, latency):
     assert 40e-3 <= median(slow) <= 60e-3
 
 
-@pytest.mark.parametrize("status", [0, 1, 7])
+@pytest.mark.parametrize("status", [slow(0), slow(1), 7])
 def test_exit_status_of_the_job(lab, status):
     done = lab("--hosts", "2", command=["sh", "-c", f"sleep 0.3; echo out; echo err >&2; exit {status}"])
     assert done.returncode == status
@@ -182,7 +184,7 @@ def start_waiting(marker):
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [slow(signal.SIGINT), signal.SIGTERM, slow(signal.SIGKILL)])
 def test_a_signal_leaves_nothing_behind(lab, number):
     marker = uuid.uuid4().hex
     interfaces = os.listdir("/sys/class/net")
@@ -201,6 +203,7 @@ def test_a_signal_leaves_nothing_behind(lab, number):
     assert os.listdir("/sys/class/net") == interfaces
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs the command unshare")
 @pytest.mark.parametrize("number", ["TERM", "KILL"])
 def test_no_temporary_file_stays(lab, number):
@@ -216,6 +219,7 @@ def test_no_temporary_file_stays(lab, number):
     assert done.stdout.split("\n", 1)[1] == "", done.stdout
 
 
+@pytest.mark.slow
 def test_hosts_share_what_is_compiled(lab, tmp_path):
     program = """
 import numpy as np
@@ -232,6 +236,7 @@ print("compiled" if sum(select._kth_magnitude.stats.cache_misses.values()) else 
     assert len(list(tmp_path.glob("mpicomp-*"))) == 1
 
 
+@pytest.mark.slow
 def test_two_labs_side_by_side(lab):
     marker = uuid.uuid4().hex
     first = start_waiting(marker)

@@ -7,6 +7,7 @@ import pytest
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(110)]
 
 
+@pytest.mark.slow
 def test_what_is_exchanged_crosses_the_links(lab, tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")

@@ -4,19 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
+from marks import slow
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(110)]
 
 
-@pytest.mark.parametrize("hosts", [3, 4])
+@pytest.mark.parametrize("hosts", [3, slow(4)])
 @pytest.mark.parametrize(
     ("config", "collective", "steps"),
     [
-        ({"id": "dense"}, "allreduce", 10),
-        ({"id": "dense"}, "scatter-reduce", 10),
+        slow({"id": "dense"}, "allreduce", 10),
+        slow({"id": "dense"}, "scatter-reduce", 10),
         ({"id": "dense", "wire": "bf16"}, "scatter-reduce", 20),
         ({"id": "topk", "ratio": 0.01}, "allgather", 100),
-        ({"id": "topk", "ratio": 0.1}, "star-topk", 20),
+        slow({"id": "topk", "ratio": 0.1}, "star-topk", 20),
     ],
     ids=["allreduce", "scatter-reduce", "bf16", "allgather", "star-topk"],
 )

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from marks import slow
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -27,7 +28,7 @@ def test_it_opens_with_two_commands_that_need_only_python_and_pip():
     assert "tests/run.py" in second
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [slow(1), 2])
 def test_three_lines_in_a_pytorch_script(mpiexec, tmp_path, ranks):
     pytest.importorskip("torch")
     script = tmp_path / "script.py"
@@ -37,7 +38,7 @@ def test_three_lines_in_a_pytorch_script(mpiexec, tmp_path, ranks):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [slow(1), 2])
 def test_any_other_framework(mpiexec, tmp_path, ranks):
     script = tmp_path / "script.py"
     script.write_text(BLOCKS[0] + "\nassert mean.tolist() == [1] * 10\n")

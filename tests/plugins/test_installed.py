@@ -115,6 +115,7 @@ def test_a_task_a_compressor_and_a_policy_train(mpicomp, tmp_path):
     assert set(range(4, 20, 5)) <= set(dense)
 
 
+@pytest.mark.slow
 def test_a_collective_trains(mpicomp, tmp_path):
     files = plugins(TASK, EXAMPLES / "halving_doubling.py")
     words = ["--task", "plane", "--compressor", "dense", "--collective", "halving-doubling"]
@@ -122,6 +123,7 @@ def test_a_collective_trains(mpicomp, tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["collective"] == "halving-doubling"
 
 
+@pytest.mark.slow
 def test_they_are_measured(mpicomp, tmp_path):
     files = plugins(EXAMPLES / "sign_topk.py", EXAMPLES / "halving_doubling.py")
     words = ["--numel", "100000", "--compressor", "sign-topk", "--limit", "0.2", "--json", "rows.json"]

@@ -1,6 +1,7 @@
 """Ranks compare which plugins they have loaded, in real jobs."""
 
 import pytest
+from marks import slow
 
 pytest.importorskip("torch")
 
@@ -89,7 +90,7 @@ def test_the_command_line_says_it_once_for_all_ranks(mpiexec, tmp_path):
         assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [slow(2), 3])
 def test_a_plugin_that_some_ranks_lack_ends_the_job(mpiexec, files, ranks):
     path = files[0].rename(files[0].with_name("mine-0.py"))
     train = ["train", "--task", "digits", "--steps", "2", "--compressor", "mine"]

@@ -8,6 +8,7 @@ from slurm.jobs import submit
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.slow
 def test_it_times_exchanges_and_kernels(slurm, mpich, tmp_path):
     knobs = {
         "NUMEL": "1024 4096",

@@ -4,6 +4,7 @@ import os
 import re
 
 import pytest
+from marks import slow
 from slurm.jobs import BIN, SLURM, submit
 
 pytestmark = pytest.mark.timeout(300)
@@ -17,6 +18,7 @@ print(f"{os.environ['SLURMD_NODENAME']} local {local} sees {os.environ.get('CUDA
 """
 
 
+@pytest.mark.slow
 def test_it_trains_and_says_that_there_is_no_gpu(slurm, mpich, tmp_path):
     knobs = {"SCRIPT": SLURM / "train.py", "ARGS": "--steps 20"}
     job = submit(slurm, tmp_path, "train_gpu.sbatch", *NODES, **knobs)
@@ -29,7 +31,7 @@ def test_it_trains_and_says_that_there_is_no_gpu(slurm, mpich, tmp_path):
 @pytest.mark.parametrize(
     ("launch", "bind", "seen"),
     [
-        ("none", "single:1", {"0": "0", "1": "1"}),
+        slow("none", "single:1", {"0": "0", "1": "1"}),
         ("none", "map_gpu:1,0", {"0": "1", "1": "0"}),
         ("mpiexec", "single:1", {"0": "0,1", "1": "0,1"}),  # there mpicomp.local_device takes one for each rank
     ],

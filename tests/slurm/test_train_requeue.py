@@ -34,6 +34,7 @@ def states(folder):
     return [load_file(file) for file in files]
 
 
+@pytest.mark.slow
 def test_it_meets_its_limit_and_resumes(slurm, mpich, mpiexec, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     # Slurm looks at limits every half minute, and sends the signal when no more than --signal and that is left: here 15

@@ -79,6 +79,7 @@ def test_plans_that_were_not_run_have_no_median():
     assert medians_of(rows) == {"dense ring": 2.0}
 
 
+@pytest.mark.slow
 def test_steps_of_auto():
     for _ in range(2):  # in which everything is compiled, which may take longer than the time that is given
         run_steps(TopK(ratio=0.1), 1000, 1.0, LocalWorld(1).transports[0])

@@ -124,6 +124,7 @@ def test_gradients_of_a_task_are_those_of_its_training():
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["digits", "text-lstm"])
 @pytest.mark.timeout(300)
 def test_sidco_stays_near_its_ratio_on_real_gradients(task, monkeypatch):

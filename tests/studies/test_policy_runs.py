@@ -248,6 +248,7 @@ def test_what_has_no_time_left_is_cut(jobs, tmp_path):
     assert any(line.startswith("cut, since the time was over: text-lstm, 1gbit/0us, auto, seed 0") for line in lines)
 
 
+@pytest.mark.slow
 def test_a_real_training_on_one_host(tmp_path, clean_environ, monkeypatch):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import slow
 
 STUDIES = Path(__file__).resolve().parents[2] / "studies"
 
@@ -18,7 +19,7 @@ def test_the_help_of_each(name, tmp_path, clean_environ):
     assert done.stdout.startswith(f"usage: studies/{name}.py")
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [slow(1), slow(3)])
 def test_steps_of_auto_among_ranks(mpiexec, tmp_path, ranks):
     path = tmp_path / "steps.json"
     words = ["--seconds", "3", "--bandwidths", "1gbit,50mbit", "--numel", "1000", "--json", path]

@@ -38,6 +38,7 @@ def test_the_ranks_that_are_missing_are_named(run, collective):
     assert re.search(rf"mpicomp: rank 0 has waited for (\S+) s {where}", done.stderr)
 
 
+@pytest.mark.slow
 def test_several_are_missing(run):
     done = run("allreduce", late="0, 1", stall="1")
     assert "rank 2 has waited" in done.stderr
