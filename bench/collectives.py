@@ -22,9 +22,11 @@ from mpicomp.transport import Transport
 
 AUTO = "auto"
 
-_WARM, _COLD = 10, 2  # steps before the timed ones: at most, and at least after the first
+_WARM = 10  # steps before the timed ones: at most
+_COLD = 2  # at least, after the first
 _SAMPLES = 30  # timed ones that are worth an interval
-_FEW, _MOST = 3, 1000  # of them, however long and short they are
+_FEW = 3  # timed steps: at least, however long they are
+_MOST = 1000  # at most, however short
 _TOO_SLOW = 3.0  # times the best of a cell: timed once
 _HOPELESS = 20.0  # times the best that is predicted, and longer than the limit: not run
 _SETTLING = 60, 200  # steps in which auto comes to its steady state: at least, and at most

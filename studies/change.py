@@ -20,13 +20,14 @@ from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, check_writable, read_compressors, read_list, read_numels, read_ratios
 from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies.carriers import names_for
+from mpicomp.policies.plan_selector import names_for
 from mpicomp.rounds import Group
 from mpicomp.system import launcher
 from mpicomp.transport import Transport
 
 _STUDY = "change"
-_BEFORE, _AFTER = 10, 5  # steps whose medians are compared
+_BEFORE = 10  # steps before the change whose median is compared
+_AFTER = 5  # steps after it
 _CHANGED = 1.5  # times longer or shorter: the network has changed
 _WINDOW_S = 5.0  # before and after a change is due: the lab's clock began with the launcher, this one with the steps
 _AS_GOOD = 1.05  # times the best plan's median: measuring does not tell them apart

@@ -31,7 +31,8 @@ _COLUMNS = {
     "prediction_error": ".1%",
 }
 _SHORT_S = 5e-3  # cells of which a share is too little to be measured
-_BEHIND_S, _BEHIND = 200e-6, 0.03  # of the best dense plan: in seconds for those, else as a share
+_BEHIND_S = 200e-6  # seconds by which a dense choice may be behind the best dense plan
+_BEHIND = 0.03  # share by which another choice may be behind the best one
 
 
 def parser() -> argparse.ArgumentParser:

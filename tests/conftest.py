@@ -23,13 +23,13 @@ import hypothesis
 import pytest
 import run
 from _pytest.skipping import evaluate_skip_marks
+from sharing import ByFile, starts_processes
 
 # How long a failing rank waits before it ends the job: its peers mostly fail at the same place, and their
 # reports are worth having too.
 LAST_WORDS_S = 0.3
 
 ROOT = Path(__file__).resolve().parents[1]
-_STARTS = {"cli", "lab", "plugins", "slurm"}  # folders of tests that start processes
 
 # A first call compiles, which takes as long as it takes.
 hypothesis.settings.register_profile("mpicomp", deadline=None)
@@ -103,23 +103,16 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("--slow"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
-    if hasattr(config, "workerinput"):
-        _share_out(items)
+    items.sort(key=lambda item: not starts_processes(_file(item)))  # they take longest: the worker that has them begins
 
 
-def _share_out(items):
-    """Have pytest-xdist give a file to one worker, and all that starts processes to one, which begins with it.
-
-    Jobs side by side would wait for each other's cores.
-    """
-    jobs = {id(item) for item in items if "mpiexec" in getattr(item, "fixturenames", ()) or _STARTS & _folders(item)}
-    items.sort(key=lambda item: id(item) not in jobs)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("jobs" if id(item) in jobs else str(item.path)))
+def pytest_xdist_make_scheduler(config, log):
+    """Have pytest-xdist share out files by `sharing.ByFile`."""
+    return ByFile(config, log)
 
 
-def _folders(item):
-    return {folder.name for folder in item.path.relative_to(ROOT).parents}
+def _file(item):
+    return item.nodeid.partition("::")[0]
 
 
 def pytest_collection_finish(session):

@@ -6,7 +6,7 @@ import numpy as np
 
 from mpicomp.collectives import Context, Scheme, bind
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import Selection
+from mpicomp.compressors.kinds import Selection
 from mpicomp.rounds import observe
 from mpicomp.transport import LocalWorld
 

@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (1, 2, 3, 4)  # 3 catches what only works for powers of two
 LIMIT_S = {"check": 600, "serial": 3300, "parallel": 900}
-SIDE_BY_SIDE = ["-n", "auto", "--dist", "loadgroup", "--no-loadscope-reorder"]  # the serial suite on all cores
+SIDE_BY_SIDE = ["-n", "auto", "--dist", "loadscope", "--no-loadscope-reorder"]  # the serial suite on all cores
 STACKS_S = 3  # how long a run that is to be killed has for dumping its stacks
 
 

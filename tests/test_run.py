@@ -28,7 +28,7 @@ def test_a_test_may_need_several_ranks(comm):
 @pytest.fixture
 def suite(tmp_path, monkeypatch):
     """Make a folder of tests of its own, with this one's conftest, and have the harness run in it."""
-    for name in ("conftest.py", "run.py"):
+    for name in ("conftest.py", "run.py", "sharing.py"):
         shutil.copy(HERE / name, tmp_path)
     monkeypatch.setattr(run, "ROOT", tmp_path)
 

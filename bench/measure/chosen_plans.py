@@ -173,7 +173,8 @@ def leading(plans: Sequence[Ran]) -> Ran:
     return max((plan for plan in plans if plan.compressor.id == kind), key=lambda plan: plan.share)
 
 
-_PLANS, _LAYERS = 8, 24  # lines of a table
+_PLANS = 8  # lines of the table of plans
+_LAYERS = 24  # lines of the table of layers
 
 
 def chosen_table(plans: Sequence[Ran], layers: Sequence[Layer]) -> str:

@@ -10,7 +10,8 @@ from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
 from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.values_at import exchange_at
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Context, Entry, check_range, kept
+from mpicomp.compressors.base import Compressor, Entry, check_range, kept
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register

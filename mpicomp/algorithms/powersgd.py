@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from mpicomp.algorithms.matrix_batches import Matrix, multiply, orthonormal, stacked
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, undelivered
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Compressor, Context, Selection, bound, check_choice, check_range
+from mpicomp.compressors.base import Compressor, bound, check_choice, check_range
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.kinds import Selection
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register

@@ -10,7 +10,8 @@ from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
 from mpicomp.collectives.owners import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, flags_of, undelivered
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Context
+from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu

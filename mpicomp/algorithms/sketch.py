@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.scheme import Exchange, Result, Scheme
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Compressor, Context, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.base import Compressor, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu

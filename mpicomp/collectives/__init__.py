@@ -2,7 +2,7 @@
 
 from mpicomp.collectives.binding import bind, collective_class, fitting, list_collectives, variants
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, is_finite
-from mpicomp.compressors.base import Context
+from mpicomp.compressors.context import Context
 from mpicomp.deprecation import moved
 
 __all__ = [

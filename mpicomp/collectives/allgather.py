@@ -7,7 +7,8 @@ import numpy as np
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, flags_of, gain_of, is_finite, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context, Selection, Sparsifier
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, write_message
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu

@@ -7,7 +7,7 @@ import numpy as np
 from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Context
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.kernels import cpu
 from mpicomp.registry import register

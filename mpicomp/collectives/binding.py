@@ -6,8 +6,9 @@ from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import Scheme
 from mpicomp.collectives.shared_positions import SharedPositions
 from mpicomp.collectives.two_phase import TwoPhase
-from mpicomp.compressors.base import Compressor, SharedSparsifier
+from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.registry import COLLECTIVES
 

@@ -18,7 +18,8 @@ from mpicomp.collectives.scheme import (
 from mpicomp.collectives.selection_ops import added, less, parted
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context, Selection, Sparsifier
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.compressors.message import (
     DAMAGED,
     NONFINITE,

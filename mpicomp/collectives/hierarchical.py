@@ -20,8 +20,10 @@ from mpicomp.collectives.scheme import (
     undelivered,
 )
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import Compressor, Context, Selection, Sparsifier
+from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.compressors.message import DAMAGED
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from mpicomp.collectives.dense_message import HEADER_BYTES, read_header, write_header
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged, flags_of, gain_of
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context, SharedQuantiser
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import SharedQuantiser
 from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
 from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.kernels import cpu

@@ -13,7 +13,8 @@ from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged
 from mpicomp.collectives.selection_ops import added, common, less, parted, room
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context, Selection, Sparsifier
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.compressors.message import (
     DAMAGED,
     NONFINITE,

@@ -7,7 +7,8 @@ import numpy as np
 from mpicomp.collectives.dense_message import HEADER_BYTES, read_headers, write_header
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, flags_of, gain_of, is_finite, undelivered
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context, Quantiser
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Quantiser
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.errors import MessageError
 from mpicomp.registry import register

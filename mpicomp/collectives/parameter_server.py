@@ -11,7 +11,9 @@ from mpicomp.collectives.owners import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, flags_of, gain_of, is_finite, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Context, Selection, Sparsifier
+from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, write_message
 from mpicomp.compressors.wire import Wire, compact
 from mpicomp.errors import MessageError

@@ -7,7 +7,8 @@ import numpy as np
 from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.segmented_mean import SegmentedMean
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Compressor, Context
+from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round

@@ -8,7 +8,7 @@ from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, wr
 from mpicomp.collectives.owners import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, flags_of, gain_of, undelivered
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.kernels import cpu

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Context, Selection
+from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
 from mpicomp.errors import MessageError
 from mpicomp.rounds import Asked, Group, Round

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Selection
+from mpicomp.compressors.kinds import Selection
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
 

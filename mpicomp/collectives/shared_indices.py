@@ -7,8 +7,10 @@ import numpy as np
 from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.values_at import exchange_at
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Context, Selection, Sparsifier
+from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 from mpicomp.rounds import Group, Round

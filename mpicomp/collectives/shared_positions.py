@@ -7,7 +7,8 @@ import numpy as np
 from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.values_at import exchange_at
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context, SharedSparsifier
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.rounds import Group, Round
 
 

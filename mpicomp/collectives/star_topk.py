@@ -7,7 +7,7 @@ import numpy as np
 from mpicomp.collectives.scheme import Exchange
 from mpicomp.collectives.shared_indices import Leading
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context
+from mpicomp.compressors.context import Context
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 

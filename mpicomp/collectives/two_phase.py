@@ -9,7 +9,8 @@ from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
 from mpicomp.collectives.owners import read_answers, read_sent
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, flags_of, gain_of, undelivered
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context, Quantiser
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Quantiser
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.kernels import cpu
 from mpicomp.registry import register

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Context, Selection
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Selection
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from mpicomp.collectives.scheme import Exchange
 from mpicomp.collectives.shared_indices import Leading
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context
+from mpicomp.compressors.context import Context
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round

@@ -1,23 +1,15 @@
 """Compressors: one file each. They turn arrays into messages and know no MPI."""
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import (
-    Compressor,
-    Context,
-    Entry,
-    Learner,
-    Quantiser,
-    Selection,
-    SharedQuantiser,
-    SharedSparsifier,
-    Sparsifier,
-)
+from mpicomp.compressors.base import Compressor, Entry
 from mpicomp.compressors.candidates import Candidates
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.dgc import DGC
 from mpicomp.compressors.efsign import EFSign
 from mpicomp.compressors.gaussiank import GaussianK
 from mpicomp.compressors.globalrandk_maxnorm import GlobalRandKMaxNorm
+from mpicomp.compressors.kinds import Learner, Quantiser, Selection, SharedQuantiser, SharedSparsifier, Sparsifier
 from mpicomp.compressors.maxnorm import MaxNorm
 from mpicomp.compressors.mstopk import MSTopK
 from mpicomp.compressors.natural import Natural

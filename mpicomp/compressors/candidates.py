@@ -4,7 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.accumulated import Accumulated, Region
-from mpicomp.compressors.base import Context, Selection
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Selection
 from mpicomp.kernels import cpu
 
 

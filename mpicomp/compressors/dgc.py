@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context, Entry, Selection, Sparsifier, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.base import Entry, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
+from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
 

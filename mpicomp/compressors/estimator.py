@@ -7,14 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context, Selection, Sparsifier, check_ratio, kept
+from mpicomp.compressors.base import check_ratio, kept
 from mpicomp.compressors.candidates import Candidates
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.kernels import cpu
 
 _ROOM = 8  # candidates that are stored, as a multiple of k
 _MANY = 3  # candidates, as a multiple of what is sent, from which on the gap between bound and threshold is halved
 _GAP = 0.1  # at first; under error feedback elements crowd below the threshold, so that no fixed one would do
-_WIDEST, _NARROWEST = 0.5, 1e-6
+_WIDEST = 0.5  # largest gap, as a share of the threshold
+_NARROWEST = 1e-6  # smallest gap
 _LIMIT = 4  # times k: more are never sent
 _SLACK = 1024  # elements: below that a wrong estimate costs nothing
 

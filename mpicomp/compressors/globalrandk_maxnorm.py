@@ -7,7 +7,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Compressor, Context, SharedSparsifier, check_choice, check_ratio, kept
+from mpicomp.compressors.base import Compressor, check_choice, check_ratio, kept
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.compressors.maxnorm import MaxNorm, check_bits
 from mpicomp.compressors.randomk import one_of_each
 from mpicomp.errors import ConfigurationError

@@ -7,7 +7,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Quantiser, check_choice
+from mpicomp.compressors.base import check_choice
+from mpicomp.compressors.kinds import Quantiser
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 

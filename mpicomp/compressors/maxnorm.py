@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Compressor, SharedQuantiser, check_choice
+from mpicomp.compressors.base import Compressor, check_choice
+from mpicomp.compressors.kinds import SharedQuantiser
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register

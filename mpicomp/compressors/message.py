@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Selection
+from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.wire import Wire
 from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu

@@ -7,8 +7,10 @@ from typing import ClassVar
 import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context, Selection, Sparsifier, check_ratio, kept
+from mpicomp.compressors.base import check_ratio, kept
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
+from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Quantiser
+from mpicomp.compressors.kinds import Quantiser
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 

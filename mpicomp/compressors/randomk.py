@@ -7,7 +7,9 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Context, SharedSparsifier, check_choice, check_ratio, kept
+from mpicomp.compressors.base import check_choice, check_ratio, kept
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.registry import register
 
 _CHUNK = 1 << 16  # strata that are drawn at once: what they need stays in the cache

@@ -3,7 +3,7 @@
 import warnings
 from typing import Any
 
-from mpicomp.compressors.base import Context
+from mpicomp.compressors.context import Context
 from mpicomp.rounds import Group
 from mpicomp.workspace import Workspace
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import SharedQuantiser
+from mpicomp.compressors.kinds import SharedQuantiser
 from mpicomp.compressors.maxnorm import largest
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu

@@ -7,8 +7,10 @@ from typing import ClassVar
 import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context, Selection, Sparsifier, check_range, kept
+from mpicomp.compressors.base import check_range, kept
 from mpicomp.compressors.candidates import Candidates
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 

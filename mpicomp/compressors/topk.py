@@ -9,8 +9,10 @@ from typing import ClassVar
 import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context, Selection, Sparsifier, bound, check_ratio, kept
+from mpicomp.compressors.base import bound, check_ratio, kept
 from mpicomp.compressors.candidates import Candidates
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
 

@@ -16,7 +16,8 @@ from mpicomp.transport.local import LocalWorld
 from mpicomp.workspace import Workspace
 
 _NUMELS = (1 << 14, 1 << 18)  # squares, which is what a compressor of matrices is measured on
-_WARM, _TIMED = 3, 3  # steps
+_WARM = 3  # steps before the timed ones, in which thresholds settle
+_TIMED = 3  # steps whose median counts
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from mpicomp.cost import arithmetic
 from mpicomp.cost.network import Network
 
 _SPEED_SD = 0.5  # of the logarithm of how much longer a compressor takes than alone, before it was run
-_SPEED_DRIFT, _SPEED_MOST = 0.02**2, 0.1**2  # variance that a step adds to it, and up to which
+_SPEED_DRIFT = 0.02**2  # variance that a step adds to the logarithm of a speed
+_SPEED_MOST = 0.1**2  # up to which it adds
 _KERNELS_SD = 0.25  # of a scheme's own work over what it took alone, that apart
 _ROUNDS_SD = 0.2  # of what a plan takes in rounds over what the network says
 _AGEING = 0.3**2 / 5000  # variance that a step without it adds: a third after 5000 steps

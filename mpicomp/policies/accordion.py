@@ -14,8 +14,8 @@ from mpicomp.compressors.base import check_range
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
-from mpicomp.policies.levels import at_ratio, check_least, check_ratios, ladder
 from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
+from mpicomp.policies.ratio_levels import at_ratio, check_least, check_ratios, ladder
 from mpicomp.policies.surveys import SpectrumSurvey, Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Asked

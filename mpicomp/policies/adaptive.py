@@ -10,9 +10,9 @@ import numpy as np
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
-from mpicomp.policies.carriers import Carriers, names_for
-from mpicomp.policies.levels import default_compressor
+from mpicomp.policies.plan_selector import PlanSelector, names_for
 from mpicomp.policies.policy import Named, Plan, Policy, Shape, StepReport, feedback_of
+from mpicomp.policies.ratio_levels import default_compressor
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
 
@@ -46,7 +46,7 @@ class Adaptive(Policy):
         self._pinned = None if named.collective == "auto" else named.collective
         if self._pinned is not None:
             bind(self.compressor, self._pinned)  # what does not fit is refused here
-        self._carriers = Carriers(self.id, self.feedback, named.cost, self._pinned is not None)
+        self._selector = PlanSelector(self.id, self.feedback, named.cost, self._pinned is not None)
         self._shapes: list[Shape] = []
 
     def check_compressor(self) -> None:
@@ -55,12 +55,12 @@ class Adaptive(Policy):
     @property
     def cost(self) -> CostModel | None:
         """See `Policy.cost`."""
-        return self._carriers.cost
+        return self._selector.cost
 
     @property
     def listens(self) -> bool:
         """See `Policy.listens`."""
-        return self._carriers.listens
+        return self._selector.listens
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`."""
@@ -70,26 +70,26 @@ class Adaptive(Policy):
             own = [level.bind(shape.names, shape.sizes, shape.shapes) for level in self.levels()]
             names = [[self._pinned] if self._pinned else names_for(level, transport.group, whole=True) for level in own]
             ladders.append([*zip(own, names, strict=True), (Dense(), names_for(Dense(), transport.group))])
-        yield from self._carriers.start(ladders, shapes, transport)
+        yield from self._selector.start(ladders, shapes, transport)
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.refresh`. Where the network has changed, its links are measured anew."""
-        yield from self._carriers.refresh(transport)
+        yield from self._selector.refresh(transport)
 
     def plan(self, bucket: int) -> Plan:
         """See `Policy.plan`."""
         compressor, reason = self.choose(bucket)
-        rows = self._carriers.rows[bucket]
-        among = rows.of(rows.dense)
+        table = self._selector.tables[bucket]
+        among = table.of(table.dense)
         if compressor is not None:
-            own = rows.of(rows.level(compressor))
+            own = table.of(table.level(compressor))
             among = own if self._pinned else np.concatenate((own, among))
-        return self._carriers.plan(bucket, among, reason, compressor)
+        return self._selector.plan(bucket, among, reason, compressor)
 
     def learn(self, told: StepReport) -> None:
         """See `Policy.learn`."""
-        self._carriers.learn(told)
+        self._selector.learn(told)
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         """See `Policy.load_state_dict`: a cost model counts where none is known yet, that of rank 0."""
-        self._carriers.give(cost)
+        self._selector.give(cost)

@@ -11,13 +11,14 @@ import numpy as np
 from mpicomp.collectives import bind
 from mpicomp.compressors import Learner, get_compressor
 from mpicomp.cost import CostModel, measure_kernels, seen_by_some
-from mpicomp.policies.balance import Balance
 from mpicomp.policies.policy import Shape, model_of
+from mpicomp.policies.tradeoff import Balance
 from mpicomp.rounds import Asked, Group, Round
 from mpicomp.transport.base import Transport
 
 _LATER = 3.5  # times the delay of the values themselves, under either code: 2.6 to 4.3 on digits, see docs/learned.md
-_FIRST, _AGAIN = 2, 2  # times the steps in which it learns, then times the steps so far: when a code is thought of
+_FIRST = 2  # times the steps in which a code learns, before it is first considered
+_AGAIN = 2  # times the steps done so far, before it is considered again
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,16 @@ from mpicomp.compressors.base import check_choice, check_range
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import pareto
-from mpicomp.policies.carriers import Carriers, Rows, names_for
-from mpicomp.policies.levels import at_ratio, check_adaptable, check_least, check_ratios, default_compressor, lost_share
+from mpicomp.policies.plan_selector import PlanSelector, PlanTable, names_for
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepReport, feedback_of
+from mpicomp.policies.ratio_levels import (
+    at_ratio,
+    check_adaptable,
+    check_least,
+    check_ratios,
+    default_compressor,
+    lost_share,
+)
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Asked, Group
@@ -118,7 +125,7 @@ class Flexible(Policy):
         self._pinned = None if named.collective == "auto" else named.collective
         if self._pinned is not None:
             bind(self.compressor, self._pinned)  # what does not fit is refused here
-        self._carriers = Carriers(self.id, self.feedback, named.cost)
+        self._selector = PlanSelector(self.id, self.feedback, named.cost)
         self._ratios = candidates(self.least, self.most, self.factor)
         self._survey = SpectrumSurvey(_STRIDE)
         self._shapes: list[Shape] = []
@@ -139,12 +146,12 @@ class Flexible(Policy):
     @property
     def cost(self) -> CostModel | None:
         """See `Policy.cost`."""
-        return self._carriers.cost
+        return self._selector.cost
 
     @property
     def listens(self) -> bool:
         """See `Policy.listens`: what was looked at in a step comes at the end of the next one."""
-        return self._carriers.listens or self._awaited is not None
+        return self._selector.listens or self._awaited is not None
 
     def survey(self, bucket: int) -> Survey | None:
         """See `Policy.survey`: spectra, where gains are to be measured."""
@@ -158,8 +165,8 @@ class Flexible(Policy):
         self._spectral = None
         self._window = max(_WINDOW, group.size)
         self._renew()
-        yield from self._carriers.start([self._ladder(group) for _ in shapes], shapes, transport)
-        self._rows = [self._by_option(rows) for rows in self._carriers.rows]
+        yield from self._selector.start([self._ladder(group) for _ in shapes], shapes, transport)
+        self._rows = [self._by_option(table) for table in self._selector.tables]
         found = self._rows[0] if self._rows else {}  # without buckets nothing is exchanged
         self._options = [option for option in found if self._pinned is None or option.kind != "dense"]
         if self._current not in self._options:
@@ -167,13 +174,13 @@ class Flexible(Policy):
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.refresh`. Where the network has changed, it is chosen anew."""
-        if (yield from self._carriers.refresh(transport)):
+        if (yield from self._selector.refresh(transport)):
             self._solve()
 
     def plan(self, bucket: int) -> Plan:
         """See `Policy.plan`."""
         first = max(self._options, key=lambda option: option.ratio)
-        return self._carriers.plan(bucket, self._rows[bucket][self._current or first], self._reason)
+        return self._selector.plan(bucket, self._rows[bucket][self._current or first], self._reason)
 
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
         """See `Policy.deliver`: what is gained."""
@@ -190,7 +197,7 @@ class Flexible(Policy):
 
     def learn(self, told: StepReport) -> None:
         """See `Policy.learn`."""
-        self._carriers.learn(told)
+        self._selector.learn(told)
         if self._awaited is None or told.step < self._awaited:
             return
         self._awaited = None
@@ -214,7 +221,7 @@ class Flexible(Policy):
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         """See `Policy.load_state_dict`: what was chosen runs on until gradients have been looked at."""
-        self._carriers.give(cost)
+        self._selector.give(cost)
         current = state.get("current")
         self._current = None if current is None else Option(float(current[0]), str(current[1]))
         if self._options and self._current not in self._options:
@@ -230,7 +237,7 @@ class Flexible(Policy):
         seconds, gains = np.zeros(len(self._options)), np.ones(len(self._options))
         for place, option in enumerate(self._options):
             for bucket in range(len(self._shapes)):
-                seconds[place] += self._carriers.seconds(bucket)[self._rows[bucket][option]].min()
+                seconds[place] += self._selector.seconds(bucket)[self._rows[bucket][option]].min()
             if option.kind != "dense":
                 gains[place] = self._spectral[self._ratios.index(option.ratio)] * self._seen.get(option, 1.0)
         return np.stack((seconds, 1 / np.maximum(gains, _LEAST_GAIN)), axis=1)
@@ -256,10 +263,10 @@ class Flexible(Policy):
         levels.append((Dense(), names_for(Dense(), group)))
         return levels
 
-    def _by_option(self, rows: Rows) -> dict[Option, NDArray[np.int64]]:
+    def _by_option(self, table: PlanTable) -> dict[Option, NDArray[np.int64]]:
         """Return the rows of each option, from the smallest ratio."""
         found: dict[Option, list[int]] = {}
-        for row, (level, scheme) in enumerate(zip(rows.levels.tolist(), rows.schemes, strict=True)):
+        for row, (level, scheme) in enumerate(zip(table.levels.tolist(), table.schemes, strict=True)):
             option = Option(1.0, "dense")
             if level < len(self._ratios):
                 option = Option(self._ratios[level], scheme.id.partition(":")[0])

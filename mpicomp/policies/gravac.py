@@ -14,9 +14,9 @@ from mpicomp.compressors.base import check_choice, check_range
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
-from mpicomp.policies.delays import over
-from mpicomp.policies.levels import at_ratio, check_adaptable, check_least, check_ratios, lost_share
 from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
+from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_least, check_ratios, lost_share
+from mpicomp.policies.staleness import over
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Asked
@@ -129,7 +129,7 @@ class GraVAC(Adaptive):
     @property
     def listens(self) -> bool:
         """See `Policy.listens`: until the search has ended steps are counted and timed."""
-        return self._carriers.listens or not self._ended
+        return self._selector.listens or not self._ended
 
     def survey(self, bucket: int) -> Survey | None:
         """See `Policy.survey`: spectra, at once until there are any, and now and then."""
@@ -226,8 +226,8 @@ class GraVAC(Adaptive):
         if len(told.surveys) < len(self._shapes):
             return None
         lost, energy = np.zeros(len(self._ratios)), 0.0
-        for bucket, rows in told.surveys.items():
-            spectra = Spectra(self._shapes[bucket].sizes, rows)
+        for bucket, surveys in told.surveys.items():
+            spectra = Spectra(self._shapes[bucket].sizes, surveys)
             own = float(spectra.energies.sum())
             lost += own * lost_share(self.compressor, spectra, self._ratios)
             energy += own

@@ -11,58 +11,63 @@ from typing import Any, ClassVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.collectives import Scheme, bind
-from mpicomp.compressors import Compressor, Dense, Learner, Quantiser
+from mpicomp.collectives import bind
+from mpicomp.compressors import Compressor, Dense, Learner
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
-from mpicomp.policies.balance import Balance, delay_for
-from mpicomp.policies.carriers import Carriers, Rows, names_for
 from mpicomp.policies.codes import Codes, Rivals, late_under
-from mpicomp.policies.delays import Delays, Lateness, first_ratio, over
-from mpicomp.policies.levels import at_ratio, check_adaptable, default_compressor, ladder, lost_share
+from mpicomp.policies.families import families
+from mpicomp.policies.plan_selector import PlanSelector, collective_of, names_for
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepReport, feedback_of
-from mpicomp.policies.signal import Signal, SketchSurvey
+from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, default_compressor, ladder, lost_share
+from mpicomp.policies.signal_share import Signal, SketchSurvey
+from mpicomp.policies.staleness import Delays, Lateness, first_ratio, over
 from mpicomp.policies.surveys import Both, LossSurvey, Spectra, SpectrumSurvey, Survey
-from mpicomp.registry import COMPRESSORS, register
+from mpicomp.policies.tradeoff import Balance, delay_for
+from mpicomp.registry import register
 from mpicomp.rounds import Asked, Group
 from mpicomp.transport.base import Transport
 
-_LEAST, _MOST, _STEP = 0.001, 0.25, 2 ** (1 / 3)  # ratios, and from one to the next
-_LOOKS, _STRIDE = 100, 8  # steps between two spectra, and of those one group of elements in so many
+# All of these were set by hand, on `text-lstm` and `digits`.
+_LEAST = 0.001  # lowest ratio among the candidates
+_MOST = 0.25  # highest ratio among the candidates
+_STEP = 2 ** (1 / 3)  # from one ratio to the next
+_LOOKS = 100  # steps between two spectra
+_STRIDE = 8  # a spectrum looks at one group of elements in so many
 _SKETCHES = 5  # steps between two sketches
 _THINKS = 5  # steps between two searches for better plans
-_DOWN = 3  # levels that the ratio may go down at once: further off delays are not known well
-_UNSEEN = 4.0  # times the delay that a collective is taken to have which leaves something out, before it was run
-_LEARN = 0.2  # share of a step in what is known of a collective's delay
-_TAUGHT = 10  # steps of such a collective in a row that tell of it, and not of the bucket
-_GRACE = 80  # steps that training is taken to have done when it begins: to be one behind then does no harm
-_DROP = 0.5  # of the learning rate, from which on training is taken to begin anew
-_SMOOTH = 0.1  # share of a step in what is known of when buckets are ready
-_BESIDES = 15  # steps that tell of the time beside exchanges: their median, since something else may come in between
-_WORTH = 0.03  # by which other plans have to be better than those that run
-_PAYS = 0.1  # by which plans have to be better than dense ones: late gradients may cost more than they do elsewhere
+_DOWN = 3  # levels that the ratio may go down at once: delays further off are not known well
+_UNSEEN = 4.0  # factor on the delay of a collective that leaves something out, before it ran
+_LEARN = 0.2  # share of a step in that factor, once the collective runs
+_TAUGHT = 10  # steps of such a collective in a row that teach the factor; later ones teach the bucket's delay
+_GRACE = 80  # steps that count as done when training begins: to be one step behind does no harm then
+_DROP = 0.5  # a learning rate that falls to this share of its highest value begins training anew
+_SMOOTH = 0.1  # share of a step in the moving average of when buckets are ready
+_BESIDES = 15  # steps whose median is the time beside exchanges: something else may come in between
+_WORTH = 0.03  # how much better other plans have to be than those that run
+_PAYS = 0.1  # how much better compressed plans have to be than dense ones, in case late gradients cost more than known
 
 
 @register
 @dataclass(eq=False)
 class Joint(Policy):
-    """What makes a model learn fastest here and now: compressor, collective and wire of every bucket together.
+    """Choose compressor, ratio, collective and wire of every bucket together, so that the model learns fastest.
 
-    What a step keeps back arrives later, and a model whose gradients are late is behind one whose are not, as far as
-    they are signal and not noise of a batch. So plans are sought that minimise ``(age + behind) x seconds of a step``,
-    where ``age`` is the number of steps since training began or the learning rate dropped, and ``behind`` the number of
-    steps by which late gradients set training back (`mpicomp.policies.balance`). No more than ``(1 - fidelity) x (age +
-    80)`` of these are allowed: this is the same as a gain of at least ``1 / (1 + delay)``, a target that is high at
-    first and falls as training goes on and signal becomes less.
+    What a step keeps back arrives later. A model whose gradients are late falls behind, as far as they are signal and
+    not noise of a batch. So the plans minimise ``(age + behind) x seconds of a step``: ``age`` is the number of steps
+    since training began or the learning rate dropped, ``behind`` the number of steps by which late gradients set
+    training back (`mpicomp.policies.tradeoff`). At most ``(1 - fidelity) x (age + 80)`` steps are allowed. This is a
+    gain of at least ``1 / (1 + delay)``: a high target at first, which falls as training goes on and less of the
+    gradients is signal.
 
-    Candidates are top-k at many ratios, signs, four bits an element, and dense, and now and then it is asked whether a
-    code would pay that has to be learnt first (`mpicomp.policies.codes`). Seconds come from the cost model, in
-    the order in which buckets become ready. How late gradients are under each ratio is learnt from the gains of the
-    steps before (`mpicomp.policies.delays`), and how much later each collective makes them; under a quantiser it is at
-    first told from what it leaves out of a gradient. How much of gradients is signal is told by small sketches
-    (`mpicomp.policies.signal`). A dynamic programme over the delay (L-GreCo's, with the end of the last bucket in place
-    of bytes) finds the best plans. Ratios go down by
-    little at a time, up by as much as is needed: when gains fall, delays grow.
+    Candidates are top-k at many ratios, signs, four bits an element, and dense. Now and then codes that have to be
+    learnt first are weighed against them (`mpicomp.policies.codes`). Seconds come from the cost model, in the order in
+    which buckets become ready. The delay under each ratio is learnt from the gains of earlier steps
+    (`mpicomp.policies.staleness`), and so is the factor that each collective puts on it; the delay under a quantiser is
+    at first what its rounding leaves out of a gradient. Small sketches tell how much of gradients is signal
+    (`mpicomp.policies.signal_share`). A dynamic programme over the delay (L-GreCo's, with the end of the last bucket in
+    place of bytes) finds the best plans. Ratios go down by little at a time and up by as much as is needed: when gains
+    fall, delays grow.
 
     Parameters
     ----------
@@ -93,7 +98,7 @@ class Joint(Policy):
         """
         self._pinned = None if named.collective == "auto" else named.collective
         self.compressor = named.compressor or default_compressor()
-        wires, quantisers, codes = _families(named.compressor)
+        wires, quantisers, codes = families(named.compressor)
         self._wires = [own for own in wires if self._fits(own)]
         self._quantisers = [own for own in quantisers if self._fits(own)]
         codes = [own for own in codes if self._fits(own)]
@@ -119,7 +124,7 @@ class Joint(Policy):
         self._codes = Codes(codes)
         self._ladder = self._ratios = np.array([])  # of a wire; of all levels that have one
         self._dense = [Dense()]
-        self._carriers = Carriers("auto", self.feedback, named.cost)
+        self._selector = PlanSelector("auto", self.feedback, named.cost)
         self._spectrum, self._sketch = SpectrumSurvey(_STRIDE), SketchSurvey()
         self._losses = LossSurvey(self._quantisers, _STRIDE)
         self._both = Both(self._spectrum, self._losses)
@@ -150,12 +155,12 @@ class Joint(Policy):
     @property
     def cost(self) -> CostModel | None:
         """See `Policy.cost`."""
-        return self._carriers.cost
+        return self._selector.cost
 
     @property
     def listens(self) -> bool:
         """See `Policy.listens`."""
-        return self._carriers.listens
+        return self._selector.listens
 
     def survey(self, bucket: int) -> Survey | None:
         """See `Policy.survey`: sketches, and now and then spectra, of which the first are a bucket's first guess."""
@@ -163,7 +168,7 @@ class Joint(Policy):
             return None
         if self._step % _LOOKS == 0:
             return self._both
-        due = self._step >= self._sketched + _SKETCHES and self._carriers.awake
+        due = self._step >= self._sketched + _SKETCHES and self._selector.awake
         return self._sketch if due or self._signal.share is None else None
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
@@ -187,27 +192,27 @@ class Joint(Policy):
     def _begin(self, transport: Transport) -> Generator[Asked, Any, None]:
         """Set up all plans, from dense ones on. Collective, as rounds."""
         levels = [self._levels(transport.group, bucket) for bucket in range(len(self._shapes))]
-        yield from self._carriers.start(levels, self._shapes, transport)
-        self._lossy = [_rows_of_kinds(rows, self._ratios.size) for rows in self._carriers.rows]
+        yield from self._selector.start(levels, self._shapes, transport)
+        self._lossy = [table.lossy(self._ratios.size) for table in self._selector.tables]
         self._allowed = [self._dense_rows(bucket) for bucket in range(len(self._shapes))]
         self._renewed = False
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.refresh`. Better plans are sought now and then, and at once where the network has changed."""
-        changed = yield from self._carriers.refresh(transport)
+        changed = yield from self._selector.refresh(transport)
         if self._renewed:
             yield from self._begin(transport)
             self._due = True
         if self._chooses and self._codes.due:
             self._due |= yield from self._ask_for_codes(transport)
-        if changed or self._due or (self._carriers.awake and self._step >= self._thought + _THINKS):
+        if changed or self._due or (self._selector.awake and self._step >= self._thought + _THINKS):
             self._due, self._thought = False, self._step
             self._think()
 
     def plan(self, bucket: int) -> Plan:
         """See `Policy.plan`."""
         reason = "learning a code that is predicted to pay" if self._codes.learns(bucket) else self._reason
-        return self._carriers.plan(bucket, self._allowed[bucket], reason)
+        return self._selector.plan(bucket, self._allowed[bucket], reason)
 
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
         """See `Policy.deliver`."""
@@ -217,47 +222,47 @@ class Joint(Policy):
         self._step += 1
         self._unseen += 1
         self._codes.pass_step([bucket for bucket in range(len(delivered)) if self._learnt(bucket)])
-        if not self._carriers.awake:
+        if not self._selector.awake:
             return
         steps, self._unseen = self._unseen, 0
         lossy = False
         for bucket, own in enumerate(delivered):
-            rows, row = self._carriers.rows[bucket], self._carriers.row(bucket)
-            level = int(rows.levels[row])
+            table, row = self._selector.tables[bucket], self._selector.row(bucket)
+            level = int(table.levels[row])
             if not 0 < own.gain <= 1:
                 continue
             if level >= self._ratios.size:
                 self._delays[bucket].observe(None, 1.0, own.energy, own.gain, steps)
-                whole = self._lateness[bucket].get(rows.schemes[row].compressor.id)
+                whole = self._lateness[bucket].get(table.schemes[row].compressor.id)
                 if whole is not None and not self._codes.learns(bucket):
                     whole.observe(own.gain, steps)
                 continue
-            scheme = rows.schemes[row]
-            factor = self._factors.get(_kind(scheme), _UNSEEN) if scheme.leaves_out else 1.0
+            scheme = table.schemes[row]
+            factor = self._factors.get(collective_of(scheme), _UNSEEN) if scheme.leaves_out else 1.0
             seen = self._delays[bucket].observe(float(self._ratios[level]), factor, own.energy, own.gain, steps)
             lossy |= scheme.leaves_out
             if scheme.leaves_out and seen is not None and self._in_a_row <= _TAUGHT:
-                self._factors[_kind(scheme)] = max(1.0, factor * (seen / factor) ** over(_LEARN, steps))
+                self._factors[collective_of(scheme)] = max(1.0, factor * (seen / factor) ** over(_LEARN, steps))
         self._in_a_row = self._in_a_row + steps if lossy else 0
 
     def learn(self, told: StepReport) -> None:
         """See `Policy.learn`."""
-        self._carriers.learn(told)
-        if self._carriers.measured:  # else seconds of steps have nothing to do with those of plans
+        self._selector.learn(told)
+        if self._selector.measured:  # else seconds of steps have nothing to do with those of plans
             self._time(told)
         if told.lr is not None:
             if self._highest is not None and told.lr <= _DROP * self._highest:
                 self._age, self._highest, self._due = 0, told.lr, True
             self._highest = max(told.lr, self._highest or told.lr)
         # A step that was undone tells too, so that its number says nothing; no spectrum is as wide as a sketch.
-        if any(rows.shape[1] == self._sketch.width(()) for rows in told.surveys.values()):
+        if any(surveys.shape[1] == self._sketch.width(()) for surveys in told.surveys.values()):
             self._due |= self._signal.share is None
             self._signal.observe(told.surveys, self._delay)
             return
-        for bucket, rows in told.surveys.items():
+        for bucket, surveys in told.surveys.items():
             sizes = self._shapes[bucket].sizes
-            spectra = Spectra(sizes, rows[:, : self._spectrum.width(sizes)])
-            shares = self._losses.shares(rows[:, self._spectrum.width(sizes) :])
+            spectra = Spectra(sizes, surveys[:, : self._spectrum.width(sizes)])
+            shares = self._losses.shares(surveys[:, self._spectrum.width(sizes) :])
             for quantiser, share in zip(self._quantisers, shares, strict=True):
                 self._lateness[bucket][quantiser.id].guess(share)
             self._due |= self._delays[bucket].ratio is None
@@ -298,7 +303,7 @@ class Joint(Policy):
             self._renewed = any(self._codes.has(bucket) for bucket in range(len(self._shapes)))
         self._restore()
         self._signal.give(state.get("signal"))
-        self._carriers.give(cost)
+        self._selector.give(cost)
 
     def _restore(self) -> None:
         """Begin with what is known of buckets that begin with the same parameter, or with nothing."""
@@ -317,11 +322,11 @@ class Joint(Policy):
         """Return whether the step that has just ended was one in which a bucket's code was learnt."""
         if not self._codes.learns(bucket):
             return False
-        return self._carriers.row(bucket) in self._learning_rows(bucket)
+        return self._selector.row(bucket) in self._learning_rows(bucket)
 
     def _learning_rows(self, bucket: int) -> NDArray[np.int64]:
         """Return the rows in which a bucket's code is learnt, if it has one."""
-        return self._carriers.rows[bucket].of(self._ratios.size + len(self._quantisers))
+        return self._selector.tables[bucket].of(self._ratios.size + len(self._quantisers))
 
     def _fits(self, compressor: Compressor) -> bool:
         """Return whether the collective that was named carries a compressor; any does where none was."""
@@ -347,7 +352,7 @@ class Joint(Policy):
         return levels
 
     def _dense_rows(self, bucket: int) -> NDArray[np.int64]:
-        levels = self._carriers.rows[bucket].levels
+        levels = self._selector.tables[bucket].levels
         return np.flatnonzero(levels > levels[-1] - len(self._dense))
 
     def _names(self, compressor: Compressor, group: Group) -> list[str]:
@@ -356,7 +361,7 @@ class Joint(Policy):
 
     def _fastest_dense(self, bucket: int) -> int:
         rows = self._dense_rows(bucket)
-        return int(rows[self._carriers.seconds(bucket)[rows].argmin()])
+        return int(rows[self._selector.seconds(bucket)[rows].argmin()])
 
     def _time(self, told: StepReport) -> None:
         """Learn when buckets are ready, and what a step takes beside them."""
@@ -397,7 +402,7 @@ class Joint(Policy):
         buckets = range(len(self._shapes))
         return Balance(
             delays=[self._late(bucket) for bucket in buckets],
-            seconds=[self._carriers.seconds(bucket) for bucket in buckets],
+            seconds=[self._selector.seconds(bucket) for bucket in buckets],
             weights=[own.inflow / inflow for own in self._delays],
             ready=[0.0] * len(buckets) if self._ready is None else self._ready.tolist(),
             beside=max(0.0, statistics.median(self._beside or [0.0])),
@@ -410,7 +415,7 @@ class Joint(Policy):
         """Return the row of every bucket that is to run: others than those that run where it is worth it."""
         buckets = range(len(self._shapes))
         dense = [self._fastest_dense(bucket) for bucket in buckets]
-        choice, now = balance.best(), [self._carriers.row(bucket) for bucket in buckets]
+        choice, now = balance.best(), [self._selector.row(bucket) for bucket in buckets]
         pays = (1 - _PAYS) * balance.worth(dense)
         if balance.worth(choice) > pays:
             choice = dense
@@ -420,8 +425,8 @@ class Joint(Policy):
 
     def _ask_for_codes(self, transport: Transport) -> Generator[Asked, Any, bool]:
         """Take up a learned code where it pays; tell whether one was. Collective, as rounds."""
-        balance, cost = self._balance(), self._carriers.cost
-        if balance is None or cost is None or not self._carriers.measured:
+        balance, cost = self._balance(), self._selector.cost
+        if balance is None or cost is None or not self._selector.measured:
             return False
         worth = (1 - _PAYS) * balance.worth(self._best(balance))
 
@@ -444,15 +449,15 @@ class Joint(Policy):
 
     def _late(self, bucket: int) -> NDArray[np.float64]:
         """Return the delay of each of a bucket's rows; infinite where it is too far below the ratio that is known."""
-        rows, known = self._carriers.rows[bucket], self._delays[bucket]
-        delays = np.zeros(rows.kept.size)
+        table, known = self._selector.tables[bucket], self._delays[bucket]
+        delays = np.zeros(table.kept.size)
         delays[: self._ratios.size] = known.at(self._ratios)
         delays[: self._ratios.size][self._ratios < self._lowest(bucket)] = math.inf
         whole = [self._lateness[bucket][own.id].delay for own in self._quantisers]
         if self._codes.has(bucket):
             whole += [math.inf, self._late_code(bucket)]  # one that learns runs when it has to
         delays[self._ratios.size : self._ratios.size + len(whole)] = whole
-        late: NDArray[np.float64] = delays[rows.levels]
+        late: NDArray[np.float64] = delays[table.levels]
         for kind, own in self._lossy[bucket].items():
             late[own] *= self._factors.get(kind, _UNSEEN)
         return late
@@ -479,31 +484,3 @@ class Joint(Policy):
             return math.inf
         known = self._lateness[bucket][self._codes.code.id]
         return known.delay if known.ran else late_under(self._late_values(bucket, self._codes.code))
-
-
-def _families(named: Compressor | None) -> tuple[list[Compressor], list[Quantiser], list[Learner]]:
-    """Return what has a ratio, what is sent in few bits, and the codes that may be learnt."""
-    if named is not None:
-        return ([], [], [cast(Learner, named).at_once]) if named.learns else ([named], [], [])
-    names = sorted(COMPRESSORS.names(), key=lambda name: COMPRESSORS.plugin(name) is not None)
-    # What derives from another one suggests the same.
-    found: list[Any] = list(dict.fromkeys(own for name in names for own in COMPRESSORS.cls(name).suggested()))
-    return (
-        [own for own in found if own.selects_by_ratio],
-        [own for own in found if own.message == "packed"],
-        [own for own in found if own.learns],
-    )
-
-
-def _rows_of_kinds(rows: Rows, levels: int) -> dict[str, NDArray[np.int64]]:
-    """Return the rows of each collective that leaves something out, of so many levels: the first ones, with ratios."""
-    kinds: dict[str, list[int]] = {}
-    for row, (scheme, level) in enumerate(zip(rows.schemes, rows.levels, strict=True)):
-        if scheme.leaves_out and level < levels:
-            kinds.setdefault(_kind(scheme), []).append(row)
-    return {kind: np.array(own) for kind, own in kinds.items()}
-
-
-def _kind(scheme: Scheme[Any]) -> str:
-    """Name a collective, whatever it is built upon."""
-    return str(scheme.id).partition(":")[0]

@@ -14,17 +14,18 @@ from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.allocate import least_total, total
-from mpicomp.policies.levels import at_ratio, check_least, ladder
+from mpicomp.policies.layer_tables import Table, table_for
 from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
+from mpicomp.policies.ratio_levels import at_ratio, check_least, ladder
 from mpicomp.policies.registry import get_policy
 from mpicomp.policies.surveys import Both, Survey
-from mpicomp.policies.tables import Table, table_for
 from mpicomp.registry import register
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
 
 _SURVEYS = 10  # steps that are looked at before an adjustment
-_RATIOS, _RANKS = 8.0, 2.0  # how far candidates are from the uniform setting
+_RATIOS = 8.0  # how far candidate ratios are from the uniform one, as a factor
+_RANKS = 2.0  # the same for ranks
 
 
 @register
@@ -224,13 +225,13 @@ class LGreCo(Adaptive):
         pairs = self._surveyed.get(told.step, [])
         self._surveyed = {step: own for step, own in self._surveyed.items() if step > told.step}
         others: dict[int, NDArray[np.float32]] = {}
-        for bucket, rows in told.surveys.items() if pairs else ():
+        for bucket, surveys in told.surveys.items() if pairs else ():
             other, own = pairs[bucket]
             width = 0 if other is None else other.width(self._shapes[bucket].sizes)
             if other is not None:
-                others[bucket] = rows[:, :width]
+                others[bucket] = surveys[:, :width]
             if own is not None:
-                self._tables[bucket].take(rows[:, width:])
+                self._tables[bucket].take(surveys[:, width:])
         if self._inner is not None:
             self._inner.learn(replace(told, surveys=others))
 

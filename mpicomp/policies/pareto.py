@@ -12,7 +12,11 @@ from mpicomp.errors import ConfigurationError
 Objectives = NDArray[np.float64]
 """A row each, shape (rows, objectives); less is better in every column."""
 
-_POPULATION, _OFFSPRING, _GENERATIONS, _SEED = 40, 10, 40, 1  # of NSGA-II, as in Flexible Communication's code
+# Of NSGA-II, as in the published code of Flexible Communication.
+_POPULATION = 40  # points of a generation
+_OFFSPRING = 10  # new points of a generation
+_GENERATIONS = 40  # generations
+_SEED = 1  # the same on all ranks
 
 
 def front(objectives: Objectives) -> NDArray[np.int64]:

@@ -9,8 +9,8 @@ from mpicomp.compressors.base import check_choice, check_range, check_ratio
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
-from mpicomp.policies.levels import at_ratio, check_least, ladder
 from mpicomp.policies.policy import Delivered, Named, Shape
+from mpicomp.policies.ratio_levels import at_ratio, check_least, ladder
 from mpicomp.registry import register
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport

@@ -9,7 +9,7 @@ import numpy as np
 from mpicomp.collectives import bind, fitting
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
-from mpicomp.policies.carriers import Carriers, names_for
+from mpicomp.policies.plan_selector import PlanSelector, names_for
 from mpicomp.policies.policy import Named, Plan, Policy, Shape, StepReport, feedback_of, model_of
 from mpicomp.registry import register
 from mpicomp.rounds import Asked
@@ -36,17 +36,17 @@ class Static(Policy):
         # What does not fit, or needs what is not installed, is refused here: later a rank might fail alone.
         bind(self.compressor, self._pinned or fitting(self.compressor)[0])
         pinned = self._pinned is not None
-        self._carriers = Carriers("static" if pinned else "auto", self.feedback, named.cost, pinned)
+        self._selector = PlanSelector("static" if pinned else "auto", self.feedback, named.cost, pinned)
 
     @property
     def cost(self) -> CostModel | None:
         """See `Policy.cost`."""
-        return self._carriers.cost
+        return self._selector.cost
 
     @property
     def listens(self) -> bool:
         """See `Policy.listens`."""
-        return self._carriers.listens
+        return self._selector.listens
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`."""
@@ -59,21 +59,21 @@ class Static(Policy):
             if self._pinned is None and own != Dense() and own.replaceable:
                 levels.append((Dense(), names_for(Dense(), transport.group)))
             ladders.append(levels)
-        yield from self._carriers.start(ladders, shapes, transport)
+        yield from self._selector.start(ladders, shapes, transport)
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.refresh`. Where the network has changed, its links are measured anew."""
-        yield from self._carriers.refresh(transport)
+        yield from self._selector.refresh(transport)
 
     def plan(self, bucket: int) -> Plan:
         """See `Policy.plan`."""
-        rows = self._carriers.rows[bucket]
-        return self._carriers.plan(bucket, np.arange(len(rows.schemes)), "pinned" if self._pinned else "")
+        table = self._selector.tables[bucket]
+        return self._selector.plan(bucket, np.arange(len(table.schemes)), "pinned" if self._pinned else "")
 
     def learn(self, told: StepReport) -> None:
         """See `Policy.learn`."""
-        self._carriers.learn(told)
+        self._selector.learn(told)
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         """See `Policy.load_state_dict`: a cost model counts where none is known yet, that of rank 0."""
-        self._carriers.give(cost)
+        self._selector.give(cost)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.algorithms.matrix_batches import Matrix, orthonormal
-from mpicomp.compressors.base import Quantiser
+from mpicomp.compressors.kinds import Quantiser
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
 

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece, Velocity
-from mpicomp.compressors.base import Entry, Selection
+from mpicomp.compressors.base import Entry
+from mpicomp.compressors.kinds import Selection
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.policies import Shape

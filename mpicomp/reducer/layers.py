@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.compressors.base import Selection
+from mpicomp.compressors.kinds import Selection
 
 _WHOLE = 0.999  # gain from which on nothing is worth a look
 

@@ -28,7 +28,8 @@ from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
 
 _SIZES = (1, 2, 7, 1000, 20_011)
-_DRAWS, _BLOCK = 2000, 64  # exchanges and elements over which random choices are averaged
+_DRAWS = 2000  # exchanges over which random choices are averaged
+_BLOCK = 64  # elements over which they are averaged
 
 
 def laws_of(compressor: Compressor) -> list[Callable[[Any], None]]:

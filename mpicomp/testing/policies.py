@@ -18,7 +18,8 @@ _STEPS = 30
 _HALFWAY = 13  # steps before a checkpoint: no multiple of what policies count by
 _SHAPES = {"conv": (20, 30), "bias": (17,), "fc": (60, 40)}
 _BUCKET_BYTES = 4096  # several buckets
-_BEGINNING, _SELDOM = 10, 2  # first steps, in which ranks may do more than later, and how often they may do so then
+_BEGINNING = 10  # first steps, in which ranks may do more rounds than later
+_SELDOM = 2  # steps afterwards in which they may
 
 
 def check_configuration(policy: Policy) -> None:

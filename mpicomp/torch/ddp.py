@@ -13,7 +13,7 @@ from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
 from mpicomp.reducer.stream import Stream
-from mpicomp.torch.gradients import overlap_thread
+from mpicomp.torch.overlap import overlap_thread
 from mpicomp.transport.connect import connect
 
 

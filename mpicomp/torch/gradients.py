@@ -1,7 +1,6 @@
 """What backward leaves in ``.grad``, averaged over the ranks: while backward goes on, or after it."""
 
 import hashlib
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,14 +11,15 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
-from mpicomp.collectives.sparse_rows import mean_of_rows
-from mpicomp.errors import ConfigurationError, DisagreementError, LaunchError, MpicompError
+from mpicomp.errors import ConfigurationError, DisagreementError, MpicompError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside, Given
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Asked, Group, Round
 from mpicomp.torch.broadcast import as_bytes
+from mpicomp.torch.overlap import overlap_thread
+from mpicomp.torch.sparse_gradients import as_sparse, mean_of_sparse
 from mpicomp.transport.base import Value
 from mpicomp.transport.interleave import ProgressThread
 
@@ -225,7 +225,7 @@ class Gradients(Beside):
                     parameter.grad.mul_(factor)
             for name, mean_rows in self._rows_means.items():
                 if mean_rows is not None:
-                    own[name].grad = _as_sparse(mean_rows, own[name], record.skipped)
+                    own[name].grad = as_sparse(mean_rows, own[name], record.skipped)
         self._watch()
         self.averaged = True
         self.note()
@@ -280,7 +280,9 @@ class Gradients(Beside):
         self._rows_means = {}
         for name, parameter in self._own().items():
             if name in self._rows:
-                self._rows_means[name] = yield from self._mean_of_rows(parameter)
+                self._rows_means[name] = yield from mean_of_sparse(
+                    None if self.idle else parameter.grad, parameter, self._share_of_active(), self.group
+                )
         return all(mean is None or bool(np.isfinite(mean[1]).all()) for mean in self._rows_means.values())
 
     def close(self) -> None:
@@ -434,60 +436,6 @@ class Gradients(Beside):
                 )
         return None
 
-    def _mean_of_rows(
-        self, parameter: torch.Tensor
-    ) -> Generator[Asked, Any, tuple[NDArray[np.int64], NDArray[np.floating]] | None]:
-        """Average a sparse gradient, as rounds."""
-        work = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        width = parameter[0].numel() if len(parameter) else 1
-        gradient = None if self.idle else parameter.grad
-        indices, rows = None, torch.empty((0, width), dtype=work)
-        if gradient is not None:
-            if not gradient.is_sparse:
-                gradient = gradient.to_sparse(1)
-            gradient = gradient.coalesce()
-            indices = gradient.indices()[0].cpu().numpy()
-            rows = gradient.values().to(device="cpu", dtype=work).reshape(-1, width) * self._share_of_active()
-        return (yield from mean_of_rows(indices, rows.numpy(), self.group))
-
-
-def overlap_thread(reducer: Reducer, wanted: bool | None) -> ProgressThread | None:
-    """Return a thread that exchanges while backward goes on, or None. Collective.
-
-    Parameters
-    ----------
-    reducer : Reducer
-        Whose exchanges.
-    wanted : bool or None
-        True wants it wherever there are others and MPI allows it. None does not where all ranks are on one host, so
-        that nothing is waited for, and torch's threads take all of its cores. One rank that does not is enough.
-    """
-    transport = reducer.transport
-    ranks = transport.group.size
-    if ranks == 1:
-        return None
-    problem = None
-    try:
-        transport.check_threads(alone=False)
-    except LaunchError as error:
-        problem = error
-    crowded = transport.group.hosts == 1 and transport.cores < torch.get_num_threads() + 1
-    mine = np.array([problem is None, not crowded if wanted is None else wanted], _FLAG)
-
-    def share() -> Generator[Asked, Any, NDArray[np.uint8]]:
-        told: NDArray[np.uint8] = yield Round(
-            "allgatherv", [2] * ranks, _FLAG, send=mine, recv=np.empty(2 * ranks, _FLAG)
-        )
-        return told
-
-    everyones = transport.run(reducer.counted(share())).reshape(ranks, 2)
-    able, useful = (bool(flags.all()) for flags in everyones.T)
-    if able and useful:
-        return ProgressThread(transport, lanes=1).start()
-    if not able and useful and transport.group.rank == 0:
-        warnings.warn(f"gradients are exchanged after backward, not during it: {problem}", stacklevel=4)
-    return None
-
 
 def _let_go(hooks: dict[str, Any], thread: ProgressThread | None) -> None:
     for handle in hooks.values():
@@ -500,19 +448,3 @@ def _let_go(hooks: dict[str, Any], thread: ProgressThread | None) -> None:
 def _digest(parameter: torch.Tensor) -> bytes:
     values = as_bytes(parameter.detach().cpu().contiguous())
     return hashlib.blake2b(values.data, digest_size=_DIGEST).digest()
-
-
-def _as_sparse(
-    mean: tuple[NDArray[np.int64], NDArray[np.floating]], parameter: torch.Tensor, skipped: bool
-) -> torch.Tensor:
-    """Return rows as a sparse gradient; zeros in a step that is skipped, in which they may not be finite."""
-    indices, rows = mean
-    values = torch.from_numpy(np.zeros_like(rows) if skipped else rows).reshape(-1, *parameter.shape[1:])
-    return torch.sparse_coo_tensor(
-        torch.from_numpy(indices)[None],
-        values.to(parameter.dtype),
-        parameter.shape,
-        device=parameter.device,
-        is_coalesced=True,
-        check_invariants=True,
-    )

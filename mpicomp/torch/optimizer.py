@@ -19,7 +19,8 @@ from mpicomp.torch.wrapped import Arguments, Wrapped, unwrap, wrap
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
 
-_SMALL_BUCKET, _LARGE_BUCKET = 8 << 20, 32 << 20  # bytes
+_SMALL_BUCKET = 8 << 20  # bytes of a bucket whose elements all travel
+_LARGE_BUCKET = 32 << 20  # bytes of a bucket of which a selection travels: its messages are short
 
 
 def DistributedOptimizer(  # noqa: N802, a factory that reads like the class that it stands for

@@ -15,7 +15,9 @@ from mpicomp.transport.naps import Naps, wait
 SEGMENT = 1 << 19
 """Bytes of one message between two ranks: longer arrays go in several, so that the first can be worked on."""
 
-_RECEIVES, _SENDS = 8, 4  # segments under way at a time: all of them at once would share the link and all come last
+# Segments under way at a time: all of them at once would share the link and all come last.
+_RECEIVES = 8
+_SENDS = 4
 _TAGS = 1 << 15  # every MPI has as many
 
 _Segment = tuple[int, slice]

@@ -31,7 +31,8 @@ STALL_S = 60.0
 _PARTS = 8  # of the stall limit between two looks: a question and its answer take two of them
 _ASK_AT = 0.5  # of the stall limit, so that answers are there when it is over
 _LONGEST_S = 1.0  # between two looks: how late a rank is noticed that has left
-_TURN_S, _MOST_TURNS = 0.3, 10  # between ranks with the same to say: the first one ends the job before the next says it
+_TURN_S = 0.3  # between ranks with the same to say: the first one ends the job before the next says it
+_MOST_TURNS = 10  # ranks from this one on speak at the same time
 _SAME_CALLS = "all ranks have to make the same calls in the same order"
 
 _ASK, _ANSWER, _LEFT, _BROKE = range(4)  # kinds of messages

@@ -4,7 +4,8 @@ import os
 import time
 from collections.abc import Callable
 
-SHORTEST_S, LONGEST_S = 50e-6, 200e-6
+SHORTEST_S = 50e-6  # first nap
+LONGEST_S = 200e-6  # naps double up to this
 
 
 class Naps:

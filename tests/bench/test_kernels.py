@@ -5,7 +5,7 @@ import pytest
 from mpicomp.bench import kernels
 
 from mpicomp.compressors import get_compressor
-from mpicomp.compressors.base import Quantiser
+from mpicomp.compressors.kinds import Quantiser
 
 NUMEL = 20_000
 RATIOS = (0.01, 0.1)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mpicomp.kernels import cpu
 
-from mpicomp.compressors.base import Selection
+from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.message import capacity_bytes, message_bytes, read_message, read_padded, write_message
 from mpicomp.compressors.wire import Wire, compact
 from mpicomp.errors import ConfigurationError, MessageError

@@ -10,7 +10,7 @@ import scipy.stats
 from mpicomp import SIDCo, get_compressor
 from mpicomp.compressors import sidco
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import Context
+from mpicomp.compressors.context import Context
 from mpicomp.errors import ConfigurationError
 
 DISTRIBUTIONS = ["exponential", "gamma", "pareto"]

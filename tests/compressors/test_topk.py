@@ -5,7 +5,7 @@ from worlds import Ranks
 
 from mpicomp import TopK, get_compressor
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import Context
+from mpicomp.compressors.context import Context
 from mpicomp.errors import ConfigurationError
 
 

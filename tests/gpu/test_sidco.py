@@ -14,7 +14,8 @@ from scipy import special
 import mpicomp
 from mpicomp.compressors import sidco as rule
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import Context, kept
+from mpicomp.compressors.base import kept
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
 
 DTYPES = [np.float32, np.float64]

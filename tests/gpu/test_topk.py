@@ -8,7 +8,7 @@ from mpicomp.kernels import cpu, gpu
 
 import mpicomp
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import Context
+from mpicomp.compressors.context import Context
 
 DTYPES = [np.float32, np.float64]
 LAUNCHES = {np.float32: 7, np.float64: 10}

@@ -10,7 +10,7 @@ from worlds import Ranks
 import mpicomp
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.policies import get_policy
-from mpicomp.policies.balance import behind
+from mpicomp.policies.tradeoff import behind
 
 SLOW, FAST, NO_TIME = Link(1e-5, 2e6), Link(1e-5, 10e9), Link(1e-9, 1e15)
 

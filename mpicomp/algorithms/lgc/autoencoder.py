@@ -16,7 +16,9 @@ _CHANNELS = 4  # of the code
 _SLOPE = 0.2  # of the rectifiers
 _SIMILARITY = 0.5  # weight of the second loss, see Autoencoder
 _STRETCH = 4096  # values that an optimizer step looks at
-_DECAY_MEAN, _DECAY_SQUARE, _TINY = 0.9, 0.999, 1e-8  # Adam's
+_DECAY_MEAN = 0.9  # Adam's beta 1
+_DECAY_SQUARE = 0.999  # Adam's beta 2
+_TINY = 1e-8  # Adam's epsilon
 _HALVED = 100  # optimizer steps after which the learning rate is half of what it was at first
 
 Shape = tuple[int, ...]

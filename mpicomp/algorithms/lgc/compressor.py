@@ -15,7 +15,8 @@ import numpy as np
 from mpicomp.algorithms.lgc.autoencoder import Autoencoder
 from mpicomp.algorithms.lgc.learned_code import LearnedCode
 from mpicomp.algorithms.lgc.linear_code import LinearCode
-from mpicomp.compressors.base import Learner, bound, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.base import bound, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.kinds import Learner
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu

@@ -15,7 +15,8 @@ from mpicomp.algorithms.lgc.server import CodeServer
 from mpicomp.collectives.scheme import Exchange, Result, Scheme
 from mpicomp.collectives.values_at import exchange_at
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Context
+from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import MpicompError
 from mpicomp.registry import register

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mpicomp.algorithms.lgc.compressor import Selected, index_bytes
 from mpicomp.algorithms.lgc.learned_code import LearnedCode
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.topk import largest_of_parts
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import MessageError

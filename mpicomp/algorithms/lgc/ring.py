@@ -11,8 +11,9 @@ from mpicomp.algorithms.lgc.learned_code import LearnedCode
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged, far_from_largest, gain_of
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Context, Selection
+from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.message import DAMAGED
 from mpicomp.kernels import cpu
 from mpicomp.rounds import Group, Round

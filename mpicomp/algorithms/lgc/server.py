@@ -19,7 +19,9 @@ from mpicomp.collectives.scheme import (
 )
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Context, Selection, kept
+from mpicomp.compressors.base import kept
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.message import (
     DAMAGED,
     NONFINITE,

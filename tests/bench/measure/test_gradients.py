@@ -6,7 +6,7 @@ from mpicomp.bench.measure import gradients
 from mpicomp.bench.measure.feedback import make_bucket
 
 from mpicomp.compressors import TopK, get_compressor
-from mpicomp.compressors.base import SharedSparsifier
+from mpicomp.compressors.kinds import SharedSparsifier
 
 NUMEL = 20_000
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpicomp.policies.signal import Signal, SketchSurvey
+from mpicomp.policies.signal_share import Signal, SketchSurvey
 
 
 def gradients(random, ranks, share, numel, steps=1):

@@ -9,7 +9,8 @@ _WIDTH = 256  # numbers of a sketch
 _SAMPLED = 1 << 18  # elements above which a part is looked at
 _STRIDE = 64  # of that part: one group of elements in so many
 _LEARN = 0.1  # share of a look in what is known; the first ones count alike
-_LEAST, _MOST = 0.005, 1.0
+_LEAST = 0.005  # share of signal: a sketch tells no less
+_MOST = 1.0
 
 
 class SketchSurvey:

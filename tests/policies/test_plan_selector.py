@@ -94,7 +94,7 @@ def test_every_compressor_has_something_that_carries_it(compressor, hosts):
     """A compressor that nothing carries whole keeps what there is: codes of LGC are of one rank's indices."""
     ranks = Ranks(4, None, compressor, hosts=hosts, numel=20_000)
     ranks.step()
-    schemes = ranks.reducers[0].policy._carriers.rows[0].schemes
+    schemes = ranks.reducers[0].policy._selector.tables[0].schemes
     own = [scheme for scheme in schemes if scheme.compressor.id == compressor]
     assert own
     assert {scheme.leaves_out for scheme in own} == {compressor == "lgc"}
@@ -133,7 +133,7 @@ def test_over_mpi_a_named_compressor_is_carried_whole_whatever_is_predicted(comm
 def test_hierarchical_takes_part_where_hosts_have_several_ranks(hosts):
     ranks = Ranks(len(hosts), Link(1e-5, 50e6), mpicomp.TopK(ratio=0.01), hosts=hosts)
     ranks.step()
-    names = [scheme.id for scheme in ranks.reducers[0].policy._carriers.rows[0].schemes]
+    names = [scheme.id for scheme in ranks.reducers[0].policy._selector.tables[0].schemes]
     assert any(name.startswith("hierarchical") for name in names)
 
 

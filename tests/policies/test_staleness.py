@@ -5,8 +5,8 @@ import pytest
 from worlds import Ranks
 
 import mpicomp
-from mpicomp.policies.balance import Balance, behind, delay_for
-from mpicomp.policies.delays import Delays, Lateness
+from mpicomp.policies.staleness import Delays, Lateness
+from mpicomp.policies.tradeoff import Balance, behind, delay_for
 
 
 class Worker:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.compressors.base import kept
 from mpicomp.compressors.message import message_bytes
-from mpicomp.policies.levels import ladder
 from mpicomp.policies.policy import Shape
+from mpicomp.policies.ratio_levels import ladder
 from mpicomp.policies.surveys import RankSurvey, Spectra, SpectrumSurvey, Survey
 
 Column = NDArray[Any]

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 _SLOPE = 1.4  # delay ~ ratio ** -slope; 0.9 to 1.9 were measured, the steeper the shorter the delay
-_FIRST, _GROWS = 0.05, 4.0  # ratio of the first guess, and times its delay without a residual that it grows to
+_FIRST = 0.05  # ratio of the first guess
+_GROWS = 4.0  # factor by which its delay grows from that without a residual
 _LEARN = 0.15  # share of a step in what is known
 _LONGEST_WAIT = 30  # steps
 _AFTER_DENSE = 2  # times as long until a residual has filled that was sent whole

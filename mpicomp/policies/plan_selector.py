@@ -1,4 +1,4 @@
-"""Which collective carries what a bucket sends: the one of least predicted time, chosen anew at every step."""
+"""Choose the plan of least predicted time among those that a policy allows, anew at every step."""
 
 import math
 import statistics
@@ -28,12 +28,14 @@ from mpicomp.transport.base import Transport
 
 _SETTLING = "as in the step before, until it is known what it takes"
 _UNMEASURED = "nothing can be measured, the first that fits"  # one rank, or ranks in lockstep
-_CURIOUS = 12, 1 / 64  # plans that may be explored after a start or a change of the network, and for each step
+_CURIOUS = 12, 1 / 64  # plans that may be explored after a start or a change of the network, and more for each step
 _SETTLED = 2  # steps of a plan that teach nothing: buffers are made, and compressors find their bounds
-_AWAKE_S, _WORTH, _SELDOM = 2e-3, 0.01, 6  # what looking at a step takes, of all steps at most; one in six is looked at
+_AWAKE_S = 2e-3  # seconds that looking at a step takes
+_WORTH = 0.01  # share of the time of all steps that looking at them may take
+_SELDOM = 6  # steps of which at least one is looked at, so that a change is followed within ten
 _STEPS = 5  # intervals between steps whose median counts
-_ANOTHER = 0.35  # by which the logarithm of a link's latency or bandwidth differs when it has changed
-_TOO_SLOW = 3.0  # times the least predicted seconds: such plans are not run to see whether the prediction is right
+_ANOTHER = 0.35  # by how much the logarithm of a link's latency or bandwidth differs when the link has changed
+_TOO_SLOW = 3.0  # times the least predicted seconds: slower plans are not run to check the prediction
 
 
 @dataclass
@@ -49,8 +51,8 @@ class _Turn:
 
 
 @dataclass
-class Rows:
-    """Everything that a bucket may run: each level of its ladder with each collective that carries it.
+class PlanTable:
+    """Every plan that a bucket may run: each level of its ladder with each collective that carries it, a row each.
 
     Attributes
     ----------
@@ -90,6 +92,14 @@ class Rows:
         same = self.schemes[first].id == self.schemes[second].id
         return first == second or (same and abs(int(self.levels[first]) - int(self.levels[second])) == 1)
 
+    def lossy(self, levels: int) -> dict[str, NDArray[np.int64]]:
+        """Return the rows of each collective that leaves something out, among the first so many levels."""
+        found: dict[str, list[int]] = {}
+        for row, (scheme, level) in enumerate(zip(self.schemes, self.levels, strict=True)):
+            if scheme.leaves_out and level < levels:
+                found.setdefault(collective_of(scheme), []).append(row)
+        return {name: np.array(rows) for name, rows in found.items()}
+
     def scheme(self, row: int, compressor: Compressor | None) -> Scheme[Any]:
         """Return a row's scheme, of another compressor of the same kind where one is given."""
         scheme = self.schemes[row]
@@ -100,14 +110,14 @@ class Rows:
         return self.bound[row]
 
 
-class Carriers:
-    """Chooses rows of least predicted time, and learns what they take.
+class PlanSelector:
+    """Choose rows of least predicted time, and learn the seconds that they take.
 
-    Predictions come from a cost model that learns from every step. A row is also run now and then when it could be the
-    fastest for all that is known: the less is known of it, the longer it was not run, and the less it can cost,
-    the sooner. What is predicted to take three times the least is not tried. A row is run for some steps in turn,
-    since the first ones tell nothing: buffers are made, and thresholds were those of another plan. Where steps are
-    so short that choosing and learning would be felt, that is done in one of up to six, but for what is new.
+    Predictions come from a cost model that learns from every step. A row that could be the fastest is explored now and
+    then: sooner when little is known of it, when it has not run for long, and when it can cost little. Rows that are
+    predicted to take three times the least seconds are not explored. A row runs for several steps in turn, since the
+    first ones teach nothing: buffers are made, and thresholds are those of another plan. Where steps are so short that
+    choosing and learning would be felt, both are done in one step of up to six, except for new rows.
 
     Parameters
     ----------
@@ -124,7 +134,7 @@ class Carriers:
 
     def __init__(self, name: str, feedback: bool, given: CostModel | str | None, pinned: bool = False) -> None:
         self.cost: CostModel | None = None
-        self.rows: list[Rows] = []
+        self.tables: list[PlanTable] = []
         self._name = name
         self._feedback = feedback
         self._given = given
@@ -150,7 +160,7 @@ class Carriers:
     @property
     def measured(self) -> bool:
         """Whether seconds are predicted, and learnt from steps."""
-        return bool(self.rows) and self.rows[0].candidates is not None
+        return bool(self.tables) and self.tables[0].candidates is not None
 
     @property
     def listens(self) -> bool:
@@ -180,21 +190,21 @@ class Carriers:
             Among the ranks.
         """
         group = transport.group
-        self.rows = [_rows(ladder, shape.numel) for ladder, shape in zip(ladders, shapes, strict=True)]
-        self._turns = [_Turn(0, known=True) for _ in self.rows]
+        self.tables = [_table(ladder, shape.numel) for ladder, shape in zip(ladders, shapes, strict=True)]
+        self._turns = [_Turn(0, known=True) for _ in self.tables]
         predicts = group.size > 1 and transport.probes
         if predicts and self._pinned:  # ranks may have been given different things: rank 0 decides for all
             predicts = yield from first_says(self._is_given, transport)
         if not predicts:
-            self._guesses = [_guess(rows, shape, group) for rows, shape in zip(self.rows, shapes, strict=True)]
+            self._guesses = [_guess(table, shape, group) for table, shape in zip(self.tables, shapes, strict=True)]
             return
         self.cost = yield from share_model(self.cost or self._given, transport)
-        everything = [scheme for rows in self.rows for scheme in rows.schemes]
-        ladder = any(rows.kept.size > 2 for rows in self.rows)
+        everything = [scheme for table in self.tables for scheme in table.schemes]
+        ladder = any(table.kept.size > 2 for table in self.tables)
         yield from measure_kernels(self.cost, everything, self._feedback, transport, ladder)
-        for rows, shape in zip(self.rows, shapes, strict=True):
-            rows.candidates = self.cost.candidates(rows.schemes, shape.numel, shape.dtype, group, ladder)
-        self._turns = [_Turn(-1) for _ in self.rows]
+        for table, shape in zip(self.tables, shapes, strict=True):
+            table.candidates = self.cost.candidates(table.schemes, shape.numel, shape.dtype, group, ladder)
+        self._turns = [_Turn(-1) for _ in self.tables]
         self._curious = _CURIOUS[0]
         self._wake()
 
@@ -210,9 +220,9 @@ class Carriers:
         now = np.log([network.latency, network.seconds_per_byte])
         another = bool(np.abs(now - self._before).max() > _ANOTHER)
         network.find(changed=another)
-        for rows in self.rows:
-            if rows.candidates is not None:
-                rows.candidates.unsettle()
+        for table in self.tables:
+            if table.candidates is not None:
+                table.candidates.unsettle()
         for turn in self._turns:
             turn.known = turn.fresh = True
         self._curious = _CURIOUS[0]
@@ -224,7 +234,7 @@ class Carriers:
 
     def seconds(self, bucket: int) -> NDArray[np.float64]:
         """Return the predicted seconds of a bucket's rows; where nothing is measured, those of a common network."""
-        candidates = self.rows[bucket].candidates
+        candidates = self.tables[bucket].candidates
         return self._guesses[bucket] if candidates is None else candidates.seconds()
 
     def plan(
@@ -243,28 +253,28 @@ class Carriers:
         compressor : Compressor, optional
             What to send in place of a level that keeps about as much.
         """
-        rows, turn = self.rows[bucket], self._turns[bucket]
+        table, turn = self.tables[bucket], self._turns[bucket]
         asked = among, reason, compressor
         if turn.plan is not None and turn.known and not (turn.fresh or self.awake) and _same(asked, turn.asked):
             turn.steps += 1
             return turn.plan
         before, why = turn.row, "" if reason and among.size == 1 else _SETTLING
-        if rows.candidates is None:
+        if table.candidates is None:
             turn.row, why = int(among[0]), why and _UNMEASURED
         elif before < 0 or before not in among:
-            turn.row = rows.candidates.choose(_TOO_SLOW, among)[0]
+            turn.row = table.candidates.choose(_TOO_SLOW, among)[0]
             why = why and f"least predicted seconds of {among.size} plans"
         elif turn.known and among.size > 1:
-            turn.row, why, explores = _choose(rows.candidates, among, before, self._curious >= 1)
+            turn.row, why, explores = _choose(table.candidates, among, before, self._curious >= 1)
             self._curious -= explores
-        if rows.candidates is not None and before >= 0 and not rows.alike(before, turn.row):
+        if table.candidates is not None and before >= 0 and not table.alike(before, turn.row):
             turn.steps, turn.known = 0, False
         else:
             turn.steps += 1
         words = ", ".join(filter(None, (reason, why)))
-        prediction = None if rows.candidates is None else rows.candidates.prediction(turn.row)
+        prediction = None if table.candidates is None else table.candidates.prediction(turn.row)
         settled = turn.steps >= _SETTLED
-        turn.plan = Plan(rows.scheme(turn.row, compressor), f"{self._name}: {words}", prediction, settled, turn.row)
+        turn.plan = Plan(table.scheme(turn.row, compressor), f"{self._name}: {words}", prediction, settled, turn.row)
         turn.asked, turn.fresh = asked, False
         return turn.plan
 
@@ -277,16 +287,16 @@ class Carriers:
         if not self.cost.network.suspects:
             self._before = np.log([self.cost.network.latency, self.cost.network.seconds_per_byte])
         for bucket, plan in enumerate(told.plans):
-            candidates, turn = self.rows[bucket].candidates, self._turns[bucket]
+            candidates, turn = self.tables[bucket].candidates, self._turns[bucket]
             assert candidates is not None
             if plan.settled:
                 start, end, own, _ = told.times[:, bucket].max(axis=0)
                 self._changed |= candidates.observe(plan.row, float(own), float(end - start))
                 if turn.row == plan.row and not turn.known:
                     turn.known = turn.fresh = True
-        for rows in self.rows:
-            assert rows.candidates is not None
-            rows.candidates.step()
+        for table in self.tables:
+            assert table.candidates is not None
+            table.candidates.step()
         self._curious = min(self._curious + _CURIOUS[1], _CURIOUS[0])
         began = float(told.times[:, 0, 0].max())
         if self._began is not None and told.step > self._began[0]:
@@ -305,24 +315,29 @@ def _same(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
     return first[1:] == second[1:] and np.array_equal(first[0], second[0])
 
 
-def _rows(ladder: Sequence[tuple[Compressor, Sequence[str]]], numel: int) -> Rows:
+def _table(ladder: Sequence[tuple[Compressor, Sequence[str]]], numel: int) -> PlanTable:
     schemes, levels = [], []
     for level, (compressor, names) in enumerate(ladder):
         schemes += [bind(compressor, name) for name in names]
         levels += [level] * len(names)
     kept = np.array([max(1, compressor.expected(numel)) for compressor, _ in ladder], float)
-    return Rows(schemes, np.array(levels), kept, numel)
+    return PlanTable(schemes, np.array(levels), kept, numel)
 
 
-def _guess(rows: Rows, shape: Shape, group: Group) -> NDArray[np.float64]:
+def _guess(table: PlanTable, shape: Shape, group: Group) -> NDArray[np.float64]:
     """Return the seconds of rows on a network of 1 Gbit/s, without their own work."""
     network = Network(max(2, group.hosts))
     views = seen_by_some(group)
     seconds = []
-    for scheme in rows.schemes:
+    for scheme in table.schemes:
         of_ranks = [scheme.rounds(shape.numel, shape.dtype, view) for view in views]
         seconds.append(network.seconds(network.coefficients(of_ranks, views)))
     return np.array(seconds)
+
+
+def collective_of(scheme: Scheme[Any]) -> str:
+    """Return the name of a scheme's collective, whatever that is built upon."""
+    return str(scheme.id).partition(":")[0]
 
 
 def names_for(compressor: Compressor, group: Group, whole: bool = False) -> list[str]:

@@ -1,0 +1,57 @@
+"""What a step is about, beside the array: `Context`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpicomp.rounds import Group
+from mpicomp.workspace import Workspace
+
+
+@dataclass
+class Context:
+    """What a compressor and a scheme know beside the array.
+
+    Parameters
+    ----------
+    group : Group
+        Who takes part. Random choices that must differ between ranks come from this rank's place in it.
+    step, bucket, seed : int
+        Which exchange it is. The same on all ranks; random choices come from them.
+    memory : dict
+        This bucket's memory from step to step. Numbers and strings in it are part of a checkpoint.
+    workspace : Workspace
+        Where arrays that are needed at every step come from.
+    """
+
+    group: Group = field(default_factory=lambda: Group(0, 1))
+    step: int = 0
+    bucket: int = 0
+    seed: int = 0
+    memory: dict[str, Any] = field(default_factory=dict)
+    workspace: Workspace = field(default_factory=Workspace)
+
+    @property
+    def rank(self) -> int:
+        """The place of this rank in the group."""
+        return self.group.rank
+
+    def random(self, shared: bool) -> np.random.Generator:
+        """Return this step's and bucket's random numbers, the same on all ranks (``shared``) or different on each."""
+        own = () if shared else (self.rank,)
+        return np.random.default_rng([self.seed, self.step, self.bucket, *own])
+
+    def key(self, shared: bool, part: int = 0) -> int:
+        """Return 64 bits for a kernel that draws random numbers by itself.
+
+        Parameters
+        ----------
+        shared : bool
+            Whether all ranks get the same.
+        part : int
+            Tells draws of one step apart.
+        """
+        own = () if shared else (self.rank,)
+        entropy = [self.seed, self.step, self.bucket, part, *own]
+        return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])

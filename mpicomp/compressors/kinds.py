@@ -1,0 +1,303 @@
+"""Kinds of compressors, by what they send: each says what has to be given to add one."""
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import Compressor, check_choice, kept
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.wire import INDICES, VALUES, Wire, compact
+from mpicomp.kernels import cpu
+
+
+@dataclass
+class Selection:
+    """Elements of an array: ``indices`` ascending without repetition, and the array's ``values`` there."""
+
+    indices: NDArray[np.uint32]
+    values: NDArray[np.floating]
+
+
+@dataclass(frozen=True, repr=False)
+class Sparsifier(Compressor):
+    """A compressor that sends some elements as they are and keeps the others back.
+
+    To add one: derive from it, give `select` and, where the number of selected elements depends on the
+    array's length alone, `count`; register it with `mpicomp.register`.
+
+    Parameters
+    ----------
+    wire : {None, "fp16", "bf16", "signs"}
+        How values travel. The 16-bit forms are rounded at the sender, and the error stays in the residual. So does that
+        of ``"signs"``: a bit a value and one mean magnitude for a whole message, which only those collectives carry
+        that deliver messages as they are.
+    indices : {"auto", "plain", "elias-fano"}
+        How indices travel: as 32-bit integers, in a code near their entropy, or in what `mpicomp.compressors.message`
+        finds worth it for their number.
+    """
+
+    family: ClassVar[str] = "sparsifier"
+    message: ClassVar[str] = "sparse"
+
+    wire: str | None = field(default=None, kw_only=True)
+    indices: str = field(default="auto", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_choice(self.id, "wire", self.wire, VALUES)
+        check_choice(self.id, "indices", self.indices, ("auto", *INDICES))
+
+    @property
+    def feedback(self) -> bool:
+        """Sparsifiers that pick by magnitude are biased: what is not sent has to be kept."""
+        return True
+
+    def count(self, numel: int) -> int | None:
+        """Return the number of elements selected out of ``numel``; None where the values decide it."""
+        return None
+
+    def expected(self, numel: int) -> int:
+        """See `Compressor.expected`."""
+        return self.count(numel) or kept(getattr(self, "ratio", 0.01), numel)
+
+    def wire_for(self, count: int, numel: int) -> Wire:
+        """Return how ``count`` elements of ``numel`` travel; the same on all ranks, since only shapes decide."""
+        return Wire(self.wire, compact(count, numel) if self.indices == "auto" else self.indices)
+
+    def wire_bytes_per_element(self, itemsize: int) -> float:
+        """Return index and value for the kept fraction, in a bucket of 2**20 elements."""
+        numel = 1 << 20
+        count = self.expected(numel)
+        coded = self.wire_for(count, numel).indices != "plain"
+        indices = cpu.index_bytes(count, numel) if coded else 4 * count
+        value = {None: itemsize, "signs": 1 / 8}.get(self.wire, 2)
+        return (indices + count * value) / numel
+
+    @abstractmethod
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
+        """Choose what is sent.
+
+        Parameters
+        ----------
+        accumulated : Accumulated
+            Gradient plus residual; ``accumulated.array()`` is the plain array. Not empty.
+        context : Context
+            Step, seed, this bucket's memory, and a workspace for arrays that are needed at every step.
+
+        Returns
+        -------
+        Selection
+            Valid until the next call for the same bucket.
+        """
+
+
+@dataclass(frozen=True, repr=False)
+class SharedSparsifier(Compressor):
+    """A compressor that sends the same elements on all ranks, so that no index travels and values can be summed.
+
+    To add one: derive from it and give `count` and `positions`. Every collective that sums dense arrays carries it.
+
+    Parameters
+    ----------
+    wire : {None, "fp16", "bf16"}
+        How values travel; the 16-bit forms are summed in at least float32, as those of `mpicomp.Dense` are.
+    """
+
+    family: ClassVar[str] = "sparsifier"
+    message: ClassVar[str] = "shared"
+
+    wire: str | None = field(default=None, kw_only=True)
+
+    @property
+    def by_magnitude(self) -> bool:
+        """Positions that all ranks share follow from no rank's values."""
+        return False
+
+    def __post_init__(self) -> None:
+        check_choice(self.id, "wire", self.wire, (None, "fp16", "bf16"))
+
+    @property
+    def feedback(self) -> bool:
+        """What is not sent has to be kept."""
+        return True
+
+    def wire_bytes_per_element(self, itemsize: int) -> float:
+        """Return the value for the kept fraction."""
+        return self.count(1 << 20) / (1 << 20) * (itemsize if self.wire is None else 2)
+
+    @abstractmethod
+    def count(self, numel: int) -> int:
+        """Return the number of elements sent out of ``numel``."""
+
+    def expected(self, numel: int) -> int:
+        """See `Compressor.expected`."""
+        return self.count(numel)
+
+    @abstractmethod
+    def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
+        """Write ``count(numel)`` positions, ascending without repetition, the same on all ranks.
+
+        They may depend on the seed, the step and the bucket; ``context.random(shared=True)`` does.
+        """
+
+    def weights(self, numel: int) -> NDArray[np.floating] | float:
+        """Return what values are multiplied by before they are sent; the receiver adds them as they are."""
+        return 1.0
+
+    @property
+    def values(self) -> Compressor | None:
+        """What values travel by, one that takes the array's place; None: as a dense array, see ``wire``."""
+        return None
+
+
+@dataclass(frozen=True, repr=False)
+class Quantiser(Compressor):
+    """A compressor that sends every element, in few bits.
+
+    To add one: derive from it and give `packed_bytes`, `pack`, `unpack` and `unpack_add`. What is packed depends on the
+    array alone, and its length on the array's.
+    """
+
+    family: ClassVar[str] = "quantiser"
+    message: ClassVar[str] = "packed"
+
+    @property
+    def feedback(self) -> bool:
+        """What rounding takes has to be kept."""
+        return True
+
+    def wire_bytes_per_element(self, itemsize: int) -> float:
+        """Return the bytes of an element in a bucket of 2**20."""
+        return self.packed_bytes(1 << 20) / (1 << 20)
+
+    @abstractmethod
+    def packed_bytes(self, numel: int) -> int:
+        """Return the number of bytes that ``numel`` elements are packed into: a multiple of 8; 0 for none."""
+
+    @abstractmethod
+    def pack(
+        self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
+    ) -> float:
+        """Pack an array.
+
+        Parameters
+        ----------
+        array : array, shape (n,)
+            float32 or float64; it may be empty. Not to be written to.
+        message : array of uint8, shape (packed_bytes(n),)
+            Receives what travels; aligned to 8 bytes. All of it is written to.
+        sent : array, shape (n,)
+            Receives what `unpack` makes of the message, bit for bit. Where an element of ``array`` is NaN or infinite,
+            some of it is.
+        key : int
+            64 bits, others for each call: all random choices come from them.
+
+        Returns
+        -------
+        float
+            Squared L2 norm of ``array - sent``; NaN or infinite where an element is.
+        """
+
+    @abstractmethod
+    def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
+        """Write what was packed to an array of the same length and dtype."""
+
+    @abstractmethod
+    def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
+        """Add ``factor`` times what was packed to an array of the same length and dtype."""
+
+
+@dataclass(frozen=True, repr=False)
+class SharedQuantiser(Compressor):
+    """A compressor that rounds every element to a grid that all ranks share, so that integers are summed.
+
+    Grids are symmetric and reach as far as any rank asks for. To add one: derive from it and give `scales`,
+    `stochastic` and `reach`.
+    """
+
+    family: ClassVar[str] = "quantiser"
+    message: ClassVar[str] = "integers"
+
+    @property
+    @abstractmethod
+    def scales(self) -> tuple[int, ...]:
+        """Integers at the end of each grid, ascending, of which the first is below 2**24.
+
+        An element travels on the finest grid on which no rank's integer is beyond ``scales[0]``.
+        """
+
+    @property
+    @abstractmethod
+    def stochastic(self) -> bool:
+        """Whether elements are rounded at random, so that they are right on the average; if not, to the nearest."""
+
+    @abstractmethod
+    def reach(self, array: NDArray[np.floating]) -> float:
+        """Return how far from zero this rank wants grids to reach; NaN or infinite where an element is.
+
+        The array may be empty. Elements beyond the ends are taken to them.
+        """
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether elements are rounded at random."""
+        return self.stochastic
+
+    @property
+    def feedback(self) -> bool:
+        """Off where elements are rounded at random: what is kept back would not shrink."""
+        return not self.stochastic
+
+    @property
+    def contractive(self) -> bool:
+        """Whether elements go to the nearest point: an error is then no larger than the element."""
+        return not self.stochastic
+
+    def wire_bytes_per_element(self, itemsize: int) -> float:
+        """Return the bytes of an element among four ranks; see `mpicomp.kernels.cpu.fields_of`."""
+        ranks, (coarse, *finer) = 4, self.scales
+        return 8 / cpu.fields_of(2 * coarse * ranks) + len(finer) * 8 / cpu.fields_of(ranks)
+
+
+@dataclass(frozen=True, repr=False)
+class Learner(Compressor):
+    """A compressor that sends values of a selection in a code that is learnt in the run.
+
+    The joint choice takes one up where it is predicted to pay for all that it costs: see `mpicomp.policies.codes`.
+    """
+
+    message: ClassVar[str] = "code"
+    learns: ClassVar[bool] = True
+    selects_as: ClassVar[str]
+    """The collective that delivers values of the same elements as they are."""
+
+    @property
+    @abstractmethod
+    def ratio(self) -> float:
+        """Kept fraction in (0, 1]."""
+
+    @property
+    @abstractmethod
+    def training_steps(self) -> int:
+        """Steps in which it learns."""
+
+    @property
+    @abstractmethod
+    def learning(self) -> "Learner":
+        """One that learns at every step. What it has learnt is there for this one: memories are the same."""
+
+    @property
+    @abstractmethod
+    def at_once(self) -> "Learner":
+        """One that learns from the first step on."""
+
+    @abstractmethod
+    def has_enough(self, numel: int) -> bool:
+        """Return whether as many values of ``numel`` elements are selected as a code needs."""
+
+    @abstractmethod
+    def check_installed(self) -> None:
+        """Raise `ConfigurationError` where a package that it `needs` is not installed."""

@@ -1,0 +1,54 @@
+"""A thread that exchanges gradients while backward goes on."""
+
+import warnings
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mpicomp.errors import LaunchError
+from mpicomp.reducer import Reducer
+from mpicomp.rounds import Asked, Round
+from mpicomp.transport.interleave import ProgressThread
+
+_FLAG = np.dtype(np.uint8)
+
+
+def overlap_thread(reducer: Reducer, wanted: bool | None) -> ProgressThread | None:
+    """Return a thread that exchanges while backward goes on, or None. Collective.
+
+    Parameters
+    ----------
+    reducer : Reducer
+        Whose exchanges.
+    wanted : bool or None
+        True wants it wherever there are others and MPI allows it. None does not where all ranks are on one host, so
+        that nothing is waited for, and torch's threads take all of its cores. One rank that does not is enough.
+    """
+    transport = reducer.transport
+    ranks = transport.group.size
+    if ranks == 1:
+        return None
+    problem = None
+    try:
+        transport.check_threads(alone=False)
+    except LaunchError as error:
+        problem = error
+    crowded = transport.group.hosts == 1 and transport.cores < torch.get_num_threads() + 1
+    mine = np.array([problem is None, not crowded if wanted is None else wanted], _FLAG)
+
+    def share() -> Generator[Asked, Any, NDArray[np.uint8]]:
+        told: NDArray[np.uint8] = yield Round(
+            "allgatherv", [2] * ranks, _FLAG, send=mine, recv=np.empty(2 * ranks, _FLAG)
+        )
+        return told
+
+    everyones = transport.run(reducer.counted(share())).reshape(ranks, 2)
+    able, useful = (bool(flags.all()) for flags in everyones.T)
+    if able and useful:
+        return ProgressThread(transport, lanes=1).start()
+    if not able and useful and transport.group.rank == 0:
+        warnings.warn(f"gradients are exchanged after backward, not during it: {problem}", stacklevel=4)
+    return None

@@ -1,0 +1,60 @@
+"""Sparse gradients of embeddings: the mean of the rows that ranks have."""
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mpicomp.collectives.sparse_rows import mean_of_rows
+from mpicomp.rounds import Asked, Group
+
+
+def mean_of_sparse(
+    gradient: torch.Tensor | None, parameter: torch.Tensor, factor: float, group: Group
+) -> Generator[Asked, Any, tuple[NDArray[np.int64], NDArray[np.floating]] | None]:
+    """Average a gradient of a parameter over the ranks by its rows, as rounds.
+
+    Parameters
+    ----------
+    gradient : torch.Tensor or None
+        This rank's, sparse or dense; None where it has none.
+    parameter : torch.Tensor
+        Whose.
+    factor : float
+        What the rank's rows are multiplied by.
+    group : Group
+        The ranks.
+
+    Returns
+    -------
+    (array of int64, array) or None
+        Indices of the rows that any rank has, and their means; None where no rank has a gradient.
+    """
+    work = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    width = parameter[0].numel() if len(parameter) else 1
+    indices, rows = None, torch.empty((0, width), dtype=work)
+    if gradient is not None:
+        if not gradient.is_sparse:
+            gradient = gradient.to_sparse(1)
+        gradient = gradient.coalesce()
+        indices = gradient.indices()[0].cpu().numpy()
+        rows = gradient.values().to(device="cpu", dtype=work).reshape(-1, width) * factor
+    return (yield from mean_of_rows(indices, rows.numpy(), group))
+
+
+def as_sparse(
+    mean: tuple[NDArray[np.int64], NDArray[np.floating]], parameter: torch.Tensor, skipped: bool
+) -> torch.Tensor:
+    """Return rows as a sparse gradient; zeros in a step that is skipped, in which they may not be finite."""
+    indices, rows = mean
+    values = torch.from_numpy(np.zeros_like(rows) if skipped else rows).reshape(-1, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(
+        torch.from_numpy(indices)[None],
+        values.to(parameter.dtype),
+        parameter.shape,
+        device=parameter.device,
+        is_coalesced=True,
+        check_invariants=True,
+    )
