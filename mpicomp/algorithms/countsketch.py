@@ -161,15 +161,19 @@ class Sketched(Scheme[CountSketch]):
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         """Sketch, sum, look for the largest, sum there; see `Scheme.exchange`."""
+        # 1. Add every element to one cell in each row of a table, with a random sign; ranks share the hash functions.
         key, array, weights = context.key(shared=True), accumulated.array(), self.compressor.weights(context)
         if weights is not None:
             weighted = context.workspace.array("weighted", array.size, array.dtype)
             with np.errstate(over="ignore", invalid="ignore"):
                 array = np.multiply(array, weights, out=weighted)
+        # 2. Sum the tables: the sum is the sketch of the summed gradient.
         first = yield from sum_of_tables(self.compressor, array, key, accumulated, context, self._sum)
         table = first.mean.reshape(self.compressor.table(array.size))
+        # 3. Estimate every element from the sum, and take the largest estimates: the same on all ranks.
         count = self.compressor.count(array.size)
         indices, _ = largest_estimates(table, key, array.size, count, context.workspace)
+        # 4. Sum the exact values there. What was not selected stays in the residual.
         result = yield from exchange_at(indices, 1.0, accumulated, context, self._sum, first.problem)
         result.nonfinite |= first.nonfinite  # a cell may overflow where no value does
         return result

@@ -156,6 +156,7 @@ class SketchedMemory(Scheme[FetchSGD]):
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         """Sketch, sum, remember, deliver the largest; see `Scheme.exchange`."""
+        # 1. Sketch the gradient, and sum the tables of all ranks.
         numel, workspace = accumulated.numel, context.workspace
         shape = self.compressor.table(numel)
         before = self._remembered(numel, context)
@@ -164,6 +165,7 @@ class SketchedMemory(Scheme[FetchSGD]):
 
         if first.problem is not None:
             return undelivered(accumulated, first.problem, first.stale)
+        # 2. Momentum and error feedback in the sketch: velocity = momentum velocity + mean, error = error + velocity.
         # What is remembered is not written to, so that a step can be undone by forgetting what it gives.
         turn = 1 - before["turn"]
         velocity, error = (
@@ -174,10 +176,12 @@ class SketchedMemory(Scheme[FetchSGD]):
             np.add(velocity, first.mean.reshape(shape), out=velocity)
         flat = before["error"].reshape(-1).astype(velocity.dtype, copy=False)
         moments = cpu.accumulate(velocity.reshape(-1), flat, error.reshape(-1), accumulated.threads)
+        # 3. Deliver the k largest estimates of the error.
         indices, values = largest_estimates(error, key, numel, self.compressor.count(numel), workspace)
         mean = SparseMean.cleared(workspace, numel, accumulated.dtype)
         mean.add(indices, values, 1.0)
         nonfinite = first.nonfinite or not moments.finite  # estimates are medians: few cells do not show in them
+        # 4. Clear what was delivered in both tables, and keep them for the next step.
         if not nonfinite and not first.stale:
             for table in (velocity, error):
                 cpu.sketch_clear(indices, key, table)

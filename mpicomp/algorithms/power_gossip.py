@@ -100,6 +100,7 @@ class Gossip:
             self._workspace.array(name, neighbours * length, self._dtype).reshape(neighbours, length)
             for name in ("mine", "theirs", "difference")
         )
+        # 1. Project this rank's matrices on the vectors that it shares with each neighbour.
         matrices = [stack.of(model) for stack in self._stacks]
         wide = [_side_by_side(probe) for probe in self.probes]
         for own, probe, answer in zip(matrices, wide, self._cut(mine, not rows), strict=True):
@@ -111,6 +112,7 @@ class Gossip:
             mine[:, place : place + stop - start] = model[start:stop]
             place += stop - start
 
+        # 2. Exchange projections with all neighbours.
         yield Round(
             "neighbor_alltoall",
             (length,),
@@ -120,6 +122,7 @@ class Gossip:
             graph=self._graph,
         )
 
+        # 3. Subtract: what two models differ by along these vectors.
         limit = np.finfo(self._dtype).max * _FARTHEST
         for number, other in enumerate(self._neighbours):
             # The lower rank's first on both, so that both have the same bits, signs of zeros among them.
@@ -131,6 +134,7 @@ class Gossip:
                     f"gossip: the model of rank {self._place} or that of its neighbour {other} holds NaN or infinity, "
                     "or they are that far apart; nothing was taken over"
                 )
+        # 4. Move the model towards each neighbour's by its share of that difference.
         answers = self._cut(difference, not rows)
         change = self._workspace.array("change", self._numel, self._dtype)
         shares = np.array(self._shares, self._dtype)
@@ -143,6 +147,7 @@ class Gossip:
             np.matmul(shares, difference[:, place : place + stop - start], out=change[start:stop])
             place += stop - start
         model -= change
+        # 5. The differences, made orthonormal, are the vectors of the next exchange: a power iteration.
         self.turn += 1
         self._fill_empty(difference[:, : length - self._plain])
         self.probes = [orthonormal(answer) for answer in answers]

@@ -213,6 +213,7 @@ class LowRank(Scheme[PowerSGD]):
         """Project, sum, project, sum; see `Scheme.exchange`."""
         if not self._compresses(context.step):
             return (yield from self._sum.exchange(accumulated, context))
+        # 1. Begin with the right factors Q of the step before, or with random ones; set aside what is no matrix.
         numel, dtype, workspace = accumulated.numel, accumulated.dtype, context.workspace
         left_size, right_size, rest_size = self._left_size, self._right_size, numel - self._held
         array = accumulated.array()
@@ -228,6 +229,7 @@ class LowRank(Scheme[PowerSGD]):
         problem: MessageError | None = None
         rest_lost = 0.0
         for iteration in range(self.compressor.iterations):
+            # 2. Project: P = M Q, and average it over the ranks; what is no matrix goes with the first P.
             for own, factor, product in zip(matrices, rights, lefts, strict=True):
                 multiply(own, factor, product)
             size = left_size + (rest_size if iteration == 0 else 0)
@@ -242,8 +244,10 @@ class LowRank(Scheme[PowerSGD]):
                 rest = left[left_size:size]
                 kept_rest[0], kept_rest[1] = first.mean[left_size:], first.sent[left_size:]
                 rest_lost = cpu.energy(rest - kept_rest[1]) - cpu.energy(rest)
+            # 3. Make the mean P orthonormal: a basis that all ranks share.
             bases = [orthonormal(_finite(mean)) for mean in self._lefts(first.mean)]
 
+            # 4. Project on it: Q = M^T P, and average that.
             for own, basis, product in zip(matrices, bases, rights, strict=True):
                 multiply(own.transpose(0, 2, 1), basis, product)
             # The bases are orthonormal, so the factors have the energy of what is projected.
@@ -253,16 +257,19 @@ class LowRank(Scheme[PowerSGD]):
             problem = problem or second.problem
             nonfinite = nonfinite or first.nonfinite or second.nonfinite
             stale = stale or first.stale or second.stale
+            # 5. Another power iteration begins with the mean Q.
             if iteration + 1 < self.compressor.iterations:
                 self._scale(self._rights(second.mean), rights, context)
 
         if problem is not None:
             return undelivered(accumulated, problem, stale)
+        # 6. Multiply out: P Q^T with the mean Q is the mean, with this rank's own Q it is what this rank has sent.
         assert not isinstance(second.sent, Selection)
         mean, sent = (workspace.array(name, numel, dtype) for name in ("low-rank mean", "low-rank sent"))
         for whole, factors in ((mean, second.mean), (sent, second.sent)):
             for stack, basis, factor in zip(self._stacks, bases, self._rights(factors), strict=True):
                 multiply(basis, factor.transpose(0, 2, 1), stack.of(whole))
+        # 7. Keep Q for the next step.
         if not nonfinite:
             self._scale(self._rights(second.mean), rights, context)
             self._keep(rights, context)

@@ -111,6 +111,7 @@ class MajorityVote(Scheme[SignSGD]):
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         """Pack, scatter, count, gather; see `Scheme.exchange`."""
+        # 1. Pack the signs, a bit each, and send every rank its part of them.
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
         workspace = context.workspace
         scatter, gather = self.rounds(numel, dtype, group)
@@ -130,6 +131,7 @@ class MajorityVote(Scheme[SignSGD]):
         scatter.recv = workspace.array("incoming", size * group.size, _BYTE)
         incoming = (yield scatter).reshape(group.size, size)
 
+        # 2. Count the votes of all ranks in this part, and send the majority to all ranks.
         flags, energy, _, problem = read_sent(self.id, incoming, parts[group.rank])
         reply = workspace.array("reply", size, _BYTE)
         cpu.majority(incoming[:, HEADER_BYTES:].view(_WORD), reply[HEADER_BYTES:].view(_WORD))
@@ -138,6 +140,7 @@ class MajorityVote(Scheme[SignSGD]):
         gather.recv = workspace.array("replies", places[-1], _BYTE)
         replies = yield gather
 
+        # 3. Put the parts together: the update is the majority times the scale.
         flags, energy, _, problem = read_answers(self.id, replies, scatter.counts, parts, problem)
         if problem is not None:
             return undelivered(accumulated, problem, stale=False)

@@ -134,18 +134,22 @@ class Learned(Scheme[LGC]):
         selected = compressor.selected(accumulated.numel)
         known = _Known.remembered(self._of(selected, context), context)
         held = context.workspace.made(("learned", known.of), lambda: _Held(self._fresh(context)))
+        # Phase 1: dense.
         if known.steps < compressor.dense_steps or not selected.indices:
             result = yield from self._sum.exchange(accumulated, context)
             result.note = "lgc: dense"
+        # A bucket with too few values for a code: one rank's indices, and the values there.
         elif selected.coded_count < held.code.least:
             result, _ = yield from self._exchange_values(selected, accumulated, context)
             result.note = _why_not(selected, held.code)
+        # Phase 2: the same, and rank 0 learns from the values of all ranks.
         elif known.steps < compressor.dense_steps + compressor.training_steps:
             result, values = yield from self._exchange_values(selected, accumulated, context)
             everyones = yield from _collected(values, selected, context)
             result.note = "lgc: learning"
             if everyones is not None and not (result.nonfinite or result.stale):
                 result.code_error = self._learn(held, known, everyones, selected, context)
+        # Phase 3: rank 0 broadcasts what it has learnt, once; values travel in the code.
         else:
             yield from self._share(held, known, context)
             result = yield from self._instance(held.code).exchange(accumulated, context)

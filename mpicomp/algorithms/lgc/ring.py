@@ -64,10 +64,12 @@ class CodeRing:
         """Encode, sum, decode, scale; see `Scheme.exchange`."""
         group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
         lead = self._lead(accumulated.numel)
+        # 1. One rank, drawn at random, broadcasts its indices and what values are relative to.
         led = yield from follow(lead, accumulated, context)
         coded = lead.selected.coded
         count = lead.selected.coded_count
         length = code.length(count)
+        # 2. Encode this rank's values there, and sum the codes; what is not coded travels beside them.
         own = led.values[coded]
         shares = workspace.array("relative", count, dtype)
         relative(own, led.frame, shares)
@@ -81,11 +83,13 @@ class CodeRing:
         summed = yield from self._sum.exchange(part, context)
         assert not isinstance(summed.sent, Selection)
 
+        # 3. Decode the mean of codes, and what this rank has sent of it.
         decoded = workspace.array("decoded", count, dtype)
         code.decode_near(summed.sent[:length], summed.mean[:length], shares, decoded)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             np.multiply(shares, led.frame, out=shares)
             np.multiply(decoded, led.frame, out=decoded)
+        # 4. Gather how well decoded values fit, and scale them by the factor that leaves least over all ranks.
         task = _tell(group)
         sparse = cpu.energy(travels[length : length + rest])
         if self._compressor.wire is not None:

@@ -72,6 +72,7 @@ class CodeServer:
         coded = lead.selected.coded
         count = lead.selected.coded_count
         code.turn(context.step)
+        # 1. One rank, drawn at random, broadcasts its indices, what values are relative to, and the code of its values.
         led = yield from follow(lead, accumulated, context, code)
         common = led.code[: lead.code_bytes].view(dtype)
 
@@ -82,9 +83,11 @@ class CodeServer:
             write_damaged(self._parts(lead, task.send, dtype)[2])
             yield task
             check_undamaged("learned", DAMAGED, led.problem)
+        # 2. Decode it by this rank's own decoder, and select the innovation: the values that are missed most.
         decoded = workspace.array("decoded", count, dtype)
         self._decode(common, group.rank, led, decoded)
         missed = self._write(lead, led, decoded, accumulated, context, task.send)
+        # 3. Gather factors, innovations and what is not coded; decode for every rank, and average.
         messages = yield task
 
         mean, sent = (workspace.array(f"learned {name}", led.values.size, dtype) for name in ("mean", "sent"))
