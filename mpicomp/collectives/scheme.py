@@ -85,7 +85,7 @@ class Scheme(ABC, Generic[CompressorType]):
     paper: ClassVar[str]
     """Where it comes from, and what is done differently."""
     messages: ClassVar[str]
-    """The kind of message that it carries: ``"dense"`` (``"shared"`` ones too), ``"sparse"``, ``"packed"`` or
+    """The kind of message that it carries, as `Compressor.message` says it (``"dense"`` takes ``"shared"`` ones too), or
     ``"any"``; several with " or " between them.
     """
 

@@ -1,5 +1,6 @@
 """A message that one rank alone receives damaged: one error on all ranks, and nothing of the step remains."""
 
+import itertools
 from contextlib import nullcontext
 
 import numpy as np
@@ -10,6 +11,7 @@ from schemes import Above
 import mpicomp
 from mpicomp.collectives import allgather, fitting, gtopk, oktopk, variants
 from mpicomp.errors import DisagreementError, MessageError, NonFiniteError
+from mpicomp.rounds import observe
 from mpicomp.transport import LocalWorld
 from mpicomp.transport.interleave import ProgressThread
 
@@ -66,22 +68,21 @@ class Damaged:
         """Reduce; return what each rank returns or raises, and the rounds of one rank with what it received."""
         heard = []
 
-        def hear(rounds, own):
-            received = None
-            while True:
-                try:
-                    task = rounds.send(received)
-                except StopIteration as stop:
-                    return stop.value
-                except Exception as error:
-                    return error
-                received = yield task
-                if own == rank:
-                    if len(heard) == place:
-                        damage(task.recv.view(np.uint8))
-                    heard.append(task)
+        def hear(task):
+            if len(heard) == place:
+                damage(task.recv.view(np.uint8))
+            heard.append(task)
 
-        runs = [hear(r.rounds(own), place) for place, (r, own) in enumerate(zip(self.reducers, gradients, strict=True))]
+        def outcome(rounds, own):
+            try:
+                return (yield from observe(rounds, after=hear if own == rank else None))
+            except Exception as error:
+                return error
+
+        runs = [
+            outcome(reducer.rounds(own), number)
+            for number, (reducer, own) in enumerate(zip(self.reducers, gradients, strict=True))
+        ]
         return self.world.run(runs), heard
 
     def kept(self):
@@ -258,19 +259,17 @@ def test_a_message_that_all_receive_damaged(collective):
     before = together.kept()
 
     def spoilt(rounds):
-        received, last = None, 0
-        while True:
-            try:
-                task = rounds.send(received)
-            except StopIteration as stop:
-                return stop.value
-            except MessageError as error:
-                return error
-            received = yield task
-            if has_header(task) and task.operation in ("allgatherv", "bcast"):
-                last += 1
-                if last == 2:  # the second bucket's
-                    task.recv[0] = 99
+        messages = itertools.count(1)
+
+        def spoil(task):
+            carries = has_header(task) and task.operation in ("allgatherv", "bcast")
+            if carries and next(messages) == 2:  # the second bucket's
+                task.recv[0] = 99
+
+        try:
+            return (yield from observe(rounds, after=spoil))
+        except MessageError as error:
+            return error
 
     outcomes = together.world.run(
         [spoilt(r.rounds(own)) for r, own in zip(together.reducers, gradients(3, 2), strict=True)]

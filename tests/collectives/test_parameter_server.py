@@ -9,6 +9,7 @@ import mpicomp
 from mpicomp.collectives import Context, bind
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.errors import MessageError
+from mpicomp.rounds import observe
 from mpicomp.transport import LocalWorld
 
 
@@ -76,18 +77,15 @@ def test_a_damaged_message_is_an_error_on_all_ranks(culprit):
     raised = []
 
     def damaged(exchange, rank):
-        received = None
-        while True:
-            try:
-                task = exchange.send(received)
-            except StopIteration:
-                return
-            except MessageError as error:
-                raised.append((rank, str(error)))
-                raise
+        def damage(task):
             if task.operation == "gatherv" and rank == culprit:
                 task.send[0] = 99
-            received = yield task
+
+        try:
+            yield from observe(exchange, before=damage)
+        except MessageError as error:
+            raised.append((rank, str(error)))
+            raise
 
     exchanges = []
     for rank, array in enumerate(gradients(3, 50, np.float32)):

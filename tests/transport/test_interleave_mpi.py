@@ -7,7 +7,7 @@ import pytest
 from exchanges import DTYPES, LAYOUTS, OPERATIONS, allreduce, at_once, in_the_background
 
 from mpicomp.errors import MessageError
-from mpicomp.rounds import Round
+from mpicomp.rounds import Round, observe
 
 pytestmark = pytest.mark.mpi
 
@@ -27,17 +27,14 @@ def transports(comm, request, monkeypatch):
 def unsteady(exchange, seed, asked_for):
     """Run a generator of rounds with pauses that are others on every rank; note the operations that it waits for."""
     rng = np.random.default_rng(seed)
-    reply = None
-    while True:
+
+    def pause(asked):
         if rng.random() < 0.1:
             time.sleep(rng.random() * 1e-3)
-        try:
-            asked = exchange.send(reply)
-        except StopIteration as stop:
-            return stop.value
         if isinstance(asked, Round) and not asked.background:
             asked_for.append(asked.operation)
-        reply = yield asked
+
+    return observe(exchange, before=pause)
 
 
 def programs(layout, rank):
