@@ -48,7 +48,7 @@ class ArrayTypeError(MpicompError, TypeError):
 
 
 class DisagreementError(MpicompError, RuntimeError):
-    """The ranks were given different things; raised on all of them before any data moved."""
+    """The ranks were given different things; raised on all of them before anything is delivered."""
 
 
 class NonFiniteError(MpicompError, ArithmeticError):

@@ -1,4 +1,4 @@
-"""Ranks compare what they were given, before any data moves.
+"""Ranks compare what they were given, before anything is delivered.
 
 It costs rounds of its own and so happens only at the first step and when some rank was given something new.
 """

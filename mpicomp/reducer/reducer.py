@@ -218,9 +218,9 @@ class Reducer:
         Raises
         ------
         ArrayTypeError
-            For arrays that cannot be reduced, on all ranks before any data moves.
+            For arrays that cannot be reduced, on all ranks before anything is delivered.
         DisagreementError
-            Where ranks were given different things, on all ranks before any data moves.
+            Where ranks were given different things, on all ranks before anything is delivered.
         NonFiniteError
             With ``nonfinite="raise"``, on all ranks; residuals are as they were.
         ClosedError
