@@ -113,6 +113,7 @@ def test_leaving_with_an_error_runs_the_exit_handlers(job):
     assert "tidied up" in ended.stdout
 
 
+@pytest.mark.slow
 def test_leaving_with_an_error_while_a_thread_goes_on(job):
     ended = job(one_fails("threading.Thread(target=time.sleep, args=(60,)).start(); sys.exit(3)"))
     assert ended.returncode == 3
@@ -133,6 +134,7 @@ def test_all_ranks_leave_together(job, status):
     assert "mpicomp" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_one_rank_leaves_early_without_an_error(job):
     ended = job("if rank == 1:\n    sys.exit(0)\ntime.sleep(1.5)\nprint('done', flush=True)\n")
     assert ended.returncode == 0

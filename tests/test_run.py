@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import run
+from marks import slow
 
 HERE = Path(__file__).parent
 
@@ -48,7 +49,7 @@ def pytest_of(mpiexec, folder, ranks, *arguments, **options):
     return mpiexec(ranks, *arguments, **options)
 
 
-@pytest.mark.parametrize("others", ["comm.Barrier()", "pass"])
+@pytest.mark.parametrize("others", ["comm.Barrier()", slow("pass")])
 def test_a_failure_on_one_rank_ends_the_run_with_its_traceback(mpiexec, suite, others):
     folder = suite(FAILING.format(others) + PASSING)
     started = time.monotonic()
@@ -60,6 +61,7 @@ def test_a_failure_on_one_rank_ends_the_run_with_its_traceback(mpiexec, suite, o
     assert "test_bad" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_collection_error_on_one_rank_ends_the_run(mpiexec, suite):
     folder = suite("from mpi4py import MPI\nassert MPI.COMM_WORLD.rank != 1, 'not here'\n" + PASSING)
     ended = pytest_of(mpiexec, folder, 2)

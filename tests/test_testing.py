@@ -22,11 +22,12 @@ OURS = [cls for cls in COLLECTIVES.classes() if COLLECTIVES.plugin(cls.id) is No
 POLICIES_AT_DEFAULTS = [cls() for cls in POLICIES.classes() if POLICIES.plugin(cls.id) is None]
 
 
-def laws(subjects, name=str):
-    return [pytest.param(law, id=f"{name(own)}-{law.__name__}") for own in subjects for law in checks(own)]
+def laws(subjects, name=str, slow=False):
+    marks = [pytest.mark.slow] * slow
+    return [pytest.param(law, id=f"{name(own)}-{law.__name__}", marks=marks) for own in subjects for law in checks(own)]
 
 
-@pytest.mark.parametrize("check", laws(COMPRESSORS_AT_DEFAULTS + VARIANTS))
+@pytest.mark.parametrize("check", laws(COMPRESSORS_AT_DEFAULTS) + laws(VARIANTS, slow=True))
 def test_every_compressor(check):
     check()
 

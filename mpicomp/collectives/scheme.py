@@ -85,8 +85,8 @@ class Scheme(ABC, Generic[CompressorType]):
     paper: ClassVar[str]
     """Where it comes from, and what is done differently."""
     messages: ClassVar[str]
-    """The kind of message that it carries, as `Compressor.message` says it (``"dense"`` takes ``"shared"`` ones too), or
-    ``"any"``; several with " or " between them.
+    """The kind of message that it carries: one of those of `Compressor.message` (``"dense"`` takes ``"shared"`` ones
+    too), or ``"any"``; several with " or " between them.
     """
 
     intact: ClassVar[bool] = False

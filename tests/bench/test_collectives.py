@@ -252,6 +252,7 @@ def test_a_wrong_mean_is_told(monkeypatch):
     assert {row["collective"] for row in found if row["correct"] is False} == {"allgather"}
 
 
+@pytest.mark.slow
 def test_rows_are_handed_over_cell_by_cell():
     seen = []
     found = measure(
@@ -284,6 +285,7 @@ def test_text_that_reads_like_osu(rows):
             assert int(own[4]) >= 1
 
 
+@pytest.mark.slow
 def test_configurations_of_one_compressor_are_told_apart():
     compressors = [TopK(ratio=0.1), TopK(ratio=0.2), TopK(ratio=0.1, wire="bf16"), SIDCo(ratio=0.1)]
     found = run(Settings([50], compressors, ["allgather"], False, 0.01))

@@ -1,6 +1,7 @@
 """PyTorch's own exchange among the ranks of an MPI job, when one of them fails."""
 
 import pytest
+from marks import slow
 
 pytest.importorskip("torch")
 
@@ -21,7 +22,7 @@ with process_group(transport):
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [slow(2), 3])
 def test_a_rank_that_fails_waits_for_no_exchange_that_it_has_begun(mpiexec, ranks):
     done = mpiexec(ranks, "-c", SCRIPT, timeout=120)
     assert done.returncode != 0

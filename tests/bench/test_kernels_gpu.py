@@ -77,6 +77,7 @@ def test_everything_has_its_rows():
             assert row["ratio_reached"] == pytest.approx(0.1, rel=1e-9 if row["name"] == "topk.compress" else 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cupy")
 def test_the_command(tmp_path):
     path = tmp_path / "out.json"

@@ -47,7 +47,7 @@ def train(mpiexec, tmp_path, ranks, *arguments, timeout=90):
         (3, ["--compressor", "topk", "--ratio", "0.05", "--collective", "allgather"], "allgather", None),
         slow(2, ["--compressor", "topk", "--ratio", "0.05"], "auto", None),
         slow(2, ["--compressor", "topk", "--ratio", "0.1", "--collective", "star-topk"], "star-topk", None),
-        (2, [], "auto", None),
+        slow(2, [], "auto", None),
         slow(
             2,
             ["--compressor", '{"id": "dense", "wire": "bf16"}', "--collective", "scatter-reduce"],
@@ -223,14 +223,14 @@ def test_a_second_run_is_the_same_run(mpiexec, tmp_path):
         slow(["--task", "digits", "--compressor", '{"ratio": 0.1}'], "names its compressor under 'id'"),
         slow(["--task", "digits", "--compressor", "topk", "--ratio", "0"], "ratio is the kept fraction"),
         slow(["--task", "digits", "--compressor", "topk", "--ratio", "1.5"], "must be in (0, 1], got 1.5"),
-        (["--task", "digits", "--compressor", "topk", "--collective", "allreduce"], "use allgather, star-topk"),
+        slow(["--task", "digits", "--compressor", "topk", "--collective", "allreduce"], "use allgather, star-topk"),
         slow(["--task", "digits", "--collective", "alreduce"], "unknown name 'alreduce'; did you mean 'allreduce'"),
         slow(["--task", "digits", "--policy", "statc"], "unknown name 'statc'; did you mean 'static'"),
         slow(["--task", "digits", "--policy", '{"id": '], "--policy must be a name or JSON"),
         slow(["--task", "digits", "--policy", '{"fidelity": 0.9}'], "names its policy under 'id'"),
         slow(["--task", "digits", "--policy", '{"id": "auto", "fidelity": 2}'], "must be in (0, 1], got 2"),
         slow(["--task", "digits", "--policy", '{"id": "auto", "fidel": 1}'], "name 'fidel'; did you mean 'fidelity'"),
-        (["--task", "digits", "--policy", "auto", "--compressor", "onebit"], "which onebit cannot give"),
+        slow(["--task", "digits", "--policy", "auto", "--compressor", "onebit"], "which onebit cannot give"),
         slow(["--task", "digits", "--evaluate-every", "-1"], "--evaluate-every must be at least 0, got -1"),
         (["--task", "digits", "--replay", "nowhere"], "replay: 'nowhere' cannot be read"),
         slow(["--task", "digits", "--replay", "m.jsonl", "--policy", "auto"], "--policy says nothing; leave one out"),
@@ -251,6 +251,7 @@ def test_bad_arguments_give_one_line_and_status_2(mpiexec, tmp_path, arguments, 
     assert done.stderr.count(text) == 1
 
 
+@pytest.mark.slow
 def test_own_data(mpiexec, tmp_path):
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 3, 600)

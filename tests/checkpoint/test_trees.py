@@ -132,6 +132,7 @@ def test_parameters_and_kinds_of_dict_come_back_plain(tmp_path):
     torch.nn.Linear(2, 1).load_state_dict(loaded["model"])
 
 
+@pytest.mark.slow
 def test_a_large_tree_of_what_json_makes_larger_is_read_again(tmp_path):
     state = {"a": '"' * 10_400_000}
     save(tmp_path, [state])

@@ -183,6 +183,7 @@ def test_ranks_time_exchanges_together_and_one_prints(mpiexec, tmp_path, ranks):
     assert json.loads(lines[-1]["config"]) == written[-1]["config"]
 
 
+@pytest.mark.slow
 def test_a_wrong_mean_ends_with_status_1(mpiexec):
     code = """if True:
         import sys

@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+from marks import slow
 
 from mpicomp import cli
 from mpicomp.cli import main
@@ -142,7 +143,7 @@ def test_an_error_that_all_ranks_have_is_printed_once(fake, before):
 ALONE = "import os\nif os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK')) == '1':\n    {}\n"
 
 
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("before", [True, slow(False)])
 @pytest.mark.parametrize(
     ("statement", "status", "shown"),
     [

@@ -46,6 +46,7 @@ def test_a_healthy_job(mpiexec, ranks):
     assert any("share" in note["what"] for note in report["notes"]) == (ranks > cores)
 
 
+@pytest.mark.slow
 def test_the_text_for_people(mpiexec):
     ended = mpiexec(2, "-m", "mpicomp", "doctor", timeout=60)
     assert ended.returncode == 0
@@ -115,6 +116,7 @@ def test_a_measured_link(mpiexec):
     assert report["clocks"] == {"error_s": 0.0, "wall_difference_s": 0.0}  # one host, one clock
 
 
+@pytest.mark.slow
 def test_nothing_is_measured_where_nothing_shall_be(mpiexec):
     ended = mpiexec(2, "-m", "mpicomp", "doctor", "--json", timeout=60, env={"MPICOMP_PROBE": "0"})
     assert json.loads(ended.stdout)["link"] is None

@@ -122,6 +122,7 @@ def test_a_node_name_that_does_not_resolve(mpiexec, tmp_path):
     assert "getent hosts no-such-node" in note["fix"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores, to bind ranks to")
 def test_ranks_that_are_bound_to_overlapping_cpus(mpiexec, tmp_path):
     one, other = sorted(os.sched_getaffinity(0))[:2]
@@ -165,6 +166,7 @@ def with_gpus(mpiexec, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_each_rank_has_its_gpu(with_gpus):
     report = with_gpus()
     assert report["gpus"] == ["0: NVIDIA H200", "1: NVIDIA H200"]

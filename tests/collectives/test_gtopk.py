@@ -4,6 +4,7 @@ import numpy as np
 import oracle
 import pytest
 from lockstep import dense, run
+from marks import slow
 from schemes import Above
 from worlds import Ranks
 
@@ -48,7 +49,7 @@ def test_of_equal_elements_the_lowest_index_goes_on():
 
 
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("ranks", [slow(1), slow(2), 3, slow(5), 7])
 @pytest.mark.parametrize("kind", ["topk", "above"])
 def test_what_rounding_takes_away_stays_with_who_rounds(wire, ranks, kind):
     compressor = mpicomp.TopK(ratio=0.1, wire=wire) if kind == "topk" else Above(limit=2.0, wire=wire)

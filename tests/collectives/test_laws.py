@@ -18,7 +18,7 @@ UNTOLD = {"signsgd", "fetchsgd"}
 """Compressors whose gain cannot be told: no magnitudes travel, or what is delivered is of earlier steps, too."""
 
 RANKS = [1, 2, 3, 4, 5]
-MANY = [8, 33, slow(16), slow(64)]
+MANY = [8, slow(16), slow(33), slow(64)]
 """Each collective among so many with some compressors: what depends on the number of ranks is the collective's."""
 
 SUMS = [(ranks, True) for ranks in RANKS] + [(ranks, False) for ranks in (2, 3, 5)]

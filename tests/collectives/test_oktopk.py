@@ -6,6 +6,7 @@ import numpy as np
 import oracle
 import pytest
 from lockstep import dense, run
+from marks import slow
 from schemes import Above
 from worlds import Ranks
 
@@ -79,8 +80,8 @@ def test_rounds_of_the_first_exchange_and_of_those_that_follow():
     assert [gathers[step] for step in (32, 64)] == [3, 3]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
-@pytest.mark.parametrize("wire", [None, "fp16"])
+@pytest.mark.parametrize("ranks", [slow(2), 3, slow(4), slow(7)])
+@pytest.mark.parametrize("wire", [None, slow("fp16")])
 def test_sums_that_are_all_in_one_region_are_shared_out(ranks, wire):
     rng = np.random.default_rng(ranks)
     numel, k = 90_000, 10_800
@@ -123,7 +124,7 @@ def test_a_list_in_pieces_is_cut_anew(seed):
 
 
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("ranks", [slow(1), slow(2), 3, slow(5), 7])
 @pytest.mark.parametrize("kind", ["topk", "above"])
 def test_what_rounding_takes_away_stays_with_who_rounds(wire, ranks, kind):
     compressor = mpicomp.TopK(ratio=0.1, wire=wire) if kind == "topk" else Above(limit=2.0, wire=wire)

@@ -35,6 +35,7 @@ def test_with_feedback_it_is_what_the_oracle_says(ranks, numel):
             np.testing.assert_allclose(held, residual, **TIGHT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, slow(1), slow(4), slow(8)])
 def test_what_is_kept_back_stays_bounded(ranks):
     """A thousand steps: the residuals' energy settles at a small multiple of the gradients'."""

@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+from marks import slow
 
 from mpicomp.algorithms.lgc.autoencoder import Autoencoder
 from mpicomp.workspace import Workspace
@@ -13,7 +14,7 @@ functional = torch.nn.functional
 
 SMALL = {"encoder": (5, 3), "decoder": (2, 6)}
 SLOPE = 0.2
-COUNTS = [16, 17, 18, 19, 64, 101, 2055]
+COUNTS = [slow(16), 17, slow(18), slow(19), 64, slow(101), slow(2055)]
 
 
 def make(seed=0, ranks=1, **settings):

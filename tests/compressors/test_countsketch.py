@@ -113,6 +113,7 @@ def test_momentum_is_applied_before_and_cleared_where_something_was_sent():
         assert mean[place] == value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_residuals_stay_bounded(ranks):
     world, rng = Ranks(ranks, mpicomp.CountSketch(ratio=0.01)), np.random.default_rng(0)

@@ -75,6 +75,7 @@ def test_what_is_not_selected_is_zero_on_all_ranks(compressor):
     assert error.max() <= step * (1.0 if compressor.rounding == "stochastic" else 0.5) * 1.001
 
 
+@pytest.mark.slow
 def test_the_papers_form_delivers_the_ratio_of_a_gradient_on_the_average():
     compressor = GlobalRandKMaxNorm(ratio=0.25, bits=4, rounding="stochastic")
     assert not compressor.feedback
@@ -88,6 +89,7 @@ def test_the_papers_form_delivers_the_ratio_of_a_gradient_on_the_average():
     assert (np.abs(error.sum(axis=1)) <= 4 * deviation).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [3, [3, 6]])
 def test_what_is_kept_back_stays_bounded(bits):
     together = Ranks(2, GlobalRandKMaxNorm(ratio=0.2, bits=bits))

@@ -196,6 +196,7 @@ def test_what_is_decoded_comes_nearer_while_it_learns(instance):
     assert max(coded) < 0.8
 
 
+@pytest.mark.slow
 def test_a_trained_network_does_not_let_residuals_grow():
     """They would, if it gave back nothing of what it has lost before."""
     pytest.importorskip("torch")

@@ -70,6 +70,7 @@ def test_rounded_at_random_it_is_refused_with_feedback_naming_the_form_that_is_n
     assert mpicomp.Reducer(FORMS[2], comm=Ranks(1).world.transports[0]).feedback
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, [3, 6]])
 def test_what_is_kept_back_stays_bounded(bits):
     """No more than one over ``2 s - 1`` of the largest gradient, here of three ranks of different size."""

@@ -375,6 +375,7 @@ def test_laws(compressor):
         check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
 def test_what_is_kept_back_stays_bounded(compressor):
     world = LocalWorld(2)

@@ -5,6 +5,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from marks import slow
 from networks import Link
 
 import mpicomp
@@ -45,9 +46,9 @@ class Local:
         return [own.last_step.buckets[0].predicted_s for own in self.reducers]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [slow(2), 3])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("collective", ["allgather", "auto"])
+@pytest.mark.parametrize("collective", [slow("allgather"), "auto"])
 def test_that_of_rank_0_counts_wherever_it_was_given(size, policy, collective):
     for ranks in ([0], range(size)):
         told = Local(given_to(ranks, size, size), collective, policy).step()
@@ -55,7 +56,7 @@ def test_that_of_rank_0_counts_wherever_it_was_given(size, policy, collective):
         assert told[0] > 0.2  # by the first model, not by the network that there is
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, slow(3)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_those_of_other_ranks_are_passed_over(size, policy):
     for ranks in ([1], range(1, size)):

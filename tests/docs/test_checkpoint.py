@@ -65,6 +65,7 @@ def test_a_pytorch_script(mpiexec, tmp_path):
     assert any(not torch.equal(first["model"][name], tensor) for name, tensor in straight["model"].items())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_loop_of_a_reducer(mpiexec, tmp_path):
     straight = train(mpiexec, tmp_path / "straight", NUMPY + BLOCKS[1], 2, 40)

@@ -98,6 +98,7 @@ def test_an_interrupt_behind_which_everything_is_closed(job, ranks):
     assert "KeyboardInterrupt" in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, slow(2), slow(4)])
 def test_an_exit_with_an_error_behind_which_everything_is_closed(job, ranks):
     ended = job(ranks, FINALLY.format(fails="sys.exit(3)"))
@@ -105,6 +106,7 @@ def test_an_exit_with_an_error_behind_which_everything_is_closed(job, ranks):
     assert f"rank {ranks - 1} of {ranks}: left with status 3" in ended.stderr
 
 
+@pytest.mark.slow
 def test_an_exception_in_backward_while_buckets_are_under_way(job):
     body = """
 training = Torch(True)
@@ -145,7 +147,7 @@ main()
         (2, "plain", "return"),
         slow(4, "plain", "sys.exit(0)"),
         slow(3, "plain", "raise SystemExit(3)"),
-        (2, "plain", "MPI.Finalize(); return"),
+        slow(2, "plain", "MPI.Finalize(); return"),
         slow(2, "torch", "raise SystemExit(3)"),
         (3, "overlap", "return"),
         slow(4, "overlap", "sys.exit(0)"),
@@ -168,6 +170,7 @@ def test_it_is_found_out_without_threads_too(job):
     assert "rank 2 has left the program" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_before_a_checkpoint_is_written(job, tmp_path):
     body = f"""
 training = Plain()
@@ -181,6 +184,7 @@ if rank != 0:
     assert "rank 0 has left the program" in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_who_goes_on_alone_with_something_else_is_left_alone(job, ranks):
     body = """
@@ -335,6 +339,7 @@ mpi4py.rc.thread_level = "serialized" if launcher.detect().rank == 1 else "multi
     assert re.findall("True|False", ended.stdout) == ["False"] * 3
 
 
+@pytest.mark.slow
 def test_ranks_of_a_part_of_the_job_are_called_what_the_job_calls_them(job):
     body = """
 part = MPI.COMM_WORLD.Split(rank > 1, rank)
@@ -349,6 +354,7 @@ reducer.reduce({"w": np.ones(10)})
     assert re.search(r"rank 2 has waited for 1\.\d s in the allreduce of step 1, .*: rank 3 is not there", ended.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", ["del training", slow("training.close()"), slow("training.again = training")])
 def test_reducers_are_made_and_dropped_without_end(job, drop):
     body = f"""

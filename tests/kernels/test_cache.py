@@ -257,6 +257,7 @@ def test_of_processes_that_start_together_one_compiles(tmp_path):
     assert sum(loaded for _, loaded in counts) == 2 * 3
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_time_alone(tmp_path):
     # No file may grow, which is how a full disk looks to those that write.
     limited = ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh"]

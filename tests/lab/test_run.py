@@ -40,6 +40,7 @@ def test_shared_memory_only_inside_a_host(program, tmp_path):
     assert json.loads(file.read_text())["hosts"][0]["tx_bytes"] < 10_000
 
 
+@pytest.mark.slow
 def test_counters_agree_with_payload(program, tmp_path):
     file = tmp_path / "counters"
     program("--hosts", "2", "--counters", str(file), name="send", arguments=(100_000, 100))
@@ -87,6 +88,7 @@ def test_links_that_differ(program):
     best_rounds(program, options, (32768, 20, 0), round_trip, 1.2 * round_trip)
 
 
+@pytest.mark.slow
 def test_allreduce_stays_above_the_ring_bound(program):
     seconds = program("--hosts", "4", name="allreduce", arguments=(10_000_000,))
     # MPICH's own algorithm takes 1.5 times the bound on a machine of its own.

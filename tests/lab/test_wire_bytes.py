@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.timeout(110)]
     [
         slow({"id": "dense"}, "allreduce", 10),
         slow({"id": "dense"}, "scatter-reduce", 10),
-        ({"id": "dense", "wire": "bf16"}, "scatter-reduce", 20),
+        slow({"id": "dense", "wire": "bf16"}, "scatter-reduce", 20),
         ({"id": "topk", "ratio": 0.01}, "allgather", 100),
         slow({"id": "topk", "ratio": 0.1}, "star-topk", 20),
     ],

@@ -54,6 +54,7 @@ def files(tmp_path):
     return paths
 
 
+@pytest.mark.slow
 def test_ranks_that_have_the_same_go_on(mpiexec, files):
     first, _, copy = files
     done = mpiexec(2, "-c", SCRIPT, first, copy, timeout=60)

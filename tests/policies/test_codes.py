@@ -123,6 +123,7 @@ def test_it_goes_on_after_a_restart(after):
     assert ran[-5:] == [CODED] * 5
 
 
+@pytest.mark.slow
 def test_a_named_collective_for_codes(monkeypatch):
     """Where nothing but codes and dense is left, ratio and wire are chosen, of codes that all ranks can learn."""
     monkeypatch.setattr(module, "find_spec", lambda name: None)

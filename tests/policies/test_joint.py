@@ -40,6 +40,7 @@ def test_it_works_without_a_measured_network(size):
     assert {"dense", "topk"} <= {own.compressor["id"] for buckets in steps for own in buckets}
 
 
+@pytest.mark.slow
 def test_much_signal_is_sent_in_few_bits():
     """Where no gradient may be late, what is faster than dense is all elements in few bits."""
     training = Training(4, Link(1e-5, 2e7), signal=0.6)
@@ -96,11 +97,13 @@ def test_less_fidelity_sends_less():
     assert reached[0] < reached[1]
 
 
+@pytest.mark.slow
 def test_slow_networks_get_less_than_fast_ones():
     slow, fast = (ratios(Training(4, link).run(200))[-20:].mean() for link in (SLOW, FAST))
     assert slow < fast
 
 
+@pytest.mark.slow
 def test_where_exchanges_take_no_time_they_are_nearly_whole():
     steps = Training(4, NO_TIME).run(150)
     assert np.mean([late(buckets) for buckets in steps[-20:]]) < 0.2

@@ -204,6 +204,7 @@ def test_one_rank_has_nothing_to_choose():
     assert (name, bucket.reason) == ("allgather", "auto: nothing can be measured, the first that fits")
 
 
+@pytest.mark.slow
 def test_every_reason_is_given():
     ranks = Ranks(6, Link(1e-5, 1e9), mpicomp.TopK(ratio=0.3), numel=200_000)  # several plans are nearly as fast
     reasons = {ranks.step()[2].reason.split(",")[0] for _ in range(60)}

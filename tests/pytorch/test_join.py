@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from marks import slow
 
 import mpicomp
 from mpicomp.errors import DisagreementError
@@ -15,7 +16,7 @@ torch.set_num_threads(1)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("batches", [BATCHES, [0, 0, 3, 1], [3, 3, 3, 3], [0, 0, 0, 0]], ids=str)
 def test_means_are_of_the_ranks_that_have_batches(comm, batches, overlap):
     model = network()
@@ -33,7 +34,7 @@ def test_means_are_of_the_ranks_that_have_batches(comm, batches, overlap):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_one_context_after_another_and_steps_between(comm, overlap):
     model = network()
     optimizer = distribute(model, comm, overlap=overlap)
@@ -62,7 +63,7 @@ def test_one_context_after_another_and_steps_between(comm, overlap):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("batches", [BATCHES, [0, 3, 6, 1]], ids=str)
 def test_nothing_is_lost(comm, batches, overlap):
     """With top-k: scaled gradients and residuals before are the ranks' means and residuals after, at every step."""
@@ -116,7 +117,7 @@ def test_nothing_is_lost(comm, batches, overlap):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_clipping_of_the_mean(comm, overlap):
     def clip(model):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -167,7 +168,7 @@ def test_a_mean_that_the_loop_replaces_or_drops(comm):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_a_learning_rate_that_changes_in_the_loop(comm, overlap):
     """In whatever place: before forward, between the mean and the step, after the step."""
 
@@ -230,7 +231,7 @@ def test_rates_that_have_come_apart_are_found_at_the_next_context(comm):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_accumulation(comm, overlap):
     model = network()
     reference = Uneven(model, sgd, BATCHES[: comm.size])
@@ -255,7 +256,7 @@ def test_accumulation(comm, overlap):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("clips", [False, True], ids=["plain", "clips"])
 def test_a_gradient_scaler(comm, clips, overlap):
     """Also where a gradient overflows while some rank has no batches, and where a rank never had a loss to scale."""
@@ -304,7 +305,7 @@ class Words(torch.nn.Module):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("changes", [False, True], ids=["plain", "changes"])
 def test_sparse_gradients(comm, changes, overlap):
     def halve(model):
@@ -333,7 +334,7 @@ def test_sparse_gradients(comm, changes, overlap):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_parameters_that_nobody_uses(comm, overlap):
     """With momentum and decay a parameter that no rank with batches used has to stay as it is."""
 
@@ -362,7 +363,7 @@ def test_parameters_that_nobody_uses(comm, overlap):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_closures(comm, overlap):
     model = network()
     reference = Uneven(model, sgd, BATCHES[: comm.size])
@@ -419,7 +420,7 @@ def test_other_optimizers_and_wrapped_steps(comm, make):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("policy", ["accordion", "lgreco", "gravac", "flexible", "schedule", "auto"])
 def test_policies_leave_plans_as_they_are(comm, monkeypatch, policy, overlap):
     monkeypatch.setenv("MPICOMP_PROBE", "0")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from marks import slow
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError
@@ -18,7 +19,7 @@ torch.set_num_threads(1)
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("some", [0, 2])
 def test_a_rank_that_steps_without_it(comm, steps, some, overlap):
@@ -50,7 +51,7 @@ def test_a_rank_that_steps_without_it(comm, steps, some, overlap):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_an_error_that_leaves_the_block_communicates_nothing(comm, overlap):
     model = network()
     optimizer = distribute(model, comm, overlap=overlap)
@@ -95,7 +96,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize(("ranks", "overlap"), [(2, True), (4, False)])
+@pytest.mark.parametrize(("ranks", "overlap"), [(2, True), slow(4, False)])
 def test_an_error_of_one_rank_ends_the_job(mpiexec, ranks, overlap):
     """Rank 0 is done by then and goes along; whatever else closes things on the way out."""
     job = mpiexec(ranks, "-c", FAILS, Path(__file__).parents[1], overlap, timeout=60)
@@ -104,7 +105,7 @@ def test_an_error_of_one_rank_ends_the_job(mpiexec, ranks, overlap):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_errors_of_a_step_reach_ranks_that_have_no_batches(comm, overlap):
     model = network()
     optimizer = distribute(model, comm, overlap=overlap)
@@ -171,7 +172,7 @@ def test_contexts_within_one_another():
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_another_optimizer_in_the_loop(comm, overlap):
     one, two = network(), network(1)
     first, second = distribute(one, comm, overlap=overlap), distribute(two, comm, overlap=overlap)

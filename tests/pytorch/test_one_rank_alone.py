@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from marks import slow
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
@@ -34,7 +35,7 @@ def train(model, optimizer, loss, steps):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("compressor", ["dense", "topk"])
 def test_a_group_added_on_one_rank(comm, compressor, steps, overlap):
@@ -58,7 +59,7 @@ def test_a_group_added_on_one_rank(comm, compressor, steps, overlap):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_a_group_of_another_value(comm, overlap):
     model = network()
     own = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1)
@@ -74,7 +75,7 @@ def test_a_group_of_another_value(comm, overlap):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("part", ["words", "head"])
 def test_a_part_that_is_frozen_on_one_rank(comm, part, overlap):
     model = Words()
@@ -93,7 +94,7 @@ def test_a_part_that_is_frozen_on_one_rank(comm, part, overlap):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("whose", ["all", "one"])
 def test_a_parameter_that_was_put_into_a_group_by_hand(comm, whose, overlap):
     """It would be trained on each rank by itself."""
@@ -172,7 +173,7 @@ def test_what_others_refuse_on_one_rank_is_refused_on_all(comm, make):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize(
     "lr",
     [1, 0.125, np.float32(0.125), np.float64(0.125), np.int64(1), torch.tensor(0.125), torch.tensor([0.125]),

@@ -144,6 +144,7 @@ def classify(model, rank, step):
     return torch.nn.functional.cross_entropy(model(inputs), targets)
 
 
+@pytest.mark.slow
 def test_it_learns_about_as_well_as_adam():
     ranks, steps = 4, 800
     together = Replicas(mpicomp.torch.OneBitAdam, network, ranks, lr=3e-3, warmup_steps=150)
@@ -162,6 +163,7 @@ def test_it_learns_about_as_well_as_adam():
     assert start - end > 0.8 * (start - adam)
 
 
+@pytest.mark.slow
 def test_residuals_stay_bounded():
     """In a thousand steps what is kept back grows to what signs need in order to stand for layers, and no further."""
     together = Replicas(mpicomp.torch.OneBitAdam, linear, 3, lr=0.02, warmup_steps=10)

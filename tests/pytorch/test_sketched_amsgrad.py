@@ -110,6 +110,7 @@ def test_it_is_what_the_reference_says(ranks, weight_decay):
         np.testing.assert_allclose(held, 0.002 * memory, rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_it_learns_about_as_well_as_amsgrad():
     ranks, steps = 2, 300
     together = Replicas(
@@ -130,6 +131,7 @@ def test_it_learns_about_as_well_as_amsgrad():
     assert start - end > 0.95 * (start - dense)
 
 
+@pytest.mark.slow
 def test_residuals_stay_bounded():
     together = Replicas(mpicomp.torch.SketchedAMSGrad, linear, 2, lr=0.02)
     energies = []

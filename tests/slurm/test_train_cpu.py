@@ -11,6 +11,7 @@ SINGLETONS = "srun started 4 processes, but each of them is rank 0 of 1"
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.slow
 def test_it_trains_on_four_nodes(slurm, mpich, tmp_path):
     # One processor a rank: sixteen threads would wait for each other on a small machine.
     knobs = {"TASK": "digits", "RATIO": "0.05", "STEPS": "20"}

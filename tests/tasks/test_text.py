@@ -61,6 +61,7 @@ def test_loss_falls(task):
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.slow
 def test_evaluate_is_repeatable_and_leaves_no_trace(task):
     model = task.model()
     before = task.evaluate(model)

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from marks import slow
 
 from mpicomp.rounds import Round
 
 pytestmark = pytest.mark.mpi
-DTYPES = [np.uint8, np.uint32, np.int64, np.uint64, np.float32, np.float64]
+DTYPES = [np.uint8, slow(np.uint32), slow(np.int64), slow(np.uint64), slow(np.float32), np.float64]
 SIZES = [(0,) * 6, (5,) * 6, (3, 0, 7, 1, 2, 0), (0, 400, 1, 0, 0, 9)]
 
 

@@ -45,6 +45,7 @@ def test_several_are_missing(run):
     assert "ranks 0, 1 are not there" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stall", ["0", slow(""), slow("30")])
 def test_nothing_is_said_otherwise(run, stall):
     done = run("allreduce", late="1,", stall=stall)
