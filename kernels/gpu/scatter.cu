@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scatter_ascending(
     const u32 index = indices[j];
     if (j > 0 && indices[j - 1] == index) continue;
     Real sum = out[index];
-    for (i64 next = j; next < count && indices[next] == index; ++next) sum += by * values[next];
+    for (i64 next = j; next < count && indices[next] == index; ++next) sum += product(by, values[next]);
     out[index] = sum;
   }
 }
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scatter_unordered(
     }
     __syncthreads();
     for (u64 p = 0; p < total; ++p)
-      if (where[p] % THREADS == threadIdx.x) out[where[p]] += by * what[p];
+      if (where[p] % THREADS == threadIdx.x) out[where[p]] += product(by, what[p]);
   }
 }
 

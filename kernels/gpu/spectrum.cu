@@ -1,8 +1,8 @@
 // Counts and energy of magnitudes in logarithmic bins. Sums are of integers, so that their order is of no account.
 //
 // A magnitude is a significand of 24 bits times a power of two that its bin knows. The square of the significand is
-// summed to its upper 16 bits, rounded: that is 3e-5 at worst for one element, and a block may add 2^16 of them in 32
-// bits. Of subnormal numbers the significand has fewer bits; what is lost there is below 1e-80.
+// summed to its upper 16 bits, rounded: that is 3e-5 at worst for one element. A block adds up to 2^16 of them in 32
+// bits, which is why the largest is 2^16 - 1. Of subnormal numbers the significand has fewer bits; what is lost there is below 1e-80.
 
 constexpr int BINS = 2048;
 constexpr int GROUPS = 64;  // of a block
@@ -31,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (magnitude != 0x7f800000u) atomicAdd(&sums[bin], 1u);  // NaN
       } else if (magnitude) {
         const u64 significand = magnitude >= HIDDEN ? (magnitude & (HIDDEN - 1)) | HIDDEN : magnitude;
-        atomicAdd(&sums[bin], (u32)((significand * significand + (1ull << 31)) >> 32));
+        const u32 square = (u32)((significand * significand + (1ull << 31)) >> 32);
+        atomicAdd(&sums[bin], square < 0xffffu ? square : 0xffffu);
       }
     }
   }

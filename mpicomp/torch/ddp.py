@@ -98,8 +98,10 @@ class DDPState:
         """Take one bucket; with the last one all of them are averaged. Collective with the last one."""
         if not self._gradients and self._thread is not None:
             self._stream = self.reducer.stream(self._thread)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        self._waiting.append((future, bucket.buffer()))
+        buffer = bucket.buffer()
+        # A future whose value is on a device has to know which one, so that torch's streams wait for it.
+        future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.is_cuda else None)
+        self._waiting.append((future, buffer))
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             name = self._names[id(parameter)]
             self._gradients[name] = gradient

@@ -19,6 +19,12 @@ class Emulated:
     flushing = staticmethod(standin.flushing)
 
 
+class Joining(Emulated):
+    """The same, with a compiler that joins products and sums."""
+
+    cupy = standin.joining
+
+
 class Device:
     """A real one, with the real CuPy."""
 
@@ -63,18 +69,34 @@ def _built(tmp_path_factory):
     standin.folder = tmp_path_factory.mktemp("emulated")
 
 
+def _emulate(request, monkeypatch):
+    if shutil.which(standin.COMPILER) is None:
+        pytest.skip(f"no {standin.COMPILER} to build the emulation with")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("the emulation switches between threads in assembly for x86-64")
+    request.getfixturevalue("_built")
+    # So that small arrays, too, have more tiles than blocks.
+    monkeypatch.setattr("mpicomp.kernels.gpu.compile.LIMIT", 3)
+
+
 @pytest.fixture(params=["emulated", "device"])
 def place(request, monkeypatch):
     if request.param == "device":
         kind = Device()
     else:
-        if shutil.which(standin.COMPILER) is None:
-            pytest.skip(f"no {standin.COMPILER} to build the emulation with")
-        if platform.machine() not in ("x86_64", "AMD64"):
-            pytest.skip("the emulation switches between threads in assembly for x86-64")
-        request.getfixturevalue("_built")
+        _emulate(request, monkeypatch)
         kind = Emulated
-        # So that small arrays, too, have more tiles than blocks.
-        monkeypatch.setattr("mpicomp.kernels.gpu.compile.LIMIT", 3)
+    monkeypatch.setitem(sys.modules, "cupy", kind.cupy)
+    return Place(kind)
+
+
+@pytest.fixture(params=["emulated", "device"])
+def joining_place(request, monkeypatch):
+    """Where products and sums are joined: on a device, and in an emulation whose compiler does it as the device's."""
+    if request.param == "device":
+        kind = Device()
+    else:
+        _emulate(request, monkeypatch)
+        kind = Joining
     monkeypatch.setitem(sys.modules, "cupy", kind.cupy)
     return Place(kind)

@@ -273,9 +273,15 @@ T atomicAdd(T* address, T value) {
   return before;
 }
 
-// Products are rounded by themselves here anyway.
-inline float __fmul_rn(float first, float second) { return first * second; }
-inline double __dmul_rn(double first, double second) { return first * second; }
+// Products that are rounded by themselves, where the compiler may join others with a sum, too.
+inline float __fmul_rn(float first, float second) {
+  volatile float product = first * second;
+  return product;
+}
+inline double __dmul_rn(double first, double second) {
+  volatile double product = first * second;
+  return product;
+}
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 

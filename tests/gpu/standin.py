@@ -13,14 +13,19 @@ import re
 import struct
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
 COMPILER = "g++"
 EMULATOR = Path(__file__).with_name("emulator.h")
-# A product and a sum stay apart, as on x86-64 without further options; the device's compiler joins them.
-OPTIONS = ["-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-gnu-unique", "-w"]
+OPTIONS = ["-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-w"]
+APART = ["-ffp-contract=off"]  # a product and a sum are rounded twice, as on x86-64 without further options
+JOINED = [
+    "-ffp-contract=fast",
+    "-fexpensive-optimizations",
+    "-mfma",
+]  # they are rounded once wherever the compiler can, as the device's does
 
 folder = Path()  # where built kernels go; the fixtures set it
 launches: list[str] = []
@@ -154,7 +159,10 @@ def _kernels(code):
 
 
 class RawModule:
+    joins = False
+
     def __init__(self, code, options=()):
+        rounding = JOINED if self.joins else APART
         names = _kernels(code)
         text = f'#include "{EMULATOR}"\n{code}\n'
         for name in names:
@@ -164,11 +172,11 @@ class RawModule:
                 "uint64_t seed, int flushing) { "
                 f"return emulator::run(&{name}, words, blocks, threads, seed, flushing); }}\n"
             )
-        key = hashlib.sha256((text + str(options) + EMULATOR.read_text()).encode()).hexdigest()[:16]
+        key = hashlib.sha256((text + str(options) + str(rounding) + EMULATOR.read_text()).encode()).hexdigest()[:16]
         library = folder / f"{key}.so"
         if not library.exists():
             (folder / f"{key}.cpp").write_text(text)
-            command = [COMPILER, *options, *OPTIONS, str(folder / f"{key}.cpp"), "-o", str(library)]
+            command = [COMPILER, *options, *OPTIONS, *rounding, str(folder / f"{key}.cpp"), "-o", str(library)]
             built = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
             assert built.returncode == 0, built.stderr
         self._library = ctypes.CDLL(str(library))
@@ -216,3 +224,12 @@ class _Kernel:
 
 
 cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0))
+
+
+class _JoiningModule(RawModule):
+    joins = True
+
+
+joining = ModuleType("joining")
+"""The same stand-in, whose kernels join products and sums."""
+vars(joining).update(globals(), RawModule=_JoiningModule)

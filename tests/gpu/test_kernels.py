@@ -292,6 +292,21 @@ def test_scatter_add_has_the_bits_of_the_order_given(place, dtype, order):
     np.testing.assert_array_equal(there.get(), out)
 
 
+@pytest.mark.parametrize("order", ["ascending", "repeated", "any"])
+def test_scatter_add_rounds_products_as_the_host_does(joining_place, dtype, order):
+    """A mean must have the same bits on a rank with a GPU and on one without: a third is no power of two."""
+    rng = np.random.default_rng(1)
+    size, count = 7000, 3000
+    indices = rng.choice(size, count, replace=order != "ascending").astype(np.uint32)
+    if order != "any":
+        indices = np.sort(indices)
+    values, out = rng.normal(size=count).astype(dtype), rng.normal(size=size).astype(dtype)
+    there = joining_place.put(out)
+    assert gpu.scatter_add(joining_place.put(indices), joining_place.put(values), 1 / 3, there).item()
+    assert cpu.scatter_add(indices, values, 1 / 3, out)
+    np.testing.assert_array_equal(there.get(), out)
+
+
 @pytest.mark.parametrize("bad", [3, 4, 2**31, 2**32 - 1])
 def test_an_index_out_of_range_writes_nothing(place, dtype, bad):
     memory = place.zeros(10, dtype)
@@ -404,6 +419,14 @@ def test_spectrum_of_what_is_no_number(place, dtype):
     assert np.isnan(energies.get()[2044])
     assert (counts.get()[0], counts.get()[127 * 8]) == (2, 1)
     assert energies.get()[0] < 1e-70
+
+
+def test_a_block_of_the_largest_significands_does_not_wrap(place):
+    value = np.float32(0.99999994)
+    counts, energies = place.empty(gpu.BINS, np.int64), place.empty(gpu.BINS, np.float64)
+    gpu.spectrum(place.put(np.full(1 << 16, value)), counts, energies)
+    assert counts.get().sum() == 1 << 16
+    np.testing.assert_allclose(energies.get().sum(), (1 << 16) * float(value) ** 2, rtol=1e-4)
 
 
 def test_bits_and_magnitudes(place, dtype):

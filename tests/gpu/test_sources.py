@@ -63,7 +63,7 @@ def test_every_source_compiles_without_a_spilled_register(architectures, source,
 
 
 @pytest.mark.parametrize("real", ["float", slow("double")])
-@pytest.mark.parametrize("source", ["blocks", "convolution", "exponents", "fields", "grid", "signs"])
+@pytest.mark.parametrize("source", ["blocks", "convolution", "exponents", "fields", "grid", "scatter", "signs"])
 def test_what_ranks_decode_is_rounded_after_every_product(architectures, source, real, tmp_path):
     """A mean must have the same bits on ranks whose processors cannot multiply and add in one go."""
     nvcc, _ = architectures
@@ -73,7 +73,7 @@ def test_what_ranks_decode_is_rounded_after_every_product(architectures, source,
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     entries = (tmp_path / "source.ptx").read_text().split(".entry ")[1:]
-    decoders = [entry for entry in entries if entry.startswith(("unpack", "encode", "decode", "conv"))]
+    decoders = [entry for entry in entries if entry.startswith(("unpack", "encode", "decode", "conv", "scatter"))]
     assert decoders
     for entry in decoders:
         name = entry.partition("(")[0]
