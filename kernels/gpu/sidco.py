@@ -86,7 +86,7 @@ def sidco(
     Estimate
         Valid until the next call with this workspace.
     """
-    workspace.check(gradient, out)
+    workspace.begin(gradient, out)
     w, dtype = workspace, workspace.dtype
     most = LIMIT * k + SLACK
     if distribution not in DISTRIBUTIONS:

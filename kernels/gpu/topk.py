@@ -31,8 +31,8 @@ class Stats(NamedTuple):
 def topk(gradient: Any, residual: Any, out: Any, bound: Any, indices: Any, values: Any, workspace: Workspace) -> Stats:
     """Select the k largest of gradient plus residual, and leave the rest as the new residual.
 
-    Seven launches for float32, ten for float64, whatever the data; the host learns nothing and waits for nothing.
-    With a good bound one sweep goes through memory, with none or a bad one six (nine).
+    A memset and seven launches for float32, ten for float64, whatever the data; the host learns nothing and waits for
+    nothing. With a good bound one sweep goes through memory, with none or a bad one six (nine).
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def topk(gradient: Any, residual: Any, out: Any, bound: Any, indices: Any, value
     Stats
         Valid until the next call with this workspace.
     """
-    workspace.check(gradient, out)
+    workspace.begin(gradient, out)
     w, number, dtype = workspace, workspace.tiles, workspace.dtype
     if not 1 <= indices.size <= w.numel:
         raise ValueError(f"topk: k must be from 1 to {w.numel}, got {indices.size}")

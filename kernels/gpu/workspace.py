@@ -59,10 +59,11 @@ class Workspace:
         self.fit = cupy.zeros(len(Fit), np.float64)
         self.bits_of_fit = self.fit.view(np.uint64)
 
-    def check(self, gradient: Any, out: Any) -> None:
-        """Refuse arrays that this workspace was not made for."""
+    def begin(self, gradient: Any, out: Any) -> None:
+        """Refuse arrays that this workspace was not made for, and forget what a call left that an exception ended."""
         for array in (gradient, out):
             if array.size != self.numel or array.dtype != self.dtype:
                 raise ValueError(
                     f"Workspace: made for {self.numel} elements of {self.dtype}, got {array.size} of {array.dtype}"
                 )
+        self.state[: Field.TICKET + 1].fill(0)  # candidates are counted, and blocks that have ended, from zero

@@ -111,6 +111,9 @@ class ndarray:  # noqa: N801 (CuPy's name)
     def __and__(self, other):
         return asarray(np.asarray(self._host & other._host))
 
+    def fill(self, value):
+        self._host[...] = value
+
     def get(self):
         _synchronise()
         return self._host.copy()

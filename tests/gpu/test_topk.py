@@ -1,5 +1,7 @@
 """Error feedback with exact top-k in one go: in an emulation on the host, and on a GPU where there is one."""
 
+import sys
+
 import numpy as np
 import pytest
 from gpu import standin
@@ -57,6 +59,30 @@ def step(place, gradient, residual, bound, k, workspace, shift=0):
         np.testing.assert_allclose(stats.energy.item(), np.square(total, dtype=np.float64).sum(), rtol=1e-12)
         assert stats.nonzero.item() == np.count_nonzero(total)
     return stats
+
+
+@pytest.mark.parametrize("source", ["reduce", "select"])
+def test_a_call_that_an_exception_ends_leaves_nothing_for_the_next_one(place, source, monkeypatch):
+    rng = np.random.default_rng(0)
+    gradient, residual = rng.laplace(size=(2, 50_021)).astype(np.float32)
+    k = 500
+    workspace = gpu.Workspace(gradient.size, gradient.size, np.float32)  # room for candidates of two calls
+    bound = place.put(np.zeros(1, np.uint64))
+    step(place, gradient, residual, bound, k, workspace)  # from now on there is a bound, and candidates are listed
+    module = gpu.topk.__module__ if source == "reduce" else gpu.kth_magnitude.__module__
+    module = sys.modules[module]
+    launch = module.launch
+
+    def fail(name, *arguments):
+        if name == source:
+            raise MemoryError("between two launches")
+        launch(name, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "launch", fail)
+        with pytest.raises(MemoryError):
+            step(place, gradient, residual, bound, k, workspace)
+    step(place, gradient, residual, bound, k, workspace)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
