@@ -130,14 +130,14 @@ class Gtopk(Scheme[Sparsifier]):
 
 
 class _Node:
-    """What a rank holds on its way up the tree.
+    """State of one rank on its way up the tree: the selection that it holds, and the flags, energy and loss so far.
 
     Attributes
     ----------
     sent : Selection
-        What it passes on, less what it was given.
+        This rank's own part of the selection that it passes on.
     problem : MessageError or None
-        What is wrong with what it was given last.
+        The error in the last message that it received; None where it could be read.
     """
 
     def __init__(self, selection: Selection, count: int, accumulated: Accumulated, context: Context) -> None:

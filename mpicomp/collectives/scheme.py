@@ -1,4 +1,4 @@
-"""What a scheme is: a compressor bound to a collective, written as a generator of rounds."""
+"""The base class of schemes: a scheme is a compressor bound to a collective, written as a generator of rounds."""
 
 import math
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ Exchange = Generator[Asked, Any, "Result"]
 
 @dataclass
 class Result:
-    """What an exchange delivers.
+    """The result of an exchange: the mean, and this rank's share of it.
 
     Parameters
     ----------
@@ -48,10 +48,11 @@ class Result:
         Of a learned code: squared error of what was decoded, as a share of the energy of what was to be decoded; 1 is
         that of zeros. As this rank can tell, so it may differ between ranks; None where it cannot.
     note : str
-        What the record is to say of the step beside why its plan was taken; empty where there is nothing to say.
+        Text that the record appends to the reason of the plan; empty where there is nothing to say.
     problem : MessageError or None
-        What this rank, and perhaps no other, could not read; nothing else then means anything but ``stale``. The others
-        know of it where they are told that the exchange is stale; where they are not, it was in the last message.
+        The message that this rank, and perhaps no other, could not read; apart from ``stale`` all other fields are then
+        void. The others know of it where they are told that the exchange is stale; where they are not, it was in the
+        last message.
     """
 
     mean: NDArray[np.floating]

@@ -11,7 +11,7 @@ from mpicomp.kernels import cpu
 
 
 class SegmentedMean:
-    """What is done with segments while others are under way, and what was seen in them.
+    """Adds and divides segments while others are under way, and notes whether all of them are finite.
 
     Arrays have ``numel + TAIL`` elements: behind the values stand the numbers of non-finite and of stale ranks, the
     energy and the lost energy, which are summed and never divided.
@@ -21,7 +21,7 @@ class SegmentedMean:
     accumulated : Accumulated
         This rank's own.
     ranks : int
-        What sums are divided by.
+        Number of ranks, by which sums are divided.
     """
 
     def __init__(self, accumulated: Accumulated, ranks: int) -> None:

@@ -33,11 +33,11 @@ class Region:
     bound: int
     """Magnitude bits (`mpicomp.kernels.cpu.magnitude_bits`)."""
     index: NDArray[np.uint32]
-    """Receives the elements' positions in the bucket, ascending."""
+    """Receives the positions in the bucket of the elements found, ascending."""
     bits: NDArray[np.unsignedinteger]
     """Receives their magnitude bits."""
     found: int = 0
-    """How many there are; more than ``index.size`` where they did not fit."""
+    """Number of elements found; more than ``index.size`` where they did not fit."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Velocity:
 
 
 class Accumulated:
-    """What error feedback hands to a compressor: gradients, the residual, and room for their sum.
+    """The input of a compressor under error feedback: gradients, the residual, and room for their sum.
 
     The sum is made once, by `array` or by `sweep`, whichever is asked for first: a compressor that knows what
     it is looking for finds it in the sweep that makes the sum. The residual is left as it is, so that a
@@ -70,7 +70,7 @@ class Accumulated:
     threads : int
         How many threads share a sweep.
     scale : float
-        What gradients are multiplied by first.
+        Factor that gradients are multiplied by first.
     velocity : Velocity or None
         Where momentum is applied before the sum.
     """
@@ -133,7 +133,7 @@ class Accumulated:
 
     @property
     def moments(self) -> cpu.Moments:
-        """What the sweep that made the sum told of it."""
+        """Energy and finiteness of the sum, computed in the sweep that makes it."""
         if self._moments is None:
             self.sweep()
         assert self._moments is not None

@@ -1,4 +1,4 @@
-"""What compressors share that estimate above which magnitude there are k elements."""
+"""The base class of compressors that estimate the threshold above which k elements lie, and the search they share."""
 
 import math
 from abc import abstractmethod
@@ -23,7 +23,7 @@ _SLACK = 1024  # elements: below that a wrong estimate costs nothing
 
 
 class Search:
-    """An array and the number k of elements that are to be sent; how many exceed what, and a selection that is bounded.
+    """Count and select the elements of an array above a threshold, for a compressor that is to send k of them.
 
     Elements are listed in the sweep that makes the sum, by a bound that is carried over from the step before, and
     answers come from that list where they can. They never depend on it.
@@ -31,11 +31,11 @@ class Search:
     Parameters
     ----------
     name : str
-        Under which the bound is remembered.
+        Key under which the bound is remembered.
     accumulated : Accumulated
-        What is selected from.
+        The array that is selected from.
     context : Context
-        Where the memory is.
+        Holds the memory of the bucket.
     k : int
         From 1 to the array's length.
     """

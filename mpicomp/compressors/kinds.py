@@ -121,7 +121,7 @@ class SharedSparsifier(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """What is not sent has to be kept."""
+        """True: elements that are not sent are kept in the residual."""
         return True
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
@@ -149,7 +149,7 @@ class SharedSparsifier(Compressor):
 
     @property
     def values(self) -> Compressor | None:
-        """What values travel by, one that takes the array's place; None: as a dense array, see ``wire``."""
+        """The compressor that the selected values are sent with; None sends them as a dense array, see ``wire``."""
         return None
 
 
@@ -166,7 +166,7 @@ class Quantiser(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """What rounding takes has to be kept."""
+        """True: rounding errors are kept in the residual."""
         return True
 
     def wire_bytes_per_element(self, itemsize: int) -> float:

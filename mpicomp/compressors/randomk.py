@@ -17,7 +17,7 @@ _CHUNK = 1 << 16  # strata that are drawn at once: what they need stays in the c
 
 @dataclass(frozen=True, repr=False)
 class _Random(SharedSparsifier):
-    """What the random sparsifiers have in common."""
+    """Parameters and count of the random sparsifiers."""
 
     ratio: float = 0.01
     scaled: bool = False
@@ -141,7 +141,7 @@ class BlockRandomK(_Random):
         out[wrapped:] = np.arange(start, start + out.size - wrapped, dtype=np.uint32)
 
     def weights(self, numel: int) -> float:
-        """Give ``numel / k``, or 1; see `SharedSparsifier.weights`."""
+        """Return ``numel / k`` where values are scaled, else 1; see `SharedSparsifier.weights`."""
         return numel / self.count(numel) if self.scaled else 1.0
 
 

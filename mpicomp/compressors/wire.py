@@ -1,4 +1,4 @@
-"""How the values and indices of a sparse message are stored."""
+"""The storage format of the values and indices of a sparse message, and the choice between plain and coded indices."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from mpicomp.kernels import cpu
 VALUES = (None, "fp16", "bf16", "signs")
 INDICES = ("plain", "elias-fano")
 
-_FEW = 64  # indices
+_FEW = 64  # indices: fewer are never coded, see `compact`
 
 
 @dataclass(frozen=True)
 class Wire:
-    """How a message stores values and indices.
+    """Storage format of the values and indices of a sparse message.
 
     Parameters
     ----------

@@ -23,21 +23,21 @@ _AGAIN = 2  # times the steps done so far, before it is considered again
 
 @dataclass(frozen=True)
 class Rivals:
-    """What a code has to beat, and by what it is judged.
+    """The other plans that a learned code has to beat, and the measures by which it is judged.
 
     Attributes
     ----------
     balance : Balance
         All other plans.
     worth : float
-        Of plans with a code, what it has to be below; see `Balance.worth`.
+        Value that a plan with a code has to be below; see `Balance.worth`.
     late : callable
-        Gives the steps by which a bucket's gradients are late where the values that a code selects travel as they are,
-        for a bucket and a code.
+        Returns, for a bucket and a code, the delay in steps of the bucket's gradients where the values that the code
+        selects travel as they are.
     names : callable
-        Gives the collectives that may carry a code.
+        Returns the collectives that may carry a code.
     cost : CostModel
-        Of this network.
+        The cost model of this network.
     """
 
     balance: Balance

@@ -38,7 +38,7 @@ _LEAST_GAIN = 1e-9
 
 @dataclass(frozen=True)
 class Option:
-    """What can be chosen: a ratio, 1 for dense, and a kind of collective, ``"dense"`` for those of dense messages."""
+    """An option of `Flexible`: a ratio, 1 for dense, and a collective, ``"dense"`` for those of dense messages."""
 
     ratio: float
     kind: str
@@ -244,12 +244,12 @@ class Flexible(Policy):
 
     @property
     def options(self) -> list[Option]:
-        """What can be chosen."""
+        """The options that can be chosen."""
         return list(self._options)
 
     @property
     def current(self) -> Option | None:
-        """What is chosen; None before anything was."""
+        """The option that is chosen; None before the first choice."""
         return self._current
 
     def _ladder(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:

@@ -1,4 +1,4 @@
-"""What a policy is: it says which scheme each bucket uses in a step."""
+"""The base class of policies: a policy chooses the scheme that each bucket uses in a step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
@@ -26,13 +26,13 @@ class Plan:
     scheme : Scheme
         A compressor bound to a collective.
     reason : str
-        Why it was taken.
+        Reason for the choice, for the record.
     prediction : Prediction or None
-        What it is expected to take, if anything is.
+        Predicted seconds, or None where nothing is known yet.
     settled : bool
-        Whether it was run for some steps before: what comes before that tells nothing of what it takes.
+        Whether it was run for some steps before. Seconds measured earlier say nothing about what it takes.
     row : int
-        Its place among the bucket's candidates, for who chose it.
+        Its place among the bucket's candidates, for the policy that chose it.
     """
 
     scheme: Scheme[Any]
@@ -59,16 +59,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Named:
-    """What a user has named, for the policy to work with.
+    """Settings named by the user, for the policy to work with.
 
     Parameters
     ----------
     compressor : Compressor or None
-        None lets the policy take its own.
+        The compressor; None lets the policy take its own.
     collective : str
-        A name, or ``"auto"``.
+        Name of a collective, or ``"auto"``.
     feedback : bool or None
-        Whether there are residuals; None is what the compressor declares.
+        Whether there are residuals; None follows the compressor.
     cost : CostModel, str or None
         See `mpicomp.Reducer`.
     """
@@ -81,7 +81,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Delivered:
-    """What one bucket's exchange came to, the same on all ranks; see `mpicomp.collectives.Result`."""
+    """Energy, gain and kept elements of one bucket's exchange, the same on all ranks; see `mpicomp.collectives.Result`."""
 
     energy: float
     gain: float
@@ -90,21 +90,21 @@ class Delivered:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What ranks have told each other of a step, the same on all of them; it arrives a step later.
+    """Telemetry of a step from all ranks, the same on all of them; it arrives a step later.
 
     Parameters
     ----------
     step : int
-        Which.
+        Number of the step.
     lr : float or None
         The learning rate that rank 0 was passed in it.
     plans, delivered : sequence of Plan, of Delivered
-        Of its buckets.
+        Of its buckets: the plan that was run, and its outcome.
     times : array of float64, shape (ranks, buckets, 4)
         Start and end of each bucket's exchange on the clock that ranks share, the seconds of own work in it, and when
         its gradients were handed over.
     surveys : mapping of int to array of float32, shape (ranks, width)
-        By bucket, what a survey measured on every rank, where the policy asked for one.
+        By bucket, the survey of every rank, where the policy asked for one.
     """
 
     step: int
@@ -128,13 +128,13 @@ class Policy(ABC):
     id: ClassVar[str]
     """The name in the registry."""
     paper: ClassVar[str] = "none"
-    """Where it comes from, and what is done differently."""
+    """The paper that the policy comes from, and the deviations from it."""
     resumes: ClassVar[bool] = True
     """Whether plans are the same after a checkpoint as without one; not where gradients are looked at anew first."""
 
     def __post_init__(self) -> None:
         self.compressor: Compressor
-        """What it works with; known once a reducer has adopted it."""
+        """The compressor that it works with; known once a reducer has adopted it."""
         self.feedback = True
         """Whether there are residuals."""
         self.serves = False
@@ -156,7 +156,7 @@ class Policy(ABC):
 
     @property
     def cost(self) -> CostModel | None:
-        """What it predicts seconds with; None before the first step, or where it predicts nothing."""
+        """The cost model that it predicts seconds with; None before the first step, or where it predicts nothing."""
         return None
 
     @property

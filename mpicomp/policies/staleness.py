@@ -18,7 +18,7 @@ _AFTER_DENSE = 2  # times as long until a residual has filled that was sent whol
 
 @dataclass
 class Delays:
-    """What is known of one bucket.
+    """Estimate of the delay of one bucket's gradients, in steps, as a power of the ratio.
 
     In a steady state the residual's energy E does not grow: what a step sends, S, is what it adds, and gradients are
     late by ``E / S`` steps. Exchanges tell both, by their gain ``S / (E + S)``. Of other ratios it is taken to be a
@@ -27,7 +27,7 @@ class Delays:
     Attributes
     ----------
     ratio : float or None
-        For which `delay` is known; None before anything is.
+        The ratio for which `delay` is known; None before anything is known.
     delay : float
         Steps, in a steady state, where all is delivered that is selected.
     inflow : float
@@ -110,14 +110,14 @@ class Delays:
 
 @dataclass
 class Lateness:
-    """What is known of one bucket under something that has no ratio, as a quantiser has none.
+    """Estimate of the delay of one bucket's gradients under a compressor without a ratio, such as a quantiser.
 
     Attributes
     ----------
     delay : float
         Steps; infinite before anything is known.
     ran : bool
-        Whether it was learnt from exchanges.
+        Whether the delay was learnt from exchanges, and not guessed.
     """
 
     delay: float = math.inf

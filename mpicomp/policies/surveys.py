@@ -1,4 +1,4 @@
-"""What ranks measure of an accumulated gradient and tell each other now and then: the same table on all of them."""
+"""Surveys: statistics of accumulated gradients that ranks measure and exchange now and then, equal on all ranks."""
 
 import itertools
 from collections.abc import Sequence

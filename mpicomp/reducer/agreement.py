@@ -25,7 +25,7 @@ _BYTE = np.dtype(np.uint8)
 
 @dataclass(frozen=True)
 class Signature:
-    """What has to be the same on all ranks: the reducer's settings and the arrays, in order."""
+    """The reducer's settings and its arrays in order, which have to be the same on all ranks."""
 
     settings: dict[str, Any]
     members: list[Described]
@@ -44,13 +44,14 @@ def agree(
     Parameters
     ----------
     signature : Signature or None
-        What this rank was given; None where it cannot be described.
+        The signature of this rank; None where its arrays cannot be described.
     problem : MpicompError or None
-        What is wrong with it. That ranks differ is said first: it mostly explains the problem.
+        The error of this rank, or None. A difference between ranks is reported first, since it mostly explains the
+        error.
     group : Group
         All ranks.
     subsystem : str
-        Who asks, for the message.
+        Name of the caller, with which the error message begins.
 
     Raises
     ------
@@ -91,7 +92,7 @@ def together(make: Callable[[], Made], transport: Transport, subsystem: str) -> 
     transport : Transport
         Of all ranks.
     subsystem : str
-        Who asks, for the message.
+        Name of the caller, with which the error message begins.
     """
     problem: MpicompError | None = None
     try:

@@ -1,4 +1,4 @@
-"""What lives from step to step: how arrays lie in buckets, and what error feedback keeps of them."""
+"""The state that lives from step to step: arrays in buckets, and their residuals and velocities."""
 
 import copy
 from collections.abc import Mapping, Sequence

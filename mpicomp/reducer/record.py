@@ -1,4 +1,4 @@
-"""What a step did, so that every decision can be explained."""
+"""Records of a step: plans and their reasons, bytes and seconds, so that every decision can be explained."""
 
 from collections.abc import Generator
 from dataclasses import dataclass, field, fields
@@ -42,16 +42,16 @@ class Tally:
 
 @dataclass(frozen=True)
 class BucketRecord:
-    """What was done with one bucket.
+    """Record of one bucket's exchange: its plan, its gain, its bytes and its seconds.
 
     Attributes
     ----------
     bucket : int
         Its number, in the order of exchange.
     parameters : int
-        How many arrays it holds.
+        Number of arrays in it.
     numel : int
-        How many elements.
+        Number of elements.
     compressor : dict
         The compressor's configuration.
     collective : str
@@ -116,7 +116,7 @@ class BucketRecord:
 
 @dataclass
 class StepRecord:
-    """What one call of `Reducer.reduce` did on this rank.
+    """Record of one call of `Reducer.reduce` on this rank.
 
     Attributes
     ----------
