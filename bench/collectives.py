@@ -1,4 +1,4 @@
-"""How long plans take at full size among real ranks, and what ``collective="auto"`` makes of them."""
+"""Timing of plans at full size among real ranks, and of the plans that ``collective="auto"`` chooses."""
 
 import contextlib
 import gc
@@ -22,22 +22,22 @@ from mpicomp.transport import Transport
 
 AUTO = "auto"
 
-_WARM = 10  # steps before the timed ones: at most
-_COLD = 2  # at least, after the first
-_SAMPLES = 30  # timed ones that are worth an interval
-_FEW = 3  # timed steps: at least, however long they are
-_MOST = 1000  # at most, however short
-_TOO_SLOW = 3.0  # times the best of a cell: timed once
-_HOPELESS = 20.0  # times the best that is predicted, and longer than the limit: not run
-_SETTLING = 60, 200  # steps in which auto comes to its steady state: at least, and at most
-_PATIENCE = 4  # times the limit, after which it is at least
-_CARE = 2  # times the limit for plans that are timed in turn
+_WARM = 10  # steps before the timed ones, at most
+_COLD = 2  # steps between the first and the timed ones, at least
+_SAMPLES = 30  # timed steps that suffice for a confidence interval
+_FEW = 3  # timed steps, at least, however long they are
+_MOST = 1000  # timed steps, at most, however short they are
+_TOO_SLOW = 3.0  # times the best of a cell: a slower plan is timed once
+_HOPELESS = 20.0  # times the best prediction: a plan predicted to be slower, and longer than the limit, is not run
+_SETTLING = 60, 200  # steps in which auto comes to its steady state, at least and at most
+_PATIENCE = 4  # times the limit: a plan with a longer first step runs once, and auto settles no longer than this
+_CARE = 2  # times the limit, for plans that are timed in turn
 _COMPILING = 1 << 12  # elements of the arrays on which kernels are compiled
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Lengths, compressors and collectives to measure.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Settings:
         Names, each of which fits some compressor; None is all that fit. Those of `mpicomp.Dense` are measured in any
         case.
     auto : bool
-        Whether to measure what ``collective="auto"`` makes of each compressor, too.
+        Whether to measure the plans that ``collective="auto"`` chooses for each compressor, too.
     limit_s : float
         Seconds of timing a plan, unless it is slower than that.
     """
@@ -77,11 +77,11 @@ def measure(
     transport : Transport
         Among the ranks.
     model : CostModel or None
-        What is known of links and operations, the same on all ranks; not written to. None predicts nothing.
+        Cost model of links and operations, the same on all ranks; not written to. None predicts nothing.
     say : callable
-        Is told what goes on.
+        Called with a line of text about the progress.
     done : callable
-        Is given all rows so far after each cell.
+        Called with all rows so far after each cell.
 
     Returns
     -------
@@ -125,7 +125,7 @@ def may_choose(plan: Plan) -> bool:
 
 
 class _Bench:
-    """What stays the same from cell to cell."""
+    """Measures cell by cell with the same settings, transport, cost model and residuals."""
 
     def __init__(
         self, settings: Settings, transport: Transport, model: CostModel | None, say: Callable[[str], None]

@@ -1,4 +1,4 @@
-"""What `mpicomp.bench.kernels` measures, on a GPU."""
+"""Timing of the kernels of `mpicomp.bench.kernels` on a GPU."""
 
 import importlib
 import importlib.util
@@ -19,10 +19,10 @@ from mpicomp.compressors.base import kept
 from mpicomp.errors import ConfigurationError
 
 COMPRESSORS = ("topk", "sidco")
-"""Those that have a kernel of their own, from gradient to message."""
+"""Compressors with a GPU kernel of their own, from gradient to message."""
 
-_ROOM = 4  # candidates, as a multiple of k
-_SPARE = 1024  # elements that an estimate may select beyond that
+_ROOM = 4  # room for candidates, as a multiple of k
+_SPARE = 1024  # elements that an estimate may select beyond that room
 
 
 def device_name() -> str:

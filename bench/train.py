@@ -32,7 +32,7 @@ PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training run is told, the same on every rank.
+    """Settings of a training run, the same on every rank.
 
     Parameters
     ----------
@@ -41,11 +41,11 @@ class Settings:
     collective : str
         See `mpicomp.Reducer`.
     policy : Policy
-        Of this run alone.
+        The policy, used by this run alone.
     steps : int
         At least 1.
     seed : int
-        Of the model, the data's order and the schemes.
+        Seed of the model, of the data's order and of the schemes.
     evaluate_every : int
         Steps from one look at the held-out data to the next; 0 looks at the end alone.
     bucket_bytes : int or None
@@ -81,7 +81,7 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """What a training run came to; the same on every rank, but for ``quality``, which rank 0 has.
+    """Result of a training run; the same on every rank, except for ``quality``, which rank 0 has.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class Outcome:
     median_step_s, phases_s : float, dict of str to float
         Medians over all steps that are timed.
     choosing_s : float
-        Mean over them: for choosing plans, and learning what they took. Mostly a part of ``other``.
+        Mean seconds over them of choosing plans and learning from their times. Mostly a part of ``other``.
     late_step_s, late_phases_s : float, dict of str to float
         Over those of the second half where what is run might change: they are compared with ``own_probe``, which is of
         that half.
@@ -103,9 +103,9 @@ class Outcome:
     plans, late_plans : list of Ran
         Of the run, and of its second half.
     layers : list of Layer
-        What was sent of each parameter, mean over ranks and steps.
+        Kept elements of each parameter, mean over ranks and steps.
     correlations : Correlations or None
-        What ranks' gradients had in common; None where they were not compared.
+        Correlations between ranks' gradients; None where they were not compared.
     delay : float or None
         Steps by which gradients were late in the second half of the run; see `Choices.delay`. None without error
         feedback, where what is left out does not come later.

@@ -68,7 +68,7 @@ class Alone:
 
     @property
     def numel(self) -> int:
-        """How many parameters the model has."""
+        """Number of parameters of the model."""
         return sum(parameter.numel() for parameter in self._parameters)
 
     def block(self, steps: int) -> NDArray[np.float64]:

@@ -19,18 +19,18 @@ DDP, DDP_FP16, DDP_POWERSGD = "ddp", "ddp-fp16", "ddp-powersgd"
 OTHERS = (NONE, DDP, DDP_FP16, DDP_POWERSGD)
 """Exchanges that are not mpicomp's."""
 INLINE = "-inline"
-"""What the name of an exchange ends in that waits for backward to end."""
+"""Suffix of the name of an exchange that waits for backward to end."""
 REPLAY = "replay:"
-"""What the name of an exchange begins with that runs recorded plans; their file's path follows."""
+"""Prefix of the name of an exchange that runs recorded plans; the path of their file follows."""
 
 SECONDS, FORWARD, BACKWARD, WIRE = range(4)
-"""What a rank tells of a step: its seconds in all, those of two parts of it, and the bytes that left the rank."""
-FIELDS = 4
+"""Places of the numbers that a rank reports of a step: seconds, those of two parts, and bytes that left the rank."""
+FIELDS = 4  # numbers that a rank reports of a step
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What averages the gradients of a training.
+    """The exchange that averages the gradients of a training.
 
     Parameters
     ----------
@@ -62,16 +62,16 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Settings:
-    """How long is trained.
+    """Length of the training: steps of a block, number of blocks, steps of warm-up.
 
     Parameters
     ----------
     steps : int
-        In a block.
+        Steps in a block.
     blocks : int
-        Of each exchange.
+        Blocks of each exchange.
     warm_up : int
-        Steps of each before them.
+        Steps of each exchange before its blocks.
     """
 
     steps: int
@@ -90,7 +90,7 @@ class Trainer(Protocol):
         ...
 
     def block(self, steps: int) -> NDArray[np.float64]:
-        """Do some steps; give what this rank tells of them, shape (steps, fields)."""
+        """Do some steps; return this rank's numbers of them, shape (steps, fields)."""
         ...
 
     def ran(self) -> str | None:
@@ -108,16 +108,16 @@ class Trainer(Protocol):
 
 @dataclass
 class Trained:
-    """What a training came to, the same on all ranks but for ``quality``, which rank 0 has.
+    """Result of a training, the same on all ranks except for ``quality``, which rank 0 has.
 
     Attributes
     ----------
     exchange : Exchange
-        With which.
+        The exchange that it used.
     steps : array, shape (blocks, steps, fields)
-        The counted steps, as the rank tells them that took longest for their block; bytes are a mean over ranks.
+        The counted steps, as reported by the rank that took longest for their block; bytes are a mean over ranks.
     link_bytes : float or None
-        That left a host in a step, as its kernel counts them; None outside a lab.
+        Bytes that left a host in a step, as its kernel counts them; None outside a lab.
     ran : str or None
         The plan that most steps ran.
     overlaps : bool

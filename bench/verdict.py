@@ -1,4 +1,4 @@
-"""What a run came to, in plain words, from wire bytes and seconds."""
+"""Verdict on a run in plain words: whether compression paid, from wire bytes and seconds."""
 
 from mpicomp.bench.measure.chosen_plans import chosen_table
 from mpicomp.bench.train import PHASES, Outcome

@@ -66,7 +66,7 @@ def words_of(run: Training, steps: int, phases: tuple[int, int] = PHASES) -> lis
 
 @dataclass
 class Finished(jobs.Finished):
-    """What became of a training.
+    """Result of a training with a learned code.
 
     Attributes
     ----------

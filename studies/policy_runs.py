@@ -81,12 +81,12 @@ class Timing:
 
     @property
     def name(self) -> str:
-        """How its files begin."""
+        """Start of the names of its files."""
         return f"{self.task}-{place_of(self.network)}-timing"
 
     @property
     def kind(self) -> str:
-        """What it is."""
+        """Kind of the run, for people."""
         return "timing"
 
     @property
@@ -175,15 +175,15 @@ def _block(step_bytes: Mapping[str, float], network: Network) -> int:
 
 @dataclass
 class Finished(jobs.Finished):
-    """What became of a run.
+    """Result of a training or a timing.
 
     Attributes
     ----------
     curve : list of tuple
-        Of a training: how many steps were done, and the quality after them on the share of the held-out data that the
-        task has for looks on the way.
+        Of a training: number of steps done, and the quality after them on the share of the held-out data that the task
+        has for looks on the way.
     timed : mapping
-        Of a timing: by policy, what ``bench training --json`` wrote.
+        Of a timing: by policy, the object that ``bench training --json`` wrote.
     """
 
     curve: list[tuple[int, float]] = field(default_factory=list)
@@ -198,7 +198,7 @@ class Runner(comparison.Runner):
     folder, ranks
         See `comparison.Runner`; a lab has as many hosts.
     steps : int or None
-        Of a training; None is what each task is tuned for.
+        Steps of a training; None takes the number that each task is tuned for.
     """
 
     finished: dict[Run, Finished]

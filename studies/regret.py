@@ -1,4 +1,4 @@
-"""What choosing the collective costs over knowing it, on a grid of emulated networks: ``python studies/regret.py``."""
+"""Study of the regret of choosing the collective, on a grid of emulated networks: ``python studies/regret.py``."""
 
 import argparse
 import sys
@@ -30,7 +30,7 @@ _COLUMNS = {
     "behind_dense": "+.1%",
     "prediction_error": ".1%",
 }
-_SHORT_S = 5e-3  # cells of which a share is too little to be measured
+_SHORT_S = 5e-3  # seconds: a share of a shorter cell is too little to be measured
 _BEHIND_S = 200e-6  # seconds by which a dense choice may be behind the best dense plan
 _BEHIND = 0.03  # share by which another choice may be behind the best one
 

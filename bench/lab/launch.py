@@ -1,4 +1,4 @@
-"""How MPICH and Open MPI are started on the hosts of a lab."""
+"""Launch commands of MPICH and Open MPI for the hosts of a lab."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What a lab is to be: hosts, ranks, links, and how the links change with time."""
+"""Settings of a lab: hosts, ranks, links, and changes of the links with time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

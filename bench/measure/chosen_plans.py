@@ -1,4 +1,4 @@
-"""What was chosen in a run: which plans, what they kept of the whole, and what of every layer."""
+"""Summary of the plans of a run: how often each ran, and the kept fraction of the whole and of every layer."""
 
 import json
 from collections import Counter, defaultdict

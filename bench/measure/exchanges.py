@@ -19,16 +19,16 @@ from mpicomp.transport import Transport
 
 NAME = "gradient"
 SECONDS, COMPRESS, EXCHANGE, DECODE, CHOOSING, SENT, WIRE, START, END = range(9)
-"""What a rank tells of a step; start and end are on the clock that ranks share."""
+"""Places of the numbers that a rank reports of a step; start and end are on the clock that ranks share."""
 
-_FIELDS = 9
+_FIELDS = 9  # numbers that a rank reports of a step
 _STATE = 1  # schema of a reducer's state
 _SHORT = 1 << 18  # elements of the array on which a residual comes to its steady state
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is timed: a compressor and the name of a collective, which may be ``"auto"``."""
+    """A plan to be timed: a compressor and the name of a collective, which may be ``"auto"``."""
 
     compressor: Compressor
     collective: str

@@ -15,35 +15,35 @@ from mpicomp.bench.lab.launch import find_launcher, find_mpi
 DONE, FAILED, CUT = "done", "failed", "cut"
 
 MPICOMP = (sys.executable, "-m", "mpicomp")
-"""How a command of this package begins."""
+"""First words of a command of this package."""
 
-_LONGEST_S = 1800.0  # of a job, which otherwise does not end
-_ENDING_S = 30.0  # that a process has to end when it is told to
+_LONGEST_S = 1800.0  # seconds that a job may take before it is ended
+_ENDING_S = 30.0  # seconds that a process has to end after it was told to
 _OVER = "not run to its end: the time was over"
 
 
 @dataclass
 class Finished:
-    """What became of a run.
+    """Result of a run: its status, its error, and its outcome.
 
     Attributes
     ----------
     run : object
-        What it was.
+        Description of the run.
     status : str
         `DONE`, `FAILED` or `CUT`.
     error : str or None
-        The last line of the error, or why it was cut.
+        The last line of the error, or the reason for which it was cut.
     seconds : float
-        That it took, when it was run.
+        Seconds that it took, when it was run.
     kept : bool
-        Whether its files were there before.
+        Whether its files existed before, so that it was not run again.
     words : list of str
-        After ``mpicomp``, without its files.
+        Words of its command after ``mpicomp``, without its files.
     outcome : mapping
-        Of a training: what ``train --json`` wrote.
+        Of a training: the object that ``train --json`` wrote.
     quality : float
-        Of a training: after all steps, on all held-out data.
+        Of a training: quality after all steps, on all held-out data.
     """
 
     run: Any
@@ -63,7 +63,7 @@ class Job:
     Attributes
     ----------
     name : str
-        How its files begin.
+        Start of the names of its files.
     command : callable
         Gives the words, without the options for files, and what the environment has besides. Asked only where the job
         is run.

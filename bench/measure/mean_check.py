@@ -24,14 +24,14 @@ _SIGNS = np.random.default_rng(0).choice([-1.0, 1.0], _PERIOD)
 
 @dataclass(frozen=True)
 class Check:
-    """What a check came to.
+    """Result of a check of the mean: its error, the tolerance, and whether it is the same on all ranks.
 
     Attributes
     ----------
     error : float
         Largest difference of a sum over the norm of all exact sums.
     tolerance : float
-        What rounding to float32 explains; infinite where the exchange is not meant to keep everything.
+        Largest error that rounding to float32 explains; infinite where the exchange is not meant to keep everything.
     identical : bool
         Whether the mean has the same bits on every rank.
     """

@@ -1,4 +1,4 @@
-"""What a user sees while a job runs: a bar on a terminal, plain lines elsewhere, nothing on ranks but 0."""
+"""Progress display of a running job: a bar on a terminal, plain lines elsewhere; rank 0 alone prints."""
 
 import contextlib
 import time

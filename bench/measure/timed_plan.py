@@ -106,7 +106,7 @@ class TimedPlan:
 
     @property
     def outcome(self) -> str:
-        """What came of it, in words."""
+        """The result in words: median, number of samples, and the reason for stopping."""
         number = len(self.samples)
         return f"{1e3 * self.median_s:.4g} ms, {number} {'sample' if number == 1 else 'samples'} ({self.stopped})"
 
@@ -119,7 +119,7 @@ def rows_of(timings: Sequence[TimedPlan], dense: Sequence[TimedPlan]) -> list[di
     timings : sequence of TimedPlan
         The plans.
     dense : sequence of TimedPlan
-        The best of which speed-ups are over.
+        Dense plans; speed-ups are relative to the best of them.
     """
     base = min(timing.median_s for timing in dense)
     return [_row(timing, base) for timing in timings]

@@ -1,4 +1,4 @@
-"""What a training task offers to the loop that trains it."""
+"""The protocol of training tasks: data, model, loss, optimiser and quality, for the loop that trains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Task(Protocol):
     name: str
     """Name in the registry."""
     quality_name: str
-    """What `evaluate` returns, in words."""
+    """Name of the quality that `evaluate` returns, in words."""
     better: Literal["higher", "lower"]
     """Direction in which the quality improves."""
     steps: int

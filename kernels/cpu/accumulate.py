@@ -120,7 +120,7 @@ def accumulate_candidates(
 
 
 def is_finite(top: int, dtype: np.dtype) -> bool:
-    """Tell from a sweep's largest magnitude bits whether every element was finite."""
+    """Return whether every element was finite, from a sweep's largest magnitude bits."""
     return int(top) < infinity_of(dtype)
 
 

@@ -1,4 +1,4 @@
-"""What lies above a threshold: how much of it, how far above, and where."""
+"""Kernels for the elements above a threshold: count them, sum their excess, and select them."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class Tail(NamedTuple):
     """The elements whose magnitudes exceed a threshold."""
 
     count: int  # type: ignore[assignment]  # hides the tuple method of that name
-    """How many there are."""
+    """Number of these elements."""
     excess: float
     """Sum of ``|x| - threshold`` over them."""
     squares: float
@@ -26,7 +26,7 @@ class Tail(NamedTuple):
 
 
 def tail(array: NDArray[np.floating], threshold: float, stride: int = 1, threads: int = 1) -> Tail:
-    """Count what exceeds a threshold, and sum by how much, in one sweep that writes nothing.
+    """Count the elements above a threshold, and sum their excess, in one sweep that writes nothing.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""How the sources are compiled and launched. CuPy is not imported here: who passes its arrays has loaded it."""
+"""Compilation and launch of the GPU sources. CuPy is not imported here: callers that pass its arrays have loaded it."""
 
 import functools
 import sys

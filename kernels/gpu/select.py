@@ -24,13 +24,13 @@ class Source(IntEnum):
 
 
 class Rule(IntEnum):
-    """What becomes of elements that are equal to the threshold: none, all, or as many as fill the room."""
+    """Rule for elements equal to the threshold: select none, all, or as many as fill the room."""
 
     ABOVE, REACH, FILL = range(3)
 
 
 class Turn(IntEnum):
-    """When a launch has anything to do: by `Field.EXACT`."""
+    """Condition on `Field.EXACT` under which a launch has anything to do."""
 
     ALWAYS, UNLESS_EXACT, IF_EXACT = range(3)
 

@@ -96,7 +96,7 @@ class PowerSGD(Compressor):
     rows: int | None = None
     wire: str | None = field(default=None, kw_only=True)
     matrices: tuple[Matrix, ...] = bound(())
-    """What is compressed; nothing, before shapes are known."""
+    """The matrices that are compressed; empty before shapes are known."""
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 1), ("start_step", 0), ("iterations", 1)):
@@ -117,7 +117,7 @@ class PowerSGD(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """What the projection leaves out has to be kept."""
+        """True: the error of the projection is kept in the residual."""
         return True
 
     def wire_bytes_per_element(self, itemsize: int) -> float:

@@ -41,7 +41,7 @@ _WAY_OUT = "where an older checkpoint was kept, moving this folder away loads th
 
 @dataclass(frozen=True)
 class Leaf:
-    """What an array in a tree comes back as, and the name that it is stored under.
+    """Kind, dtype and shape in which an array of a tree is restored, and the name that it is stored under.
 
     Dtypes that not every reader of safetensors knows, bfloat16 among them, are stored as bytes.
     """

@@ -17,7 +17,7 @@ from mpicomp.errors import CheckpointError
 
 _NAME = re.compile(r"([0-9]{8,18})(\.part)?")
 _NO_DATE = "00"
-"""How a folder's name begins that is a checkpoint's though nothing in it says so: as that of the first million."""
+"""Start of the name of a folder that counts as a checkpoint even without a readable file: numbers below a million."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a reducer holds on each rank, given to another number of ranks."""
+"""Residuals and velocities of a reducer, shared out anew to another number of ranks."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -8,11 +8,11 @@ import numpy as np
 from mpicomp.checkpoint.file import Leaf, RankFile
 
 STATES = ("residuals", "velocities")
-"""Where a reducer's state holds what is this rank's own."""
+"""Keys of a reducer's state whose arrays belong to this rank alone."""
 
 
 def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
-    """Return how much of each old rank's residual a new rank takes.
+    """Return the share of each old rank's residual that a new rank takes.
 
     Old and new ranks share the line from 0 to 1 evenly, and weigh as much as their parts overlap. What a rank takes
     sums to 1, so that the mean over ranks stays what it was: that is what error feedback has still to deliver.
@@ -20,9 +20,9 @@ def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
     Parameters
     ----------
     rank, ranks : int
-        The new rank, and how many there are.
+        The new rank, and the number of new ranks.
     written : int
-        How many there were.
+        The number of ranks that wrote the checkpoint.
 
     Examples
     --------

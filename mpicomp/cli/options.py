@@ -1,4 +1,4 @@
-"""What several commands do with their words: compressors, policies, lists of ratios, files that will be written."""
+"""Options that several commands share: compressors, policies, lists of ratios, files to write."""
 
 import argparse
 import json

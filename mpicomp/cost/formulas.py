@@ -1,4 +1,4 @@
-"""What operations cost: how often the link's latency is paid, and how many bytes pass it one after the other.
+"""Cost of operations: number of times the link's latency is paid, and bytes that pass the link one after the other.
 
 The textbook's formulas, as Table I of Flexible Communication (Tyagi and Swany 2023, arXiv 2312.02493) gives them.
 Logarithms are to the base 2.
@@ -18,7 +18,7 @@ class Terms:
     Parameters
     ----------
     latency : float
-        How often the latency is paid.
+        Number of times that the latency is paid.
     volume : float
         Bytes that pass the link one after the other.
 

@@ -1,4 +1,4 @@
-"""What schemes do themselves, between rounds: measured alone, on short arrays, and taken to grow with their length."""
+"""Seconds of a scheme's own work between rounds, measured without other ranks on short arrays and extrapolated."""
 
 import functools
 import math

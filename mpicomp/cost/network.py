@@ -1,4 +1,4 @@
-"""What the network is like now: latency and bandwidth of its links, and a factor for each operation.
+"""The state of the network: latency and bandwidth of its links, and a factor for each operation.
 
 Seconds of a round are ``latency x Terms.latency x factor + seconds a byte x Terms.volume x factor``, with a
 latency and a bandwidth for what crosses hosts and for what does not, and two factors for each operation in each
@@ -27,12 +27,12 @@ _LINK_SD = 1.0  # standard deviation of the logarithm of a link's latency or ban
 _FACTOR_SD = 0.3  # the same of an operation's factor
 _LINK_DRIFT = 0.02**2  # variance that a step adds to the logarithm of a link's latency or bandwidth
 _FACTOR_DRIFT = 0.002**2  # the same of an operation's factor
-_LINK_MOST = 0.1**2  # up to which it does: what a plan hardly depends on must not take the blame for all it meets
-_STRANGE = 4.0  # standard deviations from which on a measurement may be an accident, or the network another one
-_PATIENCE = 2, 6  # such measurements before the network is taken to be another one: at first, and at most
-_LEAST_STRANGE = 0.35  # of the logarithm: less is nothing to be alarmed about
+_LINK_MOST = 0.1**2  # largest variance by drift: a link that a plan hardly uses must not absorb the plan's errors
+_STRANGE = 4.0  # standard deviations from which on a measurement may be an outlier, or the network has changed
+_PATIENCE = 2, 6  # such measurements before the network counts as changed: at first, and at most
+_LEAST_STRANGE = 0.35  # of the logarithm: smaller deviations are never taken for a change
 
-_RANKS = 16  # of so many ranks the shapes are looked at
+_RANKS = 16  # number of ranks whose shapes are looked at
 
 
 class Network:

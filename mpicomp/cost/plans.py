@@ -1,4 +1,4 @@
-"""What the candidate plans of one bucket are predicted to take, and how sure that is."""
+"""Predicted seconds of the candidate plans of one bucket, with their uncertainty."""
 
 import math
 from collections.abc import Sequence
@@ -50,16 +50,16 @@ class Prediction:
 
 @dataclass
 class Learnt:
-    """What steps told of something at one length.
+    """A correction learnt from measured steps for arrays of one length: its logarithm and variance.
 
     Attributes
     ----------
     error : float
-        Logarithm of what it takes over what is predicted without this.
+        Logarithm of the measured seconds over those predicted without this correction.
     variance : float
         Of the error.
     runs : int
-        How many steps told it.
+        Number of steps that it was learnt from.
     """
 
     error: float

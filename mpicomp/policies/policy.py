@@ -81,7 +81,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Delivered:
-    """Energy, gain and kept elements of one bucket's exchange, the same on all ranks; see `mpicomp.collectives.Result`."""
+    """Energy, gain and kept elements of an exchange, the same on all ranks; see `mpicomp.collectives.Result`."""
 
     energy: float
     gain: float

@@ -42,7 +42,7 @@ class Graph:
 
     @property
     def most(self) -> int:
-        """How many neighbours the rank with the most has."""
+        """Largest number of neighbours of any rank."""
         return max(map(len, self._adjacent))
 
     def weight(self, rank: int, other: int) -> float:

@@ -112,7 +112,7 @@ def end_job(status: int) -> None:
 
 
 def meet(note: bytes = b"", limit_s: float = GRACE_S) -> dict[int, bytes]:
-    """Tell the other ranks that this one leaves with an error, and wait a moment for them to say so too.
+    """Announce to the other ranks that this one leaves with an error, and wait a moment for them to do the same.
 
     It is no collective operation: a rank may call it alone. When all of them come, the job needs no abort and
     the exit of each is an ordinary one.
@@ -120,9 +120,9 @@ def meet(note: bytes = b"", limit_s: float = GRACE_S) -> dict[int, bytes]:
     Parameters
     ----------
     note
-        What to tell the others, a few bytes.
+        A few bytes that are sent to the others.
     limit_s
-        How long to wait.
+        Seconds to wait.
 
     Returns
     -------

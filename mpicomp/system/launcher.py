@@ -1,4 +1,4 @@
-"""What the program that started this process says about it: launcher, ranks, this rank.
+"""The launcher of this process: its name, the number of ranks, and this rank, from environment variables.
 
 Everything here reads environment variables and nothing else, so it works before MPI is initialised and where
 no MPI is installed. A communicator is what counts once there is one; the launcher's word is for the time
@@ -28,7 +28,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was started.
+    """The launcher of this process, the number of ranks, and this rank's place.
 
     Parameters
     ----------
@@ -36,9 +36,9 @@ class Launch:
         ``"hydra"`` (MPICH and its relatives), ``"openmpi"``, ``"slurm"``, ``"pmi"`` or ``"pmix"`` (something
         else that speaks this protocol).
     size
-        How many processes were started together.
+        Number of processes that were started together.
     rank
-        Which one this is, from 0.
+        Number of this process, from 0.
     local_rank, local_size
         The same among the processes of this host, or None where the launcher does not say.
     """

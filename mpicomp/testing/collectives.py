@@ -1,4 +1,4 @@
-"""What every collective has to obey, with a compressor of each kind of message that it carries."""
+"""Laws of collectives, checked with a compressor of each kind of message that a collective carries."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""What every compressor has to obey."""
+"""Laws that every compressor has to obey."""
 
 import copy
 import itertools

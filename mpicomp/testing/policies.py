@@ -1,4 +1,4 @@
-"""What every policy has to obey."""
+"""Laws that every policy has to obey."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""What optimizers have in common that exchange something else than gradients, or do it in a way of their own."""
+"""The base class of optimizers that exchange other things than gradients, or exchange gradients in their own way."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
@@ -37,7 +37,7 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
     reducers : dict of str to Reducer
         All on one transport.
     steps : int
-        How many were made.
+        Number of steps made so far.
     """
 
     # A GradScaler leaves step() out where this rank's gradients overflowed, and the others would wait for it. With this

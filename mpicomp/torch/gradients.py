@@ -1,4 +1,4 @@
-"""What backward leaves in ``.grad``, averaged over the ranks: while backward goes on, or after it."""
+"""Averaging of the gradients that backward leaves in ``.grad``: while backward goes on, or after it."""
 
 import hashlib
 import weakref
@@ -24,7 +24,7 @@ from mpicomp.transport.base import Value
 from mpicomp.transport.interleave import ProgressThread
 
 _FLAG = np.dtype(np.uint8)
-_DIGEST = 16  # bytes
+_DIGEST = 16  # bytes of a digest by which ranks compare their parameters
 
 _joined: "Gradients | None" = None
 """Those of the optimizer whose ranks may run out of batches now, in this process."""

@@ -138,7 +138,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
 
 
 class _Distributed(Wrapped):
-    """What `DistributedOptimizer` puts in front of an optimizer's class."""
+    """Mixin that `DistributedOptimizer` puts in front of an optimizer's class: it averages gradients before a step."""
 
     reducer: Reducer
     param_groups: list[dict[str, Any]]

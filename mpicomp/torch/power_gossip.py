@@ -141,7 +141,7 @@ def PowerGossip(  # noqa: N802, a factory that reads like the class that it stan
 
 
 class _Gossiping(Wrapped):
-    """What `PowerGossip` puts in front of an optimizer's class."""
+    """Mixin that `PowerGossip` puts in front of an optimizer's class: it exchanges after every step."""
 
     transport: Transport
     param_groups: list[dict[str, Any]]

@@ -24,7 +24,7 @@ class Uncopied:
 
 
 class Wrapped(Uncopied):
-    """What `wrap` puts in front of an optimizer's class.
+    """Base class of the mixins that `wrap` puts in front of an optimizer's class.
 
     A subclass exchanges in `_mpicomp_before` or `_mpicomp_after`: each comes once a step, whatever is nested in it.
     """

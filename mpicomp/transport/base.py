@@ -1,4 +1,4 @@
-"""What a transport is, and what it notes of every round."""
+"""The base class of transports, and the log of rounds that each of them keeps."""
 
 import math
 import time
@@ -47,7 +47,7 @@ class Transport(ABC):
     probes: bool = True
     """Whether time passes in rounds, so that it can be measured."""
     cores: float = math.inf
-    """How many cores each rank has, where they are fewest; the same on all ranks."""
+    """Cores for each rank on the host where they are fewest; the same on all ranks."""
 
     def __init__(self) -> None:
         self.log: list[RoundLog] = []

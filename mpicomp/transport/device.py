@@ -113,7 +113,7 @@ def _of_torch(tensor: Any) -> DeviceArray:
 
 
 class Driver(Protocol):
-    """What of CUDA is needed to copy; a test brings its own.
+    """The functions of CUDA that copies need; tests provide their own implementation.
 
     Nothing waits but `wait`. Streams and events belong to one device, pinned memory to all of them.
     """

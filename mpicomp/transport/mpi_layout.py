@@ -1,4 +1,4 @@
-"""What ranks find out about each other before the first round: hosts, cores, and whether sums are the same."""
+"""Layout of the ranks, found before the first round: hosts, cores, and whether sums are identical on all ranks."""
 
 import hashlib
 import os

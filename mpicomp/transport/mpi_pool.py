@@ -59,7 +59,7 @@ class ChannelSet:
 
 
 class Pool:
-    """What this process keeps for one list of ranks.
+    """The communicators that this process keeps for one list of ranks, handed out as sets of channels.
 
     Making one, and `take`, are collective over a communicator of these ranks.
 
@@ -68,7 +68,7 @@ class Pool:
     comm : mpi4py.MPI.Comm
         Of the ranks, in this order.
     names : sequence of int
-        What the ranks are called where something is printed.
+        Numbers by which ranks are named in messages that are printed.
     layout : sequence of int or None
         The host of each rank, by number; None finds it out.
     limit : int

@@ -71,7 +71,7 @@ class Place(NamedTuple):
 
 
 class Inquiry:
-    """What the other ranks have answered about a round that this rank waits in."""
+    """The answers of other ranks about a round that this rank waits in."""
 
     def __init__(self, wait: Wait, rank: int) -> None:
         self.wait = wait
@@ -88,19 +88,19 @@ class Inquiry:
 
 
 class Watch:
-    """What this process waits for, among the same ranks.
+    """Watches the rounds of one list of ranks: finds out why a round does not end, and answers other ranks' questions.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
         Of all of them, nobody else's; never freed.
     names : sequence of int
-        What the ranks are called where something is printed: their places in MPI.COMM_WORLD.
+        Numbers by which ranks are named in messages that are printed: their places in MPI.COMM_WORLD.
     """
 
     def __init__(self, comm: MPI.Comm, names: Sequence[int]) -> None:
         self.about = ""
-        """What the rounds are for, to be printed."""
+        """Purpose of the rounds, for messages that are printed."""
         self.seconds = STALL_S
         self.left = False
         self._comm = comm
@@ -150,7 +150,7 @@ class Watch:
             self._tell_all(_BROKE)
 
     def leave(self) -> None:
-        """Tell the others that this rank begins no more rounds at all."""
+        """Announce to the other ranks that this rank begins no more rounds at all."""
         with self._one_at_a_time:
             self.left = True
             self._tell_all(_LEFT)

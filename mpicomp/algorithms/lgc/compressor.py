@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Selected:
-    """What is sent of a bucket at each step: its parts, and where each one's elements are in the list of them all.
+    """The elements of a bucket that are sent at each step: its parts, and each one's place in the list of all of them.
 
     The list holds the elements of all parts in the order of the bucket. What is coded is in one piece, since only the
     first and the last layer are exceptions.
@@ -194,7 +194,7 @@ class LGC(Learner):
     exceptions: tuple[str | None, str | None] | None = bound(None)
     """Names of the model's layers that travel dense, and sparse; None before the model is known."""
     parts: tuple[Part, ...] = bound(())
-    """What is sent of a bucket."""
+    """The parts of a bucket, each with the number of its elements that are sent."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", check_ratio("lgc", self.ratio))
@@ -227,7 +227,7 @@ class LGC(Learner):
 
     @property
     def feedback(self) -> bool:
-        """What is not selected, and what the code loses, has to be kept."""
+        """True: elements that are not selected, and the code's errors, are kept in the residual."""
         return True
 
     @property
@@ -242,7 +242,7 @@ class LGC(Learner):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The autoencoder is trained with torch."""
+        """Packages that it needs: torch, with which the autoencoder is trained."""
         return ("torch",) if self.code == "autoencoder" else ()
 
     @classmethod

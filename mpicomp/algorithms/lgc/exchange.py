@@ -30,18 +30,18 @@ _WEIGHT = np.dtype(np.float32)
 
 @dataclass
 class _Known:
-    """What a bucket's memory holds: the same on all ranks, but for what the trainer has learnt so far.
+    """Memory of a bucket: the same on all ranks, except for the trainer's code while it learns.
 
     Attributes
     ----------
     of : str
-        For which parts of the bucket, and which kind of code.
+        Parts of the bucket and kind of code that the memory belongs to.
     steps : int
-        Exchanges that counted.
+        Number of exchanges so far, those that failed left out.
     learnt : dict or None
         On the trainer in the second phase: the state of the code.
     weights : array of float32, shape (size,), or None
-        Of the code, once all ranks have them.
+        Weights of the code, once all ranks have them; None before.
     """
 
     of: str
@@ -58,7 +58,7 @@ class _Known:
 
 @dataclass
 class _Held:
-    """A code at work, and the entry of the memory that it was loaded from: a memory that was restored has others."""
+    """A code in use, and the entry of the memory that it was loaded from: a restored memory has other entries."""
 
     code: LearnedCode
     entry: Any = None

@@ -1,4 +1,4 @@
-"""What a rank tells the others before values travel: its indices, and what values are relative to."""
+"""The leading rank's message before values travel: its indices, and the scales and signs that values are divided by."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from mpicomp.rounds import Round
 from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)
-_LIMIT = 100.0  # times a layer's scale: what is beyond is taken to it before it is coded, so that no code overflows
-_LANES = 64  # signs in a word
+_LIMIT = 100.0  # times a layer's scale: larger values are clipped to it before coding, so that no code overflows
+_LANES = 64  # signs in a 64-bit word
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Lead:
     Parameters
     ----------
     selected : Selected
-        What is sent of the bucket.
+        The elements of the bucket that are sent.
     numel : int
         Length of the bucket.
     frame : bool
@@ -84,20 +84,20 @@ class Lead:
 
 @dataclass
 class Led:
-    """What all ranks know after the broadcast, in the workspace's arrays.
+    """Indices, values and frame that every rank has after the broadcast, in the workspace's arrays.
 
     Attributes
     ----------
     indices : array of uint32, shape (count,)
-        Of everything that is sent, ascending; the same on all ranks.
+        Of all elements that are sent, ascending; the same on all ranks.
     values : array, shape (count,)
         This rank's, at these indices.
     frame : array, shape (coded,)
-        What coded values are divided by; the same on all ranks.
+        Divisors of the coded values; the same on all ranks.
     code : array of uint8
         The leader's code.
     problem : MessageError or None
-        What is wrong with what this rank was sent; values are then zeros, and the frame is one.
+        The error in the message that this rank received, or None; with an error values are zeros, and the frame is one.
     """
 
     indices: NDArray[np.uint32]
@@ -115,12 +115,12 @@ def leader_of(context: Context) -> int:
 def follow(
     lead: Lead, accumulated: Accumulated, context: Context, code: LearnedCode | None = None
 ) -> Generator[Round, NDArray[Any], Led]:
-    """Select on the leading rank and tell everyone; as rounds.
+    """Select on the leading rank and broadcast its message; as rounds.
 
     Parameters
     ----------
     lead : Lead
-        What is told.
+        The message of the leading rank.
     accumulated, context
         See `Scheme.exchange`.
     code : LearnedCode, optional

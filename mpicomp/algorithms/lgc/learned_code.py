@@ -1,4 +1,4 @@
-"""What a learned code is: a vector of values in, a shorter one out and back, and how it learns to do that."""
+"""The base class of learned codes: encode a vector of values to a shorter one, decode it, and learn to do so."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ class LearnedCode(ABC):
     Parameters
     ----------
     workspace : Workspace
-        Where arrays that are needed at every step come from.
+        Provides arrays that are needed at every step, without allocating them anew.
     seed : int
-        All random choices come from it.
+        Seed of all random choices.
     """
 
     def __init__(self, workspace: Workspace, seed: int = 0) -> None:
