@@ -163,7 +163,7 @@ class SIDCo(_Compress):
         self._counts.clear()
 
     def room(self) -> int:
-        """Return what bounds a message."""
+        """Return the largest number of elements in a message."""
         return min(self.gradients.numel, _ROOM * self.k + _SPARE)
 
     def select(self) -> None:

@@ -278,7 +278,7 @@ def _of_none(own: Trained, alone: Trained | None) -> dict[str, Any]:
 
 
 def _hidden(own: Trained, inline: Trained | None, alone: Trained | None) -> dict[str, Any]:
-    """Return how much of what can be hidden behind backward is hidden, with its parts."""
+    """Return the share of the exchange hidden behind backward, of what can be hidden, with its parts."""
     if inline is None or alone is None:
         return dict.fromkeys(("hidden", "hidden_low", "hidden_high", "hidden_s", "exchange_s", "none_backward_s"))
     samples = [*(of.steps[:, :, SECONDS] for of in (own, inline, alone)), alone.steps[:, :, BACKWARD]]

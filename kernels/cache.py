@@ -71,7 +71,7 @@ class HostCache(NullCache):  # type: ignore[misc]
         return None if self._files is None else str(self._files.cache_path)
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """Return what was compiled for a signature, or None: then this process is to compile it.
+        """Return the kernel compiled for a signature, or None: then this process is to compile it.
 
         Where another process of this host compiles it now, its result is waited for. Numba calls this with its
         compiler's lock held, so threads of one process do not meet here.

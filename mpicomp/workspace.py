@@ -26,7 +26,7 @@ class Workspace:
         self._objects: dict[Any, Any] = {}
 
     def made(self, key: Any, make: Callable[[], Made]) -> Made:
-        """Return what ``make`` gives, made when its key is asked for first."""
+        """Return the object that ``make`` returns, made when its key is asked for first."""
         if key not in self._objects:
             self._objects[key] = make()
         made: Made = self._objects[key]

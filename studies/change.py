@@ -127,7 +127,7 @@ def seen_at(steps: Sequence[Step], due_s: float) -> int | None:
 def phases_of(
     steps: Sequence[Step], bandwidths: Sequence[str], phase_s: float, fixed: Mapping[str, Mapping[str, float]]
 ) -> list[Phase]:
-    """Return how soon ``auto`` ran the best plan after every change.
+    """Return the phases of a run, with the steps after which ``auto`` ran the best plan in each.
 
     Parameters
     ----------
@@ -190,7 +190,7 @@ def medians_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the options."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/change.py",
         description="Run auto step after step in a lab whose bandwidth changes, and show what it ran; then time the "

@@ -92,7 +92,7 @@ class Training:
 
 
 def place_of(network: Network | None) -> str:
-    """Return what stands for a network in the names of files."""
+    """Return the part of file names that stands for a network."""
     return "host" if network is None else f"{network.bandwidth}-{network.latency}"
 
 
@@ -344,7 +344,7 @@ def problem(finished: Sequence[Finished]) -> str | None:
 
 
 def ending(finished: Finished) -> dict[str, Any]:
-    """Return what `Table.told` has of every run."""
+    """Return the results of `Table.told` for every run."""
     return {name: getattr(finished, name) for name in ("words", "status", "error", "kept", "seconds")}
 
 

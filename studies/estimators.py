@@ -241,7 +241,7 @@ def _row(entry: _Estimator, data: str, numel: int) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the options."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/estimators.py",
         description="Show how near every threshold estimator comes to the ratio it was asked for.",

@@ -16,7 +16,7 @@ _MINUTES = 240.0
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the options."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/learned.py",
         description="Train with dense exchange, top-k and every form of LGC, and show for every task their quality, "

@@ -150,7 +150,7 @@ def _row(task: str, name: str, runner: Runner) -> dict[str, Any]:
 
 
 def _values(own: Finished, dense: Finished | None) -> dict[str, float | None]:
-    """Return what a training came to, beside dense with the same seed where that is done."""
+    """Return the results of a training, beside dense with the same seed where that is done."""
     known = dense if dense is not None and dense.status == DONE else None
     common = own.outcome["correlation"]["whole"] or {}
     return {

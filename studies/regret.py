@@ -36,7 +36,7 @@ _BEHIND = 0.03  # share by which another choice may be behind the best one
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the options."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/regret.py",
         description="Run `mpicomp bench collectives` with all plans and auto in one lab a network, and show for every "

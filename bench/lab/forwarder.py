@@ -68,7 +68,7 @@ class Forwarder:
             raise OSError("the process that carries packets ended")
 
     def wait(self) -> None:
-        """Return when packets are carried."""
+        """Wait until packets are carried."""
         self._await(b"runs")
 
     def set_links(self, links: Sequence[Link]) -> None:

@@ -84,7 +84,7 @@ class Head:
         return agent
 
     def counters(self) -> list[dict[str, int]]:
-        """Return what each host's eth0 has counted."""
+        """Return the byte counters of each host's eth0."""
         return [network.read_counters(pid) for pid in self.pids.values()]
 
     def run(self, life: int) -> tuple[int, float]:

@@ -122,7 +122,7 @@ def command_line(mpi: str, launcher: Path, agent: str, settings: Settings) -> li
 
 
 def _at_priority(nice: int) -> list[str]:
-    """Return what stands before a command so that the niceness of the lab counts for it.
+    """Return the words to put before a command so that the niceness of the lab counts for it.
 
     Launchers start a session for each rank, and where the kernel groups by session (sched_autogroup), niceness only
     counts inside one: without this, ``nice -n -15 mpicomp lab run`` changes nothing on a busy machine.

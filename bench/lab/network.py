@@ -123,7 +123,7 @@ def make_control(pids: Mapping[int, int]) -> None:
 
 
 def configure_host(index: int, pid: int, mtu: int) -> None:
-    """Return the interfaces of a host their addresses."""
+    """Set the addresses of a host's interfaces."""
     _ip(
         [
             "link set lo up",

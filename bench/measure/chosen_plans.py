@@ -136,7 +136,7 @@ class Choices:
         return found
 
     def sums(self) -> NDArray[np.float64]:
-        """Return what `layers` needs of every rank, shape (layers, 4), the same rows on all of them."""
+        """Return the numbers that `layers` needs of every rank, shape (layers, 4), the same rows on all ranks."""
         return np.array(list(self._sums.values())).reshape(-1, 4)
 
     def layers(self, everyones: NDArray[np.float64]) -> list[Layer]:

@@ -191,7 +191,7 @@ class Runner:
 
 
 def share(numbers: NDArray[np.float64], transport: Transport) -> NDArray[np.float64]:
-    """Return what all ranks say, shape (ranks, numbers); nobody is back before all were there. Collective."""
+    """Return the numbers of all ranks, shape (ranks, numbers), once all ranks have come. Collective."""
     ranks = transport.group.size
     received = np.empty(ranks * numbers.size)
     task = Round("allgatherv", [numbers.size] * ranks, numbers.dtype, send=numbers, recv=received)

@@ -39,7 +39,7 @@ class Kernel(ABC):
         self.seconds.clear()
 
     def facts(self) -> dict[str, Any]:
-        """Return what its row has besides seconds."""
+        """Return the columns of its row besides seconds."""
         return {}
 
     def row(self, numel: int, unit: float) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Folder:
         self._path = path.resolve()  # jobs may run elsewhere
 
     def path(self, name: str, kind: str) -> Path:
-        """Return where a job's file of a kind is."""
+        """Return the path of a job's file of a kind."""
         return self._path / f"{name}.{kind}"
 
     def run(

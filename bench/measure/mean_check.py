@@ -76,7 +76,7 @@ def statement(
     after: NDArray[np.floating] | None,
     mean: NDArray[np.floating],
 ) -> NDArray[np.float64]:
-    """Return what one rank has to say for `judge`.
+    """Return the numbers of one rank that `judge` needs.
 
     Parameters
     ----------

@@ -52,7 +52,7 @@ def environment(threads: int, device: str, job: Mapping[str, Any] | None = None)
 
 
 def job_environment(ranks: int, hosts: int, sharing: int) -> dict[str, Any]:
-    """Return what the seconds of an MPI job depend on, as this rank sees it. Not collective.
+    """Return the environment that the seconds of an MPI job depend on, as this rank sees it. Not collective.
 
     Parameters
     ----------

@@ -145,7 +145,7 @@ def _row(timing: TimedPlan, base: float) -> dict[str, Any]:
 
 
 def _measured(timing: TimedPlan, runner: Runner, base: float) -> dict[str, Any]:
-    """Return what a row holds of a plan that was run."""
+    """Return the measured columns of the row of a plan that was run."""
     steps = np.array(runner.steps[timing.first :])  # steps, ranks, fields
     seconds = timing.samples
     slowest = steps[np.arange(len(steps)), steps[:, :, SECONDS].argmax(axis=1)]

@@ -34,7 +34,7 @@ def pack_votes(array: NDArray[np.floating], words: NDArray[np.uint64]) -> None:
 
 
 def majority(votes: NDArray[np.uint64], out: NDArray[np.uint64]) -> None:
-    """Return what more than half of the ranks have voted for; where there is a tie, the plus.
+    """Write the signs that more than half of the ranks have voted for; a tie counts as plus.
 
     Parameters
     ----------

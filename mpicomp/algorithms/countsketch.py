@@ -106,7 +106,7 @@ class CountSketch(Sketch):
         return min(numel, self.candidates * kept(self.ratio, numel))
 
     def weights(self, context: Context) -> NDArray[np.floating] | None:
-        """Return what elements are multiplied by in the sketch, and so before the largest are taken; None: nothing.
+        """Return factors of the elements in the sketch, and so before the largest are taken; None for no factors.
 
         Parameters
         ----------

@@ -153,11 +153,11 @@ class Gossip:
         self.probes = [orthonormal(answer) for answer in answers]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a restart, on this rank."""
+        """Return the state that has to survive a restart, on this rank."""
         return {"turn": self.turn, "probes": list(self.probes)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Take up what `state_dict` gave, on all ranks alike; tell whether it could be.
+        """Restore the state that `state_dict` returned, on all ranks alike; tell whether it could be.
 
         It is not taken up where it is of another model or of another number of neighbours.
         """
@@ -208,7 +208,7 @@ class Gossip:
 
 
 def _matrices_of(shapes: Sequence[tuple[int, ...]], rank: int) -> list[Matrix]:
-    """Return what travels as products, at most ``rank`` of them."""
+    """Return the matrices that travel as factors, of at most ``rank`` vectors."""
     found: list[Matrix] = []
     start = 0
     for shape in shapes:

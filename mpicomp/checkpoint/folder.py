@@ -40,12 +40,12 @@ class _Found:
 
 
 def complete_folder(folder: Path, number: int) -> Path:
-    """Return where a checkpoint is once all ranks have written it."""
+    """Return the folder of a checkpoint that all ranks have written."""
     return folder / f"{number:08d}"
 
 
 def part_folder(folder: Path, number: int) -> Path:
-    """Return where a checkpoint is before that."""
+    """Return the folder of a checkpoint before all ranks have written it."""
     return folder / f"{number:08d}.part"
 
 

@@ -37,7 +37,7 @@ def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
 
 
 def reducers(tree: Any, path: str = "state") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return what ``Reducer.state_dict()`` gave, wherever it is in a tree, with its place."""
+    """Yield every result of ``Reducer.state_dict()`` in a tree, with its place."""
     if isinstance(tree, dict):
         if "schema" in tree and all(_holds_arrays(tree.get(kind)) for kind in STATES):
             yield path, tree

@@ -162,7 +162,7 @@ def _replay(arguments: argparse.Namespace) -> "Policy":
 
 
 def _result(task: "Task", settings: "Settings", outcome: "Outcome") -> dict[str, Any]:
-    """Return what --json writes."""
+    """Return the object that --json writes."""
     from mpicomp.bench.verdict import dense_step_s, exchange_s, judge
 
     ratios = sorted(outcome.ratios)

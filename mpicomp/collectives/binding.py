@@ -126,5 +126,5 @@ def _variants(compressor: Compressor, above: tuple[str, ...]) -> list[str]:
 
 
 def _values_of(compressor: SharedSparsifier) -> Compressor:
-    """Return what values travel by at positions that all ranks share: they are summed as any dense array is."""
+    """Return the compressor for values at positions that all ranks share: they are summed like a dense array."""
     return compressor.values or Dense(wire=compressor.wire)

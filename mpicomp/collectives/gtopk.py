@@ -205,7 +205,7 @@ class _Node:
 
 
 def _hops(group: Group, room: int) -> list[Round]:
-    """Return what a rank does in every hop of the tree."""
+    """Return this rank's round in every hop of the tree."""
     hops = []
     for level in range((group.size - 1).bit_length()):
         step = 1 << level

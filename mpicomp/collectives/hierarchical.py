@@ -257,7 +257,7 @@ class Hierarchical(Scheme[Compressor]):
         return result, False
 
     def _report(self, result: Result, damaged: bool, last: bool) -> NDArray[np.float64]:
-        """Return what an owner tells its host: numbers that are the same on all hosts."""
+        """Return the numbers that an owner sends to its host; they are the same on all hosts."""
         with np.errstate(invalid="ignore", over="ignore"):
             lost = (1 - np.float64(result.gain)) * result.energy
         # With dense messages the last slice's energy is that of the ranks' whole arrays.

@@ -145,7 +145,7 @@ def _clipped(norm: float, points: float, dtype: np.dtype[Any]) -> float:
 
 
 def _read(messages: NDArray[np.uint8], numel: int) -> tuple[int, float, float, MessageError | None]:
-    """Return what the ranks' headers tell: flags, the energy, the largest norm, and what is wrong with one of them."""
+    """Read the ranks' headers: return flags, the energy, the largest norm, and the error in one of them."""
     flags, energies, norms = 0, [], []
     problem: MessageError | None = None
     for rank, message in enumerate(messages):

@@ -345,7 +345,7 @@ class _Step:
 
 
 def _remembered(memory: dict[str, Any], numel: int, ranks: int) -> dict[str, Any]:
-    """Return what was learnt of a bucket, or what is known of one that has another length or other ranks."""
+    """Return the state learnt for a bucket; an empty one where length or ranks have changed."""
     state = memory.get("oktopk")
     if state is None or (state["numel"], state["ranks"]) != (numel, ranks):
         return {

@@ -10,7 +10,7 @@ from mpicomp.rounds import parts_of
 
 
 def even_bounds(numel: int, size: int) -> list[int]:
-    """Return where regions of equal length begin, and where the last one ends.
+    """Return the starts of regions of equal length, and the end of the last one.
 
     Examples
     --------

@@ -182,7 +182,7 @@ def check_undamaged(collective: str, flags: int, problem: MessageError | None) -
 
 
 def cause_of(error: MessageError) -> MessageError | None:
-    """Return what this rank could not read, of an error that is raised on all of them."""
+    """Return the message error of this rank from an error that is raised on all ranks."""
     return error.__cause__ if isinstance(error.__cause__, MessageError) else None
 
 

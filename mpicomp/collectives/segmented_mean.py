@@ -60,7 +60,7 @@ class SegmentedMean:
         return arrived
 
     def sees(self, array: NDArray[np.floating], offset: int) -> Callable[[int, int], None]:
-        """Return what looks whether segments of ``array``, which are means already, are finite."""
+        """Return a function that checks whether segments of ``array``, which are means already, are finite."""
 
         def arrived(start: int, stop: int) -> None:
             values = self._values(array, offset + start, offset + stop)
@@ -75,7 +75,7 @@ class SegmentedMean:
         self._finite &= cpu.is_finite(cpu.scale(values, 1 / self._ranks), values.dtype)
 
     def result(self, array: NDArray[np.floating]) -> Result:
-        """Return what was delivered, once all segments of ``array`` were divided or seen."""
+        """Return the result, once all segments of ``array`` were divided or seen."""
         numel = self._accumulated.numel
         nonfinite, stale, energy, lost = (float(number) for number in array[numel : numel + TAIL])
         return Result(

@@ -109,7 +109,7 @@ class DGC(Sparsifier):
         return float(self.ratio ** ((step + 1) / (self.warmup_steps + 1)))
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
-        """Select what exceeds the sample's threshold; see `Sparsifier.select`."""
+        """Select the elements above the sample's threshold; see `Sparsifier.select`."""
         ratio = self.ratio_at(context.step)
         search = Search("dgc", accumulated, context, kept(ratio, accumulated.numel))
         size = math.ceil(max(self.sample * search.numel, min(search.numel, 2 / ratio)))

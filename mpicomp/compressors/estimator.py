@@ -69,7 +69,7 @@ class Search:
         return self.candidates.top()
 
     def count(self, threshold: float, enough: int) -> int:
-        """Count what exceeds a threshold; where it is at least ``enough``, any number from there on may be given."""
+        """Count the elements above a threshold; any number from ``enough`` on may stand for a larger one."""
         listed, dtype = self.candidates.listed, self.accumulated.dtype
         threshold = self._fitted(threshold)
         if listed >= enough and cpu.magnitude_bits(threshold, dtype) < self.candidates.region.bound:
@@ -77,7 +77,7 @@ class Search:
         return self.candidates.count(threshold)
 
     def above(self, threshold: float) -> Selection:
-        """Select what exceeds a threshold; exactly the k largest where that is nothing, or more than 4 k + 1024."""
+        """Select the elements above a threshold; exactly the k largest where there are none or more than 4 k + 1024."""
         if not 0 < threshold < math.inf:
             return self.largest()
         threshold = self._fitted(threshold)
@@ -136,7 +136,7 @@ class Estimator(Sparsifier):
         object.__setattr__(self, "ratio", check_ratio(self.id, self.ratio))
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
-        """Select what exceeds the estimate; see `Sparsifier.select`."""
+        """Select the elements above the estimated threshold; see `Sparsifier.select`."""
         search = Search(self.id, accumulated, context, kept(self.ratio, accumulated.numel))
         if not accumulated.finite:
             return search.largest()

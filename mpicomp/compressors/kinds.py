@@ -64,7 +64,7 @@ class Sparsifier(Compressor):
         return self.count(numel) or kept(getattr(self, "ratio", 0.01), numel)
 
     def wire_for(self, count: int, numel: int) -> Wire:
-        """Return how ``count`` elements of ``numel`` travel; the same on all ranks, since only shapes decide."""
+        """Return the storage format for ``count`` elements of ``numel``; the same on all ranks: only shapes decide."""
         return Wire(self.wire, compact(count, numel) if self.indices == "auto" else self.indices)
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
@@ -144,7 +144,7 @@ class SharedSparsifier(Compressor):
         """
 
     def weights(self, numel: int) -> NDArray[np.floating] | float:
-        """Return what values are multiplied by before they are sent; the receiver adds them as they are."""
+        """Return the factors of values before they are sent; the receiver adds them as they are."""
         return 1.0
 
     @property
@@ -236,7 +236,7 @@ class SharedQuantiser(Compressor):
 
     @abstractmethod
     def reach(self, array: NDArray[np.floating]) -> float:
-        """Return how far from zero this rank wants grids to reach; NaN or infinite where an element is.
+        """Return the largest magnitude that this rank wants grids to reach; NaN or infinite where an element is.
 
         The array may be empty. Elements beyond the ends are taken to them.
         """

@@ -277,7 +277,7 @@ def read_padded(room: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], works
 
 
 def _header_of(message: NDArray[np.uint8]) -> Any:
-    """Return a message's header; see `read_message` for what is refused."""
+    """Return a message's header; see `read_message` for the messages that are refused."""
     if message.size < _HEADER.itemsize:
         raise MessageError(f"message: at least {_HEADER.itemsize} bytes are needed, got {message.size}")
     header = message[: _HEADER.itemsize].view(_HEADER)[0]
@@ -289,7 +289,7 @@ def _header_of(message: NDArray[np.uint8]) -> Any:
 
 
 def _layout_of(header: Any, numel: int, dtype: np.dtype[Any]) -> tuple[str, str]:
-    """Return how a message's values and indices are stored; see `read_message` for what is refused."""
+    """Return the storage format of a message's values and indices; see `read_message` for refused messages."""
     stored = _name_of(header["values"], _VALUES, "values")
     coding = _name_of(header["indices"], _INDICES, "indices")
     if stored in ("float32", "float64") and stored != dtype.name:

@@ -72,7 +72,7 @@ class MSTopK(Sparsifier):
         return selection
 
     def _bracketed(self, search: Search, context: Context) -> Selection | None:
-        """Return what bisection selects; None where it is of no use."""
+        """Return the selection that bisection finds; None where it is of no use."""
         k, mean, top = search.k, search.mean, search.top()
         if not 0 <= mean < top:
             return None

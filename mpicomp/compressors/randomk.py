@@ -179,7 +179,7 @@ def one_of_each(
 
 
 def _bounds(first: int, last: int, numel: int, k: int) -> NDArray[np.uint64]:
-    """Return where parts begin, and where the last one ends."""
+    """Return the first position of each part, and the end of the last one."""
     bounds = np.arange(first, last + 1, dtype=np.uint64)
     bounds *= np.uint64(numel)  # below 2**64, since numel and k are below 2**32
     bounds //= np.uint64(k)

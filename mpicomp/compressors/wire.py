@@ -34,7 +34,7 @@ class Wire:
 
 
 def compact(count: int, numel: int) -> str:
-    """Return how ``count`` indices below ``numel`` should be stored; the same on all ranks, since only shapes decide.
+    """Return the storage format for ``count`` indices below ``numel``; the same on all ranks, since only shapes decide.
 
     They are coded where there are at least 64 and the code is at most three quarters as long as plain integers. Coding
     takes about 1.5 nanoseconds an index, and decoding as long, and together 3 microseconds however few there are.

@@ -173,7 +173,7 @@ _Known = dict[str, dict[int, Learnt]]
 
 
 def _learnt_of(known: _Known, key: str, numel: int, guess: Callable[[Sequence[Learnt]], Learnt]) -> Learnt:
-    """Return what is known of something at a length; at first what other lengths tell."""
+    """Return the correction learnt at a length; at first one derived from other lengths."""
     lengths = known.setdefault(key, {})
     if numel not in lengths:
         lengths[numel] = guess(list(lengths.values()))

@@ -68,17 +68,17 @@ class Learnt:
 
     @classmethod
     def speed(cls, others: Sequence["Learnt"]) -> "Learnt":
-        """Return what is known of how much longer a compressor takes than alone, from other lengths."""
+        """Return a first correction for a compressor's own work over its time alone, from other lengths."""
         return cls(_mean(others), _SPEED_SD**2)
 
     @classmethod
     def kernels(cls, others: Sequence["Learnt"]) -> "Learnt":
-        """Return what is known of a scheme's own work that was never run at this length, from other lengths."""
+        """Return a first correction for a scheme's own work at a length where it never ran, from other lengths."""
         return cls(_mean(others), _KERNELS_SD**2)
 
     @classmethod
     def rounds(cls, others: Sequence["Learnt"]) -> "Learnt":
-        """Return what is known of a plan's rounds that was never run at this length, from other lengths."""
+        """Return a first correction for a plan's rounds at a length where it never ran, from other lengths."""
         return cls(_mean(others), _ROUNDS_SD**2)
 
 
@@ -130,11 +130,11 @@ class Candidates:
         return self._last.size
 
     def prediction(self, plan: int) -> Prediction:
-        """Return what a plan is expected to take at the next step."""
+        """Return the predicted seconds of a plan at the next step."""
         return Prediction(float(self._outlook[0, plan]), float(self._outlook[1, plan]))
 
     def seconds(self) -> NDArray[np.float64]:
-        """Return what each plan is expected to take at the next step."""
+        """Return the predicted seconds of each plan at the next step."""
         whole: NDArray[np.float64] = self._outlook[0] + self._outlook[1]
         return whole
 

@@ -33,7 +33,7 @@ class Forking:
 
 
 def default_method() -> str:
-    """Return how `multiprocessing` starts processes here, without settling it."""
+    """Return the start method of `multiprocessing` here, without fixing it."""
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 

@@ -26,7 +26,7 @@ SCHEMA = 1
 
 
 def local() -> dict[str, Any]:
-    """Return what can be seen of this process without MPI.
+    """Return the report on this process alone, made without MPI.
 
     It starts another program (nvidia-smi), so call it before MPI is initialised: not every network survives
     a fork.
@@ -137,7 +137,7 @@ def _with_mpi(
 
 
 def _gather(mpi: Any, mine: dict[str, Any], mpi_version: str) -> list[Rank]:
-    """Return what every rank tells of itself. Collective."""
+    """Return the reports of all ranks about themselves. Collective."""
     world = mpi.COMM_WORLD
     shared = world.Split_type(mpi.COMM_TYPE_SHARED)
     place, leader = shared.rank, shared.bcast(world.rank)  # the leader tells two hosts of the same name apart

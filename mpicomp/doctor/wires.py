@@ -118,7 +118,7 @@ def _open_mpi(files: Collection[str], found: Sequence[str], environ: Mapping[str
 
 
 def _ucx(files: Collection[str], found: Sequence[str], environ: Mapping[str, str], reasons: list[str]) -> str:
-    """Return what UCX takes between hosts; ``UCX_TLS`` is among the reasons already where it is set."""
+    """Return the transport that UCX uses between hosts; ``UCX_TLS`` is among the reasons already where it is set."""
     devices = _said("UCX_NET_DEVICES", environ, reasons)
     if not _permits(environ.get("UCX_TLS"), _RDMA) or not _permits(devices, found):
         return TCP

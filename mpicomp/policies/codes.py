@@ -133,12 +133,12 @@ class Codes:
         return best is not None
 
     def state(self) -> dict[str, Any]:
-        """Return what has to survive a restart, JSON-able. What was learnt is in the memory of buckets."""
+        """Return the state that has to survive a restart, JSON-able. What was learnt is in the memory of buckets."""
         config = None if self._code is None else self._code.get_config()
         return {"steps": self._steps, "ask": self._ask, "code": config, "learnt": dict(self._learnt)}
 
     def give(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Restore the state that `state` returned."""
         self._steps, self._ask = int(state["steps"]), int(state["ask"])
         code = None if state["code"] is None else get_compressor(state["code"])
         assert code is None or code.learns

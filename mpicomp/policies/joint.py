@@ -356,7 +356,7 @@ class Joint(Policy):
         return np.flatnonzero(levels > levels[-1] - len(self._dense))
 
     def _names(self, compressor: Compressor, group: Group) -> list[str]:
-        """Return what may carry a compressor."""
+        """Return the collectives that may carry a compressor."""
         return [self._pinned] if self._pinned else names_for(compressor, group)
 
     def _fastest_dense(self, bucket: int) -> int:

@@ -52,7 +52,7 @@ class Table(ABC):
 
     @abstractmethod
     def settings(self, base: Compressor) -> list[Column]:
-        """Return what each layer may be set to: the candidates and what it has in a compressor."""
+        """Return the settings that each layer may have: the candidates and its setting in a compressor."""
 
     @abstractmethod
     def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:

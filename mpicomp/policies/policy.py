@@ -165,7 +165,7 @@ class Policy(ABC):
         return False
 
     def survey(self, bucket: int) -> Survey | None:
-        """Return what ranks are to look at in a bucket's accumulated gradient in this step; it comes with `learn`."""
+        """Return the survey that ranks are to make of a bucket in this step; its result comes with `learn`."""
         return None
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
@@ -189,11 +189,11 @@ class Policy(ABC):
         """Learn what ranks told of a step for which it was listening, or had a survey."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a restart, JSON-able; not the cost model."""
+        """Return the state that has to survive a restart, JSON-able; not the cost model."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:  # noqa: B027, most have none
-        """Take up what `state_dict` gave, and a cost model where there is one. Not collective."""
+        """Restore the state that `state_dict` returned, and a cost model where there is one. Not collective."""
 
     def get_config(self) -> dict[str, Any]:
         """Return a JSON-able configuration that `mpicomp.policies.get_policy` turns into an equal policy."""

@@ -28,7 +28,7 @@ def check_least(policy: str, name: str, value: object, least: int = 1) -> None:
 
 
 def default_compressor() -> Compressor:
-    """Return what policies choose settings of where no compressor is named: top-k."""
+    """Return the compressor whose settings policies choose where none is named: top-k."""
     return TopK()
 
 

@@ -83,11 +83,11 @@ class Signal:
         self.share = min(max(self._mean, _LEAST), _MOST)
 
     def state(self) -> float | None:
-        """Return what has to survive a restart, JSON-able."""
+        """Return the state that has to survive a restart, JSON-able."""
         return self.share
 
     def give(self, share: float | None) -> None:
-        """Take up what `state` gave; it counts as much as all looks since."""
+        """Restore the state that `state` returned; it counts as much as all looks since."""
         if share is not None:
             self.share = self._mean = float(share)
             self._looks = round(1 / _LEARN)

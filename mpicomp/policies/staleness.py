@@ -98,12 +98,12 @@ class Delays:
         return seen / known
 
     def state(self) -> dict[str, Any]:
-        """Return what has to survive a restart, JSON-able."""
+        """Return the state that has to survive a restart, JSON-able."""
         return {"ratio": self.ratio, "delay": self.delay}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Delays":
-        """Take up what `state` gave."""
+        """Restore the state that `state` returned."""
         ratio = state["ratio"]
         return cls(None if ratio is None else float(ratio), float(state["delay"]))
 
@@ -135,12 +135,12 @@ class Lateness:
         self.delay, self.ran = known * (seen / known) ** over(_LEARN, steps), True
 
     def state(self) -> dict[str, Any]:
-        """Return what has to survive a restart, JSON-able."""
+        """Return the state that has to survive a restart, JSON-able."""
         return {"delay": self.delay if self.ran else None}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Lateness":
-        """Take up what `state` gave."""
+        """Restore the state that `state` returned."""
         return cls() if state["delay"] is None else cls(float(state["delay"]), True)
 
 

@@ -204,7 +204,7 @@ class RankSurvey:
         return measured[: len(sizes)].astype(np.float64)
 
     def lost(self, told: NDArray[np.float32], sizes: Sequence[int]) -> list[NDArray[np.float64]]:
-        """Return what each matrix loses at its ranks, summed over what ranks have measured, shape (ranks, width)."""
+        """Return the energy that each matrix loses at each rank of its factors; surveys have shape (ranks, width)."""
         cuts = np.cumsum([len(sizes), *(most - least + 1 for least, most in self._ranks)])
         return np.split(told.astype(np.float64).sum(axis=0), cuts)[1:-1]
 

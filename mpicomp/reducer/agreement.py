@@ -129,7 +129,7 @@ def _difference(reports: list[dict[str, Any]], subsystem: str) -> MpicompError:
 
 
 def _compare(ours: dict[str, Any], theirs: dict[str, Any], first: int, rank: int) -> str | None:
-    """Return how two ranks' signatures differ; None where they do not."""
+    """Return the first difference between two ranks' signatures; None where there is none."""
     for key, value in ours["settings"].items():
         if value != theirs["settings"][key]:
             other = theirs["settings"][key]

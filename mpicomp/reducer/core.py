@@ -82,7 +82,7 @@ class Core:
     suspect: bool = False
 
     def loading(self) -> dict[str, Any]:
-        """Return what of a loaded state has to be the same on all ranks, beside its step: plans follow from it."""
+        """Return the parts of a loaded state, beside its step, that all ranks must share: plans follow from them."""
         learnt = self.policy.state_dict() if self.loaded is None else self.loaded.policy
         digest = hashlib.blake2b(json.dumps(learnt, sort_keys=True, default=str).encode(), digest_size=4).hexdigest()
         return {"what the policy has learnt": digest, "whether a state was loaded": self.loaded is not None}

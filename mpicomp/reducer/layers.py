@@ -53,7 +53,7 @@ def layers_of(
     gain: float,
     thinned: Sequence[tuple[int, int, int]] = (),
 ) -> Layers:
-    """Return what was sent of each parameter.
+    """Return the kept elements and the gain of each parameter.
 
     Parameters
     ----------

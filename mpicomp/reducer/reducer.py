@@ -298,7 +298,7 @@ class Reducer:
         return self._core.layout.residual(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a restart, on this rank.
+        """Return the state that has to survive a restart, on this rank.
 
         Returns
         -------
@@ -336,7 +336,7 @@ class Reducer:
         self._core.loaded = Loaded(step, state.get("policy", {}), cost)
 
     def close(self) -> None:
-        """Release what it holds of MPI. It waits for no other rank, and a second call does nothing."""
+        """Release its MPI resources. It waits for no other rank, and a second call does nothing."""
         if not self._closed:
             self._closed = True
             self._core.staging.close()

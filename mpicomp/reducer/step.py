@@ -88,7 +88,7 @@ class Step:
         self._done.append(done)
 
     def examine(self, gradients: Mapping[str, Any], absent: Collection[str], lr: Any) -> None:
-        """Look at everything that this rank was given.
+        """Check the gradients that this rank was given.
 
         Parameters
         ----------
@@ -291,7 +291,7 @@ class Step:
         return flags
 
     def _clip(self) -> float:
-        """Return what clips this rank's gradients: 1, if not asked to or if they are not finite."""
+        """Return the factor that clips this rank's gradients: 1 without clipping, or if they are not finite."""
         core = self._core
         if core.entry.clip is None:
             return 1.0

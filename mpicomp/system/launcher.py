@@ -192,7 +192,7 @@ def singletons(
     python: str | None = None,
     command: Sequence[str] | None = None,
 ) -> Problem | None:
-    """Return what is wrong when N processes were started and every one of them is rank 0 of 1.
+    """Return the problem if N processes were started and every one of them is rank 0 of 1.
 
     This happens without any error when the launcher and the MPI library do not speak the same protocol.
 

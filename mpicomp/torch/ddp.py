@@ -110,7 +110,7 @@ class DDPState:
         return future
 
     def close(self) -> None:
-        """Release what it holds of MPI. It waits for nobody; a second call does nothing."""
+        """Release its MPI resources. It waits for nobody; a second call does nothing."""
         if self._thread is not None:
             self._thread.stop()
             self._thread = None

@@ -121,7 +121,7 @@ class Gradients(Beside):
         self._compared = False
 
     def check_known(self, parameters: Iterable[torch.Tensor]) -> MpicompError | None:
-        """Return what is wrong where some of these would be trained without an exchange."""
+        """Return the error where some of these parameters would be trained without an exchange."""
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in self._known:
                 return ConfigurationError(
@@ -385,7 +385,7 @@ class Gradients(Beside):
         return self._share_of_active() / (1.0 if self._loss_scale is None else self._loss_scale())
 
     def _share_of_active(self) -> float:
-        """Return what makes a mean over all ranks one over those that have batches."""
+        """Return the factor that turns a mean over all ranks into one over those that have batches."""
         return self.group.size / int(self._active.sum()) if self.frozen else 1.0
 
     def _watch(self) -> None:

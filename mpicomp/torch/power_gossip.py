@@ -191,7 +191,7 @@ class _Gossiping(Wrapped):
         self._mpicomp_models.load_state_dict(state_dict.get("mpicomp", {}))
 
     def close(self) -> None:
-        """Release what it holds of MPI. It waits for nobody; a second call does nothing."""
+        """Release its MPI resources. It waits for nobody; a second call does nothing."""
         self._mpicomp_models.close()
 
 
@@ -234,7 +234,7 @@ class _Models:
                 parameter.copy_(view)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a restart."""
+        """Return the state that has to survive a restart."""
         if self._gossip is None:
             return dict(self._kept)
         return {"graph": self._edges()} | self._gossip.state_dict()
@@ -244,7 +244,7 @@ class _Models:
         self._kept, self._gossip = state, None
 
     def close(self) -> None:
-        """Release what it holds of MPI; not collective."""
+        """Release its MPI resources; not collective."""
         self.closed = True
         if self._owned:
             self._transport.close()

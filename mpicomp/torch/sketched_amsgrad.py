@@ -156,7 +156,7 @@ class SketchedAMSGrad(Exchanging):
             parameter.sub_(delivered / state["max_exp_avg_sq"].sqrt())
 
     def _variance_of(self, name: str) -> torch.Tensor:
-        """Return what the squares of a parameter's momenta are compared to."""
+        """Return the values that the squares of a parameter's momenta are compared to."""
         parameter = next(parameter for parameter, own in self._names.items() if own == name)
         variance: torch.Tensor = self.state[parameter]["max_exp_avg_sq"]
         return variance

@@ -56,7 +56,7 @@ class DeviceArray:
         return int(np.prod(self.shape, dtype=np.int64))
 
     def span(self) -> tuple[int, int]:
-        """Return where its memory begins, in bytes from the first element, and how many bytes there are to its end."""
+        """Return the start of its memory, in bytes from the first element, and its length in bytes."""
         if not self.size:
             return 0, 0
         ends = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
@@ -65,7 +65,7 @@ class DeviceArray:
 
 
 def device_array(array: Any) -> DeviceArray | None:
-    """Return where an array is on a GPU; None for arrays of the host and for what is none.
+    """Return the place of an array on a GPU; None for arrays of the host and for other objects.
 
     The stream is the one that is current in the calling thread, where the array names none itself.
 

@@ -154,7 +154,7 @@ class Pool:
         return False not in [own.settle() for own in list(self._sets.values())]
 
     def _offer(self) -> list[ChannelSet]:
-        """Return what can be used again as far as this rank knows; nobody else offers it meanwhile."""
+        """Return the channels that this rank knows to be free; nobody else offers them meanwhile."""
         if sum(not own.free for own in self._sets.values()) > _MANY:
             gc.collect()  # what had them may be garbage that nobody has looked at yet
         with self._lock:

@@ -194,7 +194,7 @@ class Channel:
         return None
 
     def _messages(self, task: Round) -> tuple[Iterator[_Segment], Iterator[_Segment]]:
-        """Return what comes and what goes, in an order in which every message meets its other end."""
+        """Return the receives and the sends, in an order in which every message meets its counterpart."""
         rank, size, counts = self.comm.rank, self.comm.size, task.counts
         incoming: list[tuple[int, int, int]] = []  # the other rank, start, stop
         outgoing: list[tuple[int, int, int]] = []

@@ -322,7 +322,7 @@ class Lookout:
         self._stopping = threading.Event()
 
     def add(self, watch: Watch) -> None:
-        """Look at this one, too."""
+        """Watch these rounds, too."""
         self.watches.append(watch)
         if self._thread is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._thread = threading.Thread(target=self._run, name="mpicomp watch", daemon=True)

@@ -30,7 +30,7 @@ class Naps:
         self._nap = SHORTEST_S
 
     def rest(self) -> None:
-        """Give up the core for a moment: yield it at first, sleep later."""
+        """Leave the core to others for a moment: yield it at first, sleep later."""
         if self._left:
             self._left -= 1
             os.sched_yield()

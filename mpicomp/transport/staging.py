@@ -142,7 +142,7 @@ class Staging:
         self._means.clear()
 
     def _arrival(self, name: str) -> _Arrival | None:
-        """Return what was copied in this step."""
+        """Return the arrival of an array that was copied in this step; None where it was not."""
         arrival = self._arrivals.get(name)
         return arrival if arrival is not None and arrival.step == self._step else None
 
@@ -190,7 +190,7 @@ class _Chunks:
 
 
 def _filling(dtype: str) -> Callable[[NDArray[np.floating], NDArray[np.uint8]], None]:
-    """Return what writes numbers into memory of a dtype."""
+    """Return a function that writes numbers into memory of a dtype."""
     if dtype in ("float16", "bfloat16"):
         return lambda part, memory: narrow(part, dtype, memory.view(np.uint16))
     return lambda part, memory: np.copyto(memory.view(part.dtype), part)

@@ -316,7 +316,7 @@ class LGC(Learner):
         return first if size < _FEW * sum(model.values()) else None, layers[0][0]
 
     def selected(self, numel: int) -> Selected:
-        """Return what is sent of its bucket, or of any array of another length."""
+        """Return the elements that are sent of its bucket, or of any array of another length."""
         own = bool(self.parts) and self.parts[-1].stop == numel
         return Selected(self.parts if own else (Part(0, numel, kept(self.ratio, numel), "coded"),))
 
@@ -347,7 +347,7 @@ def _layers(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, list[
 
 
 def _layer_of(name: str) -> str:
-    """Return what a name says of its layer.
+    """Return the name of the layer that a parameter belongs to.
 
     Examples
     --------

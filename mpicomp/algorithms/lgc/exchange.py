@@ -51,7 +51,7 @@ class _Known:
 
     @classmethod
     def remembered(cls, of: str, context: Context) -> "_Known":
-        """Return what is remembered, or that nothing is known where the memory is of something else."""
+        """Return the remembered state; an empty one where the memory belongs to other parts or another code."""
         entry = context.memory.get(_MEMORY, {})
         return cls(**entry) if entry.get("of") == of else cls(of)
 

@@ -118,7 +118,7 @@ class LearnedCode(ABC):
 
     @abstractmethod
     def use(self, weights: NDArray[np.float32]) -> None:
-        """Take up what `weights` gave, on this rank or another one."""
+        """Take up the weights that `weights` returned, on this rank or another one."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -126,4 +126,4 @@ class LearnedCode(ABC):
 
     @abstractmethod
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave. The arrays stay the caller's."""
+        """Restore the state that `state` returned. The arrays stay the caller's."""
