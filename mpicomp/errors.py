@@ -1,4 +1,4 @@
-"""Errors meant for people: subsystem, rule, value, what to do."""
+"""Errors meant for people: each names the subsystem, the rule, the value and the remedy."""
 
 import difflib
 from collections.abc import Iterable

@@ -87,7 +87,7 @@ class Training:
         return f"seed {self.seed}"
 
     def __str__(self) -> str:
-        """Say for people what it is."""
+        """Describe the run for people."""
         return f"{self.task}, {self.network or 'one host'}, {self.arm}, {self.kind}"
 
 
@@ -127,7 +127,7 @@ class Runner(ABC):
 
     @abstractmethod
     def summary(self, finished: Any) -> str:
-        """Say in a few words what a run that is done has found."""
+        """Return the result of a finished run in a few words."""
 
     def command(self, run: Any, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Return the command of a run with words after ``mpicomp``, and what the environment has besides."""
@@ -304,7 +304,7 @@ def _terminated() -> Iterator[None]:
 
 
 def _outcome(finished: Finished, runner: Runner) -> str:
-    """Say in a few words what became of a run."""
+    """Return the result of a run in a few words."""
     if finished.error is not None:
         return f"{finished.status}: {finished.error}"
     how = "there already" if finished.kept else f"{finished.seconds:.0f} s"

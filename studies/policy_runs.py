@@ -97,7 +97,7 @@ class Timing:
         ]
 
     def __str__(self) -> str:
-        """Say for people what it is."""
+        """Describe the run for people."""
         return f"{self.task}, {self.network}, {self.kind}"
 
 

@@ -136,7 +136,7 @@ def prediction_errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def summary(cells: Sequence[Mapping[str, Any]], errors: Sequence[float]) -> list[str]:
-    """Say in lines what a grid came to.
+    """Return lines that summarise a grid.
 
     Parameters
     ----------

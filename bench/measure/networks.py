@@ -63,7 +63,7 @@ def read(command: str, text: str) -> list[Network]:
 
 
 def check_lab(command: str) -> None:
-    """Say in time that there can be no labs here.
+    """Raise early where no lab can be built on this machine.
 
     Raises
     ------

@@ -73,7 +73,7 @@ class Progress:
             print(f"step {done:>{len(str(self._steps))}}/{self._steps}  {text}", flush=True)
 
     def evaluating(self) -> None:
-        """Say that the held-out data are being read."""
+        """Show that the held-out data are being evaluated."""
         if self._visible:
             print("measuring on held-out data ...", flush=True)
 

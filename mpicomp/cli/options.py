@@ -22,7 +22,7 @@ def add_plugin(parser: argparse.ArgumentParser) -> None:
 
 
 def check_writable(command: str, path: str) -> None:
-    """Say now, and not after hours of work, that a file cannot be written."""
+    """Raise now, and not after hours of work, if a file cannot be written."""
     from mpicomp.errors import ConfigurationError
 
     folder = os.path.dirname(path) or "."

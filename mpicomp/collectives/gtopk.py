@@ -154,7 +154,7 @@ class _Node:
         self._turns: dict[str, int] = {}
 
     def merge(self, given: Sparse) -> None:
-        """Add what another rank held and drop all but the largest."""
+        """Add another rank's selection and drop all but the largest elements."""
         self._flags |= given.flags
         self._energy += given.energy
         self._lost += given.lost
@@ -195,7 +195,7 @@ class _Node:
         self._keep(Selection(exact.indices, error))
 
     def _keep(self, part: Selection) -> None:
-        """Take from what was sent a part that stays here."""
+        """Take a part that stays on this rank out of the sent selection."""
         self.sent = less(self.sent, part, self._workspace, self._other("sent"))
 
     def _other(self, name: str) -> str:

@@ -80,7 +80,7 @@ class Hierarchical(Scheme[Compressor]):
 
     @classmethod
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
-        """Refuse what is tied to places or ranks: ratios by layer, velocities that what was sent clears, and votes.
+        """Refuse compressors tied to places or ranks: ratios by layer, velocities that sent elements clear, and votes.
 
         Sketches and factors are refused, too: built upon a hierarchical sum they have one table, and whole matrices.
         """
@@ -302,7 +302,7 @@ def _put_together(
     sent: NDArray[np.floating] | Selection,
     problem: MessageError | None,
 ) -> Result:
-    """Return the result from what the owners of a host have told; all hosts' owners tell the same, but of the last.
+    """Return the result from the reports of a host's owners; all numbers but the last are the same on all hosts.
 
     ``problem`` is what this rank could not read as an owner.
     """

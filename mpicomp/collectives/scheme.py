@@ -84,7 +84,7 @@ class Scheme(ABC, Generic[CompressorType]):
     precedence: ClassVar[int] = 50
     """Of those that carry a compressor's messages, the one with the lowest is used where nothing has been measured."""
     paper: ClassVar[str]
-    """Where it comes from, and what is done differently."""
+    """The paper that it comes from, and the deviations from it."""
     messages: ClassVar[str]
     """The kind of message that it carries: ``"dense"`` (``"shared"`` ones too), ``"sparse"``, ``"packed"`` or
     ``"any"``; several with " or " between them.
@@ -142,7 +142,7 @@ def flags_of(accumulated: Accumulated) -> int:
 
 
 def undelivered(accumulated: Accumulated, problem: MessageError, stale: bool) -> Result:
-    """Return the result of an exchange in which this rank could not read what it was sent.
+    """Return the result of an exchange in which this rank could not read a message.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ def undelivered(accumulated: Accumulated, problem: MessageError, stale: bool) ->
 
 
 def check_undamaged(collective: str, flags: int, problem: MessageError | None) -> None:
-    """Raise on all ranks, at the end of an exchange, where some rank could not read what it was sent.
+    """Raise on all ranks, at the end of an exchange, where some rank could not read a message.
 
     Parameters
     ----------
@@ -202,7 +202,7 @@ def is_finite(mean: NDArray[np.floating], energy: float, ranks: int) -> bool:
 
 
 def far_from_largest(energy: float, dtype: np.dtype[Any]) -> bool:
-    """Return whether arrays of this squared norm cannot come near the largest number, whatever is done to them.
+    """Return whether arrays of this squared norm stay far below the largest number of the dtype.
 
     There is a factor of 16 between: sums of a few of them, and what rounding adds, are finite too. The squared norm of
     a sum over ranks is at most that of all ranks' arrays together, times the ranks.

@@ -31,7 +31,7 @@ class SegmentedMean:
         self.own = accumulated.with_tail(
             not accumulated.finite, accumulated.stale, accumulated.energy, accumulated.lost
         )
-        """The accumulated array and its tail. It is only read: what is delivered is taken from it later."""
+        """The accumulated array and its tail. It is only read: the part that was sent is subtracted later."""
 
     def adds(
         self, array: NDArray[np.floating], offset: int, other: NDArray[np.floating], complete: bool

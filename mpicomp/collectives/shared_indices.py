@@ -1,4 +1,4 @@
-"""One rank's indices for all: what the kinds of AR-Topk have in common."""
+"""Exchange at one rank's indices: the base of the kinds of AR-Topk."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Gradient plus residual, summed in the sweep that suits whoever asks for it."""
+"""Gradient plus residual, summed in one sweep that may also collect statistics or candidates for the caller."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -191,7 +191,7 @@ class Accumulated:
         return self._buffer
 
     def _parts(self, out: NDArray[np.floating]) -> Iterator[tuple[slice, NDArray[np.floating]]]:
-        """Return every piece's place and what enters there, flat."""
+        """Return the slice of every piece and its flat input to the sum."""
         for piece in self._pieces:
             part = slice(piece.offset, piece.offset + piece.gradient.size)
             gradient = piece.gradient
@@ -214,7 +214,7 @@ class Accumulated:
 
 
 def _cuts(part: slice, regions: Sequence[Region]) -> Iterator[tuple[slice, Region | None]]:
-    """Cut a piece where regions begin and end; what comes is relative to the piece."""
+    """Cut a piece where regions begin and end; the slices are relative to the piece."""
     place = part.start
     for region in regions:
         start, stop = max(place, region.start), min(part.stop, region.stop)

@@ -77,7 +77,7 @@ class Compressor(OldHooks, ABC):
 
     @property
     def contractive(self) -> bool:
-        """Whether what it keeps back shrinks from step to step under error feedback; if not, feedback is refused."""
+        """Whether the residual shrinks from step to step under error feedback; if not, feedback is refused."""
         return True
 
     @property
@@ -87,7 +87,7 @@ class Compressor(OldHooks, ABC):
 
     @property
     def unbiased(self) -> bool:
-        """Whether what is sent is right on the average of its random choices."""
+        """Whether the message is unbiased: exact in expectation over its random choices."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""Large elements, listed in the sweep that makes the sum, and what can be asked of them without another one."""
+"""Large elements, listed in the sweep that makes the sum, and queries that need no further sweep."""
 
 import numpy as np
 from numpy.typing import NDArray

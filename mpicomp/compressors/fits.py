@@ -54,7 +54,7 @@ def whole_threshold(
 
 
 def excess_threshold(distribution: str, tail: cpu.Tail, threshold: float, share: float) -> float:
-    """Fit what exceeds a threshold and give the magnitude that a share of it exceeds.
+    """Fit a distribution to the elements above a threshold, and return the magnitude that a share of them exceeds.
 
     Parameters
     ----------

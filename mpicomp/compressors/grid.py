@@ -57,7 +57,7 @@ class Grid(Quantiser):
 
     @property
     def feedback(self) -> bool:
-        """On where elements go to the nearest point and what is kept back shrinks; at random they are right without."""
+        """On for rounding to nearest, if the residual shrinks; stochastic rounding is unbiased without it."""
         return self.rounding == "nearest" and self.contractive
 
     def packed_bytes(self, numel: int) -> int:
@@ -82,7 +82,7 @@ class Grid(Quantiser):
         sent: NDArray[np.floating],
         key: int | None,
     ) -> float:
-        """Choose the grids, and do what `Quantiser.pack` says."""
+        """Choose the grids, and pack; see `Quantiser.pack`."""
 
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
         """Write points of the grids; see `Quantiser.unpack`."""

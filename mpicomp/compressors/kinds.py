@@ -1,4 +1,4 @@
-"""Kinds of compressors, by what they send: each says what has to be given to add one."""
+"""Kinds of compressors by message: each base class names the methods to implement for a new one."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class Sparsifier(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """Sparsifiers that pick by magnitude are biased: what is not sent has to be kept."""
+        """True: sparsifiers that pick by magnitude are biased, so elements that are not sent are kept."""
         return True
 
     def count(self, numel: int) -> int | None:
@@ -78,7 +78,7 @@ class Sparsifier(Compressor):
 
     @abstractmethod
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
-        """Choose what is sent.
+        """Choose the elements that are sent.
 
         Parameters
         ----------
@@ -203,11 +203,11 @@ class Quantiser(Compressor):
 
     @abstractmethod
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
-        """Write what was packed to an array of the same length and dtype."""
+        """Write the packed values to an array of the same length and dtype."""
 
     @abstractmethod
     def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
-        """Add ``factor`` times what was packed to an array of the same length and dtype."""
+        """Add ``factor`` times the packed values to an array of the same length and dtype."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -248,7 +248,7 @@ class SharedQuantiser(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """Off where elements are rounded at random: what is kept back would not shrink."""
+        """Off for stochastic rounding, under which the residual would not shrink."""
         return not self.stochastic
 
     @property

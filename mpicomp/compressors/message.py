@@ -193,7 +193,7 @@ def write_message(
 
 
 def write_damaged(out: NDArray[np.uint8]) -> None:
-    """Fill a message of whatever length with nothing but that this rank could not read what it was sent."""
+    """Mark a message of any length as damaged: this rank could not read a message that it received."""
     out[: _HEADER.itemsize].view(_HEADER)[0] = (VERSION, DAMAGED, 0, 0, 0, 0.0, 0.0)
 
 

@@ -30,7 +30,7 @@ class _Random(SharedSparsifier):
 
     @property
     def feedback(self) -> bool:
-        """Off where values are scaled: they are right on the average, and what is kept back would not shrink."""
+        """Off where values are scaled: they are unbiased, and the residual would not shrink."""
         return not self.scaled
 
     @property

@@ -81,7 +81,7 @@ class SIDCo(Estimator):
         return threshold
 
     def _estimate(self, search: Search, stages: int) -> tuple[float, float]:
-        """Return the threshold, and what the stages alone have reached of the k elements."""
+        """Return the threshold, and the share of the k elements that the stages alone have reached."""
         moments, candidates = search.accumulated.moments, search.candidates
         stride = max(1, search.numel // _SAMPLE)
         logarithms = candidates.logarithms(stride) if self.distribution == "gamma" else None

@@ -1,4 +1,4 @@
-"""The whole job: what its ranks find, gathered into one report."""
+"""Report on the whole job, gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def local() -> dict[str, Any]:
 
 
 def examine() -> dict[str, Any]:
-    """Look at the whole job; called by all ranks. It initialises MPI.
+    """Inspect the whole job; called by all ranks. It initialises MPI.
 
     Returns
     -------
@@ -93,7 +93,7 @@ def examine() -> dict[str, Any]:
 def _with_mpi(
     mpi: Any, mine: dict[str, Any], probed: cuda.Awareness | None, report: dict[str, Any]
 ) -> tuple[list[Problem], list[Problem]]:
-    """Fill in what takes MPI; give problems and notes. Collective."""
+    """Fill in the entries that need MPI; return problems and notes. Collective."""
     world, path = mpi.COMM_WORLD, library()
     vendor = mpi.get_vendor()[0]
     report["mpi"] = describe(mpi, path)

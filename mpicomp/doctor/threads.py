@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def count(environ: Mapping[str, str], cpus: int) -> tuple[int, str]:
-    """Return the number of threads, and what says so.
+    """Return the number of threads, and the setting that it comes from.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Ranks compare what they were given, before any data moves.
+"""Comparison of the ranks' arrays and settings, before any data moves.
 
 It costs rounds of its own and so happens only at the first step and when some rank was given something new.
 """

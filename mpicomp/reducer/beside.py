@@ -36,6 +36,6 @@ class Beside:
         yield
 
     def exchange(self) -> Generator[Asked, Any, bool]:
-        """Exchange what is in no bucket; return whether it is finite, the same on all ranks. As rounds."""
+        """Exchange gradients outside buckets; return whether they are finite, the same on all ranks. As rounds."""
         return True
         yield

@@ -88,7 +88,7 @@ class Core:
         return {"what the policy has learnt": digest, "whether a state was loaded": self.loaded is not None}
 
     def take_up(self) -> None:
-        """Begin with what was loaded.
+        """Take up the loaded state.
 
         Raises
         ------

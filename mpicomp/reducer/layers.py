@@ -94,7 +94,7 @@ def _lost(
     low: int,
     high: int,
 ) -> float:
-    """Return the energy of what was not sent from ``start`` to ``stop``, which are ``low`` to ``high`` of what was.
+    """Return the energy not sent from ``start`` to ``stop``, where elements ``low`` to ``high`` of the selection lie.
 
     Of a selection that travels in 16 bits what rounding took is passed over: less than a hundred-thousandth.
     """

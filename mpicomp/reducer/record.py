@@ -172,7 +172,7 @@ class StepRecord:
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Seconds by phase, summed over buckets; ``other`` is what lies outside of them."""
+        """Seconds by phase, summed over buckets; ``other`` is the time outside of them."""
         phases = {
             name: sum(bucket.phases_s[name] for bucket in self.buckets) for name in ("compress", "exchange", "decode")
         }

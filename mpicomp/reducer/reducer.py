@@ -286,7 +286,7 @@ class Reducer:
         return Stream(self._core, thread, scale, beside)
 
     def residual(self, name: str) -> NDArray[np.floating]:
-        """Return a copy of what error feedback holds for an array, shaped like it.
+        """Return a copy of the residual of an array, shaped like it.
 
         Zeros without feedback. 16-bit arrays have float32 residuals.
 

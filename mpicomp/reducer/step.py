@@ -58,7 +58,7 @@ class Step:
         core.staging.begin()
 
     def refresh(self) -> Generator[Asked, Any, None]:
-        """Let the policy do what it has to before the first bucket. As rounds."""
+        """Let the policy prepare the step before the first bucket. As rounds."""
         if self._beside.frozen:
             return
         begin = time.perf_counter()
@@ -173,13 +173,13 @@ class Step:
         return self._told or any(done.result.stale for done in self._done)
 
     def _forget(self) -> None:
-        """Let compressors and collectives remember what they did before the step."""
+        """Restore the memories of compressors and collectives to those before the step."""
         for bucket, memory in reversed(self._memories):
             bucket.memory = memory
         self._memories.clear()
 
     def _tell(self) -> Generator[Asked, Any, None]:
-        """Let the policy learn what was delivered, and ranks tell each other what they have to."""
+        """Let the policy learn from the step's results, and start the ranks' telemetry."""
         core, record = self._core, self._record
         if self._beside.frozen:
             return
@@ -198,12 +198,12 @@ class Step:
             record.overhead_wire_bytes += tally.wire_bytes
 
     def note_seconds(self, seconds: float) -> None:
-        """Write down what the step took; it may have failed."""
+        """Record the seconds of the step, which may have failed."""
         if self._core.last_step is self._record:
             self._record.seconds = seconds
 
     def _agree(self) -> Generator[Asked, Any, bool]:
-        """Compare what ranks were given, lay out buckets anew, and exchange them; False where the step ends here."""
+        """Compare the ranks' arrays, lay out buckets anew, and exchange them; False where the step ends here."""
         core, record, layout = self._core, self._record, self._core.layout
         log = core.transport.log
         log.clear()

@@ -55,7 +55,7 @@ class Stream:
         absent: Collection[str] = (),
         finite: bool = True,
     ) -> dict[str, Any]:
-        """Exchange what is left, wait for all of it, and give the means; see `mpicomp.Reducer.reduce`. Collective."""
+        """Exchange the remaining buckets, wait for all, return the means; see `mpicomp.Reducer.reduce`. Collective."""
         begin = time.perf_counter()
         step = self._step
         try:

@@ -163,7 +163,7 @@ def wanted() -> bool:
 
 
 def _here() -> bool:
-    """Whether this is the process that installed the hooks, with MPI up. A forked child must not call MPI."""
+    """Return whether this process installed the hooks and MPI is running. A forked child must not call MPI."""
     return _installed_in == os.getpid() and running() is not None
 
 

@@ -160,7 +160,7 @@ class Learned(Scheme[LGC]):
         return result
 
     def _of(self, selected: Selected, context: Context) -> str:
-        """Say what a code is of: where this changes nothing that was learnt is of use."""
+        """Return the identity of a code: where it changes, the learnt state is of no use."""
         compressor = self.compressor
         kind: tuple[Any, ...] = (compressor.instance, compressor.code)
         if compressor.code == "autoencoder":
@@ -238,7 +238,7 @@ class Learned(Scheme[LGC]):
 
 
 def _why_not(selected: Selected, code: LearnedCode) -> str:
-    """Say why a bucket has no code."""
+    """Return the reason why a bucket has no code."""
     if not selected.coded_count:
         return "lgc: no code, since no layer but the last and the first is in the bucket"
     return f"lgc: no code, which takes {code.least} values, and {selected.coded_count} are selected"

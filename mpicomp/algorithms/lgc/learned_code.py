@@ -43,7 +43,7 @@ class LearnedCode(ABC):
         """Return the number of numbers in the code of ``count`` values."""
 
     def turn(self, step: int) -> None:  # noqa: B027, a code may be the same at every step
-        """Say which step's values come next, the same on all ranks: before the first `encode` or `decode` of a step.
+        """Announce the step whose values come next, the same on all ranks, before its first `encode` or `decode`.
 
         A linear code that never changes leaves the same directions out at every step. With error feedback they pile up
         in the residuals until little else is selected; a code that takes turns with them sends each sooner or later.
