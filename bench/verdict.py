@@ -6,7 +6,7 @@ from mpicomp.bench.train import PHASES, Outcome
 from mpicomp.compressors import Compressor, Dense
 
 _NOISE = 0.03  # differences below this share of a step say nothing
-_ALWAYS = 0.95  # of what is exchanged; the rest was explored
+_ALWAYS = 0.95  # share of the exchanged elements from which on a plan counts as run always; the rest was explored
 
 
 def exchange_s(outcome: Outcome) -> float | None:

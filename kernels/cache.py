@@ -25,8 +25,8 @@ from numba.core.caching import FunctionCache, NullCache
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-PATIENCE_S = 60.0  # no function here takes as long to compile: whoever is waited for was stopped, or failed and goes on
-_NAP_S = 0.02
+PATIENCE_S = 60.0  # seconds; no function takes as long to compile: the process that is waited for was stopped or failed
+_NAP_S = 0.02  # seconds between two looks whether another process has compiled a function
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _setting = threading.Lock()  # of Numba's folder, while one of its caches looks at it

@@ -19,7 +19,7 @@ STEPS = 900
 PHASES = (LGC().dense_steps, LGC().training_steps)
 """Steps of the phases before codes travel, if not told otherwise."""
 
-_LOOKS = 20  # at ranks' gradients, in a training
+_LOOKS = 20  # comparisons of ranks' gradients in a training
 
 
 GOALS = {

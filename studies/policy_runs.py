@@ -21,13 +21,13 @@ from mpicomp.bench.measure.networks import Network
 NETWORKS = ("50mbit/1ms", "200mbit/1ms", "1gbit/0us", "2.5gbit/0us")
 QUICK_NETWORKS = ("200mbit/1ms", "2.5gbit/0us")
 BLOCKS = 5
-"""In which the steps of each policy are timed, in turn."""
+"""Number of blocks in which the steps of each policy are timed, in turn."""
 LONGEST_BLOCK, SHORTEST_BLOCK = 8, 3
 """Steps of a block, and of warming up, where they are quick and where they are slow."""
 
-_TIMING_S = 150.0  # that timing may take, as long as blocks are not too short
-_COMPUTING_S = 0.2  # of a step, to tell how many fit
-_EVALUATIONS = 20  # at least, where the number of steps was given
+_TIMING_S = 150.0  # seconds that timing may take, as long as blocks are not too short
+_COMPUTING_S = 0.2  # assumed seconds of computation in a step, from which the number of steps that fit is taken
+_EVALUATIONS = 20  # evaluations of a training, at least, where the number of steps was given
 
 
 _PINNED = ("--compressor", "topk", "--ratio", "0.01", "--collective", "allgather")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from mpicomp.bench.lab import namespaces
 from mpicomp.bench.lab.settings import Link
 
-_PRIORITY = 20
+_PRIORITY = 20  # realtime priority of the process that carries packets
 _TUNSETIFF = 0x400454CA
 _TUNSETOFFLOAD = 0x400454D0
 _IFF_TUN = 0x0001

@@ -20,8 +20,8 @@ from mpicomp.bench.lab.forwarder import Forwarder
 from mpicomp.bench.lab.settings import Settings
 
 _SCRATCH = "/dev/shm/mpicomp-lab"
-_GRACE_S = 2.0
-_PRIORITY = 10
+_GRACE_S = 2.0  # seconds that processes have to end before they are killed
+_PRIORITY = 10  # realtime priority of the head process, below that of the process that carries packets
 
 
 class Head:

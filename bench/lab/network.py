@@ -14,15 +14,15 @@ CONTROL_NETWORK = "10.99.1"
 DATA_NETWORK = "10.99.0"
 HEAD_ADDRESS = f"{CONTROL_NETWORK}.254"
 
-_LEAST_MTU = 9000
-_MOST_MTU = 65000
-_PACKET_S = 500e-6
-_LEAST_WINDOW = 2**18
-_MOST_WINDOW = 2**22
+_LEAST_MTU = 9000  # bytes of a packet, at least
+_MOST_MTU = 65000  # bytes of a packet, at most
+_PACKET_S = 500e-6  # seconds that a packet takes on the fastest link, within these bounds
+_LEAST_WINDOW = 2**18  # bytes of a TCP window for the time that a rank is off its core, at least
+_MOST_WINDOW = 2**22  # the same, at most
 # A rank that shares its core is away for some milliseconds; what is in the window goes on flowing meanwhile. With
 # 2 ms instead of 32 a ring at 1 Gbit/s took 1.6 times as long, and more than 32 gained nothing.
 _WINDOW_S = 32e-3
-_MOST_ROOM = 2**31
+_MOST_ROOM = 2**31  # bytes of all packets under way, at most
 
 
 def host_name(index: int) -> str:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 LEAST = 6
 """Samples below which there is no 95 % interval of their median."""
 
-_RESAMPLED = 2000
+_RESAMPLED = 2000  # samples of the bootstrap
 _NARROW = 0.05  # share of the median by which either end of its interval may be away
 
 

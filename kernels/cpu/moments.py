@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 LEAST = 1e-25
 MOST = 1e30
 
-_BLOCK = 1024
+_BLOCK = 1024  # elements that are summed in the array's own type
 
 # For the logarithm of a float32: where its fraction is cut, how subnormal numbers are lifted, and the polynomial.
 _MIDDLE = np.uint32(0x3F3504F3)  # bits of 1/sqrt(2)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-THREADS = 256
-WARPS = THREADS // 32  # of a block
+THREADS = 256  # threads of a block
+WARPS = THREADS // 32  # warps of a block
 LIMIT = 2112  # blocks of a sweep: 16 for each of an H200's multiprocessors, and the same number on any other device
 
 _REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}

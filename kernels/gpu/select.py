@@ -7,7 +7,7 @@ import numpy as np
 from mpicomp.kernels.gpu.bits import given
 from mpicomp.kernels.gpu.compile import WARPS, launch, library, sweeps, tiles
 
-_DIGIT = 11
+_DIGIT = 11  # bits of a digit of the radix selection
 BINS = 1 << _DIGIT
 
 

@@ -85,7 +85,7 @@ class SignSGD(Compressor):
 
 
 _BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.uint64)
-_SIGNS = 64  # in a word
+_SIGNS = 64  # signs in a word
 
 
 @register

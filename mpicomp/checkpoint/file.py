@@ -29,10 +29,10 @@ _STORED |= {
 _KINDS = "biufc"
 LAST = 10**18 - 1
 """The highest number of a checkpoint, of 18 digits."""
-_LARGEST = 2**63 - 1  # rank 0 tells the others numbers as int64
-_PART = 1 << 20
+_LARGEST = 2**63 - 1  # largest number of a checkpoint: rank 0 sends numbers to the others as int64
+_PART = 1 << 20  # bytes that are worked on at a time
 _START = b'{"__metadata__": {"mpicomp": '
-_START_BYTES = 4096  # of a file, among which is what it says of itself
+_START_BYTES = 4096  # bytes at the start of a file that hold its own description
 _TREE_LIMIT = 20 << 20  # safetensors reads no header above 100 MB, and JSON within JSON grows
 _BLANK = "0" * 8
 """In place of a CRC-32 that is not known yet: of four bytes, as hexadecimal digits."""

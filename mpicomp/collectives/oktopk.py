@@ -35,10 +35,10 @@ _BYTE = np.dtype(np.uint8)
 _COUNT = np.dtype(np.int64)
 _ENERGY = np.dtype(np.float64)
 
-# In exchanges of a bucket, and the change of the threshold, as in the paper.
-_RENEW_REGIONS = 64
-_RENEW_THRESHOLD = 32
-_ADJUST = 1.008
+# As in the paper.
+_RENEW_REGIONS = 64  # exchanges of a bucket after which regions are balanced anew
+_RENEW_THRESHOLD = 32  # exchanges of a bucket after which the threshold is found anew
+_ADJUST = 1.008  # factor by which the threshold changes in between
 
 _WORTH = 1 << 14
 """Bytes by which sharing out has to shorten the longest message: they take about as long as two rounds' latency."""

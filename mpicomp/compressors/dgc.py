@@ -16,8 +16,8 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
 
 _FEW = 0.8  # times k; with fewer than that the threshold is lowered
-_LOWER = 0.8
-_CORRECTIONS = 10
+_LOWER = 0.8  # factor by which the threshold is lowered
+_CORRECTIONS = 10  # times that the threshold may be lowered in a step
 
 
 @register

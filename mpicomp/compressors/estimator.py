@@ -13,13 +13,13 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.kernels import cpu
 
-_ROOM = 8  # candidates that are stored, as a multiple of k
-_MANY = 3  # candidates, as a multiple of what is sent, from which on the gap between bound and threshold is halved
-_GAP = 0.1  # at first; under error feedback elements crowd below the threshold, so that no fixed one would do
+_ROOM = 8  # candidates that can be stored, as a multiple of k
+_MANY = 3  # candidates, as a multiple of those sent, from which on the gap between bound and threshold is halved
+_GAP = 0.1  # first gap; it adapts, since elements crowd below the threshold under error feedback
 _WIDEST = 0.5  # largest gap, as a share of the threshold
-_NARROWEST = 1e-6  # smallest gap
-_LIMIT = 4  # times k: more are never sent
-_SLACK = 1024  # elements: below that a wrong estimate costs nothing
+_NARROWEST = 1e-6  # smallest gap, as a share of the threshold
+_LIMIT = 4  # times k: more elements than that and _SLACK are never sent
+_SLACK = 1024  # elements: sending so many too many costs nothing
 
 
 class Search:

@@ -32,10 +32,10 @@ from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
 
-VERSION = 2
-NONFINITE = 1
-STALE = 2
-DAMAGED = 4
+VERSION = 2  # version of the message format
+NONFINITE = 1  # flag: some element was NaN or infinite
+STALE = 2  # flag: this rank asks all ranks to agree anew
+DAMAGED = 4  # flag: this rank could not read a message
 
 _HEADER = np.dtype(
     [
@@ -51,7 +51,7 @@ _HEADER = np.dtype(
 _KNOWN = NONFINITE | STALE | DAMAGED
 _VALUES = {"float32": 1, "float64": 2, "fp16": 3, "bf16": 4, "signs": 5}
 _INDICES = {"plain": 1, "elias-fano": 2}
-_WORD = 64  # signs
+_WORD = 64  # signs in a word
 
 
 @dataclass

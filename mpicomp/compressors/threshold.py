@@ -14,7 +14,7 @@ from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 
-_SHARE = 0.01  # what a fixed threshold is taken to keep where nothing is known yet
+_SHARE = 0.01  # assumed kept fraction of a fixed threshold before the first step
 _SLACK = 1024  # elements that can be listed beyond twice what the step before had
 
 

@@ -18,7 +18,7 @@ from mpicomp.rounds import Group
 
 SCHEMA = 2
 
-_LATER = 1 << 30  # a step in the long run: first ones may be others
+_LATER = 1 << 30  # number of a step in the long run: first steps may have other rounds
 
 
 class CostModel:

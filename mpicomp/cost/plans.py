@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 from mpicomp.cost import arithmetic
 from mpicomp.cost.network import Network
 
-_SPEED_SD = 0.5  # of the logarithm of how much longer a compressor takes than alone, before it was run
+_SPEED_SD = 0.5  # standard deviation of the logarithm of a compressor's seconds over those alone, before it was run
 _SPEED_DRIFT = 0.02**2  # variance that a step adds to the logarithm of a speed
-_SPEED_MOST = 0.1**2  # up to which it adds
-_KERNELS_SD = 0.25  # of a scheme's own work over what it took alone, that apart
-_ROUNDS_SD = 0.2  # of what a plan takes in rounds over what the network says
-_AGEING = 0.3**2 / 5000  # variance that a step without it adds: a third after 5000 steps
-_MOST_SD = 0.7  # where ageing ends
-_NOISE = 0.1**2  # of the logarithm of what is measured
-_LEAST_SHARE = 0.02  # of a plan's seconds that is in rounds
-_ACCIDENT = 0.5  # of the logarithm: own work that differs by more is taken for this much, but the first time
-_CHANGED_SD = 0.1  # what a change of the network adds
+_SPEED_MOST = 0.1**2  # largest variance of a speed by drift
+_KERNELS_SD = 0.25  # standard deviation of the logarithm of a scheme's own work over its prediction, speed apart
+_ROUNDS_SD = 0.2  # standard deviation of the logarithm of a plan's seconds in rounds over the network's prediction
+_AGEING = 0.3**2 / 5000  # variance that a step without the plan adds: a deviation of 0.3 after 5000 steps
+_MOST_SD = 0.7  # largest standard deviation by ageing
+_NOISE = 0.1**2  # variance of the logarithm of a measurement
+_LEAST_SHARE = 0.02  # smallest share of a plan's seconds that counts as time in rounds
+_ACCIDENT = 0.5  # of the logarithm: own work that differs by more counts as this much, except the first time
+_CHANGED_SD = 0.1  # standard deviation that a change of the network adds
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ from mpicomp.registry import register
 from mpicomp.rounds import Asked, Group
 from mpicomp.transport.base import Transport
 
-_WEIGHTS = (0.6, 0.4)  # of seconds and of 1 / gain
-_KINDS = ("allgather", "star-topk")  # that carry a sparsifier
+_WEIGHTS = (0.6, 0.4)  # weights of seconds and of 1 / gain
+_KINDS = ("allgather", "star-topk")  # collectives that carry a sparsifier
 _WINDOW = 5  # steps over which gains are averaged, or as many as there are ranks if that is more
 _STRIDE = 8  # of a survey: one group of elements in so many
-_LEAST_GAIN = 1e-9
+_LEAST_GAIN = 1e-9  # smallest gain that is divided by
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 _SLOPE = 1.4  # delay ~ ratio ** -slope; 0.9 to 1.9 were measured, the steeper the shorter the delay
 _FIRST = 0.05  # ratio of the first guess
 _GROWS = 4.0  # factor by which its delay grows from that without a residual
-_LEARN = 0.15  # share of a step in what is known
-_LONGEST_WAIT = 30  # steps
-_AFTER_DENSE = 2  # times as long until a residual has filled that was sent whole
+_LEARN = 0.15  # weight of a step in the running average of the delay
+_LONGEST_WAIT = 30  # steps, at most, until a residual is taken to be steady
+_AFTER_DENSE = 2  # times as many steps until a residual is steady that begins empty, after dense exchange
 
 
 @dataclass

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mpicomp.policies import Policy, StepReport
 from mpicomp.rounds import Asked, Pending, Round
 
-_PER_BUCKET = 4  # numbers of its times
+_PER_BUCKET = 4  # times that are sent for a bucket: start, end, own work, ready
 
 
 class Telemetry:

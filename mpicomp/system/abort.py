@@ -37,9 +37,9 @@ from typing import Any, NoReturn
 
 from mpicomp.system import launcher
 
-GRACE_S = 1.0  # how long a rank that leaves with an error waits for the others to do the same
-LAST_WORDS_S = 0.25  # how long the launcher has to pass on what was printed: it drops the rest
-LIMIT_S = 10.0  # after this long, a rank that tries to end the job is ended the hard way
+GRACE_S = 1.0  # seconds that a rank which leaves with an error waits for the others to do the same
+LAST_WORDS_S = 0.25  # seconds for the launcher to pass on what was printed: it drops the rest
+LIMIT_S = 10.0  # seconds after which a rank that tries to end the job is killed
 _STATUS: Any = SystemExit.__dict__["code"]  # where a SystemExit keeps it
 _TAG = 32749  # below the 32767 that every MPI must allow
 

@@ -11,7 +11,7 @@ from mpicomp.reducer import Reducer
 from mpicomp.rounds import Asked
 from mpicomp.torch.exchanging import Exchanging, Params, gradient_of
 
-_LEAST = 0.01  # of the median variance: less is taken for this much, so that a bit cannot move an element far
+_LEAST = 0.01  # smallest variance, as a share of the median: so one bit cannot move an element far
 
 
 class OneBitAdam(Exchanging):

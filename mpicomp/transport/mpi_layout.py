@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpicomp.transport.naps import wait
 
 _PROBE = 1 << 14  # elements of the sum whose bits are compared
-_CORES = 1 << 12  # of one machine; those with higher numbers do not count
+_CORES = 1 << 12  # cores of one machine; those with higher numbers do not count
 
 
 def hosts_of_ranks(comm: MPI.Comm) -> list[int]:

@@ -27,11 +27,11 @@ from mpi4py import MPI
 from mpicomp.errors import ConfigurationError
 from mpicomp.system import abort
 
-STALL_S = 60.0
-_PARTS = 8  # of the stall limit between two looks: a question and its answer take two of them
-_ASK_AT = 0.5  # of the stall limit, so that answers are there when it is over
-_LONGEST_S = 1.0  # between two looks: how late a rank is noticed that has left
-_TURN_S = 0.3  # between ranks with the same to say: the first one ends the job before the next says it
+STALL_S = 60.0  # default of MPICOMP_STALL: seconds after which a rank that waits names those that are missing
+_PARTS = 8  # looks in a stall limit: a question and its answer take two of them
+_ASK_AT = 0.5  # share of the stall limit after which ranks are asked, so that answers are there when it is over
+_LONGEST_S = 1.0  # seconds between two looks, at most: a rank that has left is noticed no later
+_TURN_S = 0.3  # seconds between ranks with the same message: the first one ends the job before the next prints it
 _MOST_TURNS = 10  # ranks from this one on speak at the same time
 _SAME_CALLS = "all ranks have to make the same calls in the same order"
 

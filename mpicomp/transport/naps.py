@@ -4,8 +4,8 @@ import os
 import time
 from collections.abc import Callable
 
-SHORTEST_S = 50e-6  # first nap
-LONGEST_S = 200e-6  # naps double up to this
+SHORTEST_S = 50e-6  # seconds of the first nap
+LONGEST_S = 200e-6  # seconds up to which naps double
 
 
 class Naps:

@@ -18,7 +18,7 @@ from mpicomp.transport.device import DeviceArray, Driver
 
 CHUNK = 4 << 20
 """Bytes of a chunk on the way to the device."""
-CHUNKS = 3  # one is filled, one travels, and one has just arrived
+CHUNKS = 3  # pinned chunks in use: one is filled, one travels, and one has just arrived
 
 
 @dataclass
