@@ -330,7 +330,7 @@ def _interleave(runners: Sequence[Runner], firsts: Sequence[int], limit_s: float
 
 @contextlib.contextmanager
 def _without_garbage() -> Iterator[None]:
-    """Keep the collector of garbage from what is timed."""
+    """Switch garbage collection off while plans are timed."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

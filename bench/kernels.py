@@ -102,7 +102,7 @@ def check_memory(settings: Settings) -> None:
 
 
 def measure(settings: Settings) -> list[dict[str, Any]]:
-    """Measure everything, taking turns, so that what else happens on the machine falls on all of it alike.
+    """Measure everything in turns, so that other load on the machine affects all kernels alike.
 
     Each timed call follows a copy of the array: the copies are as many as the calls, see the same conditions, and
     leave the same things in the caches.

@@ -153,12 +153,12 @@ class SIDCo(_Compress):
         self._stages = stages or (3 if ratio < 0.05 else 2 if ratio < 0.25 else 1)
 
     def prepare(self) -> None:
-        """Note what the call before has selected."""
+        """Note the number of elements that the previous call has selected."""
         super().prepare()
         self._counts.append(int(self._count[0]))
 
     def reset(self) -> None:
-        """Forget what was measured."""
+        """Drop the measurements so far."""
         super().reset()
         self._counts.clear()
 
@@ -167,7 +167,7 @@ class SIDCo(_Compress):
         return min(self.gradients.numel, _ROOM * self.k + _SPARE)
 
     def select(self) -> None:
-        """Select what exceeds the threshold."""
+        """Select the elements above the threshold."""
         gpu.sidco(
             self.gradient,
             self.residual,

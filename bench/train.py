@@ -27,7 +27,7 @@ from mpicomp.torch import DistributedOptimizer, broadcast_parameters
 from mpicomp.transport import Transport
 
 PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
-"""Parts of a step: forward and backward; the reducer's three; the optimizer; what is left."""
+"""Parts of a step: forward and backward; the reducer's three; the optimizer; the rest."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Settings:
 
     @property
     def changes(self) -> bool:
-        """Whether what the second half of a run does may differ from what the first does."""
+        """Whether the second half of a run may use other plans than the first."""
         if self.adapts or self.compressor is None:
             return self.adapts
         return self.compressor.bind([], [], warm_up=False).get_config() != self.compressor.get_config()
@@ -141,7 +141,7 @@ class Outcome:
 
 @dataclass
 class _Timings:
-    """Seconds of one rank, a row a step: the whole, its phases, and what it took to choose plans."""
+    """Seconds of one rank, a row a step: the whole, its phases, and the choice of plans."""
 
     rows: list[list[float]] = field(default_factory=list)
 
@@ -328,7 +328,7 @@ def _gradients(model: torch.nn.Module) -> dict[str, NDArray[np.floating]]:
 
 
 def threads_of_rank(cores: float) -> int:
-    """Return how many threads a rank computes with: what the user says, else what are its own of this host's cores.
+    """Return the number of threads of a rank: the user's setting, else its share of this host's cores.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Training steps with several exchanges in turn, beside the same steps with none: what each leaves of throughput."""
+"""Training steps with several exchanges in turn, and with none: the share of throughput that each leaves."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence

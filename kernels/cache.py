@@ -1,4 +1,4 @@
-"""Where compiled functions are kept, and how processes of one host share the work of compiling them.
+"""Cache of compiled functions, and the sharing of compilation between processes of one host.
 
 Numba alone keeps them beside the source or in the home folder. On a cluster both lie on a file system that all hosts
 share, or that none may write to: then every rank compiles, hosts with other processors overwrite each other's files,
@@ -33,7 +33,7 @@ _setting = threading.Lock()  # of Numba's folder, while one of its caches looks 
 
 
 def cached(function: Function) -> Function:
-    """Keep what a function of ``numba.njit`` is compiled to, where there is a place for that.
+    """Keep the compiled code of a function of ``numba.njit``, where there is a place for it.
 
     Nothing is read or written before the function is compiled for the first time, and no error comes of it.
 
@@ -86,7 +86,7 @@ class HostCache(NullCache):  # type: ignore[misc]
         return found
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Keep what was compiled, if this is the process that the others wait for."""
+        """Keep the compiled code, if this is the process that the others wait for."""
         if not self._lock.held:
             return  # two that write would mix up their files
         try:

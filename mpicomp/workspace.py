@@ -33,7 +33,7 @@ class Workspace:
         return made
 
     def array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return ``size`` elements of ``dtype`` with whatever they last held.
+        """Return ``size`` elements of ``dtype``, not cleared.
 
         The array is the caller's until the same name and dtype are asked for again.
         """

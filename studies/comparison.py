@@ -220,7 +220,7 @@ def _read_names(study: str, option: str, text: str, known: Sequence[str]) -> lis
 
 
 def check(study: str, arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be, before anything runs: numbers out of range, files that cannot be written."""
+    """Refuse impossible options before anything runs: numbers out of range, files that cannot be written."""
     if arguments.steps is not None:
         check_least(study, "--steps", arguments.steps)
     if arguments.limit is not None and not 0 < arguments.limit < float("inf"):
@@ -312,7 +312,7 @@ def _outcome(finished: Finished, runner: Runner) -> str:
 
 
 def _show(table: Table, runner: Runner) -> None:
-    """Print the rows below their headings, and what they mean."""
+    """Print the rows below their headings, and their explanation."""
     rows = table.rows()
     for title in dict.fromkeys(map(table.title, rows)):
         cells = [table.cells(row) for row in rows if table.title(row) == title]

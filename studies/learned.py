@@ -1,4 +1,4 @@
-"""Learned codes beside what they are to replace, in one table: ``python studies/learned.py``."""
+"""Study of learned codes beside the exchanges that they replace, in one table: ``python studies/learned.py``."""
 
 import argparse
 import sys

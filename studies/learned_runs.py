@@ -1,4 +1,4 @@
-"""Learned codes compared with what they are to replace: which trainings that needs, and as which jobs they are run."""
+"""Trainings of the study of learned codes and of the exchanges that they replace, and their jobs."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -51,7 +51,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
 }
 """Words for `mpicomp train` by policy."""
 LOOKING = ("gravac", "flexible", "auto")
-"""Policies whose plans depend on what the network is measured to be."""
+"""Policies whose plans depend on the measured network."""
 
 
 GOALS = {
@@ -167,7 +167,7 @@ def words_of_timing(run: Timing, traces: Mapping[str, str], step_bytes: Mapping[
 
 
 def _block(step_bytes: Mapping[str, float], network: Network) -> int:
-    """Return how many steps make a block: fewer where they take long."""
+    """Return the number of steps of a block: fewer where they take long."""
     bits = 8 * sum(step_bytes.values())
     round_s = len(step_bytes) * _COMPUTING_S + bits / parse_bandwidth(network.bandwidth)
     return min(LONGEST_BLOCK, max(SHORTEST_BLOCK, int(_TIMING_S / round_s / (BLOCKS + 1))))

@@ -266,7 +266,7 @@ def _least_time(row: Mapping[str, Any]) -> float:
 def _row(
     policy: str, task: str, done: Sequence[Mapping[str, Any]], dense: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Sum up what the seeds of a policy came to."""
+    """Summarise the results of a policy over seeds."""
     judged = [own for own in done if own["target"] is not None]
     row: dict[str, Any] = {
         "policy": policy,

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows with what their cells come to.
+    """Return rows with the results of their cells.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Cables in user space: a rate without bursts, and what the kernel's shapers cannot do, a delay.
+"""Cables in user space: a rate without bursts, and a delay, which the kernel's shapers cannot do.
 
 Every host's eth0 is a TUN device. A process of its own reads what hosts send, holds each packet for the time that
 it takes on two cables and in between, and gives it to its host.

@@ -72,7 +72,7 @@ class Head:
         self.forwarder.wait()
 
     def write_agent(self) -> str:
-        """Write what the launcher calls in place of ssh, and return its path."""
+        """Write the agent that the launcher calls in place of ssh, and return its path."""
         table = f"{_SCRATCH}/table"
         rows = [f"{network.control_address(i)} {network.host_name(i)} {pid}" for i, pid in self.pids.items()]
         Path(table).write_text("\n".join(rows) + "\n")

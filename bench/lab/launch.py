@@ -36,7 +36,7 @@ def find_mpi(launcher: Path) -> str:
 
 
 def check_mpi(asked: str | None, launcher: Path) -> str:
-    """Return the MPI to use: what was asked for when that is what is there."""
+    """Return the MPI beside Python; raise if another one was asked for."""
     found = find_mpi(launcher)
     if asked is not None and asked != found:
         assert asked in MPIS

@@ -56,7 +56,7 @@ def choose_mtu(links: Sequence[Link]) -> int:
 
 
 def choose_window(links: Sequence[Link]) -> int:
-    """Return how many bytes a connection may have under way.
+    """Return the number of bytes that a connection may have under way.
 
     Enough for what is on the fastest and longest cable, twice, and for the time that a rank is off its core. More
     would only move the queue from the program into the network, where small messages wait behind large ones.
@@ -68,12 +68,12 @@ def choose_window(links: Sequence[Link]) -> int:
 
 
 def packets_under_way(hosts: int, links: Sequence[Link]) -> int:
-    """Return how many packets there are when all connections fill their windows."""
+    """Return the number of packets when all connections fill their windows."""
     return 64 * hosts + hosts * (hosts - 1) * (choose_window(links) // choose_mtu(links) + 1)
 
 
 def most_packets(links: Sequence[Link]) -> int:
-    """Return how many packets the forwarder has room for; memory is taken up only by those that are there."""
+    """Return the number of packets that the forwarder has room for; memory is used only by those under way."""
     return _MOST_ROOM // choose_mtu(links)
 
 

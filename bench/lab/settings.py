@@ -89,7 +89,7 @@ def make_settings(
     schedule: str | None = None,
     counters: str | None = None,
 ) -> Settings:
-    """Check what the user asked for.
+    """Check the user's settings.
 
     Parameters
     ----------

@@ -87,7 +87,7 @@ class Layer:
 
 
 class Choices:
-    """Collects what steps have run, on one rank."""
+    """Collects the plans that steps have run, on one rank."""
 
     def __init__(self) -> None:
         self.ratios: list[float] = []
@@ -140,7 +140,7 @@ class Choices:
         return np.array(list(self._sums.values())).reshape(-1, 4)
 
     def layers(self, everyones: NDArray[np.float64]) -> list[Layer]:
-        """Return the model's parameters with what was sent of them, in the order of exchange.
+        """Return the model's parameters with their kept elements, in the order of exchange.
 
         Parameters
         ----------
@@ -154,7 +154,7 @@ class Choices:
 
 
 def _energies(record: StepRecord) -> tuple[float, float]:
-    """Return the energy that waits after a step, and what was sent in it; 0 of what is not known or was undone."""
+    """Return the energy left after a step, and the energy sent in it; 0 where unknown or undone."""
     known = [(own.gain, own.energy) for own in record.buckets if not record.skipped]
     waits = sum((1 - gain) * energy for gain, energy in known if gain is not None and energy is not None)
     sent = sum(gain * energy for gain, energy in known if gain is not None and energy is not None)

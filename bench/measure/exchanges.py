@@ -1,4 +1,4 @@
-"""One plan at work: steps that all ranks begin together, and what each took on every rank."""
+"""Timed steps of one plan, which all ranks begin together, with the seconds of each on every rank."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -150,14 +150,14 @@ class Runner:
             self.checks.append(judge(told, self._lossless))
 
     def catch_up(self) -> None:
-        """Meet the other ranks, and hear what the last step took them. Collective."""
+        """Meet the other ranks, and receive the seconds of their last steps. Collective."""
         shared = share(np.zeros(_FIELDS) if self._last is None else self._last, self._transport)
         if self._last is not None:
             self.steps.append(shared)
         self._last = None
 
     def close(self) -> None:
-        """Release what it holds, but for what was measured."""
+        """Release its resources; measurements stay."""
         if self._reducer is not None:
             self._reducer.close()
         self._reducer = None
@@ -199,6 +199,6 @@ def share(numbers: NDArray[np.float64], transport: Transport) -> NDArray[np.floa
 
 
 def in_turn(runners: Sequence[Runner]) -> Iterator[Runner]:
-    """Yield each once, another one first every time: what follows whom is the same for all."""
+    """Yield each once, another one first every time, always in the same cyclic order."""
     turn = len(runners[0].steps) % len(runners)
     yield from [*runners[turn:], *runners[:turn]]

@@ -1,4 +1,4 @@
-"""Commands as processes, each with its files in a folder: what is complete there is not run again."""
+"""Commands as processes, each with its files in a folder: jobs whose files are complete are not run again."""
 
 import json
 import os
@@ -208,7 +208,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read what ``train --metrics`` wrote; nothing where there is none, or half of a line."""
+    """Read the lines that ``train --metrics`` wrote; an empty list where there are none, or half of a line."""
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):

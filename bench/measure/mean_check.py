@@ -99,7 +99,7 @@ def statement(
 
 
 def judge(statements: NDArray[np.float64], lossless: bool) -> Check:
-    """Compare what the ranks say; the same on all ranks that were given the same.
+    """Compare the numbers of the ranks; the same on all ranks that were given the same.
 
     An element of rank r is rounded when residual and gradient are added, when what was sent is taken off, and on its
     way through a sum of all ranks and a division: at most ranks + 3 times. Errors of different signs add up like a

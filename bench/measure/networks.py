@@ -49,7 +49,7 @@ class Network:
 
 
 def read(command: str, text: str) -> list[Network]:
-    """Read networks with commas between them; what is named twice counts once.
+    """Read networks with commas between them; duplicates count once.
 
     Raises
     ------

@@ -56,7 +56,7 @@ class Progress:
             yield
 
     def step(self, step: int, loss: float, seconds: float, record: StepRecord, quality: float | None = None) -> None:
-        """Show one step that is done, with what it has run, and the quality on held-out data where it was measured."""
+        """Show a finished step with its plans, and the quality on held-out data where it was measured."""
         if not self._visible:
             return
         text = f"loss {loss:.3f}  {seconds:.3f} s a step  {_megabytes(record.wire_bytes)} on the wire"

@@ -27,7 +27,7 @@ _MORE_VARIABLES = (
 
 
 def environment(threads: int, device: str, job: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return versions and the processor: what numbers depend on, and nothing that tells who measured when.
+    """Return versions and the processor, which numbers depend on; nothing that reveals who measured when.
 
     Parameters
     ----------

@@ -30,7 +30,7 @@ class Task(Protocol):
     clip: float | None
     """Largest L2 norm of the averaged gradient, applied between exchange and update; None for no clipping."""
     glance: float
-    """Share of the held-out samples that is enough to see in the course of training how it goes."""
+    """Share of the held-out samples that suffices to follow the quality during training."""
 
     def model(self) -> torch.nn.Module:
         """Return a new model, initialised from the seed: the same bits on every rank."""

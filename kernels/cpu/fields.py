@@ -21,7 +21,7 @@ _UNIT = np.float32(2.0**-24)
 
 
 def fields_of(largest: int) -> int:
-    """Return how many fields a word has when none may hold more than ``largest``.
+    """Return the number of fields of a word when none may hold more than ``largest``.
 
     Examples
     --------
@@ -32,7 +32,7 @@ def fields_of(largest: int) -> int:
 
 
 def words_of(numel: int, largest: int) -> int:
-    """Return how many words ``numel`` fields fill.
+    """Return the number of words that ``numel`` fields fill.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Signs as votes: what most ranks say of each element.
+"""Signs as votes: the majority of ranks for each element.
 
 Bit j of word w is set where element ``64 * w + j`` is negative, by its sign bit, as in `mpicomp.kernels.cpu.signs`.
 """

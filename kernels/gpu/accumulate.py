@@ -1,4 +1,4 @@
-"""Error feedback: gradient plus residual, in the sweep that also finds what a selection needs to know."""
+"""Error feedback: gradient plus residual, in one sweep that also collects moments and candidates."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ _REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 
 def library() -> Any:
-    """Return the module cupy, which whoever has an array of it has imported."""
+    """Return the module cupy, which every owner of a CuPy array has imported."""
     try:
         return sys.modules["cupy"]
     except KeyError:

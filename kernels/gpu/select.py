@@ -86,7 +86,7 @@ def compact(
     offset: Any = 0,
     candidates: tuple[Any, Any] | None = None,
 ) -> Any:
-    """Write what reaches a threshold, ascending by index, in two launches.
+    """Write the elements that reach a threshold, ascending by index, in two launches.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ def compact(
 
 
 def counters_of_tiles(number: int) -> tuple[Any, Any]:
-    """Make room for what `count_tiles` leaves to `write_tiles`: by tile, and by block."""
+    """Allocate the counters that `count_tiles` leaves for `write_tiles`: by tile, and by block."""
     return library().empty(number, np.uint64), library().empty(max(1, -(-number // WARPS)), np.uint64)
 
 

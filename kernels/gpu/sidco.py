@@ -53,7 +53,7 @@ def sidco(
     count: Any,
     workspace: Workspace,
 ) -> Estimate:
-    """Select what exceeds an estimated threshold, and leave the rest as the new residual.
+    """Select the elements above an estimated threshold, and leave the rest as the new residual.
 
     The rule is that of `mpicomp.SIDCo`, its number of stages given. ``stages + 13`` launches for float32 and three more
     for float64, of 2048 elements and more; one more for gamma. Which of them have anything to do the device decides;

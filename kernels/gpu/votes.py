@@ -1,4 +1,4 @@
-"""Signs as votes: what most ranks say of each element."""
+"""Signs as votes: the majority of ranks for each element."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""FetchSGD: sketches are summed and remembered, and what is large in what is remembered is delivered."""
+"""FetchSGD: sketches are summed and remembered, and the largest elements of that memory are delivered."""
 
 import math
 from dataclasses import dataclass

@@ -157,7 +157,7 @@ class Gossip:
         return {"turn": self.turn, "probes": list(self.probes)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Restore the state that `state_dict` returned, on all ranks alike; tell whether it could be.
+        """Restore the state that `state_dict` returned, on all ranks alike; return whether it fits.
 
         It is not taken up where it is of another model or of another number of neighbours.
         """

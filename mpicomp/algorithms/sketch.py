@@ -37,7 +37,7 @@ class Sketch(Compressor):
     family: ClassVar[str] = "sketch"
     message: ClassVar[str] = "sketch"
     remembered: ClassVar[bool] = False
-    """Whether what is not delivered waits in a table, and not in residuals."""
+    """Whether elements that are not delivered wait in a table, and not in residuals."""
 
     ratio: float = 0.01
     rows: int = 3

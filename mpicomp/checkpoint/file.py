@@ -93,7 +93,7 @@ def header_of(path: Path) -> Header | None:
 
 
 def _header(about: dict[str, Any]) -> Header:
-    """Check what a file says of itself, in a schema that is known."""
+    """Check a file's own description, in a known schema."""
     header = Header(**{key: about[key] for key in about.keys() - {"schema", "mpicomp"}})
     values = asdict(header).values()
     if about["schema"] != SCHEMA or any(type(own) is not int or not 0 <= own <= _LARGEST for own in values):
@@ -155,7 +155,7 @@ def _encode(value: Any, path: str, arrays: list[tuple[Leaf, Any]]) -> Any:
 
 
 def _leaf(value: Any, path: str) -> Leaf | None:
-    """Describe an array; None for what is none, or cannot be stored."""
+    """Describe an array; None for other objects, and for arrays that cannot be stored."""
     if type(value) is np.ndarray or isinstance(value, np.generic):
         dtype = value.dtype
         if dtype.kind not in _KINDS:
@@ -294,7 +294,7 @@ class RankFile:
         return self
 
     def tree(self, fetch: Callable[[Leaf], Any] = lambda leaf: leaf) -> Any:
-        """Return the tree, with what ``fetch`` makes of them in place of its arrays."""
+        """Return the tree, with its arrays replaced by the results of ``fetch``."""
         return self._guarded(lambda: _decode(json.loads(self._metadata["state"]), fetch))
 
     def read(self, leaf: Leaf) -> Any:

@@ -114,7 +114,7 @@ def begin(folder: Path) -> int:
 
 
 def finish(folder: Path, number: int, ranks: int) -> None:
-    """Make what all ranks have written a checkpoint."""
+    """Turn the folder that all ranks have written into a checkpoint."""
     part = part_folder(folder, number)
     for rank in range(ranks):
         if not (part / file_name(rank)).exists():

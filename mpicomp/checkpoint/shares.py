@@ -50,7 +50,7 @@ def reducers(tree: Any, path: str = "state") -> Iterator[tuple[str, dict[str, An
 
 
 def shared_anew(state: Any, parts: Iterable[tuple[float, RankFile]]) -> Any:
-    """Return a state of which what reducers hold is replaced by the weighted sums over files, made in float64."""
+    """Return a state in which reducers' arrays are replaced by weighted sums over files, made in float64."""
     sums: dict[tuple[str, str, str], Any] = {}
     for weight, file in parts:
         for path, own in reducers(file.tree()):

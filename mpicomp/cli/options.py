@@ -40,7 +40,7 @@ def check_least(command: str, option: str, value: int, least: int = 1) -> int:
 
 
 def read_ratios(command: str, text: str) -> list[float]:
-    """Read kept fractions with commas between them; what is named twice counts once."""
+    """Read kept fractions with commas between them; duplicates count once."""
     from mpicomp.compressors.base import check_ratio
     from mpicomp.errors import ConfigurationError
 
@@ -89,7 +89,7 @@ def read_policy(command: str, text: str) -> "Policy":
 
 
 def read_numels(command: str, text: str) -> list[int]:
-    """Read lengths with commas between them; what is named twice counts once."""
+    """Read lengths with commas between them; duplicates count once."""
     from mpicomp.errors import ConfigurationError
 
     try:

@@ -139,7 +139,7 @@ def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
 
 
 def _policy(arguments: argparse.Namespace, compressor: "Compressor | None") -> "Policy":
-    """Return the policy that was named, or the one that is meant; what it cannot work with is refused."""
+    """Return the policy that was named or implied; settings that it cannot work with are refused."""
     from mpicomp.cli.options import read_policy
     from mpicomp.policies import Named
 

@@ -112,7 +112,7 @@ def slowest(costs: Iterable[Terms]) -> Terms:
 
 
 def _through_one_link(task: Round, group: Group) -> int:
-    """Return how many ranks of a host send as much as this one through the host's link at the same time.
+    """Return the number of ranks of a host that send as much as this one through its link at the same time.
 
     In a ring, and in what libraries do, one rank of a host talks to the next host. Where all talk to all, or with
     partners that are far away, all of a host's do.

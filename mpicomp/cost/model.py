@@ -1,4 +1,4 @@
-"""The cost model: what a plan will take, learnt from what plans took."""
+"""The cost model: predicted seconds of plans, learnt from measured ones."""
 
 import json
 import math
@@ -103,7 +103,7 @@ class CostModel:
 
     @classmethod
     def from_json(cls, content: Any) -> "CostModel":
-        """Build one from what `to_json` gave.
+        """Build one from the result of `to_json`.
 
         Raises
         ------

@@ -155,7 +155,7 @@ class Candidates:
         return self._step - int(self._last[plan]) if self._last[plan] >= 0 else None
 
     def observe(self, plan: int, kernels_s: float, seconds: float) -> bool:
-        """Learn from what a plan took, the same numbers on all ranks; return whether the network has changed.
+        """Learn from a plan's measured seconds, the same on all ranks; return whether the network has changed.
 
         Parameters
         ----------
@@ -195,7 +195,7 @@ class Candidates:
         return changed
 
     def unsettle(self) -> None:
-        """Predict with links that were measured anew, and trust what was learnt of plans less."""
+        """Predict with links that were measured anew, and trust corrections learnt for plans less."""
         for place, rounds in enumerate(self._rounds):
             rounds.variance += _CHANGED_SD**2
             self._tables[2][place, 1] = rounds.variance
@@ -207,7 +207,7 @@ class Candidates:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Predict with what is known now."""
+        """Predict anew with the current state."""
         speeds, kernels, rounds = self._tables
         arithmetic.outlook(
             self._coefficients, self._network.units, self._network.factor_variance, self._alone, speeds, kernels,

@@ -48,7 +48,7 @@ class Rivals:
 
 
 class Codes:
-    """The learned code of a run, if there is one: which buckets have it, and for how many steps it has been learnt.
+    """The learned code of a run, if there is one: its buckets, and the number of steps that it has been learnt for.
 
     A code saves nothing until it was learnt and given to all ranks, and how long a training will still go on nobody
     says. It is taken to go on for as many steps as it has gone on so far: over these a code has to pay for the steps in
@@ -146,7 +146,7 @@ class Codes:
         self._learnt = {str(name): int(steps) for name, steps in state["learnt"].items()}
 
     def _agree(self, transport: Transport) -> Generator[Asked, Any, None]:
-        """Leave out what needs packages, where some rank lacks one. Collective: a round of a byte."""
+        """Leave out codes that need packages, where some rank lacks one. Collective: a round of a byte."""
         ranks = transport.group.size
         there = all(find_spec(name) is not None for code in self._templates for name in code.needs)
         own = np.array([there], np.uint8)

@@ -274,7 +274,7 @@ class Flexible(Policy):
         return {option: np.array(own) for option, own in found.items()}
 
     def _renew(self) -> None:
-        """Forget what was seen of the option that ran."""
+        """Drop the gains seen of the option that ran."""
         self._ran, self._gain, self._reference = 0, 0.0, None
 
     def _changed(self) -> bool:
@@ -289,7 +289,7 @@ class Flexible(Policy):
         return abs(self._gain - self._reference) >= self.gain_threshold * self._reference
 
     def _note(self) -> bool:
-        """Take up what star-topk gains of what the spectrum says; tell whether that is news."""
+        """Note star-topk's gain as a share of the spectrum's; return whether that is news."""
         option = self._current
         if option is None or option.kind != "star-topk" or self._ran < self._window:
             return False
@@ -300,7 +300,7 @@ class Flexible(Policy):
         return abs(now - before) >= self.gain_threshold * before
 
     def _solve(self) -> None:
-        """Choose with what is known now."""
+        """Choose by the current state."""
         if self._spectral is None:
             return
         objectives = self.objectives()

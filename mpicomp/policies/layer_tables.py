@@ -1,4 +1,4 @@
-"""Errors and sizes of a bucket's layers at every setting of a compressor: what L-GreCo chooses among."""
+"""Errors and sizes of a bucket's layers at every setting of a compressor, among which L-GreCo chooses."""
 
 import glob
 import math

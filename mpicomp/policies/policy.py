@@ -146,7 +146,7 @@ class Policy(ABC):
 
     @abstractmethod
     def adopt(self, named: Named) -> None:
-        """Take up what the user has named, and set `compressor` and `feedback`.
+        """Take up the settings named by the user, and set `compressor` and `feedback`.
 
         Raises
         ------
@@ -174,7 +174,7 @@ class Policy(ABC):
         yield
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
-        """Do what has to be done before this step's plans. Collective, as rounds; mostly there are none."""
+        """Prepare this step's plans. Collective, as rounds; mostly there are none."""
         return
         yield
 
@@ -183,10 +183,10 @@ class Policy(ABC):
         """Return a bucket's plan for this step; asked for once a step."""
 
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:  # noqa: B027, most have nothing to learn
-        """Learn what a step delivered, at its end; a step that was undone is passed over."""
+        """Learn from the results of a step, at its end; a step that was undone is passed over."""
 
     def learn(self, told: StepReport) -> None:  # noqa: B027, most have nothing to learn
-        """Learn what ranks told of a step for which it was listening, or had a survey."""
+        """Learn from the telemetry of a step for which it was listening, or had a survey."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that has to survive a restart, JSON-able; not the cost model."""

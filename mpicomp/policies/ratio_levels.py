@@ -1,4 +1,4 @@
-"""One compressor at several ratios: what policies choose among."""
+"""One compressor at several ratios, among which policies choose."""
 
 import math
 from collections.abc import Sequence

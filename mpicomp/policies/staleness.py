@@ -1,4 +1,4 @@
-"""By how many steps a bucket's gradients are late under a ratio, learnt from what its exchanges delivered."""
+"""Delay of a bucket's gradients, in steps, under a ratio; learnt from the gains of its exchanges."""
 
 import math
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class Delays:
 
     @property
     def steady(self) -> bool:
-        """Whether what runs has run for long enough to tell how it is."""
+        """Whether the running plan has run for long enough to be judged."""
         return self.wait <= 0
 
     def guess(self, lost: float) -> None:

@@ -28,7 +28,7 @@ class Survey(Protocol):
     """Measures layers of a bucket on one rank. Ranks send each other what it gives, whose length is the same on all."""
 
     def width(self, sizes: Sequence[int]) -> int:
-        """Return how many numbers a bucket with layers of these sizes is measured in."""
+        """Return the length of the survey of a bucket with layers of these sizes."""
         ...
 
     def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:

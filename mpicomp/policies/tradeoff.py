@@ -46,7 +46,7 @@ def delay_for(steps: float, signal: float) -> float:
 
 @dataclass(frozen=True)
 class Balance:
-    """Rows of every bucket, with what they take and what they delay, and where training stands.
+    """Rows of every bucket, with their seconds and delays, and the state of training.
 
     After ``age`` steps a model is where it would have been ``behind(delay, signal)`` steps before, so that ``(age +
     behind) x seconds of a step`` is what it takes to where it is.

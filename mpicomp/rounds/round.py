@@ -1,4 +1,4 @@
-"""Rounds: what a scheme asks of the transport."""
+"""Rounds: the communication that a scheme asks of the transport."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

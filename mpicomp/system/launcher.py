@@ -20,7 +20,7 @@ _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that keeps a job from running well, and what to do about it."""
+    """Something that keeps a job from running well, and its remedy."""
 
     what: str
     fix: str

@@ -88,7 +88,7 @@ def check_bytes_are_those_of_rounds(cls: type[Scheme[Any]]) -> None:
 
 
 def check_one_bad_rank_is_seen_by_all(cls: type[Scheme[Any]]) -> None:
-    """Check that NaN or infinity on whatever rank is told to all of them."""
+    """Check that NaN or infinity on any rank is reported to all of them."""
     for compressor, ranks in itertools.product(_carried(cls), (1, 2, 3, 4)):
         for culprit, bad in itertools.product(range(ranks), (np.nan, np.inf, -np.inf)):
             arrays = _gradients(ranks, 50, DTYPES[0])
@@ -99,7 +99,7 @@ def check_one_bad_rank_is_seen_by_all(cls: type[Scheme[Any]]) -> None:
 
 
 def check_one_stale_rank_is_heard_by_all(cls: type[Scheme[Any]]) -> None:
-    """Check that the wish of whatever rank to agree anew comes to all of them, and is not taken for a bad number."""
+    """Check that any rank's wish to agree anew comes to all of them, and is not taken for a bad number."""
     for compressor, ranks in itertools.product(_carried(cls), (1, 2, 3, 4)):
         for culprit in range(ranks):
             outcome = _exchange(compressor, cls.id, _gradients(ranks, 50, DTYPES[0]), LocalWorld(ranks), culprit)

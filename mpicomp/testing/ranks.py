@@ -19,7 +19,7 @@ PRECISION: dict[np.dtype[Any], float] = {np.dtype(np.float32): 2e-5, np.dtype(np
 
 
 def accumulated(array: Array, residual: Array | None = None) -> Accumulated:
-    """Wrap an array as what `Sparsifier.select` is given.
+    """Wrap an array as the input of `Sparsifier.select`.
 
     Parameters
     ----------

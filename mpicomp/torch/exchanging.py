@@ -100,7 +100,7 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
             self._names[parameter] = name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, and under ``"mpicomp"`` the steps and what the reducers keep on this rank."""
+        """Return the optimizer's state, and under ``"mpicomp"`` the steps and this rank's states of the reducers."""
         kept = {name: reducer.state_dict() for name, reducer in self.reducers.items()}
         return super().state_dict() | {"mpicomp": {"steps": self.steps, "reducers": kept}}
 
@@ -124,7 +124,7 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
         self.steps = int(kept["steps"])
 
     def close(self) -> None:
-        """Release what the reducers hold of MPI. It waits for nobody; a second call does nothing."""
+        """Release the reducers' MPI resources. It waits for nobody; a second call does nothing."""
         for reducer in self.reducers.values():
             reducer.close()
         if self._owned:

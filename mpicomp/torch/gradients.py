@@ -31,7 +31,7 @@ _joined: "Gradients | None" = None
 
 
 class Gradients(Beside):
-    """The gradients of some parameters, and how they are averaged.
+    """The gradients of some parameters, and their averaging.
 
     Making them is collective over the reducer's ranks, as is `average`.
 
@@ -162,7 +162,7 @@ class Gradients(Beside):
         self._settings, self._met, self._asked, self._drifting = settings, False, False, False
 
     def leave(self) -> None:
-        """End what `join` has begun; not collective."""
+        """End the context that `join` has begun; not collective."""
         global _joined
         _joined = None
         self._settings = None
@@ -231,7 +231,7 @@ class Gradients(Beside):
         self.note()
 
     def note(self) -> None:
-        """Take gradients as they are now for what they are after the exchange."""
+        """Treat the current gradients as those after the exchange."""
         self._noted.clear()
         if self.frozen:
             self._noted |= {
@@ -286,7 +286,7 @@ class Gradients(Beside):
         return all(mean is None or bool(np.isfinite(mean[1]).all()) for mean in self._rows_means.values())
 
     def close(self) -> None:
-        """Release what it holds; not collective."""
+        """Release its resources; not collective."""
         self.closed = True
         self._seen.clear()
         self._stream = None
@@ -311,7 +311,7 @@ class Gradients(Beside):
         return dense, absent
 
     def _exchange(self, dense: dict[str, torch.Tensor], lr: Any, absent: set[str]) -> dict[str, torch.Tensor]:
-        """Exchange what is not under way already, and give the means."""
+        """Exchange buckets that are not under way already, and return the means."""
         stream = self._stream
         self._stream = None
         self._seen.clear()
@@ -325,7 +325,7 @@ class Gradients(Beside):
         return means
 
     def _begin(self) -> None:
-        """Find out who has batches in this step, before anything is handed over. Collective where ranks may have none.
+        """Find out which ranks have batches in this step, before the exchange. Collective where ranks may have none.
 
         A mean is that of the ranks that have: they multiply their gradients, and the others have zeros.
         """

@@ -151,7 +151,7 @@ def _plain(value: Any) -> Any:
 
 
 def _put(group: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Make a group's settings these, and keep the kinds of what it holds."""
+    """Replace a group's settings by these, and keep the types of its values."""
     for key, value in settings.items():
         own = group.get(key)
         if isinstance(own, list | tuple):

@@ -163,7 +163,7 @@ class _Gossiping(Wrapped):
         return loss
 
     def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Refuse what cannot be served."""
+        """Refuse gradients that cannot be served."""
         if hasattr(self, "found_inf"):
             raise ConfigurationError(
                 "PowerGossip: gradients that a GradScaler has scaled cannot be served; use torch.autocast with "
@@ -186,7 +186,7 @@ class _Gossiping(Wrapped):
         return state | {"mpicomp": self._mpicomp_models.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, or what that of the plain optimizer did. On all ranks."""
+        """Load a result of `state_dict`, or one of the plain optimizer's `state_dict`. On all ranks."""
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
         self._mpicomp_models.load_state_dict(state_dict.get("mpicomp", {}))
 

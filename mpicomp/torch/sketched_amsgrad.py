@@ -17,7 +17,7 @@ from mpicomp.torch.exchanging import Exchanging, Params, gradient_of
 
 
 class SketchedAMSGrad(Exchanging):
-    """SketchedAMSGrad: what moves a parameter most is found in a sketch of all ranks' momenta, and exchanged.
+    """SketchedAMSGrad: the momenta that move a parameter most are found in a sketch of all ranks', and exchanged.
 
     Each rank keeps a momentum ``m`` of its own gradients. ``lr * m`` is exchanged by `mpicomp.CountSketch` with error
     feedback, over the collective ``sketched``: where the sum over ``sqrt(vhat)`` is large is found on all ranks alike,

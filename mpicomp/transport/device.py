@@ -119,7 +119,7 @@ class Driver(Protocol):
     """
 
     def count(self) -> int:
-        """Return how many devices there are."""
+        """Return the number of devices."""
 
     def memory(self, device: int, nbytes: int) -> int:
         """Return the address of memory on a device, which is never given back."""
@@ -137,10 +137,10 @@ class Driver(Protocol):
         """Make an event."""
 
     def record(self, device: int, event: int, stream: int) -> None:
-        """Let an event mark what was put into a stream so far."""
+        """Let an event mark the work put into a stream so far."""
 
     def follow(self, device: int, stream: int, event: int) -> None:
-        """Let what is put into a stream from now on come after an event."""
+        """Let work put into a stream from now on come after an event."""
 
     def wait(self, device: int, event: int) -> None:
         """Wait until an event has come to pass; at once where it was never recorded."""

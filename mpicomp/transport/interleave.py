@@ -84,7 +84,7 @@ class Interleaver:
         return not any(lane.jobs for lane in self._lanes)
 
     def run(self, exchanges: Iterable[Generator[Asked, Any, Value]]) -> list[Value]:
-        """Run generators, and what was submitted before, to their ends and return what they return.
+        """Run generators, and those submitted before, to their ends and return their values.
 
         Raises
         ------
@@ -101,7 +101,7 @@ class Interleaver:
         return [job.result() for job in jobs]
 
     def close(self) -> None:
-        """Release the lanes. It waits for nobody: what is not done then fails with `ClosedError`."""
+        """Release the lanes. It waits for nobody: generators not done then fail with `ClosedError`."""
         for lane in self._lanes:
             lane.transport.close()
             while lane.jobs:
@@ -170,7 +170,7 @@ class ProgressThread:
         return job
 
     def wait(self, jobs: Iterable[Job[Any]]) -> None:
-        """Wait until jobs are done, and raise what the first one that failed raised. Not collective.
+        """Wait until jobs are done, and raise the exception of the first one that failed. Not collective.
 
         This thread computes nothing meanwhile, so the other one sleeps less.
         """
@@ -244,7 +244,7 @@ class _Driver:
 
 
 def leave_all() -> None:
-    """Have every thread leave what it does, as this process leaves."""
+    """Stop every progress thread, as this process leaves."""
     for driver in list(_drivers):
         driver.leave()
 

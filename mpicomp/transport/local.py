@@ -105,7 +105,7 @@ class LocalWorld:
         ]
 
     def run(self, exchanges: Sequence[Generator[Asked, Any, Value]]) -> list[Value]:
-        """Run one generator a rank to their ends and return what they return, in rank order.
+        """Run one generator a rank to their ends and return their values, in rank order.
 
         Raises
         ------

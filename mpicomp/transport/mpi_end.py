@@ -59,6 +59,6 @@ def install() -> None:
 
 
 def _finalize_after_leaving() -> Any:
-    """Do what mpi4py's function of this name does, when all ranks are there."""
+    """Call mpi4py's function of this name, when all ranks are there."""
     leave()
     return _finalize()

@@ -26,7 +26,7 @@ def hosts_of_ranks(comm: MPI.Comm) -> list[int]:
 
 
 def cores_of_a_rank(comm: MPI.Comm, hosts: Sequence[int]) -> float:
-    """Return how many cores there are for each rank, where they are fewest; the same on all ranks. Collective.
+    """Return the cores for each rank on the host where they are fewest; the same on all ranks. Collective.
 
     Those count that some rank of a host may run on.
 

@@ -54,7 +54,7 @@ class ChannelSet:
         return [self.channels[name].begun if name in self.channels else 0 for name in _NAMES]
 
     def settle(self) -> bool:
-        """Move on what is under way and tell whether nothing is."""
+        """Advance the rounds under way; return whether none is left."""
         return False not in [channel.settle() for channel in self.channels.values()]
 
 
@@ -164,7 +164,7 @@ class Pool:
         return offered
 
     def _meet(self, comm: MPI.Comm, offered: Sequence[ChannelSet]) -> NDArray[np.int64]:
-        """Exchange what ranks have to say before channels are handed out, a row for each."""
+        """Exchange the ranks' offers before channels are handed out, a row for each."""
         mine = np.full(3 + _OFFERS * _OF_A_SET, -1, np.int64)
         mine[:3] = round(wanted_seconds() * 1e6), MPI.Query_thread(), self._next  # microseconds
         for place, own in enumerate(offered):

@@ -161,7 +161,7 @@ class Watch:
             self.look()
 
     def look(self) -> None:
-        """Hear and answer the others, ask them where this rank has waited for long, and say what comes of it."""
+        """Receive and answer questions, ask the others where this rank has waited for long, and report the answers."""
         with self._one_at_a_time:
             self._looked_at = time.monotonic()
             status = MPI.Status()

@@ -130,7 +130,7 @@ class Staging:
         return result
 
     def close(self) -> None:
-        """Wait for what is under way: its memory goes."""
+        """Wait for copies under way, whose memory is released then."""
         cuda = device.driver()
         if cuda is not None:
             for arrival in self._arrivals.values():

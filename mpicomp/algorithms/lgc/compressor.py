@@ -30,7 +30,7 @@ _LAYERS = 3  # with fewer of them no layer is an exception
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring parameters of one layer: where they are in their bucket, how many are sent, and how.
+    """Neighbouring parameters of one layer: place in the bucket, number of elements sent, and form of travel.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class Selected:
 
     @property
     def coded(self) -> slice:
-        """The place in the list of what is coded; empty where nothing is."""
+        """The place of the coded elements in the list; empty where nothing is coded."""
         places = self.places
         own = [place for part, place in zip(self.parts, places, strict=True) if part.travels == "coded"]
         return slice(own[0].start, own[-1].stop) if own else slice(0, 0)
@@ -283,7 +283,7 @@ class LGC(Learner):
         model: Mapping[str, int] | None = None,
         warm_up: bool = True,
     ) -> "LGC":
-        """Find what travels dense, sparse and coded in a bucket; see `Compressor.bind`.
+        """Find the parts of a bucket that travel dense, sparse and coded; see `Compressor.bind`.
 
         Without ``warm_up`` it has a code at its second step, if it ever has: what that takes is what later steps take.
         """
@@ -327,7 +327,7 @@ class LGC(Learner):
         return Autoencoder(workspace, seed, self.encoder, self.decoder, self.learning_rate, self.passes)
 
     def check_installed(self) -> None:
-        """Raise where what it takes to learn is not installed."""
+        """Raise where a package that learning needs is not installed."""
         if self.code == "autoencoder" and find_spec("torch") is None:
             raise ConfigurationError(
                 "lgc: code='autoencoder' is trained with torch, which is not installed; install it, or use "

@@ -129,7 +129,7 @@ class Learned(Scheme[LGC]):
         return [*tasks, _collect(selected, dtype, group)] if able else tasks
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
-        """Do what the phase asks for; see `Scheme.exchange`."""
+        """Exchange by the current phase; see `Scheme.exchange`."""
         compressor = self.compressor
         selected = compressor.selected(accumulated.numel)
         known = _Known.remembered(self._of(selected, context), context)
@@ -205,7 +205,7 @@ class Learned(Scheme[LGC]):
         return error
 
     def _load(self, held: _Held, known: _Known, context: Context) -> None:
-        """Bring the trainer's code to what is remembered of it."""
+        """Restore the trainer's code to its remembered state."""
         if known.learnt is None:
             held.code = self._fresh(context)
         elif held.entry is not known.learnt:
@@ -213,7 +213,7 @@ class Learned(Scheme[LGC]):
         held.entry = known.learnt
 
     def _share(self, held: _Held, known: _Known, context: Context) -> Generator[Round, NDArray[Any], None]:
-        """Return all ranks the weights, where they have none, and have the code use them."""
+        """Broadcast the weights to ranks that have none, and have the code use them."""
         if known.weights is None:
             task = self._give(held.code, context.group)
             if context.group.rank == _TRAINER:

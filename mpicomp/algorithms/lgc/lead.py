@@ -55,7 +55,7 @@ class Lead:
 
     @property
     def layers(self) -> list[slice]:
-        """The places of coded layers among what is coded."""
+        """The places of coded layers among the coded values."""
         first = self.selected.coded.start
         pairs = zip(self.selected.parts, self.selected.places, strict=True)
         coded = [place for part, place in pairs if part.travels == "coded"]
@@ -150,7 +150,7 @@ def follow(
 
 
 def make_frame(lead: Lead, values: NDArray[np.floating], frame: NDArray[np.floating]) -> None:
-    """Write what coded values would be divided by if a rank with these led; for who learns from what it knows."""
+    """Write the divisors of coded values as if a rank with these values led; for the rank that learns."""
     words = np.empty(sum(-(-(layer.stop - layer.start) // _LANES) for layer in lead.layers), np.uint64)
     scales = np.empty(len(lead.layers))
     _pack_frame(lead, values, scales, words)
@@ -158,7 +158,7 @@ def make_frame(lead: Lead, values: NDArray[np.floating], frame: NDArray[np.float
 
 
 def relative(values: NDArray[np.floating], frame: NDArray[np.floating], out: NDArray[np.floating]) -> None:
-    """Divide values by a frame, and take what is beyond `_LIMIT` to it; infinity too, but not NaN."""
+    """Divide values by a frame, and clip them to `_LIMIT`; infinity too, but not NaN."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         np.divide(values, frame, out=out)
     np.clip(out, -_LIMIT, _LIMIT, out=out)
@@ -231,7 +231,7 @@ def _gathered(listed: NDArray[np.uint32], accumulated: Accumulated, workspace: W
 
 
 def _check_scales(scales: NDArray[np.float64], leader: int) -> None:
-    """Raise where values cannot be divided by what they are said to be relative to."""
+    """Raise where a scale of the leading rank is not a positive number."""
     for scale in scales.tolist():
         if not 0 < scale < inf:
             raise MessageError(f"learned: from rank {leader}: scales must be positive numbers, got {scale}")

@@ -110,11 +110,11 @@ class LearnedCode(ABC):
 
     @abstractmethod
     def size(self, ranks: int) -> int:
-        """Return the number of weights, which is what `weights` gives; ``ranks`` decoders where each has its own."""
+        """Return the number of weights, the size of `weights`; ``ranks`` decoders where each has its own."""
 
     @abstractmethod
     def weights(self) -> NDArray[np.float32]:
-        """Return all that `encode` and `decode` need, shape (size,): what is broadcast once. Only after `learn`."""
+        """Return the weights that `encode` and `decode` need, shape (size,), for one broadcast. Only after `learn`."""
 
     @abstractmethod
     def use(self, weights: NDArray[np.float32]) -> None:
