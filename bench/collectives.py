@@ -213,7 +213,7 @@ class _Bench:
         runner.close()
 
     def _warm_up(self, runner: Runner) -> int:
-        """Do the steps that are not timed, one more at the end, and give the first that counts."""
+        """Do the steps that are not timed, one more at the end, and return the first that counts."""
         share = self.settings.limit_s / 4
         for _ in range(_COLD):
             runner.step()
@@ -224,7 +224,7 @@ class _Bench:
         return len(runner.steps) - 1
 
     def _sample(self, timing: TimedPlan) -> str:
-        """Time steps until they are enough, and tell why they are."""
+        """Time steps until they are enough, and return why they are."""
         assert timing.runner is not None
         limit = self.settings.limit_s
         while True:
@@ -311,7 +311,7 @@ class _Bench:
 
 
 def _interleave(runners: Sequence[Runner], firsts: Sequence[int], limit_s: float) -> str:
-    """Time runners in turn until the first one's median is known well, or the time is over; tell which."""
+    """Time runners in turn until the first one's median is known well, or the time is over; return which."""
     while True:
         samples = [runner.slowest()[first:] for runner, first in zip(runners, firsts, strict=True)]
         number = min(map(len, samples))

@@ -293,7 +293,7 @@ def _step(
     transport: Transport,
     comparison: Comparison | None,
 ) -> tuple[float, float, dict[str, float]]:
-    """Do one step; give the loss on this rank, the seconds, and the seconds by phase.
+    """Do one step; return the loss on this rank, the seconds, and the seconds by phase.
 
     Comparing gradients is no part of the step and not in its seconds.
     """

@@ -44,7 +44,7 @@ class Alone:
     Parameters
     ----------
     exchange : Exchange
-        What stands in the row.
+        The exchange, as it stands in the row.
     task : Task
         What is trained.
     transport : Transport

@@ -213,11 +213,11 @@ def rows_of(trained: Sequence[Trained], batch: int, facts: Mapping[str, Any]) ->
     Parameters
     ----------
     trained : sequence of Trained
-        What was measured.
+        The measurements.
     batch : int
         Samples of all ranks in a step.
     facts : mapping
-        What all rows begin with.
+        Fields that all rows begin with.
 
     Returns
     -------

@@ -202,7 +202,7 @@ def local_folder() -> Path | None:
 
 
 def private(path: Path) -> Path | None:
-    """Make a folder that is this user's alone, and give it; None where it cannot be made, written to or trusted.
+    """Make a folder that is this user's alone, and return it; None where it cannot be made, written to or trusted.
 
     What lies in it is run. In a folder for all, such as ``/tmp``, another user may have been there first.
     """

@@ -20,9 +20,9 @@ class UnknownNameError(ConfigurationError):
     subsystem : str
         Who was asked, for instance ``"compressor"``.
     name : str
-        What was asked for.
+        The name that was asked for.
     known : iterable of str
-        What there is.
+        The names that exist.
 
     Examples
     --------

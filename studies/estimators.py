@@ -115,7 +115,7 @@ def load_gradients(path: str, steps: int) -> dict[str, NDArray[np.floating]]:
     path : str
         An ``.npz`` file with arrays of shape (steps, elements).
     steps : int
-        How many steps there must be at least.
+        Fewest steps that the arrays must have.
 
     Raises
     ------

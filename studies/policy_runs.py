@@ -135,7 +135,7 @@ def words_of_training(run: Training, steps: int | None) -> list[str]:
     Parameters
     ----------
     run : Training
-        Which.
+        The training.
     steps : int or None
         None is what the task is tuned for.
     """
@@ -153,7 +153,7 @@ def words_of_timing(run: Timing, traces: Mapping[str, str], step_bytes: Mapping[
     Parameters
     ----------
     run : Timing
-        Which.
+        The timing.
     traces : mapping of str to str
         By policy, the path of its recorded plans: only those of them are timed.
     step_bytes : mapping of str to float

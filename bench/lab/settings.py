@@ -98,7 +98,7 @@ def make_settings(
     bandwidth, latency : str
         Comma lists, one value or one a host.
     command : sequence of str
-        What every rank runs.
+        Words of the command that every rank runs.
     mpi : {"mpich", "openmpi"}, optional
         Whose launcher is used; found out when None.
     schedule, counters : str, optional

@@ -145,7 +145,7 @@ class Choices:
         Parameters
         ----------
         everyones : array, shape (ranks, layers, 4)
-            What `sums` has given on all ranks.
+            Results of `sums` on all ranks.
         """
         found = []
         for name, (steps, ratio, looked_at, gain) in zip(self._sums, everyones.sum(axis=0).tolist(), strict=True):

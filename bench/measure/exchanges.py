@@ -79,7 +79,7 @@ class Runner:
     Parameters
     ----------
     plan : Plan
-        What is run.
+        The plan to run.
     gradients : Gradients
         Of this rank; their length is the array's.
     transport : Transport

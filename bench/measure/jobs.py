@@ -105,7 +105,7 @@ class Folder:
         Parameters
         ----------
         job : Job
-            Which.
+            The job to run.
         finished : Finished
             Receives what became of it.
         is_complete : callable

@@ -81,7 +81,7 @@ def statement(
     Parameters
     ----------
     gradient, mean : array, shape (numel,)
-        What went in and what came out.
+        Input and output.
     before, after : array, shape (numel,), or None
         The residual; None where there is no error feedback.
 

@@ -91,7 +91,7 @@ def probe(
 
 
 def probe_dense(numel: int, transport: Transport) -> Probe:
-    """Measure every dense collective and give the fastest. Collective."""
+    """Measure every dense collective and return the fastest. Collective."""
     best: Probe | None = None
     for name in fitting(Dense):
         measured = probe(Dense(), name, numel, transport, math.inf if best is None else best.seconds)

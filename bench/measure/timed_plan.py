@@ -56,7 +56,7 @@ class TimedPlan:
     Attributes
     ----------
     plan : Plan
-        Which.
+        The plan that is timed.
     numel : int
         Elements.
     ranks, hosts : int
@@ -64,13 +64,13 @@ class TimedPlan:
     settings : str
         What tells its compressor from others of the same name; see `differing_settings` of `config_diff`.
     expected_s : float or None
-        What a cost model predicted before it was run.
+        Seconds that a cost model predicted before it was run.
     runner : Runner or None
         What its steps were; None where it was not run.
     first : int
         The first of its steps that counts.
     stopped : str or None
-        What ended the timing: ``"interval"``, ``"limit"`` or ``"once"``.
+        Reason for which the timing ended: ``"interval"``, ``"limit"`` or ``"once"``.
     facts : dict
         Of ``auto``: what its row has besides.
     """

@@ -29,7 +29,7 @@ def accumulate(
     out : array, shape (n,)
         Where the sum goes; of the same dtype.
     threads : int
-        How many threads share the sweep.
+        Number of threads that share the sweep.
 
     Returns
     -------

@@ -143,7 +143,7 @@ def pack_objections(
     array : array, shape (n,)
         float32 or float64, contiguous.
     inverse : number of the same dtype
-        What elements are multiplied by.
+        Factor of the elements.
     limit : int
         An element stays where its product is from ``-limit`` to ``limit``; NaN does not.
     ranks : int

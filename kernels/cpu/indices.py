@@ -71,7 +71,7 @@ def decode_indices(code: NDArray[np.unsignedinteger], count: int, numel: int, ou
     code : array of uint8 or uint64
         Aligned like uint64.
     count, numel : int
-        How many indices there are, and what they are below.
+        Number of indices, and their upper bound.
     out : array of uint32, shape (count,)
         Where they go.
 

@@ -51,7 +51,7 @@ def spectrum(
     stride : int
         1 looks at all elements, s at every s-th group of `GROUP` of them. Nothing is scaled up.
     threads : int
-        How many threads share the sweep.
+        Number of threads that share the sweep.
 
     Examples
     --------

@@ -37,7 +37,7 @@ def tail(array: NDArray[np.floating], threshold: float, stride: int = 1, threads
     stride : int
         1 looks at all elements, s at every s-th group of 1024 of them. Nothing is scaled up.
     threads : int
-        How many threads share the sweep.
+        Number of threads that share the sweep.
 
     Returns
     -------
@@ -71,7 +71,7 @@ def select_above(
     array, threshold
         As in `tail`; NaN is above every threshold.
     base : int
-        What is added to a position to make an index.
+        Number that is added to a position to make an index.
     indices, values : arrays
         Filled from ``count`` on; ``values`` in the dtype of ``array``.
     count : int
@@ -113,14 +113,14 @@ def select_listed(
     threshold : float
         At least the bound with which they were listed.
     array : array
-        What the indices point into.
+        The array that the indices point into.
     indices, values : arrays
         Where the selection goes; there must be room for all candidates.
 
     Returns
     -------
     int
-        How many were selected.
+        Number of selected elements.
     """
     bound = listed.dtype.type(magnitude_bits(threshold, array.dtype) + 1)
     return int(_select_listed(index, listed, bound, array, indices, values))

@@ -95,13 +95,13 @@ def compact(
     threshold : int, or 0-d device array
         Magnitude bits.
     rule : Rule
-        What to do with elements that are equal to it.
+        Rule for elements that are equal to it.
     indices : device array of uint32
         What does not fit is counted and not written.
     values, magnitudes : device arrays, optional
         Receive the elements, and their magnitude bits.
     base : int
-        What is added to a position to make an index.
+        Number that is added to a position to make an index.
     offset : int, or 0-d device array
         Where in the outputs to start.
     candidates : (indices, magnitude bits), optional

@@ -74,7 +74,7 @@ def sum_of_tables(
     compressor : Sketch
         Says how large it is.
     array : array, shape (numel,)
-        What is sketched.
+        The array that is sketched.
     key : int
         Of the hashes.
     accumulated, context

@@ -223,7 +223,7 @@ def write_file(path: Path, header: Header, tree: str, arrays: Sequence[tuple[Lea
 
 
 def _write(file: BinaryIO, data: memoryview) -> str:
-    """Write bytes and give their CRC-32, part by part: each is still in a cache when the system copies it."""
+    """Write bytes and return their CRC-32, part by part: each is still in a cache when the system copies it."""
     crc32 = 0
     for start in range(0, len(data), _PART):
         part = data[start : start + _PART]
@@ -252,7 +252,7 @@ class RankFile:
     Attributes
     ----------
     header : Header
-        What it is part of.
+        The checkpoint that it is part of.
 
     Raises
     ------

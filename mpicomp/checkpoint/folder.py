@@ -98,7 +98,7 @@ def _is_own(entry: os.DirEntry[str], number: int) -> bool:
 
 
 def begin(folder: Path) -> int:
-    """Clean up after a crash, make the folder to write into, and give the new checkpoint's number."""
+    """Clean up after a crash, make the folder to write into, and return the new checkpoint's number."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = set(os.listdir(folder))
     complete, parts = _list(folder)

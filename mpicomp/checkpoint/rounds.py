@@ -73,7 +73,7 @@ def load_checkpoint(folder: Folder, comm: Any = None) -> Any:
     Parameters
     ----------
     folder : str or path
-        What `save_checkpoint` was given.
+        The state that `save_checkpoint` was given.
     comm : mpi4py.MPI.Comm, Transport or None
         None stands for MPI.COMM_WORLD.
 

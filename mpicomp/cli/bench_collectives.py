@@ -222,7 +222,7 @@ class _Printer:
             results.write_csv(self.arguments.csv, found)
 
     def end(self, found: Sequence[Mapping[str, Any]]) -> int:
-        """Print the tables, and give the exit status."""
+        """Print the tables, and return the exit status."""
         from mpicomp.bench.measure import osu, results
 
         wrong = [row for row in found if row["correct"] is False]

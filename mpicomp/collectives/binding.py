@@ -52,7 +52,7 @@ def bind(compressor: Compressor, collective: str) -> Scheme[Any]:
     Parameters
     ----------
     compressor : Compressor
-        What turns arrays into messages.
+        Compressor that turns arrays into messages.
     collective : str
         Its name. One that is built upon another may name it behind a colon, as in ``"star-topk:ring"``; if not, it is
         the first one that fits. Of packed messages ``"scatter-reduce"`` is another name of ``"two-phase"``.

@@ -50,7 +50,7 @@ class Hierarchical(Scheme[Compressor]):
     Parameters
     ----------
     compressor : Compressor
-        What owners compress their sums with.
+        Compressor of the owners' sums.
     inner : Scheme
         That compressor bound to the collective between hosts.
 
@@ -202,7 +202,7 @@ class Hierarchical(Scheme[Compressor]):
         own : slice
             The slice's place.
         hosts : int
-            How many there are.
+            Number of hosts.
         workspace : Workspace
             This scheme's.
         """

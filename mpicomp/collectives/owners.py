@@ -58,7 +58,7 @@ def read_answers(
     sizes, counts : sequence of int
         Bytes and elements of each.
     problem : MessageError or None
-        What this rank has found as an owner.
+        The error that this rank has found as an owner.
 
     Returns
     -------

@@ -149,7 +149,7 @@ def undelivered(accumulated: Accumulated, problem: MessageError, stale: bool) ->
     accumulated : Accumulated
         Of the exchange.
     problem : MessageError
-        What was wrong.
+        The error in the message.
     stale : bool
         Whether all ranks were told to agree anew.
     """
@@ -175,7 +175,7 @@ def check_undamaged(collective: str, flags: int, problem: MessageError | None) -
     flags : int
         Of all ranks; see `mpicomp.compressors.message`.
     problem : MessageError or None
-        What this rank could not read.
+        The error of the message that this rank could not read.
     """
     if flags & DAMAGED:
         raise MessageError(f"{collective}: some rank was sent a damaged message") from problem
@@ -196,7 +196,7 @@ def is_finite(mean: NDArray[np.floating], energy: float, ranks: int) -> bool:
     energy : float
         Of what they have sent it from, over all ranks.
     ranks : int
-        How many there are.
+        Number of ranks.
     """
     return far_from_largest(energy * ranks, mean.dtype) or bool(np.isfinite(mean).all())
 

@@ -45,7 +45,7 @@ class SegmentedMean:
         offset : int
             Where the part that they are segments of begins.
         other : array, shape (numel + TAIL,)
-            What is added.
+            The array that is added.
         complete : bool
             Whether that was the last rank's share.
         """

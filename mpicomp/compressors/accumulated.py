@@ -68,7 +68,7 @@ class Accumulated:
     stale : bool
         Whether this rank asks all ranks to agree anew.
     threads : int
-        How many threads share a sweep.
+        Number of threads that share a sweep.
     scale : float
         Factor that gradients are multiplied by first.
     velocity : Velocity or None

@@ -15,7 +15,7 @@ DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 def whole_threshold(
     distribution: str, moments: cpu.Moments, logarithms: tuple[int, float, float] | None, share: float
 ) -> float:
-    """Fit all magnitudes that are not zero and give the one that a share of them exceeds.
+    """Fit all magnitudes that are not zero and return the one that a share of them exceeds.
 
     Parameters
     ----------

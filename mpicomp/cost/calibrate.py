@@ -23,7 +23,7 @@ _BYTE = np.dtype(np.uint8)
 
 
 def calibrate(transport: Transport) -> CostModel:
-    """Measure links and operations and give a new cost model. Collective; about a second."""
+    """Measure links and operations and return a new cost model. Collective; about a second."""
     model = CostModel(Network(transport.group.hosts))
     transport.run(_measure(model, transport))
     return model
@@ -81,9 +81,9 @@ def measure_kernels(
     Parameters
     ----------
     model : CostModel
-        Learns.
+        The model that learns.
     schemes : sequence of Scheme
-        Which.
+        The schemes to measure.
     feedback : bool
         Whether there is a residual to be added.
     transport : Transport

@@ -160,7 +160,7 @@ class Candidates:
         Parameters
         ----------
         plan : int
-            Which.
+            Number of the plan.
         kernels_s : float
             Seconds of the slowest rank's own work.
         seconds : float

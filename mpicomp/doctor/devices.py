@@ -26,7 +26,7 @@ def look(environ: Mapping[str, str] | None = None, listing: str | None = None) -
     environ
         The environment; that of this process when it is not given.
     listing
-        What ``nvidia-smi -L`` prints; it is called when this is not given.
+        Output of ``nvidia-smi -L``; it is called when this is not given.
     """
     mask = mask_of(environ)
     if mask is None:

@@ -51,7 +51,7 @@ def examine() -> dict[str, Any]:
     Returns
     -------
     dict
-        What ``mpicomp doctor --json`` prints, the same on every rank. Fields are added, never changed, while
+        Object that ``mpicomp doctor --json`` prints, the same on every rank. Fields are added, never changed, while
         ``schema`` is 1. docs/doctor.md has all of them.
     """
     mine = local()

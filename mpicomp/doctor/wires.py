@@ -174,13 +174,13 @@ def wire_notes(carried: Wires, found: Sequence[str], most_ranks: int, hosts: int
     Parameters
     ----------
     carried
-        What `wires` gave.
+        The result of `wires`.
     found
         The result of `adapters`.
     most_ranks
         On one host.
     hosts
-        How many.
+        Number of hosts.
     """
     notes = []
     if found and carried.between == TCP and hosts > 1:

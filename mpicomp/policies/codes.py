@@ -113,7 +113,7 @@ class Codes:
             self._learnt[self._shapes[bucket].names[0]] += 1
 
     def ask(self, rivals: Rivals, transport: Transport) -> Generator[Asked, Any, bool]:
-        """Take up the code that is predicted to pay most, if one does; tell whether it was. Collective, as rounds.
+        """Take up the code that is predicted to pay most, if one does; return whether it was. Collective, as rounds.
 
         Own work is measured only where a code would pay if it took none.
         """

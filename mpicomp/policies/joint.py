@@ -424,7 +424,7 @@ class Joint(Policy):
         return choice
 
     def _ask_for_codes(self, transport: Transport) -> Generator[Asked, Any, bool]:
-        """Take up a learned code where it pays; tell whether one was. Collective, as rounds."""
+        """Take up a learned code where it pays; return whether one was. Collective, as rounds."""
         balance, cost = self._balance(), self._selector.cost
         if balance is None or cost is None or not self._selector.measured:
             return False

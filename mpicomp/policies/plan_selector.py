@@ -122,7 +122,7 @@ class PlanSelector:
     Parameters
     ----------
     name : str
-        Whose they are, for reasons.
+        Name of the policy, for reasons.
     feedback : bool
         Whether there is a residual.
     given : CostModel, str or None
@@ -209,7 +209,7 @@ class PlanSelector:
         self._wake()
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, bool]:
-        """Measure the links anew where they have changed, and tell whether they have. Collective, as rounds."""
+        """Measure the links anew where they have changed, and return whether they have. Collective, as rounds."""
         self._count += 1
         if not self._changed:
             return False
@@ -245,7 +245,7 @@ class PlanSelector:
         Parameters
         ----------
         bucket : int
-            Which.
+            Number of the bucket.
         among : array of int64
             The rows that may be run.
         reason : str

@@ -41,7 +41,7 @@ class Survey(Protocol):
         sizes : sequence of int
             Elements of its layers.
         step : int
-            Which.
+            Number of the step.
         """
         ...
 
@@ -102,7 +102,7 @@ class LossSurvey:
     Parameters
     ----------
     quantisers : sequence of Quantiser
-        Which.
+        The quantisers that are tried.
     stride : int
         1 packs all elements; n every n-th part of 1024 of them, other ones at every step.
     """
@@ -234,7 +234,7 @@ class Spectra:
     sizes : sequence of int
         Elements of the layers.
     told : array of float32, shape (ranks, width)
-        What `SpectrumSurvey` measured on every rank.
+        Results of `SpectrumSurvey` on every rank.
     """
 
     def __init__(self, sizes: Sequence[int], told: NDArray[np.float32]) -> None:

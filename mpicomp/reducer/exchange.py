@@ -100,13 +100,13 @@ def exchange(
     Parameters
     ----------
     bucket : Bucket
-        Which.
+        The bucket to exchange.
     gradients : sequence of arrays or None
         One for each member; None takes part with zeros and asks all ranks to agree anew.
     core : Core
         The reducer's.
     scale : float
-        What gradients are multiplied by first.
+        Factor that gradients are multiplied by first.
     frozen : bool
         Whether the plan of the last step is run again, and the policy has no part in it.
     ready : float

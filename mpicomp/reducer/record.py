@@ -80,7 +80,7 @@ class BucketRecord:
     rounds : list of str
         The operations, in order.
     layers : Layers
-        What was sent of each parameter.
+        Kept elements of each parameter.
     code_error : float or None
         Of a learned code: squared error of what was decoded over the energy of what was to be decoded, as far as this
         rank can tell; None where there is no code, or it cannot.

@@ -64,7 +64,7 @@ class Reducer:
     seed : int
         For schemes that draw random numbers; the same on all ranks.
     threads : int
-        How many threads of this rank share a sweep over a large array.
+        Number of threads of this rank that share a sweep over a large array.
     cost : CostModel, str or None
         What is known of links, operations and kernels, or the file that ``mpicomp bench collectives --calibrate`` wrote
         it to; that of rank 0 counts. A copy of it learns from every step, see `cost`. With None, ``collective="auto"``

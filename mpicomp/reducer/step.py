@@ -34,7 +34,7 @@ class Step:
     core : Core
         Written to by `conclude` alone, but for buckets that are exchanged.
     scale : float
-        What gradients are multiplied by first.
+        Factor that gradients are multiplied by first.
     beside : Beside, optional
         What else belongs to it.
     """
@@ -130,7 +130,7 @@ class Step:
         return None if self._stale else [self._gradients[member.name] for member in bucket.members]
 
     def conclude(self, finite: bool) -> Rounds:
-        """Keep the step or undo it, the same on all ranks, and give the means; none where it was ended. As rounds.
+        """Keep the step or undo it, the same on all ranks, and return the means; none where it was ended. As rounds.
 
         Parameters
         ----------
@@ -303,7 +303,7 @@ class Step:
         return limit / math.sqrt(energy) if limit**2 < energy < math.inf else 1.0
 
     def _finish(self, used: set[str], finite: bool) -> dict[str, Any]:
-        """Keep residuals or leave them as they were, and give the means."""
+        """Keep residuals or leave them as they were, and return the means."""
         core, record, layout = self._core, self._record, self._core.layout
         buckets = list(zip(layout.buckets, self._done, strict=True))
         bad = [bucket for bucket, done in buckets if done.result.nonfinite]

@@ -20,9 +20,9 @@ class Stream:
     thread : ProgressThread
         Runs the rounds, with one lane.
     scale : float
-        What gradients are multiplied by first.
+        Factor that gradients are multiplied by first.
     beside : Beside, optional
-        What else belongs to the step.
+        Exchanges that belong to the step but to no bucket.
     """
 
     def __init__(self, core: Core, thread: ProgressThread, scale: float, beside: Beside | None = None) -> None:

@@ -23,7 +23,7 @@ class Telemetry:
     Parameters
     ----------
     ranks : int
-        How many there are.
+        Number of ranks.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -123,7 +123,7 @@ def _carried(cls: type[Scheme[Any]]) -> list[Compressor]:
 
 
 def _exchanges(cls: type[Scheme[Any]]) -> Iterator[tuple[str, _Outcome]]:
-    """Exchange arrays of all lengths among all numbers of ranks, each in steps that remember, and give the last one."""
+    """Exchange arrays of all lengths among all numbers of ranks, in steps that remember; yield each last one."""
     worlds: list[tuple[int, bool, int | tuple[int, ...]]] = [(ranks, True, 1) for ranks in _RANKS]
     worlds += [(3, False, 1), (len(_HOSTS), True, _HOSTS)]
     for compressor, (ranks, identical, hosts) in itertools.product(_carried(cls), worlds):

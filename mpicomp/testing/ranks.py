@@ -26,7 +26,7 @@ def accumulated(array: Array, residual: Array | None = None) -> Accumulated:
     array : array, shape (n,)
         The gradient: float32 or float64.
     residual : array, shape (n,), optional
-        What was kept back before.
+        The residual.
     """
     return Accumulated(np.full(array.size + TAIL, np.nan, array.dtype), residual, [Piece(0, array)])
 

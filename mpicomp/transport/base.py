@@ -81,10 +81,10 @@ class Transport(ABC):
 
     @abstractmethod
     def wait(self, pending: Pending) -> NDArray[Any]:
-        """Wait until a round that was begun is done and give its ``recv``, filled."""
+        """Wait until a round that was begun is done and return its ``recv``, filled."""
 
     def perform(self, task: Round) -> NDArray[Any]:
-        """Run one round and give ``task.recv``, filled. Collective over its group."""
+        """Run one round and return ``task.recv``, filled. Collective over its group."""
         return self.wait(self.start(task))
 
     def clock(self) -> float:

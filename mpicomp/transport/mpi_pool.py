@@ -109,7 +109,7 @@ class Pool:
         comm : mpi4py.MPI.Comm
             Of these ranks; it is duplicated where there are too few.
         count : int
-            How many.
+            Number of sets.
 
         Raises
         ------
@@ -150,7 +150,7 @@ class Pool:
             back.free = True
 
     def settle(self) -> bool:
-        """Move on everything that is under way and tell whether nothing is."""
+        """Move on everything that is under way and return whether nothing is."""
         return False not in [own.settle() for own in list(self._sets.values())]
 
     def _offer(self) -> list[ChannelSet]:

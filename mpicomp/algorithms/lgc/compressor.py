@@ -140,7 +140,7 @@ class LGC(Learner):
     learning_rate : float
         Of the autoencoder's training, at first; see `mpicomp.algorithms.lgc.autoencoder.Autoencoder`.
     passes : int
-        How many optimizer steps each step of the second phase makes.
+        Number of optimizer steps in each step of the second phase.
     backward : bool
         Whether parameters come in the order of backward, the last layer first, as those of `mpicomp.torch` do.
     wire : {None, "fp16", "bf16"}

@@ -183,7 +183,7 @@ class Learned(Scheme[LGC]):
     def _exchange_values(
         self, selected: Selected, accumulated: Accumulated, context: Context
     ) -> Generator[Asked, Any, tuple[Result, NDArray[np.floating]]]:
-        """Average the values at one rank's indices as they are; give this rank's, too."""
+        """Average the values at one rank's indices as they are; return this rank's, too."""
         led = yield from follow(Lead(selected, accumulated.numel), accumulated, context)
         result = yield from exchange_at(led.indices, 1.0, accumulated, context, self._sum, led.problem)
         return result, led.values
@@ -191,7 +191,7 @@ class Learned(Scheme[LGC]):
     def _learn(
         self, held: _Held, known: _Known, everyones: NDArray[np.floating], selected: Selected, context: Context
     ) -> float:
-        """Learn from all ranks' values, shape (ranks, count); give the error before that. On the trainer alone."""
+        """Learn from all ranks' values, shape (ranks, count); return the error before that. On the trainer alone."""
         leader = leader_of(context)
         lead = Lead(selected, 0, frame=True, signs=self.compressor.signs)
         frame = np.empty_like(everyones[0])
