@@ -315,7 +315,7 @@ class Joint(Policy):
         ]
 
     def _whole(self, bucket: int) -> list[str]:
-        """Name what has no ratio and makes gradients late, in the order of levels."""
+        """Name compressors without a ratio that delay gradients, in the order of levels."""
         return [own.id for own in self._quantisers] + [own.id for own in self._codes.forms(bucket)[1:]]
 
     def _learnt(self, bucket: int) -> bool:
