@@ -1,1 +1,1 @@
-"""What is measured: training tasks, the emulated cluster, micro-benchmarks. Importing it loads none of them."""
+"""Benchmarks: training tasks, the emulated cluster, micro-benchmarks. Importing the package loads none of them."""

@@ -1,4 +1,4 @@
-"""How long plans take at full size among real ranks, and what ``collective="auto"`` makes of them."""
+"""Timing of plans at full size among real ranks, and of the plans that ``collective="auto"`` chooses."""
 
 import contextlib
 import gc
@@ -22,22 +22,22 @@ from mpicomp.transport import Transport
 
 AUTO = "auto"
 
-_WARM = 10  # steps before the timed ones: at most
-_COLD = 2  # at least, after the first
-_SAMPLES = 30  # timed ones that are worth an interval
-_FEW = 3  # timed steps: at least, however long they are
-_MOST = 1000  # at most, however short
-_TOO_SLOW = 3.0  # times the best of a cell: timed once
-_HOPELESS = 20.0  # times the best that is predicted, and longer than the limit: not run
-_SETTLING = 60, 200  # steps in which auto comes to its steady state: at least, and at most
-_PATIENCE = 4  # times the limit, after which it is at least
-_CARE = 2  # times the limit for plans that are timed in turn
+_WARM = 10  # steps before the timed ones, at most
+_COLD = 2  # steps between the first and the timed ones, at least
+_SAMPLES = 30  # timed steps that suffice for a confidence interval
+_FEW = 3  # timed steps, at least, however long they are
+_MOST = 1000  # timed steps, at most, however short they are
+_TOO_SLOW = 3.0  # times the best of a cell: a slower plan is timed once
+_HOPELESS = 20.0  # times the best prediction: a plan predicted to be slower, and longer than the limit, is not run
+_SETTLING = 60, 200  # steps in which auto comes to its steady state, at least and at most
+_PATIENCE = 4  # times the limit: a plan with a longer first step runs once, and auto settles no longer than this
+_CARE = 2  # times the limit, for plans that are timed in turn
 _COMPILING = 1 << 12  # elements of the arrays on which kernels are compiled
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Lengths, compressors and collectives to measure.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Settings:
         Names, each of which fits some compressor; None is all that fit. Those of `mpicomp.Dense` are measured in any
         case.
     auto : bool
-        Whether to measure what ``collective="auto"`` makes of each compressor, too.
+        Whether to measure the plans that ``collective="auto"`` chooses for each compressor, too.
     limit_s : float
         Seconds of timing a plan, unless it is slower than that.
     """
@@ -77,11 +77,11 @@ def measure(
     transport : Transport
         Among the ranks.
     model : CostModel or None
-        What is known of links and operations, the same on all ranks; not written to. None predicts nothing.
+        Cost model of links and operations, the same on all ranks; not written to. None predicts nothing.
     say : callable
-        Is told what goes on.
+        Called with a line of text about the progress.
     done : callable
-        Is given all rows so far after each cell.
+        Called with all rows so far after each cell.
 
     Returns
     -------
@@ -125,7 +125,7 @@ def may_choose(plan: Plan) -> bool:
 
 
 class _Bench:
-    """What stays the same from cell to cell."""
+    """Measures cell by cell with the same settings, transport, cost model and residuals."""
 
     def __init__(
         self, settings: Settings, transport: Transport, model: CostModel | None, say: Callable[[str], None]
@@ -213,7 +213,7 @@ class _Bench:
         runner.close()
 
     def _warm_up(self, runner: Runner) -> int:
-        """Do the steps that are not timed, one more at the end, and give the first that counts."""
+        """Do the steps that are not timed, one more at the end, and return the first that counts."""
         share = self.settings.limit_s / 4
         for _ in range(_COLD):
             runner.step()
@@ -224,7 +224,7 @@ class _Bench:
         return len(runner.steps) - 1
 
     def _sample(self, timing: TimedPlan) -> str:
-        """Time steps until they are enough, and tell why they are."""
+        """Time steps until they are enough, and return why they are."""
         assert timing.runner is not None
         limit = self.settings.limit_s
         while True:
@@ -311,7 +311,7 @@ class _Bench:
 
 
 def _interleave(runners: Sequence[Runner], firsts: Sequence[int], limit_s: float) -> str:
-    """Time runners in turn until the first one's median is known well, or the time is over; tell which."""
+    """Time runners in turn until the first one's median is known well, or the time is over; return which."""
     while True:
         samples = [runner.slowest()[first:] for runner, first in zip(runners, firsts, strict=True)]
         number = min(map(len, samples))
@@ -330,7 +330,7 @@ def _interleave(runners: Sequence[Runner], firsts: Sequence[int], limit_s: float
 
 @contextlib.contextmanager
 def _without_garbage() -> Iterator[None]:
-    """Keep the collector of garbage from what is timed."""
+    """Switch garbage collection off while plans are timed."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""How long compressors and their kernels take, in multiples of one memcpy of the array."""
+"""Timing of compressors and their kernels, in multiples of one memcpy of the array."""
 
 import importlib
 import importlib.util
@@ -32,9 +32,9 @@ from mpicomp.rounds import Group
 from mpicomp.workspace import Workspace
 
 RANKS = 4
-"""Messages that are decoded into a mean."""
+"""Number of messages that are decoded into a mean."""
 STRIDE = 8
-"""Of the sampled spectrum."""
+"""Stride of the sampled spectrum: one group of elements in so many is looked at."""
 SUITED = {"threshold": {"limit": 14.0}}
 """Parameters without which a compressor has no sensible ratio on these gradients: here about 1 %."""
 
@@ -45,20 +45,20 @@ _LIMIT = 1 << 32  # elements; indices travel in 32 bits
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Array length, ratios, compressors and threads to measure with.
 
     Parameters
     ----------
     numel : int
         Elements of the arrays, which are float32.
     ratios : sequence of float
-        For everything that selects and is no compressor.
+        Ratios for kernels that select and are no compressors.
     compressors : sequence of Compressor
         Sparsifiers, each with the ratio at which it is measured, and quantisers.
     threads : int
-        How many share a sweep.
+        Number of threads that share a sweep.
     repeats : int
-        How often each kernel is timed; slow ones a quarter as often, and at least three times.
+        Number of times that each kernel is timed; slow ones a quarter as often, and at least three times.
     """
 
     numel: int
@@ -102,7 +102,7 @@ def check_memory(settings: Settings) -> None:
 
 
 def measure(settings: Settings) -> list[dict[str, Any]]:
-    """Measure everything, taking turns, so that what else happens on the machine falls on all of it alike.
+    """Measure everything in turns, so that other load on the machine affects all kernels alike.
 
     Each timed call follows a copy of the array: the copies are as many as the calls, see the same conditions, and
     leave the same things in the caches.
@@ -268,7 +268,7 @@ class _Spectrum(Kernel):
 
 @dataclass
 class _Argpartition(Kernel):
-    """What NumPy has to find the largest elements with."""
+    """Selection of the largest elements by `numpy.argpartition`, for comparison."""
 
     array: NDArray[np.float32]
     k: int
@@ -282,7 +282,7 @@ class _Argpartition(Kernel):
 
 @dataclass
 class _TorchTopk(Kernel):
-    """What PyTorch has for it."""
+    """Selection of the largest elements by `torch.topk`, for comparison."""
 
     array: NDArray[np.float32]
     k: int

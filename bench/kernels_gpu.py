@@ -1,4 +1,4 @@
-"""What `mpicomp.bench.kernels` measures, on a GPU."""
+"""Timing of the kernels of `mpicomp.bench.kernels` on a GPU."""
 
 import importlib
 import importlib.util
@@ -19,10 +19,10 @@ from mpicomp.compressors.base import kept
 from mpicomp.errors import ConfigurationError
 
 COMPRESSORS = ("topk", "sidco")
-"""Those that have a kernel of their own, from gradient to message."""
+"""Compressors with a GPU kernel of their own, from gradient to message."""
 
-_ROOM = 4  # candidates, as a multiple of k
-_SPARE = 1024  # elements that an estimate may select beyond that
+_ROOM = 4  # room for candidates, as a multiple of k
+_SPARE = 1024  # elements that an estimate may select beyond that room
 
 
 def device_name() -> str:
@@ -153,21 +153,21 @@ class SIDCo(_Compress):
         self._stages = stages or (3 if ratio < 0.05 else 2 if ratio < 0.25 else 1)
 
     def prepare(self) -> None:
-        """Note what the call before has selected."""
+        """Note the number of elements that the previous call has selected."""
         super().prepare()
         self._counts.append(int(self._count[0]))
 
     def reset(self) -> None:
-        """Forget what was measured."""
+        """Drop the measurements so far."""
         super().reset()
         self._counts.clear()
 
     def room(self) -> int:
-        """Return what bounds a message."""
+        """Return the largest number of elements in a message."""
         return min(self.gradients.numel, _ROOM * self.k + _SPARE)
 
     def select(self) -> None:
-        """Select what exceeds the threshold."""
+        """Select the elements above the threshold."""
         gpu.sidco(
             self.gradient,
             self.residual,

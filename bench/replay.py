@@ -1,4 +1,4 @@
-"""The plans of another run, run again: what they take on this network, without what chose them."""
+"""Replay of another run's plans, to time them on this network without choosing them anew."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from mpicomp.transport.base import Transport
 
 @dataclass(eq=False)
 class Replay(Policy):
-    """Runs what ``mpicomp train --metrics`` has recorded: compressor and collective of every bucket.
+    """Runs the plans that ``mpicomp train --metrics`` has recorded: compressor and collective of every bucket.
 
     Step s of S runs recorded step ``floor(s * recorded / S)``, so that a long run is played in fewer steps
     and each part of it has its share. A step that was undone is run again. Nothing is surveyed or predicted:

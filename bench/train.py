@@ -27,12 +27,12 @@ from mpicomp.torch import DistributedOptimizer, broadcast_parameters
 from mpicomp.transport import Transport
 
 PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
-"""Parts of a step: forward and backward; the reducer's three; the optimizer; what is left."""
+"""Parts of a step: forward and backward; the reducer's three; the optimizer; the rest."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training run is told, the same on every rank.
+    """Settings of a training run, the same on every rank.
 
     Parameters
     ----------
@@ -41,11 +41,11 @@ class Settings:
     collective : str
         See `mpicomp.Reducer`.
     policy : Policy
-        Of this run alone.
+        The policy, used by this run alone.
     steps : int
         At least 1.
     seed : int
-        Of the model, the data's order and the schemes.
+        Seed of the model, of the data's order and of the schemes.
     evaluate_every : int
         Steps from one look at the held-out data to the next; 0 looks at the end alone.
     bucket_bytes : int or None
@@ -73,7 +73,7 @@ class Settings:
 
     @property
     def changes(self) -> bool:
-        """Whether what the second half of a run does may differ from what the first does."""
+        """Whether the second half of a run may use other plans than the first."""
         if self.adapts or self.compressor is None:
             return self.adapts
         return self.compressor.bind([], [], warm_up=False).get_config() != self.compressor.get_config()
@@ -81,7 +81,7 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """What a training run came to; the same on every rank, but for ``quality``, which rank 0 has.
+    """Result of a training run; the same on every rank, except for ``quality``, which rank 0 has.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class Outcome:
     median_step_s, phases_s : float, dict of str to float
         Medians over all steps that are timed.
     choosing_s : float
-        Mean over them: for choosing plans, and learning what they took. Mostly a part of ``other``.
+        Mean seconds over them of choosing plans and learning from their times. Mostly a part of ``other``.
     late_step_s, late_phases_s : float, dict of str to float
         Over those of the second half where what is run might change: they are compared with ``own_probe``, which is of
         that half.
@@ -103,9 +103,9 @@ class Outcome:
     plans, late_plans : list of Ran
         Of the run, and of its second half.
     layers : list of Layer
-        What was sent of each parameter, mean over ranks and steps.
+        Kept elements of each parameter, mean over ranks and steps.
     correlations : Correlations or None
-        What ranks' gradients had in common; None where they were not compared.
+        Correlations between ranks' gradients; None where they were not compared.
     delay : float or None
         Steps by which gradients were late in the second half of the run; see `Choices.delay`. None without error
         feedback, where what is left out does not come later.
@@ -141,7 +141,7 @@ class Outcome:
 
 @dataclass
 class _Timings:
-    """Seconds of one rank, a row a step: the whole, its phases, and what it took to choose plans."""
+    """Seconds of one rank, a row a step: the whole, its phases, and the choice of plans."""
 
     rows: list[list[float]] = field(default_factory=list)
 
@@ -293,7 +293,7 @@ def _step(
     transport: Transport,
     comparison: Comparison | None,
 ) -> tuple[float, float, dict[str, float]]:
-    """Do one step; give the loss on this rank, the seconds, and the seconds by phase.
+    """Do one step; return the loss on this rank, the seconds, and the seconds by phase.
 
     Comparing gradients is no part of the step and not in its seconds.
     """
@@ -328,7 +328,7 @@ def _gradients(model: torch.nn.Module) -> dict[str, NDArray[np.floating]]:
 
 
 def threads_of_rank(cores: float) -> int:
-    """Return how many threads a rank computes with: what the user says, else what are its own of this host's cores.
+    """Return the number of threads of a rank: the user's setting, else its share of this host's cores.
 
     Parameters
     ----------

@@ -44,7 +44,7 @@ class Alone:
     Parameters
     ----------
     exchange : Exchange
-        What stands in the row.
+        The exchange, as it stands in the row.
     task : Task
         What is trained.
     transport : Transport
@@ -68,7 +68,7 @@ class Alone:
 
     @property
     def numel(self) -> int:
-        """How many parameters the model has."""
+        """Number of parameters of the model."""
         return sum(parameter.numel() for parameter in self._parameters)
 
     def block(self, steps: int) -> NDArray[np.float64]:
@@ -108,7 +108,7 @@ class Alone:
         return self._task.evaluate(self._model)
 
     def close(self) -> None:
-        """Release what it holds of MPI."""
+        """Release its MPI resources."""
 
     def _synchronize(self) -> None:
         """Wait until the gradients are their mean."""
@@ -150,7 +150,7 @@ class Ours(Alone):
         return self._plans.most_common(1)[0][0]
 
     def close(self) -> None:
-        """Release what it holds of MPI."""
+        """Release its MPI resources."""
         self._optimizer.close()
 
     def _synchronize(self) -> None:
@@ -193,7 +193,7 @@ class PyTorchs(Alone):
         return True
 
     def _wire_bytes(self) -> float:
-        """Return what a ring, which is gloo's way, takes: gloo does not count."""
+        """Return the bytes of a ring, which gloo uses: gloo itself does not count."""
         state = self._powersgd
         if state is None or state.total_numel_before_compression == 0:
             return self._bytes

@@ -1,4 +1,4 @@
-"""Training steps with several exchanges in turn, beside the same steps with none: what each leaves of throughput."""
+"""Training steps with several exchanges in turn, and with none: the share of throughput that each leaves."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -19,18 +19,18 @@ DDP, DDP_FP16, DDP_POWERSGD = "ddp", "ddp-fp16", "ddp-powersgd"
 OTHERS = (NONE, DDP, DDP_FP16, DDP_POWERSGD)
 """Exchanges that are not mpicomp's."""
 INLINE = "-inline"
-"""What the name of an exchange ends in that waits for backward to end."""
+"""Suffix of the name of an exchange that waits for backward to end."""
 REPLAY = "replay:"
-"""What the name of an exchange begins with that runs recorded plans; their file's path follows."""
+"""Prefix of the name of an exchange that runs recorded plans; the path of their file follows."""
 
 SECONDS, FORWARD, BACKWARD, WIRE = range(4)
-"""What a rank tells of a step: its seconds in all, those of two parts of it, and the bytes that left the rank."""
-FIELDS = 4
+"""Places of the numbers that a rank reports of a step: seconds, those of two parts, and bytes that left the rank."""
+FIELDS = 4  # numbers that a rank reports of a step
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What averages the gradients of a training.
+    """The exchange that averages the gradients of a training.
 
     Parameters
     ----------
@@ -62,16 +62,16 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Settings:
-    """How long is trained.
+    """Length of the training: steps of a block, number of blocks, steps of warm-up.
 
     Parameters
     ----------
     steps : int
-        In a block.
+        Steps in a block.
     blocks : int
-        Of each exchange.
+        Blocks of each exchange.
     warm_up : int
-        Steps of each before them.
+        Steps of each exchange before its blocks.
     """
 
     steps: int
@@ -90,7 +90,7 @@ class Trainer(Protocol):
         ...
 
     def block(self, steps: int) -> NDArray[np.float64]:
-        """Do some steps; give what this rank tells of them, shape (steps, fields)."""
+        """Do some steps; return this rank's numbers of them, shape (steps, fields)."""
         ...
 
     def ran(self) -> str | None:
@@ -108,16 +108,16 @@ class Trainer(Protocol):
 
 @dataclass
 class Trained:
-    """What a training came to, the same on all ranks but for ``quality``, which rank 0 has.
+    """Result of a training, the same on all ranks except for ``quality``, which rank 0 has.
 
     Attributes
     ----------
     exchange : Exchange
-        With which.
+        The exchange that it used.
     steps : array, shape (blocks, steps, fields)
-        The counted steps, as the rank tells them that took longest for their block; bytes are a mean over ranks.
+        The counted steps, as reported by the rank that took longest for their block; bytes are a mean over ranks.
     link_bytes : float or None
-        That left a host in a step, as its kernel counts them; None outside a lab.
+        Bytes that left a host in a step, as its kernel counts them; None outside a lab.
     ran : str or None
         The plan that most steps ran.
     overlaps : bool
@@ -213,11 +213,11 @@ def rows_of(trained: Sequence[Trained], batch: int, facts: Mapping[str, Any]) ->
     Parameters
     ----------
     trained : sequence of Trained
-        What was measured.
+        The measurements.
     batch : int
         Samples of all ranks in a step.
     facts : mapping
-        What all rows begin with.
+        Fields that all rows begin with.
 
     Returns
     -------
@@ -278,7 +278,7 @@ def _of_none(own: Trained, alone: Trained | None) -> dict[str, Any]:
 
 
 def _hidden(own: Trained, inline: Trained | None, alone: Trained | None) -> dict[str, Any]:
-    """Return how much of what can be hidden behind backward is hidden, with its parts."""
+    """Return the share of the exchange hidden behind backward, of what can be hidden, with its parts."""
     if inline is None or alone is None:
         return dict.fromkeys(("hidden", "hidden_low", "hidden_high", "hidden_s", "exchange_s", "none_backward_s"))
     samples = [*(of.steps[:, :, SECONDS] for of in (own, inline, alone)), alone.steps[:, :, BACKWARD]]

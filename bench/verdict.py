@@ -1,4 +1,4 @@
-"""What a run came to, in plain words, from wire bytes and seconds."""
+"""Verdict on a run in plain words: whether compression paid, from wire bytes and seconds."""
 
 from mpicomp.bench.measure.chosen_plans import chosen_table
 from mpicomp.bench.train import PHASES, Outcome
@@ -6,7 +6,7 @@ from mpicomp.bench.train import PHASES, Outcome
 from mpicomp.compressors import Compressor, Dense
 
 _NOISE = 0.03  # differences below this share of a step say nothing
-_ALWAYS = 0.95  # of what is exchanged; the rest was explored
+_ALWAYS = 0.95  # share of the exchanged elements from which on a plan counts as run always; the rest was explored
 
 
 def exchange_s(outcome: Outcome) -> float | None:
@@ -33,7 +33,7 @@ def dense_step_s(outcome: Outcome) -> float | None:
 
 
 def judge(outcome: Outcome) -> str:
-    """Say whether compression paid in seconds, and how late it made gradients; of where plans changed, the second half.
+    """Return whether compression paid in seconds, and the delay of gradients; where plans changed, of the second half.
 
     What a delay costs in quality only a dense run beside this one could tell, so that is said, too.
     """
@@ -49,7 +49,7 @@ def _is_exact(compressor: Compressor) -> bool:
 
 
 def _late(delay: float | None) -> str:
-    """Say how late gradients are, and what is not known of it."""
+    """Return the delay of gradients in words, with the note that quality was not compared."""
     late = (
         "no delay to measure, since there is no error feedback"
         if delay is None

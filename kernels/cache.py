@@ -1,4 +1,4 @@
-"""Where compiled functions are kept, and how processes of one host share the work of compiling them.
+"""Cache of compiled functions, and the sharing of compilation between processes of one host.
 
 Numba alone keeps them beside the source or in the home folder. On a cluster both lie on a file system that all hosts
 share, or that none may write to: then every rank compiles, hosts with other processors overwrite each other's files,
@@ -25,15 +25,15 @@ from numba.core.caching import FunctionCache, NullCache
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-PATIENCE_S = 60.0  # no function here takes as long to compile: whoever is waited for was stopped, or failed and goes on
-_NAP_S = 0.02
+PATIENCE_S = 60.0  # seconds; no function takes as long to compile: the process that is waited for was stopped or failed
+_NAP_S = 0.02  # seconds between two looks whether another process has compiled a function
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 _setting = threading.Lock()  # of Numba's folder, while one of its caches looks at it
 
 
 def cached(function: Function) -> Function:
-    """Keep what a function of ``numba.njit`` is compiled to, where there is a place for that.
+    """Keep the compiled code of a function of ``numba.njit``, where there is a place for it.
 
     Nothing is read or written before the function is compiled for the first time, and no error comes of it.
 
@@ -71,7 +71,7 @@ class HostCache(NullCache):  # type: ignore[misc]
         return None if self._files is None else str(self._files.cache_path)
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """Return what was compiled for a signature, or None: then this process is to compile it.
+        """Return the kernel compiled for a signature, or None: then this process is to compile it.
 
         Where another process of this host compiles it now, its result is waited for. Numba calls this with its
         compiler's lock held, so threads of one process do not meet here.
@@ -86,7 +86,7 @@ class HostCache(NullCache):  # type: ignore[misc]
         return found
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Keep what was compiled, if this is the process that the others wait for."""
+        """Keep the compiled code, if this is the process that the others wait for."""
         if not self._lock.held:
             return  # two that write would mix up their files
         try:
@@ -202,7 +202,7 @@ def local_folder() -> Path | None:
 
 
 def private(path: Path) -> Path | None:
-    """Make a folder that is this user's alone, and give it; None where it cannot be made, written to or trusted.
+    """Make a folder that is this user's alone, and return it; None where it cannot be made, written to or trusted.
 
     What lies in it is run. In a folder for all, such as ``/tmp``, another user may have been there first.
     """

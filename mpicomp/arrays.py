@@ -25,7 +25,7 @@ WORK_DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Described:
-    """What has to be the same on all ranks for one array: its name, dtype and shape."""
+    """Name, dtype and shape of one array, which have to be the same on all ranks."""
 
     name: str
     dtype: str
@@ -38,7 +38,7 @@ class Described:
 
     @property
     def work_dtype(self) -> np.dtype[Any]:
-        """What it is summed in."""
+        """The dtype that the array is summed in."""
         return WORK_DTYPES[self.dtype]
 
 

@@ -1,4 +1,4 @@
-"""Errors meant for people: subsystem, rule, value, what to do."""
+"""Errors meant for people: each names the subsystem, the rule, the value and the remedy."""
 
 import difflib
 from collections.abc import Iterable
@@ -20,9 +20,9 @@ class UnknownNameError(ConfigurationError):
     subsystem : str
         Who was asked, for instance ``"compressor"``.
     name : str
-        What was asked for.
+        The name that was asked for.
     known : iterable of str
-        What there is.
+        The names that exist.
 
     Examples
     --------

@@ -68,7 +68,7 @@ def load_all() -> None:
 
 
 def loaded() -> list[str]:
-    """Return what was imported, sorted: each plugin's name with a digest of its file, for ranks to compare."""
+    """Return the imported plugins, sorted: names with digests of their files, for ranks to compare."""
     return sorted(_loaded.values())
 
 
@@ -103,7 +103,7 @@ def _load(name: str) -> None:
 
 
 def _found(name: str) -> ModuleSpec:
-    """Return where a plugin is."""
+    """Return the path of a plugin."""
     if _is_file(name):
         path = os.path.realpath(name)
         if not os.path.isfile(path):

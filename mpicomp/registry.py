@@ -118,7 +118,7 @@ class Registry(Generic[Object]):
         return self._classes[name]
 
     def _load(self) -> None:
-        """Import what registers classes. What is imported may look names up itself."""
+        """Import modules that register classes. They may look up names themselves."""
         if not self._loaded:
             self._loaded = True
             try:

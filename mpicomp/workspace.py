@@ -26,14 +26,14 @@ class Workspace:
         self._objects: dict[Any, Any] = {}
 
     def made(self, key: Any, make: Callable[[], Made]) -> Made:
-        """Return what ``make`` gives, made when its key is asked for first."""
+        """Return the object that ``make`` returns, made when its key is asked for first."""
         if key not in self._objects:
             self._objects[key] = make()
         made: Made = self._objects[key]
         return made
 
     def array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return ``size`` elements of ``dtype`` with whatever they last held.
+        """Return ``size`` elements of ``dtype``, not cleared.
 
         The array is the caller's until the same name and dtype are asked for again.
         """

@@ -56,24 +56,24 @@ class Step:
 
 @dataclass(frozen=True)
 class Phase:
-    """What came after a change, or the start.
+    """The steps after a change of the network, or after the start, and the plans that they ran.
 
     Attributes
     ----------
     bandwidth : str
-        Of the links.
+        Bandwidth of the links.
     first : int or None
         The first step that showed it; None where none did.
     best : str
         The fixed plan that is best there.
     as_good : tuple of str
-        All that are within 5 % of it, itself among them.
+        All plans within 5 % of it, itself among them.
     steps : int or None
-        After how many steps one of these was run first; None where none was.
+        Number of steps after which one of these was run first; None where none was.
     share : float
-        Of the phase's second half: how many of its steps ran one of these.
+        Share of the steps of the phase's second half that ran one of these.
     mostly : str or None
-        What most steps of that half ran; None where the change was not seen.
+        The plan that most steps of that half ran; None where the change was not seen.
     """
 
     bandwidth: str
@@ -127,7 +127,7 @@ def seen_at(steps: Sequence[Step], due_s: float) -> int | None:
 def phases_of(
     steps: Sequence[Step], bandwidths: Sequence[str], phase_s: float, fixed: Mapping[str, Mapping[str, float]]
 ) -> list[Phase]:
-    """Return how soon ``auto`` ran the best plan after every change.
+    """Return the phases of a run, with the steps after which ``auto`` ran the best plan in each.
 
     Parameters
     ----------
@@ -190,7 +190,7 @@ def medians_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the options."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/change.py",
         description="Run auto step after step in a lab whose bandwidth changes, and show what it ran; then time the "

@@ -1,4 +1,4 @@
-"""What studies that train have in common: their options, their jobs one after the other, and their tables."""
+"""The base of studies that train: their options, their jobs one after the other, and their tables."""
 
 import argparse
 import contextlib
@@ -25,7 +25,7 @@ DENSE = "dense"
 
 @dataclass(frozen=True)
 class Goal:
-    """What counts as the quality of dense in a task.
+    """The target quality of a task, derived from the quality of dense training.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class Goal:
     factor, offset : float
         The target is ``factor * last quality of dense + offset``.
     seeds : tuple of int
-        Where none are named.
+        Default seeds.
     words : str
         The target, for people.
     """
@@ -66,7 +66,7 @@ class Training:
     Attributes
     ----------
     arm : str
-        What is compared: the name of a policy or of an exchange.
+        The name of the policy or exchange that is compared.
     network : Network or None
         Of the lab; None is one host.
     """
@@ -78,21 +78,21 @@ class Training:
 
     @property
     def name(self) -> str:
-        """How its files begin."""
+        """Start of the names of its files."""
         return f"{self.task}-{place_of(self.network)}-{self.arm}-{self.seed}"
 
     @property
     def kind(self) -> str:
-        """What it is."""
+        """Kind of the run, for people: its seed."""
         return f"seed {self.seed}"
 
     def __str__(self) -> str:
-        """Say for people what it is."""
+        """Describe the run for people."""
         return f"{self.task}, {self.network or 'one host'}, {self.arm}, {self.kind}"
 
 
 def place_of(network: Network | None) -> str:
-    """Return what stands for a network in the names of files."""
+    """Return the part of file names that stands for a network."""
     return "host" if network is None else f"{network.bandwidth}-{network.latency}"
 
 
@@ -109,7 +109,7 @@ class Runner(ABC):
     Attributes
     ----------
     finished : dict
-        What became of the runs so far.
+        Results of the runs so far.
     """
 
     def __init__(self, folder: Path, ranks: int) -> None:
@@ -119,7 +119,7 @@ class Runner(ABC):
 
     @abstractmethod
     def run(self, run: Any, left_s: float) -> Finished:
-        """Run one, unless its files are complete, in at most so many seconds, and return what became of it."""
+        """Run one, unless its files are complete, in at most ``left_s`` seconds, and return its result."""
 
     @abstractmethod
     def fill(self, finished: Any) -> bool:
@@ -127,7 +127,7 @@ class Runner(ABC):
 
     @abstractmethod
     def summary(self, finished: Any) -> str:
-        """Say in a few words what a run that is done has found."""
+        """Return the result of a finished run in a few words."""
 
     def command(self, run: Any, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Return the command of a run with words after ``mpicomp``, and what the environment has besides."""
@@ -152,15 +152,15 @@ class Runner(ABC):
 
 
 class Table(ABC):
-    """What the runs of a study came to."""
+    """Table of the results of a study."""
 
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for everything that was compared so far; docs/studies.md says what is in it."""
+        """Return a row for everything that was compared so far; docs/studies.md describes its columns."""
 
     @abstractmethod
     def told(self, finished: Any) -> dict[str, Any]:
-        """Return what a run was and came to; docs/studies.md says what is in it."""
+        """Return a run's description and results; docs/studies.md describes the fields."""
 
     @abstractmethod
     def title(self, row: Mapping[str, Any]) -> str:
@@ -172,7 +172,7 @@ class Table(ABC):
 
     @abstractmethod
     def explained(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return what the table means."""
+        """Return lines that explain the table."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, minutes: float, steps: str = "what the task is tuned for") -> None:
@@ -220,7 +220,7 @@ def _read_names(study: str, option: str, text: str, known: Sequence[str]) -> lis
 
 
 def check(study: str, arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be, before anything runs: numbers out of range, files that cannot be written."""
+    """Refuse impossible options before anything runs: numbers out of range, files that cannot be written."""
     if arguments.steps is not None:
         check_least(study, "--steps", arguments.steps)
     if arguments.limit is not None and not 0 < arguments.limit < float("inf"):
@@ -304,7 +304,7 @@ def _terminated() -> Iterator[None]:
 
 
 def _outcome(finished: Finished, runner: Runner) -> str:
-    """Say in a few words what became of a run."""
+    """Return the result of a run in a few words."""
     if finished.error is not None:
         return f"{finished.status}: {finished.error}"
     how = "there already" if finished.kept else f"{finished.seconds:.0f} s"
@@ -312,7 +312,7 @@ def _outcome(finished: Finished, runner: Runner) -> str:
 
 
 def _show(table: Table, runner: Runner) -> None:
-    """Print the rows below their headings, and what they mean."""
+    """Print the rows below their headings, and their explanation."""
     rows = table.rows()
     for title in dict.fromkeys(map(table.title, rows)):
         cells = [table.cells(row) for row in rows if table.title(row) == title]
@@ -344,7 +344,7 @@ def problem(finished: Sequence[Finished]) -> str | None:
 
 
 def ending(finished: Finished) -> dict[str, Any]:
-    """Return what `Table.told` has of every run."""
+    """Return the results of `Table.told` for every run."""
     return {name: getattr(finished, name) for name in ("words", "status", "error", "kept", "seconds")}
 
 

@@ -1,4 +1,4 @@
-"""How near estimated thresholds come to the ratio that was asked for: ``python studies/estimators.py``."""
+"""Study of the ratio that estimated thresholds reach against the ratio asked for: ``python studies/estimators.py``."""
 
 import argparse
 import importlib.util
@@ -65,14 +65,14 @@ _DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int], NDArray[np.floati
 
 @dataclass(frozen=True)
 class Data:
-    """What estimators select from: a gradient for every step, drawn anew at each or of a training.
+    """Gradients that estimators select from, one for every step: drawn anew at each step, or those of a training.
 
     Attributes
     ----------
     gradients : iterator of array
-        Of one length.
+        Gradients of one length.
     feedback : bool
-        Whether they are selected from with error feedback.
+        Whether estimators select with error feedback.
     """
 
     gradients: Iterator[NDArray[np.floating]]
@@ -80,7 +80,7 @@ class Data:
 
 
 def drawn(name: str, numel: int, seed: int) -> Data:
-    """Return what a distribution gives, which is selected from as it is."""
+    """Return gradients drawn from a distribution, without error feedback."""
     random = np.random.default_rng(seed)
     return Data((_DISTRIBUTIONS[name](random, numel) for _ in itertools.count()), False)
 
@@ -115,7 +115,7 @@ def load_gradients(path: str, steps: int) -> dict[str, NDArray[np.floating]]:
     path : str
         An ``.npz`` file with arrays of shape (steps, elements).
     steps : int
-        How many steps there must be at least.
+        Fewest steps that the arrays must have.
 
     Raises
     ------
@@ -241,7 +241,7 @@ def _row(entry: _Estimator, data: str, numel: int) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the options."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/estimators.py",
         description="Show how near every threshold estimator comes to the ratio it was asked for.",

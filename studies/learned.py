@@ -1,4 +1,4 @@
-"""Learned codes beside what they are to replace, in one table: ``python studies/learned.py``."""
+"""Study of learned codes beside the exchanges that they replace, in one table: ``python studies/learned.py``."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ _MINUTES = 240.0
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the options."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/learned.py",
         description="Train with dense exchange, top-k and every form of LGC, and show for every task their quality, "

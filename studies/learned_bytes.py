@@ -1,4 +1,4 @@
-"""What the layers that a learned code covers cost by themselves: the bytes of their rounds, by any exchange."""
+"""Bytes of the layers that a learned code covers, by themselves: those of their rounds, under any exchange."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean

@@ -1,4 +1,4 @@
-"""Learned codes compared with what they are to replace: which trainings that needs, and as which jobs they are run."""
+"""Trainings of the study of learned codes and of the exchanges that they replace, and their jobs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ STEPS = 900
 PHASES = (LGC().dense_steps, LGC().training_steps)
 """Steps of the phases before codes travel, if not told otherwise."""
 
-_LOOKS = 20  # at ranks' gradients, in a training
+_LOOKS = 20  # comparisons of ranks' gradients in a training
 
 
 GOALS = {
@@ -66,7 +66,7 @@ def words_of(run: Training, steps: int, phases: tuple[int, int] = PHASES) -> lis
 
 @dataclass
 class Finished(jobs.Finished):
-    """What became of a training.
+    """Result of a training with a learned code.
 
     Attributes
     ----------

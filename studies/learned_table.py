@@ -1,4 +1,4 @@
-"""The table of learned codes: quality, bytes, seconds and what there was to learn, over seeds."""
+"""The table of learned codes: quality, bytes, seconds and correlation of gradients, over seeds."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -126,7 +126,7 @@ _COLUMNS = (
 
 
 def _row(task: str, name: str, runner: Runner) -> dict[str, Any]:
-    """Sum up what the seeds of an exchange came to."""
+    """Summarise the results of an exchange over seeds."""
     finished = runner.finished
     done = [own for run, own in finished.items() if (run.task, run.arm, own.status) == (task, name, DONE)]
     values = [_values(own, finished.get(Training(task, DENSE, own.run.seed))) for own in done]
@@ -150,7 +150,7 @@ def _row(task: str, name: str, runner: Runner) -> dict[str, Any]:
 
 
 def _values(own: Finished, dense: Finished | None) -> dict[str, float | None]:
-    """Return what a training came to, beside dense with the same seed where that is done."""
+    """Return the results of a training, beside dense with the same seed where that is done."""
     known = dense if dense is not None and dense.status == DONE else None
     common = own.outcome["correlation"]["whole"] or {}
     return {

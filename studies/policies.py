@@ -19,7 +19,7 @@ _QUICK_MINUTES = 45.0  # limit with --quick
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the options."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/policies.py",
         description="Train with every policy until the quality of dense exchange is reached, and show for every task "

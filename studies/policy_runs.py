@@ -21,13 +21,13 @@ from mpicomp.bench.measure.networks import Network
 NETWORKS = ("50mbit/1ms", "200mbit/1ms", "1gbit/0us", "2.5gbit/0us")
 QUICK_NETWORKS = ("200mbit/1ms", "2.5gbit/0us")
 BLOCKS = 5
-"""In which the steps of each policy are timed, in turn."""
+"""Number of blocks in which the steps of each policy are timed, in turn."""
 LONGEST_BLOCK, SHORTEST_BLOCK = 8, 3
 """Steps of a block, and of warming up, where they are quick and where they are slow."""
 
-_TIMING_S = 150.0  # that timing may take, as long as blocks are not too short
-_COMPUTING_S = 0.2  # of a step, to tell how many fit
-_EVALUATIONS = 20  # at least, where the number of steps was given
+_TIMING_S = 150.0  # seconds that timing may take, as long as blocks are not too short
+_COMPUTING_S = 0.2  # assumed seconds of computation in a step, from which the number of steps that fit is taken
+_EVALUATIONS = 20  # evaluations of a training, at least, where the number of steps was given
 
 
 _PINNED = ("--compressor", "topk", "--ratio", "0.01", "--collective", "allgather")
@@ -51,7 +51,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
 }
 """Words for `mpicomp train` by policy."""
 LOOKING = ("gravac", "flexible", "auto")
-"""Policies whose plans depend on what the network is measured to be."""
+"""Policies whose plans depend on the measured network."""
 
 
 GOALS = {
@@ -81,12 +81,12 @@ class Timing:
 
     @property
     def name(self) -> str:
-        """How its files begin."""
+        """Start of the names of its files."""
         return f"{self.task}-{place_of(self.network)}-timing"
 
     @property
     def kind(self) -> str:
-        """What it is."""
+        """Kind of the run, for people."""
         return "timing"
 
     @property
@@ -97,7 +97,7 @@ class Timing:
         ]
 
     def __str__(self) -> str:
-        """Say for people what it is."""
+        """Describe the run for people."""
         return f"{self.task}, {self.network}, {self.kind}"
 
 
@@ -135,7 +135,7 @@ def words_of_training(run: Training, steps: int | None) -> list[str]:
     Parameters
     ----------
     run : Training
-        Which.
+        The training.
     steps : int or None
         None is what the task is tuned for.
     """
@@ -153,7 +153,7 @@ def words_of_timing(run: Timing, traces: Mapping[str, str], step_bytes: Mapping[
     Parameters
     ----------
     run : Timing
-        Which.
+        The timing.
     traces : mapping of str to str
         By policy, the path of its recorded plans: only those of them are timed.
     step_bytes : mapping of str to float
@@ -167,7 +167,7 @@ def words_of_timing(run: Timing, traces: Mapping[str, str], step_bytes: Mapping[
 
 
 def _block(step_bytes: Mapping[str, float], network: Network) -> int:
-    """Return how many steps make a block: fewer where they take long."""
+    """Return the number of steps of a block: fewer where they take long."""
     bits = 8 * sum(step_bytes.values())
     round_s = len(step_bytes) * _COMPUTING_S + bits / parse_bandwidth(network.bandwidth)
     return min(LONGEST_BLOCK, max(SHORTEST_BLOCK, int(_TIMING_S / round_s / (BLOCKS + 1))))
@@ -175,15 +175,15 @@ def _block(step_bytes: Mapping[str, float], network: Network) -> int:
 
 @dataclass
 class Finished(jobs.Finished):
-    """What became of a run.
+    """Result of a training or a timing.
 
     Attributes
     ----------
     curve : list of tuple
-        Of a training: how many steps were done, and the quality after them on the share of the held-out data that the
-        task has for looks on the way.
+        Of a training: number of steps done, and the quality after them on the share of the held-out data that the task
+        has for looks on the way.
     timed : mapping
-        Of a timing: by policy, what ``bench training --json`` wrote.
+        Of a timing: by policy, the object that ``bench training --json`` wrote.
     """
 
     curve: list[tuple[int, float]] = field(default_factory=list)
@@ -198,7 +198,7 @@ class Runner(comparison.Runner):
     folder, ranks
         See `comparison.Runner`; a lab has as many hosts.
     steps : int or None
-        Of a training; None is what each task is tuned for.
+        Steps of a training; None takes the number that each task is tuned for.
     """
 
     finished: dict[Run, Finished]

@@ -97,7 +97,7 @@ def mean_over_steps(curve: Sequence[tuple[int, float]]) -> float | None:
 
 
 def _learnt(own: Finished, run: Training, finished: Mapping[Run, Finished]) -> dict[str, Any]:
-    """Return what a training that is done has learnt, and what it was to, where dense ended with the same seed."""
+    """Return the quality of a finished training, and its targets where dense ended with the same seed."""
     goal = GOALS[run.task]
     learnt: dict[str, Any] = {
         "quality": finite(own.quality),
@@ -120,7 +120,7 @@ def _learnt(own: Finished, run: Training, finished: Mapping[Run, Finished]) -> d
 def _result(
     own: Finished, run: Training, timed: Mapping[str, Any] | None, finished: Mapping[Run, Finished]
 ) -> dict[str, Any]:
-    """Return what a training that is done came to, with the row of its plans where they were timed on the network."""
+    """Return the results of a finished training, with the row of its plans where they were timed on the network."""
     result: dict[str, Any] = {"seed": run.seed}
     result |= {"steps": int(own.outcome["steps"]), "wire_bytes": float(own.outcome["wire_bytes"])}
     result |= _learnt(own, run, finished) | {"choosing_s": float(own.outcome["choosing_s"])}
@@ -266,7 +266,7 @@ def _least_time(row: Mapping[str, Any]) -> float:
 def _row(
     policy: str, task: str, done: Sequence[Mapping[str, Any]], dense: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Sum up what the seeds of a policy came to."""
+    """Summarise the results of a policy over seeds."""
     judged = [own for own in done if own["target"] is not None]
     row: dict[str, Any] = {
         "policy": policy,

@@ -1,4 +1,4 @@
-"""What choosing the collective costs over knowing it, on a grid of emulated networks: ``python studies/regret.py``."""
+"""Study of the regret of choosing the collective, on a grid of emulated networks: ``python studies/regret.py``."""
 
 import argparse
 import sys
@@ -30,13 +30,13 @@ _COLUMNS = {
     "behind_dense": "+.1%",
     "prediction_error": ".1%",
 }
-_SHORT_S = 5e-3  # cells of which a share is too little to be measured
+_SHORT_S = 5e-3  # seconds: a share of a shorter cell is too little to be measured
 _BEHIND_S = 200e-6  # seconds by which a dense choice may be behind the best dense plan
 _BEHIND = 0.03  # share by which another choice may be behind the best one
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the options."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/regret.py",
         description="Run `mpicomp bench collectives` with all plans and auto in one lab a network, and show for every "
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows with what their cells come to.
+    """Return rows with the results of their cells.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ def prediction_errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def summary(cells: Sequence[Mapping[str, Any]], errors: Sequence[float]) -> list[str]:
-    """Say in lines what a grid came to.
+    """Return lines that summarise a grid.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What the MPI launcher calls in place of ssh: ``AGENT TABLE [options] HOST COMMAND...``.
+"""The command that the MPI launcher calls in place of ssh: ``AGENT TABLE [options] HOST COMMAND...``.
 
 Run as a script by path and without site-packages, because one starts for every host: it imports nothing of
 mpicomp. TABLE is a file of lines ``address name pid``.

@@ -1,4 +1,4 @@
-"""Cables in user space: a rate without bursts, and what the kernel's shapers cannot do, a delay.
+"""Cables in user space: a rate without bursts, and a delay, which the kernel's shapers cannot do.
 
 Every host's eth0 is a TUN device. A process of its own reads what hosts send, holds each packet for the time that
 it takes on two cables and in between, and gives it to its host.
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from mpicomp.bench.lab import namespaces
 from mpicomp.bench.lab.settings import Link
 
-_PRIORITY = 20
+_PRIORITY = 20  # realtime priority of the process that carries packets
 _TUNSETIFF = 0x400454CA
 _TUNSETOFFLOAD = 0x400454D0
 _IFF_TUN = 0x0001
@@ -68,7 +68,7 @@ class Forwarder:
             raise OSError("the process that carries packets ended")
 
     def wait(self) -> None:
-        """Return when packets are carried."""
+        """Wait until packets are carried."""
         self._await(b"runs")
 
     def set_links(self, links: Sequence[Link]) -> None:

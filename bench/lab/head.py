@@ -20,8 +20,8 @@ from mpicomp.bench.lab.forwarder import Forwarder
 from mpicomp.bench.lab.settings import Settings
 
 _SCRATCH = "/dev/shm/mpicomp-lab"
-_GRACE_S = 2.0
-_PRIORITY = 10
+_GRACE_S = 2.0  # seconds that processes have to end before they are killed
+_PRIORITY = 10  # realtime priority of the head process, below that of the process that carries packets
 
 
 class Head:
@@ -72,7 +72,7 @@ class Head:
         self.forwarder.wait()
 
     def write_agent(self) -> str:
-        """Write what the launcher calls in place of ssh, and return its path."""
+        """Write the agent that the launcher calls in place of ssh, and return its path."""
         table = f"{_SCRATCH}/table"
         rows = [f"{network.control_address(i)} {network.host_name(i)} {pid}" for i, pid in self.pids.items()]
         Path(table).write_text("\n".join(rows) + "\n")
@@ -84,7 +84,7 @@ class Head:
         return agent
 
     def counters(self) -> list[dict[str, int]]:
-        """Return what each host's eth0 has counted."""
+        """Return the byte counters of each host's eth0."""
         return [network.read_counters(pid) for pid in self.pids.values()]
 
     def run(self, life: int) -> tuple[int, float]:

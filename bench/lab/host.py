@@ -76,7 +76,7 @@ def _furnish(name: str, sysctls: Mapping[str, str], hosts_file: str) -> None:
 
 
 def _keep_house() -> None:
-    """Reap what is left to PID 1, until the lab ends and the kernel with it."""
+    """Reap the processes left to PID 1, until the lab ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.closerange(3, 256)

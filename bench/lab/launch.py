@@ -1,4 +1,4 @@
-"""How MPICH and Open MPI are started on the hosts of a lab."""
+"""Launch commands of MPICH and Open MPI for the hosts of a lab."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def find_mpi(launcher: Path) -> str:
 
 
 def check_mpi(asked: str | None, launcher: Path) -> str:
-    """Return the MPI to use: what was asked for when that is what is there."""
+    """Return the MPI beside Python; raise if another one was asked for."""
     found = find_mpi(launcher)
     if asked is not None and asked != found:
         assert asked in MPIS
@@ -122,7 +122,7 @@ def command_line(mpi: str, launcher: Path, agent: str, settings: Settings) -> li
 
 
 def _at_priority(nice: int) -> list[str]:
-    """Return what stands before a command so that the niceness of the lab counts for it.
+    """Return the words to put before a command so that the niceness of the lab counts for it.
 
     Launchers start a session for each rank, and where the kernel groups by session (sched_autogroup), niceness only
     counts inside one: without this, ``nice -n -15 mpicomp lab run`` changes nothing on a busy machine.

@@ -14,15 +14,15 @@ CONTROL_NETWORK = "10.99.1"
 DATA_NETWORK = "10.99.0"
 HEAD_ADDRESS = f"{CONTROL_NETWORK}.254"
 
-_LEAST_MTU = 9000
-_MOST_MTU = 65000
-_PACKET_S = 500e-6
-_LEAST_WINDOW = 2**18
-_MOST_WINDOW = 2**22
+_LEAST_MTU = 9000  # bytes of a packet, at least
+_MOST_MTU = 65000  # bytes of a packet, at most
+_PACKET_S = 500e-6  # seconds that a packet takes on the fastest link, within these bounds
+_LEAST_WINDOW = 2**18  # bytes of a TCP window for the time that a rank is off its core, at least
+_MOST_WINDOW = 2**22  # the same, at most
 # A rank that shares its core is away for some milliseconds; what is in the window goes on flowing meanwhile. With
 # 2 ms instead of 32 a ring at 1 Gbit/s took 1.6 times as long, and more than 32 gained nothing.
 _WINDOW_S = 32e-3
-_MOST_ROOM = 2**31
+_MOST_ROOM = 2**31  # bytes of all packets under way, at most
 
 
 def host_name(index: int) -> str:
@@ -56,7 +56,7 @@ def choose_mtu(links: Sequence[Link]) -> int:
 
 
 def choose_window(links: Sequence[Link]) -> int:
-    """Return how many bytes a connection may have under way.
+    """Return the number of bytes that a connection may have under way.
 
     Enough for what is on the fastest and longest cable, twice, and for the time that a rank is off its core. More
     would only move the queue from the program into the network, where small messages wait behind large ones.
@@ -68,12 +68,12 @@ def choose_window(links: Sequence[Link]) -> int:
 
 
 def packets_under_way(hosts: int, links: Sequence[Link]) -> int:
-    """Return how many packets there are when all connections fill their windows."""
+    """Return the number of packets when all connections fill their windows."""
     return 64 * hosts + hosts * (hosts - 1) * (choose_window(links) // choose_mtu(links) + 1)
 
 
 def most_packets(links: Sequence[Link]) -> int:
-    """Return how many packets the forwarder has room for; memory is taken up only by those that are there."""
+    """Return the number of packets that the forwarder has room for; memory is used only by those under way."""
     return _MOST_ROOM // choose_mtu(links)
 
 
@@ -123,7 +123,7 @@ def make_control(pids: Mapping[int, int]) -> None:
 
 
 def configure_host(index: int, pid: int, mtu: int) -> None:
-    """Return the interfaces of a host their addresses."""
+    """Set the addresses of a host's interfaces."""
     _ip(
         [
             "link set lo up",

@@ -38,7 +38,7 @@ def check_requirements() -> None:
 
 
 def warn_of_limits(settings: Settings) -> None:
-    """Say on stderr when the links are beyond what the emulation was measured to do."""
+    """Warn on stderr if the links exceed the rates that the emulation was measured at."""
     states = [settings.links, *(change.links for change in settings.schedule)]
     bandwidth = max(sum(link.bandwidth for link in links) for links in states)
     if bandwidth > MOST_BANDWIDTH:

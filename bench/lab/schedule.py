@@ -1,4 +1,4 @@
-"""Schedule files: how links change while the job runs.
+"""Schedule files: changes of links while the job runs.
 
 A line is ``seconds bandwidth latency``, in the syntax of the command line, comma lists included. Blank lines
 and what follows a ``#`` do not count. Times are counted from the start of the command and must not go back.

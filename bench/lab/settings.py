@@ -1,4 +1,4 @@
-"""What a lab is to be: hosts, ranks, links, and how the links change with time."""
+"""Settings of a lab: hosts, ranks, links, and changes of the links with time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -89,7 +89,7 @@ def make_settings(
     schedule: str | None = None,
     counters: str | None = None,
 ) -> Settings:
-    """Check what the user asked for.
+    """Check the user's settings.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def make_settings(
     bandwidth, latency : str
         Comma lists, one value or one a host.
     command : sequence of str
-        What every rank runs.
+        Words of the command that every rank runs.
     mpi : {"mpich", "openmpi"}, optional
         Whose launcher is used; found out when None.
     schedule, counters : str, optional

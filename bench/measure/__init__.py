@@ -1,1 +1,1 @@
-"""What benchmarks measure with: timing, gradients, statistics, jobs, and what they print and write."""
+"""Tools of the benchmarks: timing, gradients, statistics, jobs, and tables and files of results."""

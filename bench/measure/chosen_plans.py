@@ -1,4 +1,4 @@
-"""What was chosen in a run: which plans, what they kept of the whole, and what of every layer."""
+"""Summary of the plans of a run: how often each ran, and the kept fraction of the whole and of every layer."""
 
 import json
 from collections import Counter, defaultdict
@@ -21,7 +21,7 @@ def kept_share(record: StepRecord) -> float:
 
 
 def in_short(record: StepRecord) -> str:
-    """Say in some words what a step has run: kept fraction, the collective of most buckets, and their mean gain."""
+    """Summarise a step in some words: kept fraction, the collective of most buckets, and their mean gain."""
     collective = Counter(bucket.collective for bucket in record.buckets).most_common(1)[0][0]
     gains = [bucket.gain for bucket in record.buckets if bucket.gain is not None]
     gain = f"  gain {np.mean(gains):.2f}" if gains else ""
@@ -87,7 +87,7 @@ class Layer:
 
 
 class Choices:
-    """Collects what steps have run, on one rank."""
+    """Collects the plans that steps have run, on one rank."""
 
     def __init__(self) -> None:
         self.ratios: list[float] = []
@@ -136,16 +136,16 @@ class Choices:
         return found
 
     def sums(self) -> NDArray[np.float64]:
-        """Return what `layers` needs of every rank, shape (layers, 4), the same rows on all of them."""
+        """Return the numbers that `layers` needs of every rank, shape (layers, 4), the same rows on all ranks."""
         return np.array(list(self._sums.values())).reshape(-1, 4)
 
     def layers(self, everyones: NDArray[np.float64]) -> list[Layer]:
-        """Return the model's parameters with what was sent of them, in the order of exchange.
+        """Return the model's parameters with their kept elements, in the order of exchange.
 
         Parameters
         ----------
         everyones : array, shape (ranks, layers, 4)
-            What `sums` has given on all ranks.
+            Results of `sums` on all ranks.
         """
         found = []
         for name, (steps, ratio, looked_at, gain) in zip(self._sums, everyones.sum(axis=0).tolist(), strict=True):
@@ -154,7 +154,7 @@ class Choices:
 
 
 def _energies(record: StepRecord) -> tuple[float, float]:
-    """Return the energy that waits after a step, and what was sent in it; 0 of what is not known or was undone."""
+    """Return the energy left after a step, and the energy sent in it; 0 where unknown or undone."""
     known = [(own.gain, own.energy) for own in record.buckets if not record.skipped]
     waits = sum((1 - gain) * energy for gain, energy in known if gain is not None and energy is not None)
     sent = sum(gain * energy for gain, energy in known if gain is not None and energy is not None)

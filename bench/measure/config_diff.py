@@ -1,16 +1,16 @@
-"""What tells configurations of one compressor apart."""
+"""The settings in which configurations of one compressor differ."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say of each configuration in what it differs from others of the same compressor, but for the ratio.
+    """Return for each configuration the settings in which it differs from others of the same compressor, ratio aside.
 
     Parameters
     ----------
     configs : sequence of mapping
-        As `Compressor.get_config` gives them.
+        Results of `Compressor.get_config`.
 
     Returns
     -------

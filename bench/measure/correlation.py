@@ -1,4 +1,4 @@
-"""What the gradients of two ranks have in common: the share of information, and the correlation, of every layer.
+"""Mutual information and correlation between the gradients of two ranks, layer by layer.
 
 Abrahamyan et al. (LGC, arXiv 2103.08870, section III) estimate from histograms how much of the entropy of a layer's
 gradient on one worker is shared with that on another. Different here, since the paper does not print its bins, and what
@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from mpicomp.rounds import Group, Round
 
 BINS = 16
-"""Of each of the two arrays."""
+"""Number of bins of each of the two arrays."""
 LEAST = BINS**2
-"""Elements of a layer that is looked at: for fewer the control is as high as what is to be found."""
+"""Fewest elements of a layer that is looked at: for fewer the control is as high as the information to be found."""
 
 Value = TypeVar("Value")
 Rounds = Generator[Round, Any, Value]
@@ -36,18 +36,18 @@ _FIELDS = ("correlation", "information", "control", "entropy")
 
 @dataclass(frozen=True)
 class Common:
-    """What two arrays have in common, or the mean of several such.
+    """Correlation and mutual information of two arrays, or means over several pairs.
 
     Attributes
     ----------
     correlation : float
-        Pearson's.
+        Pearson's correlation coefficient.
     information : float
         Mutual information in nats an element, estimated from a histogram.
     control : float
-        The same where nothing is shared: what the estimate is too high by.
+        The same estimate where nothing is shared: the bias of the estimate.
     entropy : float
-        Of the histogram's sides, in nats, mean of both.
+        Entropy of the histogram's two marginals, in nats; the mean of both.
     """
 
     correlation: float
@@ -130,14 +130,14 @@ def _pearson(one: NDArray[np.floating], other: NDArray[np.floating]) -> float:
 
 @dataclass(frozen=True)
 class Correlations:
-    """What ranks' gradients had in common in a run.
+    """Correlation and mutual information of ranks' gradients in a run.
 
     Attributes
     ----------
     every : int
         Steps from one look to the next.
     looks : int
-        How many there were; those at gradients that were not finite do not count.
+        Number of looks; those at gradients that were not finite do not count.
     whole : Common or None
         Mean over layers, by their elements; None where no layer was looked at.
     layers : dict

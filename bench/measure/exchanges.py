@@ -1,4 +1,4 @@
-"""One plan at work: steps that all ranks begin together, and what each took on every rank."""
+"""Timed steps of one plan, which all ranks begin together, with the seconds of each on every rank."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -19,16 +19,16 @@ from mpicomp.transport import Transport
 
 NAME = "gradient"
 SECONDS, COMPRESS, EXCHANGE, DECODE, CHOOSING, SENT, WIRE, START, END = range(9)
-"""What a rank tells of a step; start and end are on the clock that ranks share."""
+"""Places of the numbers that a rank reports of a step; start and end are on the clock that ranks share."""
 
-_FIELDS = 9
+_FIELDS = 9  # numbers that a rank reports of a step
 _STATE = 1  # schema of a reducer's state
 _SHORT = 1 << 18  # elements of the array on which a residual comes to its steady state
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is timed: a compressor and the name of a collective, which may be ``"auto"``."""
+    """A plan to be timed: a compressor and the name of a collective, which may be ``"auto"``."""
 
     compressor: Compressor
     collective: str
@@ -79,7 +79,7 @@ class Runner:
     Parameters
     ----------
     plan : Plan
-        What is run.
+        The plan to run.
     gradients : Gradients
         Of this rank; their length is the array's.
     transport : Transport
@@ -150,14 +150,14 @@ class Runner:
             self.checks.append(judge(told, self._lossless))
 
     def catch_up(self) -> None:
-        """Meet the other ranks, and hear what the last step took them. Collective."""
+        """Meet the other ranks, and receive the seconds of their last steps. Collective."""
         shared = share(np.zeros(_FIELDS) if self._last is None else self._last, self._transport)
         if self._last is not None:
             self.steps.append(shared)
         self._last = None
 
     def close(self) -> None:
-        """Release what it holds, but for what was measured."""
+        """Release its resources; measurements stay."""
         if self._reducer is not None:
             self._reducer.close()
         self._reducer = None
@@ -191,7 +191,7 @@ class Runner:
 
 
 def share(numbers: NDArray[np.float64], transport: Transport) -> NDArray[np.float64]:
-    """Return what all ranks say, shape (ranks, numbers); nobody is back before all were there. Collective."""
+    """Return the numbers of all ranks, shape (ranks, numbers), once all ranks have come. Collective."""
     ranks = transport.group.size
     received = np.empty(ranks * numbers.size)
     task = Round("allgatherv", [numbers.size] * ranks, numbers.dtype, send=numbers, recv=received)
@@ -199,6 +199,6 @@ def share(numbers: NDArray[np.float64], transport: Transport) -> NDArray[np.floa
 
 
 def in_turn(runners: Sequence[Runner]) -> Iterator[Runner]:
-    """Yield each once, another one first every time: what follows whom is the same for all."""
+    """Yield each once, another one first every time, always in the same cyclic order."""
     turn = len(runners[0].steps) % len(runners)
     yield from [*runners[turn:], *runners[:turn]]

@@ -19,7 +19,7 @@ _PLAIN = Wire()
 
 
 def make_bucket(numel: int, compressor: Compressor, feedback: bool, threads: int = 1) -> Bucket:
-    """Make a bucket of one array, with what the compressor wants to happen before the sum."""
+    """Make a bucket of one array, with the compressor's momentum before the sum."""
     return Bucket(0, [Described("gradient", DTYPE.name, (numel,))], feedback, compressor.entry, threads)
 
 
@@ -45,7 +45,7 @@ class Selecting:
         self.compressor = compressor
 
     def step(self, bucket: Bucket, gradient: NDArray[np.floating], message: bool) -> int:
-        """Do what a step does before and after its exchange, and give the number of elements that are sent.
+        """Do the work of a step before and after its exchange, and return the number of elements that are sent.
 
         Parameters
         ----------

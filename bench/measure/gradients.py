@@ -13,9 +13,9 @@ from mpicomp.reducer.bucket import Bucket
 POOL = 2
 """Arrays that gradients are cut from."""
 
-_SLACK = 1 << 20  # elements by which they are longer than a gradient, which begins anywhere in there
-_TURNOVERS = 2  # of the residual, each of 1 / ratio steps: its spread stays the same from the first on
-_MOST_STEPS = 5000
+_SLACK = 1 << 20  # elements by which the random array is longer than a gradient, which begins anywhere in them
+_TURNOVERS = 2  # turnovers of the residual, each of 1 / ratio steps: its spread stays the same from the first on
+_MOST_STEPS = 5000  # steps, at most, in which a residual comes to its steady state
 
 
 class Gradients:

@@ -1,4 +1,4 @@
-"""Kernels that are timed in turns, each call after a copy of the array, and what that gives: rows in copies."""
+"""Kernels timed in turns, each call after a copy of the array, with rows in multiples of a copy."""
 
 import gc
 import time
@@ -28,18 +28,18 @@ class Kernel(ABC):
             self.run()
 
     def prepare(self) -> None:  # noqa: B027, most have nothing to prepare
-        """Do what comes before a call and is not timed."""
+        """Prepare a call; not timed."""
 
     @abstractmethod
     def run(self) -> None:
-        """Do what is timed."""
+        """Run the timed part."""
 
     def reset(self) -> None:
-        """Forget what was measured."""
+        """Drop the measurements so far."""
         self.seconds.clear()
 
     def facts(self) -> dict[str, Any]:
-        """Return what its row has besides seconds."""
+        """Return the columns of its row besides seconds."""
         return {}
 
     def row(self, numel: int, unit: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Medians of samples whose distribution nobody knows, and how sure they are."""
+"""Medians of samples of unknown distribution, with confidence intervals."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 LEAST = 6
 """Samples below which there is no 95 % interval of their median."""
 
-_RESAMPLED = 2000
+_RESAMPLED = 2000  # samples of the bootstrap
 _NARROW = 0.05  # share of the median by which either end of its interval may be away
 
 
@@ -88,7 +88,7 @@ def ratio_interval(samples: Sequence[float], others: Sequence[float]) -> tuple[f
 def block_interval(
     value: Callable[..., np.floating | float], *samples: NDArray[np.float64]
 ) -> tuple[float, float] | None:
-    """Return the 95 % interval of what is computed from samples that were taken block by block, in turn.
+    """Return the 95 % interval of a statistic of samples that were taken block by block, in turn.
 
     By bootstrap: whole blocks are drawn anew, with repetition and of all samples alike. Steps of a block are like each
     other, and what fell on all blocks of a round alike falls out.

@@ -1,4 +1,4 @@
-"""Commands as processes, each with its files in a folder: what is complete there is not run again."""
+"""Commands as processes, each with its files in a folder: jobs whose files are complete are not run again."""
 
 import json
 import os
@@ -15,35 +15,35 @@ from mpicomp.bench.lab.launch import find_launcher, find_mpi
 DONE, FAILED, CUT = "done", "failed", "cut"
 
 MPICOMP = (sys.executable, "-m", "mpicomp")
-"""How a command of this package begins."""
+"""First words of a command of this package."""
 
-_LONGEST_S = 1800.0  # of a job, which otherwise does not end
-_ENDING_S = 30.0  # that a process has to end when it is told to
+_LONGEST_S = 1800.0  # seconds that a job may take before it is ended
+_ENDING_S = 30.0  # seconds that a process has to end after it was told to
 _OVER = "not run to its end: the time was over"
 
 
 @dataclass
 class Finished:
-    """What became of a run.
+    """Result of a run: its status, its error, and its outcome.
 
     Attributes
     ----------
     run : object
-        What it was.
+        Description of the run.
     status : str
         `DONE`, `FAILED` or `CUT`.
     error : str or None
-        The last line of the error, or why it was cut.
+        The last line of the error, or the reason for which it was cut.
     seconds : float
-        That it took, when it was run.
+        Seconds that it took, when it was run.
     kept : bool
-        Whether its files were there before.
+        Whether its files existed before, so that it was not run again.
     words : list of str
-        After ``mpicomp``, without its files.
+        Words of its command after ``mpicomp``, without its files.
     outcome : mapping
-        Of a training: what ``train --json`` wrote.
+        Of a training: the object that ``train --json`` wrote.
     quality : float
-        Of a training: after all steps, on all held-out data.
+        Of a training: quality after all steps, on all held-out data.
     """
 
     run: Any
@@ -63,7 +63,7 @@ class Job:
     Attributes
     ----------
     name : str
-        How its files begin.
+        Start of the names of its files.
     command : callable
         Gives the words, without the options for files, and what the environment has besides. Asked only where the job
         is run.
@@ -94,7 +94,7 @@ class Folder:
         self._path = path.resolve()  # jobs may run elsewhere
 
     def path(self, name: str, kind: str) -> Path:
-        """Return where a job's file of a kind is."""
+        """Return the path of a job's file of a kind."""
         return self._path / f"{name}.{kind}"
 
     def run(
@@ -105,7 +105,7 @@ class Folder:
         Parameters
         ----------
         job : Job
-            Which.
+            The job to run.
         finished : Finished
             Receives what became of it.
         is_complete : callable
@@ -208,7 +208,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read what ``train --metrics`` wrote; nothing where there is none, or half of a line."""
+    """Read the lines that ``train --metrics`` wrote; an empty list where there are none, or half of a line."""
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):

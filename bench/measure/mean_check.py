@@ -24,14 +24,14 @@ _SIGNS = np.random.default_rng(0).choice([-1.0, 1.0], _PERIOD)
 
 @dataclass(frozen=True)
 class Check:
-    """What a check came to.
+    """Result of a check of the mean: its error, the tolerance, and whether it is the same on all ranks.
 
     Attributes
     ----------
     error : float
         Largest difference of a sum over the norm of all exact sums.
     tolerance : float
-        What rounding to float32 explains; infinite where the exchange is not meant to keep everything.
+        Largest error that rounding to float32 explains; infinite where the exchange is not meant to keep everything.
     identical : bool
         Whether the mean has the same bits on every rank.
     """
@@ -76,12 +76,12 @@ def statement(
     after: NDArray[np.floating] | None,
     mean: NDArray[np.floating],
 ) -> NDArray[np.float64]:
-    """Return what one rank has to say for `judge`.
+    """Return the numbers of one rank that `judge` needs.
 
     Parameters
     ----------
     gradient, mean : array, shape (numel,)
-        What went in and what came out.
+        Input and output.
     before, after : array, shape (numel,), or None
         The residual; None where there is no error feedback.
 
@@ -99,7 +99,7 @@ def statement(
 
 
 def judge(statements: NDArray[np.float64], lossless: bool) -> Check:
-    """Compare what the ranks say; the same on all ranks that were given the same.
+    """Compare the numbers of the ranks; the same on all ranks that were given the same.
 
     An element of rank r is rounded when residual and gradient are added, when what was sent is taken off, and on its
     way through a sum of all ranks and a division: at most ranks + 3 times. Errors of different signs add up like a

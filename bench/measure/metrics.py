@@ -7,7 +7,7 @@ from typing import Any, Self
 
 
 class MetricsWriter:
-    """Writes a line a step, flushed at once, so that a job that dies leaves what it measured.
+    """Writes a line a step, flushed at once, so that a job that dies leaves its measurements.
 
     Parameters
     ----------

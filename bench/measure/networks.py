@@ -49,7 +49,7 @@ class Network:
 
 
 def read(command: str, text: str) -> list[Network]:
-    """Read networks with commas between them; what is named twice counts once.
+    """Read networks with commas between them; duplicates count once.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def read(command: str, text: str) -> list[Network]:
 
 
 def check_lab(command: str) -> None:
-    """Say in time that there can be no labs here.
+    """Raise early where no lab can be built on this machine.
 
     Raises
     ------

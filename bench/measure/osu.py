@@ -1,4 +1,4 @@
-"""Text that reads like that of the OSU micro-benchmarks, so that what reads theirs reads ours."""
+"""Output in the text format of the OSU micro-benchmarks, so that programs that read theirs read ours."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

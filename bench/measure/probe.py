@@ -1,4 +1,4 @@
-"""How long an exchange takes here and now, by itself: so that schemes are compared under the same conditions."""
+"""Timing of exchanges by themselves, after a training, so that schemes are compared under the same conditions."""
 
 import math
 import time
@@ -14,15 +14,15 @@ from mpicomp.cost import CostModel
 from mpicomp.reducer import Reducer
 from mpicomp.transport import Transport
 
-_WARM = 3
-_REPEATS = 5
-_LIMIT_S = 6.0  # of measuring one collective
-_TOO_SLOW = 3.0  # times the best one so far: nothing more is learnt of it
+_WARM = 3  # exchanges before the timed ones
+_REPEATS = 5  # timed exchanges of a collective
+_LIMIT_S = 6.0  # seconds of measuring one collective
+_TOO_SLOW = 3.0  # times the best collective so far: a slower one is not measured further
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A collective and how long it took.
+    """A collective and the seconds that it took.
 
     Attributes
     ----------
@@ -91,7 +91,7 @@ def probe(
 
 
 def probe_dense(numel: int, transport: Transport) -> Probe:
-    """Measure every dense collective and give the fastest. Collective."""
+    """Measure every dense collective and return the fastest. Collective."""
     best: Probe | None = None
     for name in fitting(Dense):
         measured = probe(Dense(), name, numel, transport, math.inf if best is None else best.seconds)

@@ -1,4 +1,4 @@
-"""What a user sees while a job runs: a bar on a terminal, plain lines elsewhere, nothing on ranks but 0."""
+"""Progress display of a running job: a bar on a terminal, plain lines elsewhere; rank 0 alone prints."""
 
 import contextlib
 import time
@@ -56,7 +56,7 @@ class Progress:
             yield
 
     def step(self, step: int, loss: float, seconds: float, record: StepRecord, quality: float | None = None) -> None:
-        """Show one step that is done, with what it has run, and the quality on held-out data where it was measured."""
+        """Show a finished step with its plans, and the quality on held-out data where it was measured."""
         if not self._visible:
             return
         text = f"loss {loss:.3f}  {seconds:.3f} s a step  {_megabytes(record.wire_bytes)} on the wire"
@@ -73,7 +73,7 @@ class Progress:
             print(f"step {done:>{len(str(self._steps))}}/{self._steps}  {text}", flush=True)
 
     def evaluating(self) -> None:
-        """Say that the held-out data are being read."""
+        """Show that the held-out data are being evaluated."""
         if self._visible:
             print("measuring on held-out data ...", flush=True)
 

@@ -1,4 +1,4 @@
-"""What benchmarks print and write: rows, and where they were measured."""
+"""Output of benchmarks: rows as tables and files, with the environment in which they were measured."""
 
 import csv
 import importlib.metadata
@@ -19,7 +19,7 @@ _PACKAGES = ("numpy", "numba", "torch")
 
 
 _VARIABLES = ("MPIR_CVAR_", "UCX_", "OMP_", "FI_", "MPICOMP_")
-"""How the names of variables begin that change what MPI does."""
+"""Prefixes of environment variables that change the behaviour of MPI."""
 _MORE_VARIABLES = (
     *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_coll", "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_mpi_yield_when_idle"),
     *("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND_TYPE"),
@@ -27,12 +27,12 @@ _MORE_VARIABLES = (
 
 
 def environment(threads: int, device: str, job: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return versions and the processor: what numbers depend on, and nothing that tells who measured when.
+    """Return versions and the processor, which numbers depend on; nothing that reveals who measured when.
 
     Parameters
     ----------
     threads : int
-        How many were asked for.
+        Number of threads asked for.
     device : str
         ``"cpu"`` or the name of a GPU.
     job : mapping, optional
@@ -52,14 +52,14 @@ def environment(threads: int, device: str, job: Mapping[str, Any] | None = None)
 
 
 def job_environment(ranks: int, hosts: int, sharing: int) -> dict[str, Any]:
-    """Return what the seconds of an MPI job depend on, as this rank sees it. Not collective.
+    """Return the environment that the seconds of an MPI job depend on, as this rank sees it. Not collective.
 
     Parameters
     ----------
     ranks, hosts : int
-        That take part.
+        Number of ranks and of hosts that take part.
     sharing : int
-        The most ranks of a host.
+        Largest number of ranks on one host.
     """
     mpi = abort.running()
     vendor, version = ("none", ()) if mpi is None else mpi.get_vendor()

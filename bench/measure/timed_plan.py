@@ -56,7 +56,7 @@ class TimedPlan:
     Attributes
     ----------
     plan : Plan
-        Which.
+        The plan that is timed.
     numel : int
         Elements.
     ranks, hosts : int
@@ -64,13 +64,13 @@ class TimedPlan:
     settings : str
         What tells its compressor from others of the same name; see `differing_settings` of `config_diff`.
     expected_s : float or None
-        What a cost model predicted before it was run.
+        Seconds that a cost model predicted before it was run.
     runner : Runner or None
         What its steps were; None where it was not run.
     first : int
         The first of its steps that counts.
     stopped : str or None
-        What ended the timing: ``"interval"``, ``"limit"`` or ``"once"``.
+        Reason for which the timing ended: ``"interval"``, ``"limit"`` or ``"once"``.
     facts : dict
         Of ``auto``: what its row has besides.
     """
@@ -106,7 +106,7 @@ class TimedPlan:
 
     @property
     def outcome(self) -> str:
-        """What came of it, in words."""
+        """The result in words: median, number of samples, and the reason for stopping."""
         number = len(self.samples)
         return f"{1e3 * self.median_s:.4g} ms, {number} {'sample' if number == 1 else 'samples'} ({self.stopped})"
 
@@ -119,7 +119,7 @@ def rows_of(timings: Sequence[TimedPlan], dense: Sequence[TimedPlan]) -> list[di
     timings : sequence of TimedPlan
         The plans.
     dense : sequence of TimedPlan
-        The best of which speed-ups are over.
+        Dense plans; speed-ups are relative to the best of them.
     """
     base = min(timing.median_s for timing in dense)
     return [_row(timing, base) for timing in timings]
@@ -145,7 +145,7 @@ def _row(timing: TimedPlan, base: float) -> dict[str, Any]:
 
 
 def _measured(timing: TimedPlan, runner: Runner, base: float) -> dict[str, Any]:
-    """Return what a row holds of a plan that was run."""
+    """Return the measured columns of the row of a plan that was run."""
     steps = np.array(runner.steps[timing.first :])  # steps, ranks, fields
     seconds = timing.samples
     slowest = steps[np.arange(len(steps)), steps[:, :, SECONDS].argmax(axis=1)]

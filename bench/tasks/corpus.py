@@ -16,8 +16,8 @@ LIMIT_BYTES = 16_000_000
 _SKIPPED = frozenset({"distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo", "venv"})
 _SKIPPED |= {"__pycache__", "dist-packages", "encodings", "site-packages", "test", "tests"}
 
-_SPLIT_SEED = 20
-_HELD_OUT = 0.05
+_SPLIT_SEED = 20  # seed of the split into training and held-out documents, the same for all runs
+_HELD_OUT = 0.05  # share of the held-out part
 _BLOCK = 16_384
 
 

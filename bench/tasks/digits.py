@@ -18,7 +18,7 @@ from mpicomp.registry import register
 
 # The split is the task's, not the run's: accuracies of different seeds are measured on the same images.
 _SPLIT_SEED = 1797
-_HELD_OUT = 0.25
+_HELD_OUT = 0.25  # share of the held-out samples
 
 
 class _MissingError(ValueError):

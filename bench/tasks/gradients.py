@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 def gradients_of(task: Task) -> Iterator[NDArray[np.float32]]:
-    """Train a task by itself, without compression, and give each step's gradient.
+    """Train a task by itself, without compression, and return each step's gradient.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What a training task offers to the loop that trains it."""
+"""The protocol of training tasks: data, model, loss, optimiser and quality, for the loop that trains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Task(Protocol):
     name: str
     """Name in the registry."""
     quality_name: str
-    """What `evaluate` returns, in words."""
+    """Name of the quality that `evaluate` returns, in words."""
     better: Literal["higher", "lower"]
     """Direction in which the quality improves."""
     steps: int
@@ -30,7 +30,7 @@ class Task(Protocol):
     clip: float | None
     """Largest L2 norm of the averaged gradient, applied between exchange and update; None for no clipping."""
     glance: float
-    """Share of the held-out samples that is enough to see in the course of training how it goes."""
+    """Share of the held-out samples that suffices to follow the quality during training."""
 
     def model(self) -> torch.nn.Module:
         """Return a new model, initialised from the seed: the same bits on every rank."""

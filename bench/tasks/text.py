@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from mpicomp.registry import register
 
-_VOCABULARY = 4096
-_WIDTH = 512
+_VOCABULARY = 4096  # tokens of the vocabulary
+_WIDTH = 512  # width of the language model
 
 # Samples; about a second and a half on one core.
 _EVALUATED = 1024

@@ -13,7 +13,7 @@ import numpy as np
 # third of the tokens of the standard library would be spelled bytes; with four letters a seventh is.
 _PIECE = re.compile(r" ?[^\W\d_]{1,4}|\n[ \t]*| ?[^\w\s]|.", re.DOTALL)
 
-_BYTES = 256
+_BYTES = 256  # tokens that stand for single bytes; those of pieces follow
 
 
 class Vocabulary:

@@ -12,8 +12,8 @@ from torch import nn
 
 from mpicomp.registry import register
 
-_SIDE = 32
-_WIDTH = 1024
+_SIDE = 32  # pixels of a side to which images are scaled up
+_WIDTH = 1024  # units of a hidden linear layer
 
 
 @register

@@ -1,4 +1,4 @@
-"""Error feedback: gradient plus residual, in the sweep that also finds what a selection needs to know."""
+"""Error feedback: gradient plus residual, in one sweep that also collects moments and candidates."""
 
 import numpy as np
 from mpicomp.kernels.cpu.bit_ops import first_one
@@ -29,7 +29,7 @@ def accumulate(
     out : array, shape (n,)
         Where the sum goes; of the same dtype.
     threads : int
-        How many threads share the sweep.
+        Number of threads that share the sweep.
 
     Returns
     -------
@@ -120,7 +120,7 @@ def accumulate_candidates(
 
 
 def is_finite(top: int, dtype: np.dtype) -> bool:
-    """Tell from a sweep's largest magnitude bits whether every element was finite."""
+    """Return whether every element was finite, from a sweep's largest magnitude bits."""
     return int(top) < infinity_of(dtype)
 
 

@@ -39,7 +39,7 @@ def write_planes(codes, groups, planes, words, first):  # type: ignore[no-untype
 
 @kernel
 def read_planes(words, first, groups, planes, codes):  # type: ignore[no-untyped-def]
-    """Read what `write_planes` has written."""
+    """Read the integers that `write_planes` has written."""
     for group in range(groups):
         _read(words, first + group * planes, planes, codes, group * LANES)
 

@@ -53,5 +53,5 @@ def mask_of(dtype: np.dtype[Any]) -> Any:
 
 
 def infinity_of(dtype: np.dtype[Any]) -> int:
-    """Return the magnitude bits of infinity: whatever reaches them is infinite or NaN."""
+    """Return the magnitude bits of infinity: elements that reach them are infinite or NaN."""
     return magnitude_bits(np.inf, dtype)

@@ -1,4 +1,4 @@
-"""How every kernel here is compiled."""
+"""Decorators that compile the kernels of this package with Numba."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -38,7 +38,7 @@ def conv_halve(
     bias : array of float32, shape (outputs,)
         Added to every place.
     slope : float
-        What negative sums are multiplied by.
+        Factor of negative sums.
     gate : array, shape (outputs, places)
         Where it is negative, a sum is taken to be. ``out`` itself: each sum decides for itself.
     scratch : array

@@ -36,7 +36,7 @@ def sketch_add(array: NDArray[np.floating], key: int, table: NDArray[np.floating
 
 
 def sketch_estimate(table: NDArray[np.floating], key: int, out: NDArray[np.floating]) -> None:
-    """Write what a table says of each element: the median over its rows, the same bits on every processor.
+    """Write a table's estimate of each element: the median over its rows, the same bits on every processor.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ def sketch_estimate(table: NDArray[np.floating], key: int, out: NDArray[np.float
 
 
 def sketch_clear(indices: NDArray[np.uint32], key: int, table: NDArray[np.floating]) -> None:
-    """Set a table's cells to zero that elements with these indices are in, and whatever else is in them."""
+    """Set the cells of a table to zero that elements with these indices are in, others in them included."""
     _sketch_clear(indices, *halves(key), table)
 
 

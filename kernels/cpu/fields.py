@@ -21,7 +21,7 @@ _UNIT = np.float32(2.0**-24)
 
 
 def fields_of(largest: int) -> int:
-    """Return how many fields a word has when none may hold more than ``largest``.
+    """Return the number of fields of a word when none may hold more than ``largest``.
 
     Examples
     --------
@@ -32,7 +32,7 @@ def fields_of(largest: int) -> int:
 
 
 def words_of(numel: int, largest: int) -> int:
-    """Return how many words ``numel`` fields fill.
+    """Return the number of words that ``numel`` fields fill.
 
     Examples
     --------
@@ -143,7 +143,7 @@ def pack_objections(
     array : array, shape (n,)
         float32 or float64, contiguous.
     inverse : number of the same dtype
-        What elements are multiplied by.
+        Factor of the elements.
     limit : int
         An element stays where its product is from ``-limit`` to ``limit``; NaN does not.
     ranks : int

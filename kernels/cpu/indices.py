@@ -64,14 +64,14 @@ def encode_indices(indices: NDArray[np.uint32], numel: int, out: NDArray[np.unsi
 
 
 def decode_indices(code: NDArray[np.unsignedinteger], count: int, numel: int, out: NDArray[np.uint32]) -> bool:
-    """Read what `encode_indices` wrote; whatever the bytes, nothing outside the arrays is touched.
+    """Read the code that `encode_indices` wrote; damaged bytes never touch anything outside the arrays.
 
     Parameters
     ----------
     code : array of uint8 or uint64
         Aligned like uint64.
     count, numel : int
-        How many indices there are, and what they are below.
+        Number of indices, and their upper bound.
     out : array of uint32, shape (count,)
         Where they go.
 

@@ -61,7 +61,7 @@ def merge_subtract(
     out_indices: NDArray[np.uint32],
     out_values: NDArray[np.floating],
 ) -> int:
-    """Subtract one selection from another: like `merge_add` with negative ``values_b``, but leave out what becomes 0.
+    """Subtract one selection from another: like `merge_add` with negative ``values_b``, but zeros are left out.
 
     An element of the first selection whose index the second one does not have stays, whatever its value.
 

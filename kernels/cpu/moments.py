@@ -1,4 +1,4 @@
-"""What the magnitudes of an array are like, in a few sums."""
+"""Kernels for moments of an array's magnitudes: counts, sums of magnitudes, of squares and of logarithms."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 LEAST = 1e-25
 MOST = 1e30
 
-_BLOCK = 1024
+_BLOCK = 1024  # elements that are summed in the array's own type
 
 # For the logarithm of a float32: where its fraction is cut, how subnormal numbers are lifted, and the polynomial.
 _MIDDLE = np.uint32(0x3F3504F3)  # bits of 1/sqrt(2)
@@ -29,7 +29,7 @@ _C6 = np.float32(0.17213074690974067)
 
 
 class Moments(NamedTuple):
-    """What one sweep tells of an array's magnitudes; sums over blocks are in float64."""
+    """Moments of an array's magnitudes from one sweep; sums over blocks are in float64."""
 
     nonzero: int
     """Elements that are not zero."""
@@ -60,12 +60,12 @@ def logarithms(array: NDArray[np.floating], stride: int = 1, threads: int = 1) -
     stride : int
         1 looks at all elements, s at every s-th group of 1024 of them. Nothing is scaled up.
     threads : int
-        How many threads share the sweep.
+        Number of threads that share the sweep.
 
     Returns
     -------
     nonzero : int
-        How many elements were summed.
+        Number of elements that were summed.
     total, logarithm : float
         The sums. Those of float32 are good to about 1e-6 of their terms.
 

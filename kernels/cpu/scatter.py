@@ -1,4 +1,4 @@
-"""From arrays to selections and back: gather, scatter-add and what error feedback takes away."""
+"""Arrays to selections and back: gather, scatter-add, and the subtraction of sent elements."""
 
 import numpy as np
 from mpicomp.kernels.cpu.compile import exact, kernel

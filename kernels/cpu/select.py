@@ -83,7 +83,7 @@ def select_candidates(
     scratch : array, shape (c,)
         Of the dtype of ``bits``; overwritten.
     array : array
-        What the indices point into.
+        The array that the indices point into.
     indices, values : arrays, shape (k,)
         Where the selection goes; k at least 1.
 

@@ -67,7 +67,7 @@ def put_signed(typingctx: Any, out: Any, start: Any, word: Any, value: Any) -> A
 
 @intrinsic
 def add_signed(typingctx: Any, out: Any, start: Any, word: Any, value: Any) -> Any:
-    """Add what `put_signed` writes."""
+    """Add the values that `put_signed` writes."""
     return types.void(out, types.intp, types.uint64, out.dtype), _signed(out, add=True)
 
 

@@ -11,7 +11,7 @@ BINS = 2048
 """Bins of a spectrum: eight for every power of two that a float32 reaches, from zero to infinity and NaN."""
 
 _FINE = 15  # bits of a float32 left out of a fine bin: 256 of them for every power of two
-_COARSE = 20
+_COARSE = 20  # bits of a float32 left out of a bin of the result: eight of them for every power of two
 GROUP = 256
 """Elements in a row that a strided sweep looks at: as few as are still swept fast, since rows of a matrix differ."""
 
@@ -51,7 +51,7 @@ def spectrum(
     stride : int
         1 looks at all elements, s at every s-th group of `GROUP` of them. Nothing is scaled up.
     threads : int
-        How many threads share the sweep.
+        Number of threads that share the sweep.
 
     Examples
     --------

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def scale(array: NDArray[np.floating], factor: float) -> int:
-    """Multiply in place and give the largest magnitude of the result as bits (see `is_finite`).
+    """Multiply in place and return the largest magnitude of the result as bits (see `is_finite`).
 
     Examples
     --------
@@ -48,7 +48,7 @@ def momentum(
     gradient : array, shape (n,)
         float32 or float64; it may be ``out``.
     factor : float
-        What the gradient is multiplied by first.
+        Factor that the gradient is multiplied by first.
     velocity, after : arrays, shape (n,)
         The velocity u, and where the new one goes: ``u' = decay * u + g``, with Nesterov ``u' = decay * (u + g)``.
     decay : float
@@ -56,7 +56,7 @@ def momentum(
     nesterov : bool
         Whether ``out`` receives ``u' + g`` in place of ``u'``.
     out : array, shape (n,)
-        What enters the accumulated gradient.
+        Receives the array that is added to the residual.
     """
     number = out.dtype.type
     _momentum(gradient, number(factor), velocity, number(decay), nesterov, after, out)
@@ -76,7 +76,7 @@ def share_rounding(
     exact, rounded : arrays, shape (n,)
         A mean over ranks before and after it was rounded.
     ranks : int
-        How many ranks receive the rounded mean.
+        Number of ranks that receive the rounded mean.
     array, sent : arrays, shape (n,)
         The owner's own array, and what it has sent of it; ``sent`` is changed in place.
 

@@ -1,4 +1,4 @@
-"""What lies above a threshold: how much of it, how far above, and where."""
+"""Kernels for the elements above a threshold: count them, sum their excess, and select them."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,14 @@ from mpicomp.kernels.cpu.simd import LANES, at_least
 from mpicomp.kernels.cpu.threads import spread
 from numpy.typing import NDArray
 
-_BLOCK = 1024
+_BLOCK = 1024  # elements that are summed in the array's own type
 
 
 class Tail(NamedTuple):
     """The elements whose magnitudes exceed a threshold."""
 
     count: int  # type: ignore[assignment]  # hides the tuple method of that name
-    """How many there are."""
+    """Number of these elements."""
     excess: float
     """Sum of ``|x| - threshold`` over them."""
     squares: float
@@ -26,7 +26,7 @@ class Tail(NamedTuple):
 
 
 def tail(array: NDArray[np.floating], threshold: float, stride: int = 1, threads: int = 1) -> Tail:
-    """Count what exceeds a threshold, and sum by how much, in one sweep that writes nothing.
+    """Count the elements above a threshold, and sum their excess, in one sweep that writes nothing.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def tail(array: NDArray[np.floating], threshold: float, stride: int = 1, threads
     stride : int
         1 looks at all elements, s at every s-th group of 1024 of them. Nothing is scaled up.
     threads : int
-        How many threads share the sweep.
+        Number of threads that share the sweep.
 
     Returns
     -------
@@ -71,7 +71,7 @@ def select_above(
     array, threshold
         As in `tail`; NaN is above every threshold.
     base : int
-        What is added to a position to make an index.
+        Number that is added to a position to make an index.
     indices, values : arrays
         Filled from ``count`` on; ``values`` in the dtype of ``array``.
     count : int
@@ -113,14 +113,14 @@ def select_listed(
     threshold : float
         At least the bound with which they were listed.
     array : array
-        What the indices point into.
+        The array that the indices point into.
     indices, values : arrays
         Where the selection goes; there must be room for all candidates.
 
     Returns
     -------
     int
-        How many were selected.
+        Number of selected elements.
     """
     bound = listed.dtype.type(magnitude_bits(threshold, array.dtype) + 1)
     return int(_select_listed(index, listed, bound, array, indices, values))

@@ -24,7 +24,7 @@ def cut(size: int, threads: int) -> list[slice]:
 
 
 def spread(task: Callable[[slice], Outcome], parts: list[slice]) -> list[Outcome]:
-    """Run a task on every part, the first one on this thread, and give the outcomes in order."""
+    """Run a task on every part, the first one on this thread, and return the outcomes in order."""
     if len(parts) == 1:
         return [task(parts[0])]
     others = [_pool(len(parts) - 1).submit(task, part) for part in parts[1:]]

@@ -1,4 +1,4 @@
-"""Signs as votes: what most ranks say of each element.
+"""Signs as votes: the majority of ranks for each element.
 
 Bit j of word w is set where element ``64 * w + j`` is negative, by its sign bit, as in `mpicomp.kernels.cpu.signs`.
 """
@@ -34,7 +34,7 @@ def pack_votes(array: NDArray[np.floating], words: NDArray[np.uint64]) -> None:
 
 
 def majority(votes: NDArray[np.uint64], out: NDArray[np.uint64]) -> None:
-    """Return what more than half of the ranks have voted for; where there is a tie, the plus.
+    """Write the signs that more than half of the ranks have voted for; a tie counts as plus.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Error feedback: gradient plus residual, in the sweep that also finds what a selection needs to know."""
+"""Error feedback: gradient plus residual, in one sweep that also collects moments and candidates."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ COLUMNS = 3  # of the sums that a sweep leaves; the first one is an integer
 
 
 def is_finite(top: Any, dtype: Any) -> Any:
-    """Tell from a sweep's largest magnitude bits whether every element was finite, as a 0-d array."""
+    """Return whether every element was finite, from a sweep's largest magnitude bits, as a 0-d array."""
     return top < infinity_of(np.dtype(dtype))
 
 
@@ -28,7 +28,7 @@ def accumulate(gradient: Any, residual: Any, out: Any, threads: int = 1) -> Mome
     residual : device array, shape (n,), or None
         Of the same dtype. None stands for zeros: the gradient is copied.
     out : device array, shape (n,)
-        Where the sum goes; of the same dtype.
+        Receives the sum; of the same dtype.
     threads : int
         Of no meaning here.
 

@@ -13,7 +13,7 @@ def word_of(dtype: Any) -> Any:
 
 
 def on_device(value: Any) -> bool:
-    """Tell a device array from a number."""
+    """Return whether a value is a device array, and not a number."""
     return hasattr(value, "dtype") and isinstance(value, library().ndarray)
 
 

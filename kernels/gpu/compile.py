@@ -1,4 +1,4 @@
-"""How the sources are compiled and launched. CuPy is not imported here: who passes its arrays has loaded it."""
+"""Compilation and launch of the GPU sources. CuPy is not imported here: callers that pass its arrays have loaded it."""
 
 import functools
 import sys
@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-THREADS = 256
-WARPS = THREADS // 32  # of a block
+THREADS = 256  # threads of a block
+WARPS = THREADS // 32  # warps of a block
 LIMIT = 2112  # blocks of a sweep: 16 for each of an H200's multiprocessors, and the same number on any other device
 
 _REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 
 def library() -> Any:
-    """Return the module cupy, which whoever has an array of it has imported."""
+    """Return the module cupy, which every owner of a CuPy array has imported."""
     try:
         return sys.modules["cupy"]
     except KeyError:

@@ -26,7 +26,7 @@ def sketch_add(array: Any, key: int, table: Any) -> None:
 
 
 def sketch_estimate(table: Any, key: int, out: Any) -> None:
-    """Write what a table says of each element: the median over its rows; see `mpicomp.kernels.cpu.sketch_estimate`.
+    """Write a table's estimate of each element: the median over its rows; see `mpicomp.kernels.cpu.sketch_estimate`.
 
     Raises
     ------

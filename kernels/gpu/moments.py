@@ -1,4 +1,4 @@
-"""What the magnitudes of an array are like, in a few sums."""
+"""Kernels for moments of an array's magnitudes: counts, sums of magnitudes, of squares and of logarithms."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ from mpicomp.kernels.gpu.reduce import Partials
 
 
 class Moments(NamedTuple):
-    """What one sweep tells of an array's magnitudes, as 0-d device arrays; sums are in float64."""
+    """Moments of an array's magnitudes from one sweep, as 0-d device arrays; sums are in float64."""
 
     nonzero: Any
     """Elements that are not zero."""
@@ -43,7 +43,7 @@ def logarithms(array: Any, stride: int = 1, threads: int = 1) -> tuple[Any, Any,
     Returns
     -------
     nonzero, total, logarithm : 0-d device arrays
-        How many elements were summed, and the sums.
+        Number of elements that were summed, and the sums.
     """
     seen = remaining(array.size, stride)
     blocks = sweeps(seen, array.dtype)

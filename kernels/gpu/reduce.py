@@ -7,14 +7,14 @@ from mpicomp.kernels.gpu.compile import launch, library
 
 
 class Partials:
-    """What the blocks of a sweep leave, and what becomes of it.
+    """Partial sums of the blocks of a sweep, and the totals that `finish` makes of them.
 
     Parameters
     ----------
     blocks : int
-        Of the sweep.
+        Number of blocks of the sweep.
     columns : int
-        Sums that every block leaves.
+        Number of sums that every block leaves.
     top : bool
         Whether blocks leave their largest magnitude bits, too.
     """
@@ -31,7 +31,7 @@ class Partials:
         self._finite = numbers[numbers.size - 1 :].view(np.bool_)
 
     def finish(self, dtype: Any, integers: int = 0) -> None:
-        """Add up what was left; bit c of ``integers`` makes an integer of column c."""
+        """Add up the partial sums; bit c of ``integers`` makes an integer of column c."""
         launch(
             "reduce", "finish", dtype, self.columns + self._top,
             self.sums, self.columns, integers, self.tops, self.blocks, self.results, self._largest, self._finite,

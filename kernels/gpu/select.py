@@ -7,7 +7,7 @@ import numpy as np
 from mpicomp.kernels.gpu.bits import given
 from mpicomp.kernels.gpu.compile import WARPS, launch, library, sweeps, tiles
 
-_DIGIT = 11
+_DIGIT = 11  # bits of a digit of the radix selection
 BINS = 1 << _DIGIT
 
 
@@ -24,13 +24,13 @@ class Source(IntEnum):
 
 
 class Rule(IntEnum):
-    """What becomes of elements that are equal to the threshold: none, all, or as many as fill the room."""
+    """Rule for elements equal to the threshold: select none, all, or as many as fill the room."""
 
     ABOVE, REACH, FILL = range(3)
 
 
 class Turn(IntEnum):
-    """When a launch has anything to do: by `Field.EXACT`."""
+    """Condition on `Field.EXACT` under which a launch has anything to do."""
 
     ALWAYS, UNLESS_EXACT, IF_EXACT = range(3)
 
@@ -86,7 +86,7 @@ def compact(
     offset: Any = 0,
     candidates: tuple[Any, Any] | None = None,
 ) -> Any:
-    """Write what reaches a threshold, ascending by index, in two launches.
+    """Write the elements that reach a threshold, ascending by index, in two launches.
 
     Parameters
     ----------
@@ -95,13 +95,13 @@ def compact(
     threshold : int, or 0-d device array
         Magnitude bits.
     rule : Rule
-        What to do with elements that are equal to it.
+        Rule for elements that are equal to it.
     indices : device array of uint32
         What does not fit is counted and not written.
     values, magnitudes : device arrays, optional
         Receive the elements, and their magnitude bits.
     base : int
-        What is added to a position to make an index.
+        Number that is added to a position to make an index.
     offset : int, or 0-d device array
         Where in the outputs to start.
     candidates : (indices, magnitude bits), optional
@@ -130,7 +130,7 @@ def compact(
 
 
 def counters_of_tiles(number: int) -> tuple[Any, Any]:
-    """Make room for what `count_tiles` leaves to `write_tiles`: by tile, and by block."""
+    """Allocate the counters that `count_tiles` leaves for `write_tiles`: by tile, and by block."""
     return library().empty(number, np.uint64), library().empty(max(1, -(-number // WARPS)), np.uint64)
 
 

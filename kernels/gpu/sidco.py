@@ -12,12 +12,12 @@ DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 CORRECTIONS = 6  # thresholds that may follow those of the stages
 SMALL = 2048  # elements; fewer are selected exactly
 SAMPLE = 1 << 21  # elements that are enough for a fit
-LIMIT = 4  # times k, and
-SLACK = 1024  # so many more are never selected
+LIMIT = 4  # times k; with SLACK the largest number of elements that are selected
+SLACK = 1024  # elements that may be selected beyond ``LIMIT * k``
 
 
 class Estimate(NamedTuple):
-    """What `sidco` tells, as 0-d device arrays in its workspace."""
+    """Results of `sidco` beside the selection, as 0-d device arrays in its workspace."""
 
     nonzero: Any
     """Elements of the accumulated gradient that are not zero."""
@@ -30,8 +30,8 @@ class Estimate(NamedTuple):
     threshold: Any
     """The last one that was estimated, in float64; 0 where none was."""
     reached: Any
-    """Of the elements that were wanted, what the stages without corrections have reached; NaN where nothing was
-    estimated. A caller that adapts the number of stages reads it when the step is over anyway."""
+    """Share of the wanted elements that the stages without corrections have reached; NaN where nothing was estimated.
+    A caller that adapts the number of stages reads it when the step is over anyway."""
     exact: Any
     """1 where exactly the k largest were selected, 0 where what exceeds the threshold was."""
     candidates: Any
@@ -53,7 +53,7 @@ def sidco(
     count: Any,
     workspace: Workspace,
 ) -> Estimate:
-    """Select what exceeds an estimated threshold, and leave the rest as the new residual.
+    """Select the elements above an estimated threshold, and leave the rest as the new residual.
 
     The rule is that of `mpicomp.SIDCo`, its number of stages given. ``stages + 13`` launches for float32 and three more
     for float64, of 2048 elements and more; one more for gamma. Which of them have anything to do the device decides;

@@ -9,7 +9,7 @@ from numpy import float64
 
 
 def scale(array: Any, factor: Any) -> Any:
-    """Multiply in place and give the largest magnitude bits of the result; see `mpicomp.kernels.cpu.scale`."""
+    """Multiply in place and return the largest magnitude bits of the result; see `mpicomp.kernels.cpu.scale`."""
     blocks = sweeps(array.size, array.dtype)
     partials = Partials(blocks, 0, top=True)
     launch("sweep", "scale", array.dtype, blocks, array, array.size, *given(factor, float64), partials.tops)

@@ -1,4 +1,4 @@
-"""What lies above a threshold: how much of it, how far above, and where."""
+"""Kernels for the elements above a threshold: count them, sum their excess, and select them."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ class Tail(NamedTuple):
     """The elements whose magnitudes exceed a threshold, as 0-d device arrays."""
 
     count: Any
-    """How many there are."""
+    """Number of these elements."""
     excess: Any
     """Sum of ``|x| - threshold`` over them."""
     squares: Any
@@ -21,7 +21,7 @@ class Tail(NamedTuple):
 
 
 def tail(array: Any, threshold: Any, stride: int = 1, threads: int = 1) -> Tail:
-    """Count what exceeds a threshold, and sum by how much; see `mpicomp.kernels.cpu.tail`.
+    """Count the elements above a threshold, and sum their excess; see `mpicomp.kernels.cpu.tail`.
 
     Parameters
     ----------

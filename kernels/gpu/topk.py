@@ -10,7 +10,7 @@ from mpicomp.kernels.gpu.workspace import MARGIN, Workspace
 
 
 class Stats(NamedTuple):
-    """What `topk` tells, as 0-d device arrays in its workspace."""
+    """Results of `topk` beside the selection, as 0-d device arrays in its workspace."""
 
     nonzero: Any
     """Elements of the accumulated gradient that are not zero."""

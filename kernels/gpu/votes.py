@@ -1,4 +1,4 @@
-"""Signs as votes: what most ranks say of each element."""
+"""Signs as votes: the majority of ranks for each element."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def pack_votes(array: Any, words: Any) -> None:
 
 
 def majority(votes: Any, out: Any) -> None:
-    """Return what more than half of the ranks have voted for; see `mpicomp.kernels.cpu.majority`.
+    """Write the signs that more than half of the ranks have voted for; see `mpicomp.kernels.cpu.majority`.
 
     ``votes`` is contiguous.
     """

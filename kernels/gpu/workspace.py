@@ -1,4 +1,4 @@
-"""What a selection needs on the device at every step, made once."""
+"""Device memory that a selection needs at every step, allocated once."""
 
 from enum import IntEnum
 from typing import Any
@@ -13,7 +13,7 @@ MARGIN = 0.8  # the first bound for candidates, as a fraction of the threshold o
 
 
 class Fit(IntEnum):
-    """Places in what an estimate keeps on the device, all of 64 bits."""
+    """Places of an estimate's numbers on the device, of 64 bits each."""
 
     THRESHOLD, BITS, DONE, REACHED, LEFT, CORRECTIONS, TRIED, BELOW, LOW, LOW_COUNT, ABOVE, HIGH, HIGH_COUNT = range(13)
 

@@ -87,7 +87,7 @@ class CountSketch(Sketch):
 
     @property
     def feedback(self) -> bool:
-        """What is not sent has to be kept."""
+        """True: elements that are not sent are kept in the residual."""
         return True
 
     @property
@@ -106,12 +106,12 @@ class CountSketch(Sketch):
         return min(numel, self.candidates * kept(self.ratio, numel))
 
     def weights(self, context: Context) -> NDArray[np.floating] | None:
-        """Return what elements are multiplied by in the sketch, and so before the largest are taken; None: nothing.
+        """Return factors of the elements in the sketch, and so before the largest are taken; None for no factors.
 
         Parameters
         ----------
         context : Context
-            Step, bucket, and where arrays come from.
+            Step, bucket and workspace.
 
         Returns
         -------
@@ -130,7 +130,7 @@ class Sketched(Scheme[CountSketch]):
     Parameters
     ----------
     compressor : CountSketch
-        Says how large the table is, and how many positions are taken.
+        Sets the size of the table and the number of positions.
     inner : Scheme
         Sums tables and values.
     """

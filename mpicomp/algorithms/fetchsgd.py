@@ -1,4 +1,4 @@
-"""FetchSGD: sketches are summed and remembered, and what is large in what is remembered is delivered."""
+"""FetchSGD: sketches are summed and remembered, and the largest elements of that memory are delivered."""
 
 import math
 from dataclasses import dataclass
@@ -86,12 +86,12 @@ class FetchSGD(Sketch):
 
     @property
     def feedback(self) -> bool:
-        """What waits does so in the table."""
+        """False: gradients that are not yet delivered are kept in the error table."""
         return False
 
     @property
     def contractive(self) -> bool:
-        """A residual would keep what is in the table already."""
+        """False: a residual would keep a second time what the error table holds already."""
         return False
 
     @property
@@ -123,7 +123,7 @@ class SketchedMemory(Scheme[FetchSGD]):
     Parameters
     ----------
     compressor : FetchSGD
-        Says how large tables are, and how much is delivered.
+        Sets the size of tables and the number of elements delivered.
     inner : Scheme
         Sums tables.
     """

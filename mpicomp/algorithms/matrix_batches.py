@@ -26,7 +26,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices of one shape and rank that begin at equal distances: the first, how many, and how far apart they begin.
+    """Matrices of one shape and rank at equal distances: the first, their number, and the distance of their starts.
 
     Examples
     --------
@@ -82,7 +82,7 @@ def stacked(matrices: Sequence[Matrix]) -> tuple[Stack, ...]:
 
 
 def multiply(left: NDArray[np.floating], right: NDArray[np.floating], out: NDArray[np.floating]) -> None:
-    """Write products of stacks of matrices; what is not finite is told by flags, not by warnings."""
+    """Write products of stacks of matrices; numbers that are not finite are reported by flags, not by warnings."""
     with np.errstate(over="ignore", invalid="ignore"):
         if left.shape[-1] == 1:  # several times as fast as matmul, which leaves products of two vectors to a plain loop
             np.multiply(left, right, out=out)

@@ -12,11 +12,11 @@ from mpicomp.errors import NonFiniteError
 from mpicomp.rounds import Graph, Round
 from mpicomp.workspace import Workspace
 
-_FARTHEST = 2.0**-20  # times the largest number: two models further apart are told, since steps towards it may overflow
+_FARTHEST = 2.0**-20  # times the largest number: models further apart are reported, since steps between may overflow
 
 
 class Gossip:
-    """What one rank knows of its neighbours' models, and how it goes on.
+    """Gossip of one rank with its neighbours: they average their models along vectors that a power iteration finds.
 
     Two neighbours have the same orthonormal vectors ``P`` for every matrix ``X``. They exchange ``X' P`` and so know
     ``D = (A - B)' P`` of the lower rank's ``A`` and the other's ``B``. Both take ``w P D'`` over, the lower one with a
@@ -27,25 +27,25 @@ class Gossip:
     Parameters
     ----------
     graph : Graph
-        Who exchanges with whom; weights ``w`` are its own, times ``rate``.
+        Pairs of neighbours; weights ``w`` are those of the graph, times ``rate``.
     place : int
-        Which rank of the graph this is.
+        This rank's place in the graph.
     shapes : sequence of tuple of int
         Of the arrays that follow each other in the flat model. One with several dimensions is the matrix of its first
         against all others, unless its factors are no smaller; everything else is averaged as it is.
     dtype : numpy.dtype
         float32 or float64: of the model.
     rank : int
-        How many vectors a matrix has, at most its smaller side.
+        Number of vectors of a matrix, at most its smaller side.
     rate : float
         In (0, 1].
     seed : int
-        For the first vectors, the same on all ranks.
+        Seed of the first vectors, the same on all ranks.
 
     Attributes
     ----------
     turn : int
-        How many exchanges there were. Even ones begin with vectors for the rows.
+        Number of exchanges so far. Even ones begin with vectors for the rows.
     probes : list of array, shape (neighbours, matrices, side, rank)
         The vectors of each neighbour and stack of matrices, for the next turn.
     """
@@ -153,11 +153,11 @@ class Gossip:
         self.probes = [orthonormal(answer) for answer in answers]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a restart, on this rank."""
+        """Return the state that has to survive a restart, on this rank."""
         return {"turn": self.turn, "probes": list(self.probes)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Take up what `state_dict` gave, on all ranks alike; tell whether it could be.
+        """Restore the state that `state_dict` returned, on all ranks alike; return whether it fits.
 
         It is not taken up where it is of another model or of another number of neighbours.
         """
@@ -172,7 +172,7 @@ class Gossip:
 
     @property
     def _plain(self) -> int:
-        """How many elements are averaged as they are."""
+        """Number of elements that are averaged as they are."""
         return sum(stop - start for start, stop in self._gaps)
 
     def _length(self, rows: bool) -> int:
@@ -208,7 +208,7 @@ class Gossip:
 
 
 def _matrices_of(shapes: Sequence[tuple[int, ...]], rank: int) -> list[Matrix]:
-    """Return what travels as products, at most ``rank`` of them."""
+    """Return the matrices that travel as factors, of at most ``rank`` vectors."""
     found: list[Matrix] = []
     start = 0
     for shape in shapes:

@@ -96,7 +96,7 @@ class PowerSGD(Compressor):
     rows: int | None = None
     wire: str | None = field(default=None, kw_only=True)
     matrices: tuple[Matrix, ...] = bound(())
-    """What is compressed; nothing, before shapes are known."""
+    """The matrices that are compressed; empty before shapes are known."""
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 1), ("start_step", 0), ("iterations", 1)):
@@ -117,7 +117,7 @@ class PowerSGD(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """What the projection leaves out has to be kept."""
+        """True: the error of the projection is kept in the residual."""
         return True
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
@@ -168,7 +168,7 @@ def _check_least(name: str, value: object, least: int) -> None:
 
 @register
 class LowRank(Scheme[PowerSGD]):
-    """The mean of every matrix's left factors, then that of the right ones; what is no matrix goes with the first.
+    """The mean of every matrix's left factors, then that of the right ones; all other parameters go with the first.
 
     The right factor of the step before, or a random one, gives the left factor of each rank's matrix; its mean, made
     orthonormal, is the basis on which every rank projects. Sums are linear in the matrices, so that any dense
@@ -351,7 +351,7 @@ class LowRank(Scheme[PowerSGD]):
             place += stop - start
 
     def _gaps(self, numel: int) -> list[tuple[int, int]]:
-        """Return starts and stops of what is no matrix."""
+        """Return starts and stops of the parts that are in no matrix."""
         bounds = [0, *(bound for matrix in self._matrices for bound in (matrix.start, matrix.stop)), numel]
         return [(start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if stop > start]
 
@@ -367,7 +367,7 @@ def _parts(array: NDArray[np.floating], shapes: list[tuple[int, int, int]]) -> l
 
 
 def _projects_finitely(array: NDArray[np.floating], energy: float) -> bool:
-    """Return whether all projections of an array, and what they leave, are finite: none is longer than the array."""
+    """Return whether all projections of an array, and its remainders, are finite: none is longer than the array."""
     if far_from_largest(energy, array.dtype):
         return True
     longest = float(np.abs(array).max()) * math.sqrt(array.size)

@@ -1,4 +1,4 @@
-"""SignSGD: signs alone travel; owners of parts count the votes of all ranks and tell what has won."""
+"""SignSGD: signs alone travel; owners of parts count the votes of all ranks and send back the majority."""
 
 import math
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class SignSGD(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """Off: without magnitudes it cannot be told what was sent of an element."""
+        """Off: without magnitudes the sent part of an element is unknown."""
         return False
 
     @property
@@ -76,7 +76,7 @@ class SignSGD(Compressor):
 
     @property
     def contractive(self) -> bool:
-        """No: what is delivered may be many times what there was."""
+        """No: delivered values may be many times as large as the gradient."""
         return False
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
@@ -85,7 +85,7 @@ class SignSGD(Compressor):
 
 
 _BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.uint64)
-_SIGNS = 64  # in a word
+_SIGNS = 64  # signs in a word
 
 
 @register

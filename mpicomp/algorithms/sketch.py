@@ -37,7 +37,7 @@ class Sketch(Compressor):
     family: ClassVar[str] = "sketch"
     message: ClassVar[str] = "sketch"
     remembered: ClassVar[bool] = False
-    """Whether what is not delivered waits in a table, and not in residuals."""
+    """Whether elements that are not delivered wait in a table, and not in residuals."""
 
     ratio: float = 0.01
     rows: int = 3
@@ -74,7 +74,7 @@ def sum_of_tables(
     compressor : Sketch
         Says how large it is.
     array : array, shape (numel,)
-        What is sketched.
+        The array that is sketched.
     key : int
         Of the hashes.
     accumulated, context

@@ -29,10 +29,10 @@ _STORED |= {
 _KINDS = "biufc"
 LAST = 10**18 - 1
 """The highest number of a checkpoint, of 18 digits."""
-_LARGEST = 2**63 - 1  # rank 0 tells the others numbers as int64
-_PART = 1 << 20
+_LARGEST = 2**63 - 1  # largest number of a checkpoint: rank 0 sends numbers to the others as int64
+_PART = 1 << 20  # bytes that are worked on at a time
 _START = b'{"__metadata__": {"mpicomp": '
-_START_BYTES = 4096  # of a file, among which is what it says of itself
+_START_BYTES = 4096  # bytes at the start of a file that hold its own description
 _TREE_LIMIT = 20 << 20  # safetensors reads no header above 100 MB, and JSON within JSON grows
 _BLANK = "0" * 8
 """In place of a CRC-32 that is not known yet: of four bytes, as hexadecimal digits."""
@@ -41,7 +41,7 @@ _WAY_OUT = "where an older checkpoint was kept, moving this folder away loads th
 
 @dataclass(frozen=True)
 class Leaf:
-    """What an array in a tree comes back as, and the name that it is stored under.
+    """Kind, dtype and shape in which an array of a tree is restored, and the name that it is stored under.
 
     Dtypes that not every reader of safetensors knows, bfloat16 among them, are stored as bytes.
     """
@@ -93,7 +93,7 @@ def header_of(path: Path) -> Header | None:
 
 
 def _header(about: dict[str, Any]) -> Header:
-    """Check what a file says of itself, in a schema that is known."""
+    """Check a file's own description, in a known schema."""
     header = Header(**{key: about[key] for key in about.keys() - {"schema", "mpicomp"}})
     values = asdict(header).values()
     if about["schema"] != SCHEMA or any(type(own) is not int or not 0 <= own <= _LARGEST for own in values):
@@ -155,7 +155,7 @@ def _encode(value: Any, path: str, arrays: list[tuple[Leaf, Any]]) -> Any:
 
 
 def _leaf(value: Any, path: str) -> Leaf | None:
-    """Describe an array; None for what is none, or cannot be stored."""
+    """Describe an array; None for other objects, and for arrays that cannot be stored."""
     if type(value) is np.ndarray or isinstance(value, np.generic):
         dtype = value.dtype
         if dtype.kind not in _KINDS:
@@ -223,7 +223,7 @@ def write_file(path: Path, header: Header, tree: str, arrays: Sequence[tuple[Lea
 
 
 def _write(file: BinaryIO, data: memoryview) -> str:
-    """Write bytes and give their CRC-32, part by part: each is still in a cache when the system copies it."""
+    """Write bytes and return their CRC-32, part by part: each is still in a cache when the system copies it."""
     crc32 = 0
     for start in range(0, len(data), _PART):
         part = data[start : start + _PART]
@@ -252,7 +252,7 @@ class RankFile:
     Attributes
     ----------
     header : Header
-        What it is part of.
+        The checkpoint that it is part of.
 
     Raises
     ------
@@ -294,7 +294,7 @@ class RankFile:
         return self
 
     def tree(self, fetch: Callable[[Leaf], Any] = lambda leaf: leaf) -> Any:
-        """Return the tree, with what ``fetch`` makes of them in place of its arrays."""
+        """Return the tree, with its arrays replaced by the results of ``fetch``."""
         return self._guarded(lambda: _decode(json.loads(self._metadata["state"]), fetch))
 
     def read(self, leaf: Leaf) -> Any:

@@ -17,7 +17,7 @@ from mpicomp.errors import CheckpointError
 
 _NAME = re.compile(r"([0-9]{8,18})(\.part)?")
 _NO_DATE = "00"
-"""How a folder's name begins that is a checkpoint's though nothing in it says so: as that of the first million."""
+"""Start of the name of a folder that counts as a checkpoint even without a readable file: numbers below a million."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class _Found:
 
 
 def complete_folder(folder: Path, number: int) -> Path:
-    """Return where a checkpoint is once all ranks have written it."""
+    """Return the folder of a checkpoint that all ranks have written."""
     return folder / f"{number:08d}"
 
 
 def part_folder(folder: Path, number: int) -> Path:
-    """Return where a checkpoint is before that."""
+    """Return the folder of a checkpoint before all ranks have written it."""
     return folder / f"{number:08d}.part"
 
 
@@ -98,7 +98,7 @@ def _is_own(entry: os.DirEntry[str], number: int) -> bool:
 
 
 def begin(folder: Path) -> int:
-    """Clean up after a crash, make the folder to write into, and give the new checkpoint's number."""
+    """Clean up after a crash, make the folder to write into, and return the new checkpoint's number."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = set(os.listdir(folder))
     complete, parts = _list(folder)
@@ -114,7 +114,7 @@ def begin(folder: Path) -> int:
 
 
 def finish(folder: Path, number: int, ranks: int) -> None:
-    """Make what all ranks have written a checkpoint."""
+    """Turn the folder that all ranks have written into a checkpoint."""
     part = part_folder(folder, number)
     for rank in range(ranks):
         if not (part / file_name(rank)).exists():

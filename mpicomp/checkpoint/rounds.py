@@ -73,7 +73,7 @@ def load_checkpoint(folder: Folder, comm: Any = None) -> Any:
     Parameters
     ----------
     folder : str or path
-        What `save_checkpoint` was given.
+        The state that `save_checkpoint` was given.
     comm : mpi4py.MPI.Comm, Transport or None
         None stands for MPI.COMM_WORLD.
 
@@ -192,7 +192,7 @@ def _problem(error: Exception, what: str) -> MpicompError:
 def _from_rank_0(
     numbers: Sequence[int], problem: MpicompError | None, group: Group
 ) -> Generator[Round, NDArray[Any], list[int]]:
-    """Return all ranks the numbers of rank 0, or raise its problem on all of them."""
+    """Return the numbers of rank 0 on all ranks, or raise its problem on all of them."""
     yield from agree(None, problem, group)
     send = np.array(numbers, np.int64)
     received = yield Round("bcast", (send.size,), send.dtype, send=send, recv=np.empty_like(send))

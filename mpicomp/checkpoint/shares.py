@@ -1,4 +1,4 @@
-"""What a reducer holds on each rank, given to another number of ranks."""
+"""Residuals and velocities of a reducer, shared out anew to another number of ranks."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -8,11 +8,11 @@ import numpy as np
 from mpicomp.checkpoint.file import Leaf, RankFile
 
 STATES = ("residuals", "velocities")
-"""Where a reducer's state holds what is this rank's own."""
+"""Keys of a reducer's state whose arrays belong to this rank alone."""
 
 
 def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
-    """Return how much of each old rank's residual a new rank takes.
+    """Return the share of each old rank's residual that a new rank takes.
 
     Old and new ranks share the line from 0 to 1 evenly, and weigh as much as their parts overlap. What a rank takes
     sums to 1, so that the mean over ranks stays what it was: that is what error feedback has still to deliver.
@@ -20,9 +20,9 @@ def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
     Parameters
     ----------
     rank, ranks : int
-        The new rank, and how many there are.
+        The new rank, and the number of new ranks.
     written : int
-        How many there were.
+        The number of ranks that wrote the checkpoint.
 
     Examples
     --------
@@ -37,7 +37,7 @@ def weights(rank: int, ranks: int, written: int) -> dict[int, float]:
 
 
 def reducers(tree: Any, path: str = "state") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return what ``Reducer.state_dict()`` gave, wherever it is in a tree, with its place."""
+    """Yield every result of ``Reducer.state_dict()`` in a tree, with its place."""
     if isinstance(tree, dict):
         if "schema" in tree and all(_holds_arrays(tree.get(kind)) for kind in STATES):
             yield path, tree
@@ -50,7 +50,7 @@ def reducers(tree: Any, path: str = "state") -> Iterator[tuple[str, dict[str, An
 
 
 def shared_anew(state: Any, parts: Iterable[tuple[float, RankFile]]) -> Any:
-    """Return a state of which what reducers hold is replaced by the weighted sums over files, made in float64."""
+    """Return a state in which reducers' arrays are replaced by weighted sums over files, made in float64."""
     sums: dict[tuple[str, str, str], Any] = {}
     for weight, file in parts:
         for path, own in reducers(file.tree()):

@@ -124,7 +124,7 @@ def _finalized() -> bool:
 
 
 def _load_plugins(names: Sequence[str]) -> None:
-    """Load what was named, before any name is looked up; the processes that a command starts load it as well."""
+    """Load named plugins before any name is looked up; processes that a command starts load them as well."""
     from mpicomp import plugins
 
     for name in names:
@@ -156,7 +156,7 @@ def _run(
 
 
 def run_program(parse: Callable[[], argparse.Namespace], run: Callable[[argparse.Namespace], int]) -> int:
-    """Run a program as commands are run: what goes wrong is said once, and ends all ranks of a job.
+    """Run a program as commands are run: an error is printed once, and ends all ranks of a job.
 
     Parameters
     ----------

@@ -174,7 +174,7 @@ def _model(arguments: argparse.Namespace, transport: "Transport") -> "CostModel 
 
 
 class _Printer:
-    """What rank 0 prints and writes."""
+    """Prints lines on rank 0, and writes the rows to files there."""
 
     def __init__(self, arguments: argparse.Namespace, transport: "Transport") -> None:
         from mpicomp.bench.measure import results
@@ -186,12 +186,12 @@ class _Printer:
         self.where = f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}"
 
     def say(self, text: str) -> None:
-        """Return what goes on; whoever reads OSU's text passes over such lines."""
+        """Print a comment line on rank 0; programs that read OSU's format skip such lines."""
         if self.first:
             print(f"# {text}", flush=True)
 
     def head(self, settings: Any) -> None:
-        """Return where it is measured, how, and what is left out."""
+        """Print where and how plans are measured, and the pairs that are left out."""
         from mpicomp.bench.measure.clock import clock
         from mpicomp.collectives import bind
         from mpicomp.errors import IncompatiblePairError
@@ -222,7 +222,7 @@ class _Printer:
             results.write_csv(self.arguments.csv, found)
 
     def end(self, found: Sequence[Mapping[str, Any]]) -> int:
-        """Print the tables, and give the exit status."""
+        """Print the tables, and return the exit status."""
         from mpicomp.bench.measure import osu, results
 
         wrong = [row for row in found if row["correct"] is False]

@@ -76,7 +76,7 @@ def _threads(number: int) -> str:
 
 
 def _compressors(arguments: argparse.Namespace, ratios: Sequence[float], known: Sequence[str]) -> list[Any]:
-    """Return what is to be measured: everything that was named, at every ratio where it has one that is not given."""
+    """Return the compressors to measure: all that were named, at every ratio where they have one that is not given."""
     from mpicomp.bench.kernels import SUITED
     from mpicomp.cli.options import read_compressors, read_list
     from mpicomp.errors import ConfigurationError

@@ -1,4 +1,4 @@
-"""What several commands do with their words: compressors, policies, lists of ratios, files that will be written."""
+"""Options that several commands share: compressors, policies, lists of ratios, files to write."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ def add_plugin(parser: argparse.ArgumentParser) -> None:
 
 
 def check_writable(command: str, path: str) -> None:
-    """Say now, and not after hours of work, that a file cannot be written."""
+    """Raise now, and not after hours of work, if a file cannot be written."""
     from mpicomp.errors import ConfigurationError
 
     folder = os.path.dirname(path) or "."
@@ -40,7 +40,7 @@ def check_least(command: str, option: str, value: int, least: int = 1) -> int:
 
 
 def read_ratios(command: str, text: str) -> list[float]:
-    """Read kept fractions with commas between them; what is named twice counts once."""
+    """Read kept fractions with commas between them; duplicates count once."""
     from mpicomp.compressors.base import check_ratio
     from mpicomp.errors import ConfigurationError
 
@@ -89,7 +89,7 @@ def read_policy(command: str, text: str) -> "Policy":
 
 
 def read_numels(command: str, text: str) -> list[int]:
-    """Read lengths with commas between them; what is named twice counts once."""
+    """Read lengths with commas between them; duplicates count once."""
     from mpicomp.errors import ConfigurationError
 
     try:

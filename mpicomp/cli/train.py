@@ -139,7 +139,7 @@ def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
 
 
 def _policy(arguments: argparse.Namespace, compressor: "Compressor | None") -> "Policy":
-    """Return the policy that was named, or the one that is meant; what it cannot work with is refused."""
+    """Return the policy that was named or implied; settings that it cannot work with are refused."""
     from mpicomp.cli.options import read_policy
     from mpicomp.policies import Named
 
@@ -162,7 +162,7 @@ def _replay(arguments: argparse.Namespace) -> "Policy":
 
 
 def _result(task: "Task", settings: "Settings", outcome: "Outcome") -> dict[str, Any]:
-    """Return what --json writes."""
+    """Return the object that --json writes."""
     from mpicomp.bench.verdict import dense_step_s, exchange_s, judge
 
     ratios = sorted(outcome.ratios)

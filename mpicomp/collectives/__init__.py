@@ -1,4 +1,4 @@
-"""Collectives: how the ranks' messages become the same mean on every rank. One file each, no MPI."""
+"""Collectives: each turns the ranks' messages into the same mean on every rank. One file each, no MPI."""
 
 from mpicomp.collectives.binding import bind, collective_class, fitting, list_collectives, variants
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, is_finite

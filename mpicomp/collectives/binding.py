@@ -52,7 +52,7 @@ def bind(compressor: Compressor, collective: str) -> Scheme[Any]:
     Parameters
     ----------
     compressor : Compressor
-        What turns arrays into messages.
+        Compressor that turns arrays into messages.
     collective : str
         Its name. One that is built upon another may name it behind a colon, as in ``"star-topk:ring"``; if not, it is
         the first one that fits. Of packed messages ``"scatter-reduce"`` is another name of ``"two-phase"``.
@@ -126,5 +126,5 @@ def _variants(compressor: Compressor, above: tuple[str, ...]) -> list[str]:
 
 
 def _values_of(compressor: SharedSparsifier) -> Compressor:
-    """Return what values travel by at positions that all ranks share: they are summed as any dense array is."""
+    """Return the compressor for values at positions that all ranks share: they are summed like a dense array."""
     return compressor.values or Dense(wire=compressor.wire)

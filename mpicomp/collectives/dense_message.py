@@ -25,10 +25,10 @@ from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 
 VERSION = 1
-HEADER_BYTES = 24
+HEADER_BYTES = 24  # bytes of the header of a message
 
 _FIELDS = np.dtype([("version", "u1"), ("flags", "u1"), ("words", "<u2"), ("count", "<u4")])
-_WORD = 8  # bytes
+_WORD = 8  # bytes of a word; the header counts the words of a message
 _KNOWN = NONFINITE | STALE | DAMAGED
 
 

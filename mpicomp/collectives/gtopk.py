@@ -130,14 +130,14 @@ class Gtopk(Scheme[Sparsifier]):
 
 
 class _Node:
-    """What a rank holds on its way up the tree.
+    """State of one rank on its way up the tree: the selection that it holds, and the flags, energy and loss so far.
 
     Attributes
     ----------
     sent : Selection
-        What it passes on, less what it was given.
+        This rank's own part of the selection that it passes on.
     problem : MessageError or None
-        What is wrong with what it was given last.
+        The error in the last message that it received; None where it could be read.
     """
 
     def __init__(self, selection: Selection, count: int, accumulated: Accumulated, context: Context) -> None:
@@ -154,7 +154,7 @@ class _Node:
         self._turns: dict[str, int] = {}
 
     def merge(self, given: Sparse) -> None:
-        """Add what another rank held and drop all but the largest."""
+        """Add another rank's selection and drop all but the largest elements."""
         self._flags |= given.flags
         self._energy += given.energy
         self._lost += given.lost
@@ -195,7 +195,7 @@ class _Node:
         self._keep(Selection(exact.indices, error))
 
     def _keep(self, part: Selection) -> None:
-        """Take from what was sent a part that stays here."""
+        """Take a part that stays on this rank out of the sent selection."""
         self.sent = less(self.sent, part, self._workspace, self._other("sent"))
 
     def _other(self, name: str) -> str:
@@ -205,7 +205,7 @@ class _Node:
 
 
 def _hops(group: Group, room: int) -> list[Round]:
-    """Return what a rank does in every hop of the tree."""
+    """Return this rank's round in every hop of the tree."""
     hops = []
     for level in range((group.size - 1).bit_length()):
         step = 1 << level

@@ -50,7 +50,7 @@ class Hierarchical(Scheme[Compressor]):
     Parameters
     ----------
     compressor : Compressor
-        What owners compress their sums with.
+        Compressor of the owners' sums.
     inner : Scheme
         That compressor bound to the collective between hosts.
 
@@ -80,7 +80,7 @@ class Hierarchical(Scheme[Compressor]):
 
     @classmethod
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
-        """Refuse what is tied to places or ranks: ratios by layer, velocities that what was sent clears, and votes.
+        """Refuse compressors tied to places or ranks: ratios by layer, velocities that sent elements clear, and votes.
 
         Sketches and factors are refused, too: built upon a hierarchical sum they have one table, and whole matrices.
         """
@@ -202,7 +202,7 @@ class Hierarchical(Scheme[Compressor]):
         own : slice
             The slice's place.
         hosts : int
-            How many there are.
+            Number of hosts.
         workspace : Workspace
             This scheme's.
         """
@@ -257,7 +257,7 @@ class Hierarchical(Scheme[Compressor]):
         return result, False
 
     def _report(self, result: Result, damaged: bool, last: bool) -> NDArray[np.float64]:
-        """Return what an owner tells its host: numbers that are the same on all hosts."""
+        """Return the numbers that an owner sends to its host; they are the same on all hosts."""
         with np.errstate(invalid="ignore", over="ignore"):
             lost = (1 - np.float64(result.gain)) * result.energy
         # With dense messages the last slice's energy is that of the ranks' whole arrays.
@@ -302,7 +302,7 @@ def _put_together(
     sent: NDArray[np.floating] | Selection,
     problem: MessageError | None,
 ) -> Result:
-    """Return the result from what the owners of a host have told; all hosts' owners tell the same, but of the last.
+    """Return the result from the reports of a host's owners; all numbers but the last are the same on all hosts.
 
     ``problem`` is what this rank could not read as an owner.
     """

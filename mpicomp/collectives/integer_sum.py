@@ -20,13 +20,13 @@ from mpicomp.rounds import Group, Round
 
 _BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.uint64)
 _MOST = 2**31 - 1
-"""What a field may hold: a wider one would take as many bits as a float32."""
+"""Largest value of a bit field: a wider field would take as many bits as a float32."""
 _FINEST = 2**24 - 1
-"""Up to this float32 counts."""
+"""Largest integer up to which float32 represents every integer."""
 _PARTS = 2.0**40
-"""Parts of the total energy in which ranks tell what they have lost, so that it is summed as integers too."""
+"""Parts of the total energy in which ranks send the energy they have lost, so that it is summed as integers too."""
 _DAMAGED = 2**47
-"""More than all parts that ranks tell: a rank that could not read a header adds it to its own."""
+"""Larger than the sum of all ranks' parts: a rank that could not read a header adds it to its own."""
 
 
 @register
@@ -145,7 +145,7 @@ def _clipped(norm: float, points: float, dtype: np.dtype[Any]) -> float:
 
 
 def _read(messages: NDArray[np.uint8], numel: int) -> tuple[int, float, float, MessageError | None]:
-    """Return what the ranks' headers tell: flags, the energy, the largest norm, and what is wrong with one of them."""
+    """Read the ranks' headers: return flags, the energy, the largest norm, and the error in one of them."""
     flags, energies, norms = 0, [], []
     problem: MessageError | None = None
     for rank, message in enumerate(messages):

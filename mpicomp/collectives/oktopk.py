@@ -35,10 +35,10 @@ _BYTE = np.dtype(np.uint8)
 _COUNT = np.dtype(np.int64)
 _ENERGY = np.dtype(np.float64)
 
-# In exchanges of a bucket, and the change of the threshold, as in the paper.
-_RENEW_REGIONS = 64
-_RENEW_THRESHOLD = 32
-_ADJUST = 1.008
+# As in the paper.
+_RENEW_REGIONS = 64  # exchanges of a bucket after which regions are balanced anew
+_RENEW_THRESHOLD = 32  # exchanges of a bucket after which the threshold is found anew
+_ADJUST = 1.008  # factor by which the threshold changes in between
 
 _WORTH = 1 << 14
 """Bytes by which sharing out has to shorten the longest message: they take about as long as two rounds' latency."""
@@ -49,7 +49,7 @@ _Span = tuple[int, int]
 
 @register
 class Oktopk(Scheme[Sparsifier]):
-    """Each rank owns a region, sums what all ranks selected there, and hands on what is large among all sums.
+    """Each rank owns a region, sums all ranks' selections there, and hands on the largest of all sums.
 
     1. Alltoallv of counts, then of messages: the selected elements of region j go to rank j, which adds them.
     2. Allgatherv of how many sums of each owner reach a threshold in magnitude, the same for all ranks.
@@ -172,7 +172,7 @@ class _Step:
     def _scatter(
         self, selection: Selection, regions: Sequence[_Span]
     ) -> Generator[Round, NDArray[Any], tuple[int, list[Sparse]]]:
-        """Send every region's elements to its owner; give k and what came here, one message a rank."""
+        """Send every region's elements to its owner; return k and the messages received, one a rank."""
         ranks = self.group.size
         inner = np.array([start for start, _ in regions[1:]], np.uint32)
         cuts = [0, *map(int, np.searchsorted(selection.indices, inner)), selection.indices.size]
@@ -239,7 +239,7 @@ class _Step:
         return counts, bits
 
     def _energies(self, arrived: Sequence[Sparse], chosen: Selection) -> tuple[float, float]:
-        """Return the energy that came to this owner, and that of what it delivers, rank by rank."""
+        """Return the energy of all messages to this owner, and that of their delivered elements."""
         energy, kept = 0.0, 0.0
         for message in arrived:
             energy += cpu.energy(message.selection.values)
@@ -323,7 +323,7 @@ class _Step:
         spans: Sequence[_Span],
         name: str,
     ) -> list[Sparse]:
-        """Read one message a rank, one behind the other into the room of a name; note flags, and what is wrong."""
+        """Read one message of each rank, one behind the other into an array of the workspace; note flags, errors."""
         whole = room(self.workspace, name, sum(counts), self.dtype)
         messages = []
         bounds = pairwise([0, *accumulate(counts)])
@@ -345,7 +345,7 @@ class _Step:
 
 
 def _remembered(memory: dict[str, Any], numel: int, ranks: int) -> dict[str, Any]:
-    """Return what was learnt of a bucket, or what is known of one that has another length or other ranks."""
+    """Return the state learnt for a bucket; an empty one where length or ranks have changed."""
     state = memory.get("oktopk")
     if state is None or (state["numel"], state["ranks"]) != (numel, ranks):
         return {

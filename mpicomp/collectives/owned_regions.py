@@ -10,7 +10,7 @@ from mpicomp.rounds import parts_of
 
 
 def even_bounds(numel: int, size: int) -> list[int]:
-    """Return where regions of equal length begin, and where the last one ends.
+    """Return the starts of regions of equal length, and the end of the last one.
 
     Examples
     --------
@@ -26,9 +26,9 @@ def quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
     Parameters
     ----------
     indices : array of uint32
-        What it has selected; ascending.
+        Positions that it has selected; ascending.
     size : int
-        How many regions there are.
+        Number of regions.
 
     Returns
     -------
@@ -50,7 +50,7 @@ def mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
     Parameters
     ----------
     cuts : array of int64, shape (ranks, ranks - 1)
-        What `quantiles` gave on each.
+        Results of `quantiles` on each.
     before : sequence of int
         The boundaries until now; they stay where no rank has selected anything.
 
@@ -66,14 +66,14 @@ def mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:
 
 
 def overlaps(counts: Sequence[int], targets: Sequence[int], rank: int) -> list[int]:
-    """Return how many elements of a rank go to each when a list that ranks hold in pieces is cut anew.
+    """Return the number of a rank's elements that go to each when a list that ranks hold in pieces is cut anew.
 
     Parameters
     ----------
     counts, targets : sequence of int
         Elements that each rank holds, and is to hold, of the list; with the same sum.
     rank : int
-        Who gives.
+        The rank whose elements are dealt out.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Headers of what owners of parts are sent and of what they answer, and what becomes of those that cannot be read."""
+"""Headers of messages to the owners of parts and of their answers, and the handling of damaged ones."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from mpicomp.errors import MessageError
 def read_sent(
     collective: str, messages: NDArray[np.uint8], count: int
 ) -> tuple[int, float, float, MessageError | None]:
-    """Read what an owner was sent.
+    """Read the messages that an owner received.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def read_answers(
     counts: Sequence[int],
     problem: MessageError | None,
 ) -> tuple[int, float, float, MessageError | None]:
-    """Read what all owners have answered.
+    """Read the answers of all owners.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def read_answers(
     sizes, counts : sequence of int
         Bytes and elements of each.
     problem : MessageError or None
-        What this rank has found as an owner.
+        The error that this rank has found as an owner.
 
     Returns
     -------

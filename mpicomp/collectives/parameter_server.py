@@ -50,7 +50,7 @@ class ParameterServer(Scheme[Compressor]):
         self.by_value = isinstance(compressor, Sparsifier)  # the union that comes back
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return a gatherv and a bcast, for sparse messages with what is asked and told before them.
+        """Return a gatherv and a bcast; sparse messages have rounds of counts before them.
 
         The union of sparse messages is taken to be as long as if ranks selected independently of each other.
         """

@@ -1,4 +1,4 @@
-"""Every rank owns a part of the array: it sums what all ranks send of it and hands the sum to all."""
+"""Every rank owns a part of the array: it sums the selections that all ranks send of it and hands the sum to all."""
 
 from typing import Any, ClassVar
 

@@ -1,4 +1,4 @@
-"""What a scheme is: a compressor bound to a collective, written as a generator of rounds."""
+"""The base class of schemes: a scheme is a compressor bound to a collective, written as a generator of rounds."""
 
 import math
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ Exchange = Generator[Asked, Any, "Result"]
 
 @dataclass
 class Result:
-    """What an exchange delivers.
+    """The result of an exchange: the mean, and this rank's share of it.
 
     Parameters
     ----------
@@ -48,10 +48,11 @@ class Result:
         Of a learned code: squared error of what was decoded, as a share of the energy of what was to be decoded; 1 is
         that of zeros. As this rank can tell, so it may differ between ranks; None where it cannot.
     note : str
-        What the record is to say of the step beside why its plan was taken; empty where there is nothing to say.
+        Text that the record appends to the reason of the plan; empty where there is nothing to say.
     problem : MessageError or None
-        What this rank, and perhaps no other, could not read; nothing else then means anything but ``stale``. The others
-        know of it where they are told that the exchange is stale; where they are not, it was in the last message.
+        The message that this rank, and perhaps no other, could not read; apart from ``stale`` all other fields are then
+        void. The others know of it where they are told that the exchange is stale; where they are not, it was in the
+        last message.
     """
 
     mean: NDArray[np.floating]
@@ -83,7 +84,7 @@ class Scheme(ABC, Generic[CompressorType]):
     precedence: ClassVar[int] = 50
     """Of those that carry a compressor's messages, the one with the lowest is used where nothing has been measured."""
     paper: ClassVar[str]
-    """Where it comes from, and what is done differently."""
+    """The paper that it comes from, and the deviations from it."""
     messages: ClassVar[str]
     """The kind of message that it carries: one of those of `Compressor.message` (``"dense"`` takes ``"shared"`` ones
     too), or ``"any"``; several with " or " between them.
@@ -141,14 +142,14 @@ def flags_of(accumulated: Accumulated) -> int:
 
 
 def undelivered(accumulated: Accumulated, problem: MessageError, stale: bool) -> Result:
-    """Return the result of an exchange in which this rank could not read what it was sent.
+    """Return the result of an exchange in which this rank could not read a message.
 
     Parameters
     ----------
     accumulated : Accumulated
         Of the exchange.
     problem : MessageError
-        What was wrong.
+        The error in the message.
     stale : bool
         Whether all ranks were told to agree anew.
     """
@@ -165,7 +166,7 @@ def undelivered(accumulated: Accumulated, problem: MessageError, stale: bool) ->
 
 
 def check_undamaged(collective: str, flags: int, problem: MessageError | None) -> None:
-    """Raise on all ranks, at the end of an exchange, where some rank could not read what it was sent.
+    """Raise on all ranks, at the end of an exchange, where some rank could not read a message.
 
     Parameters
     ----------
@@ -174,14 +175,14 @@ def check_undamaged(collective: str, flags: int, problem: MessageError | None) -
     flags : int
         Of all ranks; see `mpicomp.compressors.message`.
     problem : MessageError or None
-        What this rank could not read.
+        The error of the message that this rank could not read.
     """
     if flags & DAMAGED:
         raise MessageError(f"{collective}: some rank was sent a damaged message") from problem
 
 
 def cause_of(error: MessageError) -> MessageError | None:
-    """Return what this rank could not read, of an error that is raised on all of them."""
+    """Return the message error of this rank from an error that is raised on all ranks."""
     return error.__cause__ if isinstance(error.__cause__, MessageError) else None
 
 
@@ -195,13 +196,13 @@ def is_finite(mean: NDArray[np.floating], energy: float, ranks: int) -> bool:
     energy : float
         Of what they have sent it from, over all ranks.
     ranks : int
-        How many there are.
+        Number of ranks.
     """
     return far_from_largest(energy * ranks, mean.dtype) or bool(np.isfinite(mean).all())
 
 
 def far_from_largest(energy: float, dtype: np.dtype[Any]) -> bool:
-    """Return whether arrays of this squared norm cannot come near the largest number, whatever is done to them.
+    """Return whether arrays of this squared norm stay far below the largest number of the dtype.
 
     There is a factor of 16 between: sums of a few of them, and what rounding adds, are finite too. The squared norm of
     a sum over ranks is at most that of all ranks' arrays together, times the ranks.

@@ -11,7 +11,7 @@ from mpicomp.kernels import cpu
 
 
 class SegmentedMean:
-    """What is done with segments while others are under way, and what was seen in them.
+    """Adds and divides segments while others are under way, and notes whether all of them are finite.
 
     Arrays have ``numel + TAIL`` elements: behind the values stand the numbers of non-finite and of stale ranks, the
     energy and the lost energy, which are summed and never divided.
@@ -21,7 +21,7 @@ class SegmentedMean:
     accumulated : Accumulated
         This rank's own.
     ranks : int
-        What sums are divided by.
+        Number of ranks, by which sums are divided.
     """
 
     def __init__(self, accumulated: Accumulated, ranks: int) -> None:
@@ -31,7 +31,7 @@ class SegmentedMean:
         self.own = accumulated.with_tail(
             not accumulated.finite, accumulated.stale, accumulated.energy, accumulated.lost
         )
-        """The accumulated array and its tail. It is only read: what is delivered is taken from it later."""
+        """The accumulated array and its tail. It is only read: the part that was sent is subtracted later."""
 
     def adds(
         self, array: NDArray[np.floating], offset: int, other: NDArray[np.floating], complete: bool
@@ -45,7 +45,7 @@ class SegmentedMean:
         offset : int
             Where the part that they are segments of begins.
         other : array, shape (numel + TAIL,)
-            What is added.
+            The array that is added.
         complete : bool
             Whether that was the last rank's share.
         """
@@ -60,7 +60,7 @@ class SegmentedMean:
         return arrived
 
     def sees(self, array: NDArray[np.floating], offset: int) -> Callable[[int, int], None]:
-        """Return what looks whether segments of ``array``, which are means already, are finite."""
+        """Return a function that checks whether segments of ``array``, which are means already, are finite."""
 
         def arrived(start: int, stop: int) -> None:
             values = self._values(array, offset + start, offset + stop)
@@ -75,7 +75,7 @@ class SegmentedMean:
         self._finite &= cpu.is_finite(cpu.scale(values, 1 / self._ranks), values.dtype)
 
     def result(self, array: NDArray[np.floating]) -> Result:
-        """Return what was delivered, once all segments of ``array`` were divided or seen."""
+        """Return the result, once all segments of ``array`` were divided or seen."""
         numel = self._accumulated.numel
         nonfinite, stale, energy, lost = (float(number) for number in array[numel : numel + TAIL])
         return Result(

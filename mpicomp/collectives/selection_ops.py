@@ -1,4 +1,4 @@
-"""Selections made of selections, in a workspace's arrays: what collectives that merge need of the kernels."""
+"""Operations on selections in a workspace's arrays, for collectives that merge selections."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def added(first: Selection, second: Selection, workspace: Workspace, name: str) 
 
 
 def less(first: Selection, second: Selection, workspace: Workspace, name: str) -> Selection:
-    """Return the first selection less the second one, without what becomes 0, in the room of a name."""
+    """Return the first selection minus the second one, zeros left out, in the workspace array of a name."""
     out = room(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
     return _begin(
         out,

@@ -1,4 +1,4 @@
-"""One rank's indices for all: what the kinds of AR-Topk have in common."""
+"""Exchange at one rank's indices: the base of the kinds of AR-Topk."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ class Leading(Scheme[Sparsifier]):
         leader : int
             The rank whose indices are taken; the same on all ranks, as ``count`` is.
         count : int
-            How many there are, possibly none.
+            Number of indices, possibly 0.
         chosen : Selection or None
             The leader's selection; not looked at elsewhere.
         accumulated, context

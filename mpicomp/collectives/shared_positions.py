@@ -1,4 +1,4 @@
-"""Sparsifiers that pick the same positions on all ranks, carried by whatever carries their values."""
+"""Exchange of sparsifiers that pick the same positions on all ranks, by any collective for their values."""
 
 from typing import Any, ClassVar
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
 
-_MANY = 16  # where more than a sixteenth of the array was touched, setting all of it to zero is faster
+_MANY = 16  # if more than one element in so many was touched, setting the whole array to zero is faster
 
 
 class SparseMean:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from mpicomp.rounds import Group, Round
 
 _INDEX = np.dtype(np.int64)
-_NONE = -1  # what a rank without a gradient says in place of the number of its rows
+_NONE = -1  # sent by a rank without a gradient in place of the number of its rows
 
 
 def mean_of_rows(

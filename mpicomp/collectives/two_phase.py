@@ -1,4 +1,4 @@
-"""Every rank owns a part of the array: what all ranks send of it is packed, and so is the mean that comes back."""
+"""Every rank owns a part of the array: ranks send it packed to the owner, and the mean comes back packed."""
 
 import math
 from typing import Any, ClassVar

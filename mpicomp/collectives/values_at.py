@@ -31,7 +31,7 @@ def exchange_at(
     indices : array of uint32, shape (count,)
         The same on all ranks, without repetition.
     weights : array, shape (count,), or float
-        What values are multiplied by before they are sent.
+        Factor of values before they are sent.
     accumulated, context
         As in `Scheme.exchange`.
     inner : Scheme

@@ -1,4 +1,4 @@
-"""Gradient plus residual, summed in the sweep that suits whoever asks for it."""
+"""Gradient plus residual, summed in one sweep that may also collect statistics or candidates for the caller."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,11 +33,11 @@ class Region:
     bound: int
     """Magnitude bits (`mpicomp.kernels.cpu.magnitude_bits`)."""
     index: NDArray[np.uint32]
-    """Receives the elements' positions in the bucket, ascending."""
+    """Receives the positions in the bucket of the elements found, ascending."""
     bits: NDArray[np.unsignedinteger]
     """Receives their magnitude bits."""
     found: int = 0
-    """How many there are; more than ``index.size`` where they did not fit."""
+    """Number of elements found; more than ``index.size`` where they did not fit."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Velocity:
 
 
 class Accumulated:
-    """What error feedback hands to a compressor: gradients, the residual, and room for their sum.
+    """The input of a compressor under error feedback: gradients, the residual, and room for their sum.
 
     The sum is made once, by `array` or by `sweep`, whichever is asked for first: a compressor that knows what
     it is looking for finds it in the sweep that makes the sum. The residual is left as it is, so that a
@@ -68,9 +68,9 @@ class Accumulated:
     stale : bool
         Whether this rank asks all ranks to agree anew.
     threads : int
-        How many threads share a sweep.
+        Number of threads that share a sweep.
     scale : float
-        What gradients are multiplied by first.
+        Factor that gradients are multiplied by first.
     velocity : Velocity or None
         Where momentum is applied before the sum.
     """
@@ -133,7 +133,7 @@ class Accumulated:
 
     @property
     def moments(self) -> cpu.Moments:
-        """What the sweep that made the sum told of it."""
+        """Energy and finiteness of the sum, computed in the sweep that makes it."""
         if self._moments is None:
             self.sweep()
         assert self._moments is not None
@@ -191,7 +191,7 @@ class Accumulated:
         return self._buffer
 
     def _parts(self, out: NDArray[np.floating]) -> Iterator[tuple[slice, NDArray[np.floating]]]:
-        """Return every piece's place and what enters there, flat."""
+        """Return the slice of every piece and its flat input to the sum."""
         for piece in self._pieces:
             part = slice(piece.offset, piece.offset + piece.gradient.size)
             gradient = piece.gradient
@@ -214,7 +214,7 @@ class Accumulated:
 
 
 def _cuts(part: slice, regions: Sequence[Region]) -> Iterator[tuple[slice, Region | None]]:
-    """Cut a piece where regions begin and end; what comes is relative to the piece."""
+    """Cut a piece where regions begin and end; the slices are relative to the piece."""
     place = part.start
     for region in regions:
         start, stop = max(place, region.start), min(part.stop, region.stop)

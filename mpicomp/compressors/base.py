@@ -1,4 +1,4 @@
-"""What every compressor is: a frozen set of parameters with a name, that turns an array into a message."""
+"""The base class of compressors: a frozen set of parameters with a name, that turns an array into a message."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,16 +15,17 @@ _BOUND = "bound"
 
 @dataclass(frozen=True)
 class Entry:
-    """What happens to a gradient before it is added to the residual.
+    """Clipping and momentum that are applied to a gradient before it is added to the residual.
 
     Parameters
     ----------
     clip : float or None
-        Each rank scales its gradients down to an L2 norm of at most ``clip / sqrt(ranks)``, over all its arrays.
+        Each rank scales its gradients down to an L2 norm of at most ``clip / sqrt(ranks)``, over all its arrays. None
+        leaves them unclipped.
     momentum : float
-        Where it is not 0, what enters is the velocity ``u = momentum * u + gradient``.
+        Where it is not 0, the velocity ``u = momentum * u + gradient`` is added instead of the gradient.
     nesterov : bool
-        ``u = momentum * (u + gradient)`` and what enters is ``u + gradient``.
+        Nesterov momentum: ``u = momentum * (u + gradient)``, and ``u + gradient`` is added.
     masking : bool
         Whether the velocity of what was sent is set to zero.
     """
@@ -49,13 +50,13 @@ class Compressor(OldHooks, ABC):
     family: ClassVar[str]
     """``"dense"``, ``"sparsifier"``, ``"quantiser"`` ..."""
     message: ClassVar[str]
-    """What travels: ``"dense"`` (an array that ranks can sum), ``"shared"`` (a short one), ``"sparse"`` (indices and
-    values), ``"packed"`` (all elements, in few bits), ``"integers"`` (the same, on a grid that ranks share, so that
+    """Kind of message: ``"dense"`` (an array that ranks can sum), ``"shared"`` (a short one), ``"sparse"`` (indices
+    and values), ``"packed"`` (all elements, in few bits), ``"integers"`` (the same, on a grid that ranks share, so that
     they can be summed), ``"votes"`` (signs, of which the majority counts), ``"factors"``, ``"sketch"`` or ``"code"``
     (one that was learned).
     """
     paper: ClassVar[str]
-    """Where it comes from, and what is done differently."""
+    """The paper that the compressor comes from, and the deviations from it."""
     layer_setting: ClassVar[str | None] = None
     """Which parameter its ``layers`` has values of for parts of a model, by the names of their parameters: ``"ratio"``
     of a selection, ``"rank"`` of factors (see `mpicomp.policies.layer_tables.table_for`); None where it has none.
@@ -76,7 +77,7 @@ class Compressor(OldHooks, ABC):
 
     @property
     def contractive(self) -> bool:
-        """Whether what it keeps back shrinks from step to step under error feedback; if not, feedback is refused."""
+        """Whether the residual shrinks from step to step under error feedback; if not, feedback is refused."""
         return True
 
     @property
@@ -86,7 +87,7 @@ class Compressor(OldHooks, ABC):
 
     @property
     def unbiased(self) -> bool:
-        """Whether what is sent is right on the average of its random choices."""
+        """Whether the message is unbiased: exact in expectation over its random choices."""
         return False
 
     @property
@@ -122,7 +123,7 @@ class Compressor(OldHooks, ABC):
 
     @property
     def entry(self) -> Entry:
-        """What happens to gradients before they are added to the residual: nothing, if not said otherwise."""
+        """Clipping and momentum before gradients are added to the residual; by default neither."""
         return Entry()
 
     def bind(

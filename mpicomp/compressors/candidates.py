@@ -1,4 +1,4 @@
-"""Large elements, listed in the sweep that makes the sum, and what can be asked of them without another one."""
+"""Large elements, listed in the sweep that makes the sum, and queries that need no further sweep."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,13 +77,13 @@ class Candidates:
         return region.found if region.found <= region.index.size else 0
 
     def count(self, threshold: float) -> int:
-        """Count what exceeds a threshold."""
+        """Count the elements above a threshold."""
         if self._covers(threshold):
             return cpu.tail(self.region.bits[: self.listed].view(self._accumulated.dtype), threshold).count
         return self.tail(threshold).count
 
     def tail(self, threshold: float, stride: int = 1) -> cpu.Tail:
-        """Count what exceeds a threshold, and by how much, in the array: sums over a list would round otherwise."""
+        """Count the elements above a threshold, and sum their excess, in the array: a list would round differently."""
         return cpu.tail(self.array, threshold, stride, self._accumulated.threads)
 
     def logarithms(self, stride: int) -> tuple[int, float, float]:
@@ -96,7 +96,7 @@ class Candidates:
         return cpu.magnitude_of(bits, self._accumulated.dtype)
 
     def above(self, threshold: float, room: int) -> Selection:
-        """Select what exceeds a threshold, ascending by index.
+        """Select the elements above a threshold, ascending by index.
 
         Parameters
         ----------

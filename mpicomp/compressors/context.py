@@ -1,4 +1,4 @@
-"""What a step is about, beside the array: `Context`."""
+"""`Context`: the ranks, the step, the bucket, its memory and its workspace, handed to compressors and schemes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,18 +11,19 @@ from mpicomp.workspace import Workspace
 
 @dataclass
 class Context:
-    """What a compressor and a scheme know beside the array.
+    """Everything that a compressor and a scheme know of a step apart from the array.
 
     Parameters
     ----------
     group : Group
-        Who takes part. Random choices that must differ between ranks come from this rank's place in it.
+        The ranks that take part. Random choices that must differ between ranks come from this rank's place in it.
     step, bucket, seed : int
-        Which exchange it is. The same on all ranks; random choices come from them.
+        Number of the step, number of the bucket, and the seed of the run. The same on all ranks; random choices are
+        seeded by them.
     memory : dict
         This bucket's memory from step to step. Numbers and strings in it are part of a checkpoint.
     workspace : Workspace
-        Where arrays that are needed at every step come from.
+        Provides arrays that are needed at every step, without allocating them anew.
     """
 
     group: Group = field(default_factory=lambda: Group(0, 1))

@@ -16,8 +16,8 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
 
 _FEW = 0.8  # times k; with fewer than that the threshold is lowered
-_LOWER = 0.8
-_CORRECTIONS = 10
+_LOWER = 0.8  # factor by which the threshold is lowered
+_CORRECTIONS = 10  # times that the threshold may be lowered in a step
 
 
 @register
@@ -109,7 +109,7 @@ class DGC(Sparsifier):
         return float(self.ratio ** ((step + 1) / (self.warmup_steps + 1)))
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
-        """Select what exceeds the sample's threshold; see `Sparsifier.select`."""
+        """Select the elements above the sample's threshold; see `Sparsifier.select`."""
         ratio = self.ratio_at(context.step)
         search = Search("dgc", accumulated, context, kept(ratio, accumulated.numel))
         size = math.ceil(max(self.sample * search.numel, min(search.numel, 2 / ratio)))

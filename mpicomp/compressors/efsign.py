@@ -10,7 +10,7 @@ from mpicomp.compressors.kinds import Quantiser
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 
-_WORD = 64  # signs
+_WORD = 64  # signs in a word
 
 
 @register

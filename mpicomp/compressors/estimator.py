@@ -1,4 +1,4 @@
-"""What compressors share that estimate above which magnitude there are k elements."""
+"""The base class of compressors that estimate the threshold above which k elements lie, and the search they share."""
 
 import math
 from abc import abstractmethod
@@ -13,17 +13,17 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.kernels import cpu
 
-_ROOM = 8  # candidates that are stored, as a multiple of k
-_MANY = 3  # candidates, as a multiple of what is sent, from which on the gap between bound and threshold is halved
-_GAP = 0.1  # at first; under error feedback elements crowd below the threshold, so that no fixed one would do
+_ROOM = 8  # candidates that can be stored, as a multiple of k
+_MANY = 3  # candidates, as a multiple of those sent, from which on the gap between bound and threshold is halved
+_GAP = 0.1  # first gap; it adapts, since elements crowd below the threshold under error feedback
 _WIDEST = 0.5  # largest gap, as a share of the threshold
-_NARROWEST = 1e-6  # smallest gap
-_LIMIT = 4  # times k: more are never sent
-_SLACK = 1024  # elements: below that a wrong estimate costs nothing
+_NARROWEST = 1e-6  # smallest gap, as a share of the threshold
+_LIMIT = 4  # times k: more elements than that and _SLACK are never sent
+_SLACK = 1024  # elements: sending so many too many costs nothing
 
 
 class Search:
-    """An array and the number k of elements that are to be sent; how many exceed what, and a selection that is bounded.
+    """Count and select the elements of an array above a threshold, for a compressor that is to send k of them.
 
     Elements are listed in the sweep that makes the sum, by a bound that is carried over from the step before, and
     answers come from that list where they can. They never depend on it.
@@ -31,11 +31,11 @@ class Search:
     Parameters
     ----------
     name : str
-        Under which the bound is remembered.
+        Key under which the bound is remembered.
     accumulated : Accumulated
-        What is selected from.
+        The array that is selected from.
     context : Context
-        Where the memory is.
+        Holds the memory of the bucket.
     k : int
         From 1 to the array's length.
     """
@@ -69,7 +69,7 @@ class Search:
         return self.candidates.top()
 
     def count(self, threshold: float, enough: int) -> int:
-        """Count what exceeds a threshold; where it is at least ``enough``, any number from there on may be given."""
+        """Count the elements above a threshold; any number from ``enough`` on may stand for a larger one."""
         listed, dtype = self.candidates.listed, self.accumulated.dtype
         threshold = self._fitted(threshold)
         if listed >= enough and cpu.magnitude_bits(threshold, dtype) < self.candidates.region.bound:
@@ -77,7 +77,7 @@ class Search:
         return self.candidates.count(threshold)
 
     def above(self, threshold: float) -> Selection:
-        """Select what exceeds a threshold; exactly the k largest where that is nothing, or more than 4 k + 1024."""
+        """Select the elements above a threshold; exactly the k largest where there are none or more than 4 k + 1024."""
         if not 0 < threshold < math.inf:
             return self.largest()
         threshold = self._fitted(threshold)
@@ -136,7 +136,7 @@ class Estimator(Sparsifier):
         object.__setattr__(self, "ratio", check_ratio(self.id, self.ratio))
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
-        """Select what exceeds the estimate; see `Sparsifier.select`."""
+        """Select the elements above the estimated threshold; see `Sparsifier.select`."""
         search = Search(self.id, accumulated, context, kept(self.ratio, accumulated.numel))
         if not accumulated.finite:
             return search.largest()

@@ -15,7 +15,7 @@ DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 def whole_threshold(
     distribution: str, moments: cpu.Moments, logarithms: tuple[int, float, float] | None, share: float
 ) -> float:
-    """Fit all magnitudes that are not zero and give the one that a share of them exceeds.
+    """Fit all magnitudes that are not zero and return the one that a share of them exceeds.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def whole_threshold(
 
 
 def excess_threshold(distribution: str, tail: cpu.Tail, threshold: float, share: float) -> float:
-    """Fit what exceeds a threshold and give the magnitude that a share of it exceeds.
+    """Fit a distribution to the elements above a threshold, and return the magnitude that a share of them exceeds.
 
     Parameters
     ----------

@@ -8,8 +8,8 @@ from typing import ClassVar
 from mpicomp.compressors.estimator import Estimator, Search
 from mpicomp.registry import register
 
-_CORRECTIONS = 3
-_LEAST = 5e-324  # half of the smallest ratio is 0, which has no quantile
+_CORRECTIONS = 3  # times that the threshold may be corrected in a step
+_LEAST = 5e-324  # smallest share whose quantile is taken: half of the smallest ratio is 0, which has no quantile
 
 
 @register

@@ -94,7 +94,7 @@ class GlobalRandKMaxNorm(SharedSparsifier):
 
     @property
     def values(self) -> MaxNorm:
-        """Return what the selected elements travel by; see `SharedSparsifier.values`."""
+        """Return the compressor that the selected values are sent with; see `SharedSparsifier.values`."""
         return MaxNorm(bits=self.bits, rounding=self.rounding)
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
@@ -106,7 +106,7 @@ class GlobalRandKMaxNorm(SharedSparsifier):
         return kept(self.ratio, numel)
 
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
-        """Return each part's next element; see `SharedSparsifier.positions`."""
+        """Write the position of each part's next element; see `SharedSparsifier.positions`."""
         # The same draws in each step: the turn alone moves on.
         random = Context(bucket=context.bucket, seed=context.seed).random(shared=True)
         one_of_each(numel, random, context, out, turn=context.step)

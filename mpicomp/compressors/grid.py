@@ -1,4 +1,4 @@
-"""What quantisers have in common that round to a grid of equal steps, one for each bucket of elements."""
+"""The base class of quantisers that round to a grid of equal steps, one grid for each bucket of elements."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from mpicomp.compressors.kinds import Quantiser
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 
-_WORD = 64  # elements
-_MOST_BITS = 8
+_WORD = 64  # elements of a bucket come in multiples of this: a bit plane is made of 64-bit words
+_MOST_BITS = 8  # largest number of bits of an element
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,17 +23,17 @@ class Grid(Quantiser):
     Parameters
     ----------
     bits : int
-        Of an element, at most 8.
+        Bits of an element, at most 8.
     bucket : int
-        Elements that share a grid, a multiple of 64.
+        Number of elements that share a grid, a multiple of 64.
     rounding : {"stochastic", "nearest"}
-        Whether elements go to one of the two points beside them at random, so that they are right on the average, or to
-        the nearest point.
+        ``"stochastic"`` rounds to one of the two neighbouring grid points at random, so that the expected value is
+        exact; ``"nearest"`` rounds to the nearest point.
     """
 
     least_bits: ClassVar[int]
     numbers: ClassVar[int]
-    """How many a bucket has: its step, and before it its base if grids are not symmetric."""
+    """float32 numbers per bucket: 1 (the step), or 2 (base and step) if grids are not symmetric."""
 
     bits: int = 4
     bucket: int = 128
@@ -57,7 +57,7 @@ class Grid(Quantiser):
 
     @property
     def feedback(self) -> bool:
-        """On where elements go to the nearest point and what is kept back shrinks; at random they are right without."""
+        """On for rounding to nearest, if the residual shrinks; stochastic rounding is unbiased without it."""
         return self.rounding == "nearest" and self.contractive
 
     def packed_bytes(self, numel: int) -> int:
@@ -82,7 +82,7 @@ class Grid(Quantiser):
         sent: NDArray[np.floating],
         key: int | None,
     ) -> float:
-        """Choose the grids, and do what `Quantiser.pack` says."""
+        """Choose the grids, and pack; see `Quantiser.pack`."""
 
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
         """Write points of the grids; see `Quantiser.unpack`."""

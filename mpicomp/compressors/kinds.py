@@ -1,4 +1,4 @@
-"""Kinds of compressors, by what they send: each says what has to be given to add one."""
+"""Kinds of compressors by message: each base class names the methods to implement for a new one."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class Sparsifier(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """Sparsifiers that pick by magnitude are biased: what is not sent has to be kept."""
+        """True: sparsifiers that pick by magnitude are biased, so elements that are not sent are kept."""
         return True
 
     def count(self, numel: int) -> int | None:
@@ -64,7 +64,7 @@ class Sparsifier(Compressor):
         return self.count(numel) or kept(getattr(self, "ratio", 0.01), numel)
 
     def wire_for(self, count: int, numel: int) -> Wire:
-        """Return how ``count`` elements of ``numel`` travel; the same on all ranks, since only shapes decide."""
+        """Return the storage format for ``count`` elements of ``numel``; the same on all ranks: only shapes decide."""
         return Wire(self.wire, compact(count, numel) if self.indices == "auto" else self.indices)
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
@@ -78,7 +78,7 @@ class Sparsifier(Compressor):
 
     @abstractmethod
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
-        """Choose what is sent.
+        """Choose the elements that are sent.
 
         Parameters
         ----------
@@ -121,7 +121,7 @@ class SharedSparsifier(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """What is not sent has to be kept."""
+        """True: elements that are not sent are kept in the residual."""
         return True
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
@@ -144,12 +144,12 @@ class SharedSparsifier(Compressor):
         """
 
     def weights(self, numel: int) -> NDArray[np.floating] | float:
-        """Return what values are multiplied by before they are sent; the receiver adds them as they are."""
+        """Return the factors of values before they are sent; the receiver adds them as they are."""
         return 1.0
 
     @property
     def values(self) -> Compressor | None:
-        """What values travel by, one that takes the array's place; None: as a dense array, see ``wire``."""
+        """The compressor that the selected values are sent with; None sends them as a dense array, see ``wire``."""
         return None
 
 
@@ -166,7 +166,7 @@ class Quantiser(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """What rounding takes has to be kept."""
+        """True: rounding errors are kept in the residual."""
         return True
 
     def wire_bytes_per_element(self, itemsize: int) -> float:
@@ -203,11 +203,11 @@ class Quantiser(Compressor):
 
     @abstractmethod
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
-        """Write what was packed to an array of the same length and dtype."""
+        """Write the packed values to an array of the same length and dtype."""
 
     @abstractmethod
     def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
-        """Add ``factor`` times what was packed to an array of the same length and dtype."""
+        """Add ``factor`` times the packed values to an array of the same length and dtype."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -236,7 +236,7 @@ class SharedQuantiser(Compressor):
 
     @abstractmethod
     def reach(self, array: NDArray[np.floating]) -> float:
-        """Return how far from zero this rank wants grids to reach; NaN or infinite where an element is.
+        """Return the largest magnitude that this rank wants grids to reach; NaN or infinite where an element is.
 
         The array may be empty. Elements beyond the ends are taken to them.
         """
@@ -248,7 +248,7 @@ class SharedQuantiser(Compressor):
 
     @property
     def feedback(self) -> bool:
-        """Off where elements are rounded at random: what is kept back would not shrink."""
+        """Off for stochastic rounding, under which the residual would not shrink."""
         return not self.stochastic
 
     @property

@@ -81,7 +81,7 @@ class MaxNorm(SharedQuantiser):
 
     @property
     def scales(self) -> tuple[int, ...]:
-        """Give ``2**(bits - 1) - 1`` for each grid; see `SharedQuantiser.scales`."""
+        """``2**(bits - 1) - 1`` for each grid; see `SharedQuantiser.scales`."""
         each = self.bits if isinstance(self.bits, Sequence) else (self.bits,)
         return tuple(2 ** (bits - 1) - 1 for bits in each)
 

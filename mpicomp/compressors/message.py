@@ -32,10 +32,10 @@ from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
 
-VERSION = 2
-NONFINITE = 1
-STALE = 2
-DAMAGED = 4
+VERSION = 2  # version of the message format
+NONFINITE = 1  # flag: some element was NaN or infinite
+STALE = 2  # flag: this rank asks all ranks to agree anew
+DAMAGED = 4  # flag: this rank could not read a message
 
 _HEADER = np.dtype(
     [
@@ -51,7 +51,7 @@ _HEADER = np.dtype(
 _KNOWN = NONFINITE | STALE | DAMAGED
 _VALUES = {"float32": 1, "float64": 2, "fp16": 3, "bf16": 4, "signs": 5}
 _INDICES = {"plain": 1, "elias-fano": 2}
-_WORD = 64  # signs
+_WORD = 64  # signs in a word
 
 
 @dataclass
@@ -193,7 +193,7 @@ def write_message(
 
 
 def write_damaged(out: NDArray[np.uint8]) -> None:
-    """Fill a message of whatever length with nothing but that this rank could not read what it was sent."""
+    """Mark a message of any length as damaged: this rank could not read a message that it received."""
     out[: _HEADER.itemsize].view(_HEADER)[0] = (VERSION, DAMAGED, 0, 0, 0, 0.0, 0.0)
 
 
@@ -277,7 +277,7 @@ def read_padded(room: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], works
 
 
 def _header_of(message: NDArray[np.uint8]) -> Any:
-    """Return a message's header; see `read_message` for what is refused."""
+    """Return a message's header; see `read_message` for the messages that are refused."""
     if message.size < _HEADER.itemsize:
         raise MessageError(f"message: at least {_HEADER.itemsize} bytes are needed, got {message.size}")
     header = message[: _HEADER.itemsize].view(_HEADER)[0]
@@ -289,7 +289,7 @@ def _header_of(message: NDArray[np.uint8]) -> Any:
 
 
 def _layout_of(header: Any, numel: int, dtype: np.dtype[Any]) -> tuple[str, str]:
-    """Return how a message's values and indices are stored; see `read_message` for what is refused."""
+    """Return the storage format of a message's values and indices; see `read_message` for refused messages."""
     stored = _name_of(header["values"], _VALUES, "values")
     coding = _name_of(header["indices"], _INDICES, "indices")
     if stored in ("float32", "float64") and stored != dtype.name:

@@ -72,7 +72,7 @@ class MSTopK(Sparsifier):
         return selection
 
     def _bracketed(self, search: Search, context: Context) -> Selection | None:
-        """Return what bisection selects; None where it is of no use."""
+        """Return the selection that bisection finds; None where it is of no use."""
         k, mean, top = search.k, search.mean, search.top()
         if not 0 <= mean < top:
             return None
@@ -102,7 +102,7 @@ class MSTopK(Sparsifier):
 
 
 def _run(pool: Selection, lower: float, upper: float, k: int, context: Context) -> Selection:
-    """Select all above the upper threshold, and a run of what is between the two to make it k."""
+    """Select all elements above the upper threshold, and a run of those between the two to make it k."""
     number = pool.values.dtype.type
     magnitudes = context.workspace.array("mstopk.magnitudes", pool.values.size, pool.values.dtype)
     np.abs(pool.values, out=magnitudes)

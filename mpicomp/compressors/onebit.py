@@ -11,7 +11,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 
-_WORD = 64  # signs
+_WORD = 64  # signs in a word
 
 
 @register

@@ -17,7 +17,7 @@ _CHUNK = 1 << 16  # strata that are drawn at once: what they need stays in the c
 
 @dataclass(frozen=True, repr=False)
 class _Random(SharedSparsifier):
-    """What the random sparsifiers have in common."""
+    """Parameters and count of the random sparsifiers."""
 
     ratio: float = 0.01
     scaled: bool = False
@@ -30,7 +30,7 @@ class _Random(SharedSparsifier):
 
     @property
     def feedback(self) -> bool:
-        """Off where values are scaled: they are right on the average, and what is kept back would not shrink."""
+        """Off where values are scaled: they are unbiased, and the residual would not shrink."""
         return not self.scaled
 
     @property
@@ -141,7 +141,7 @@ class BlockRandomK(_Random):
         out[wrapped:] = np.arange(start, start + out.size - wrapped, dtype=np.uint32)
 
     def weights(self, numel: int) -> float:
-        """Give ``numel / k``, or 1; see `SharedSparsifier.weights`."""
+        """Return ``numel / k`` where values are scaled, else 1; see `SharedSparsifier.weights`."""
         return numel / self.count(numel) if self.scaled else 1.0
 
 
@@ -179,7 +179,7 @@ def one_of_each(
 
 
 def _bounds(first: int, last: int, numel: int, k: int) -> NDArray[np.uint64]:
-    """Return where parts begin, and where the last one ends."""
+    """Return the first position of each part, and the end of the last one."""
     bounds = np.arange(first, last + 1, dtype=np.uint64)
     bounds *= np.uint64(numel)  # below 2**64, since numel and k are below 2**32
     bounds //= np.uint64(k)

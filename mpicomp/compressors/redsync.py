@@ -7,8 +7,8 @@ from mpicomp.compressors.base import check_choice
 from mpicomp.compressors.estimator import Estimator, Search
 from mpicomp.registry import register
 
-_WIDTH = 0.2  # of the interval at which the search ends
-_TRIMS = (0.8, 0.6, 0.4, 0.2, 0.0)
+_WIDTH = 0.2  # width of the interval at which the binary search ends
+_TRIMS = (0.8, 0.6, 0.4, 0.2, 0.0)  # places of the thresholds tried by trimming, from the mean (0) to the largest (1)
 
 
 @register

@@ -10,10 +10,10 @@ from mpicomp.compressors.fits import DISTRIBUTIONS, excess_threshold, interpolat
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
 
-_FIRST = 0.25  # share that the first of several stages leaves
-_STEPS = 5  # between two looks at how well the thresholds do
-_BAND = 0.2  # by which the reached ratio may miss the one that is asked for
-_FEW = 10  # survivors that are not worth another fit
+_FIRST = 0.25  # share of elements that the first of several stages leaves
+_STEPS = 5  # steps between two adjustments of the number of stages
+_BAND = 0.2  # share by which the reached ratio may miss the one that is asked for
+_FEW = 10  # survivors; fewer are not worth another fit
 _CORRECTIONS = 6  # stages that a step may add where its estimate misses
 _SMALL = 2048  # elements; below, an exact selection is cheaper than an estimate is good
 _SAMPLE = 1 << 21  # elements that are enough for a fit: thresholds come from every n-th group of a larger array
@@ -81,7 +81,7 @@ class SIDCo(Estimator):
         return threshold
 
     def _estimate(self, search: Search, stages: int) -> tuple[float, float]:
-        """Return the threshold, and what the stages alone have reached of the k elements."""
+        """Return the threshold, and the share of the k elements that the stages alone have reached."""
         moments, candidates = search.accumulated.moments, search.candidates
         stride = max(1, search.numel // _SAMPLE)
         logarithms = candidates.logarithms(stride) if self.distribution == "gamma" else None

@@ -14,7 +14,7 @@ from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
 
-_SHARE = 0.01  # what a fixed threshold is taken to keep where nothing is known yet
+_SHARE = 0.01  # assumed kept fraction of a fixed threshold before the first step
 _SLACK = 1024  # elements that can be listed beyond twice what the step before had
 
 
@@ -58,11 +58,11 @@ class Threshold(Sparsifier):
         object.__setattr__(self, "limit", float(self.limit))
 
     def expected(self, numel: int) -> int:
-        """Return 1 %: what the limit keeps is known only from the data."""
+        """Return 1 %: the fraction that the limit keeps is known only from the data."""
         return kept(_SHARE, numel)
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
-        """Select what reaches the limit; see `Sparsifier.select`."""
+        """Select the elements that reach the limit; see `Sparsifier.select`."""
         below = _predecessor(self.limit, accumulated.dtype)
         room = context.memory.get("threshold.room", self.expected(accumulated.numel))
         candidates = Candidates(accumulated, context, below, 2 * room + _SLACK)
@@ -74,5 +74,5 @@ class Threshold(Sparsifier):
 
 
 def _predecessor(magnitude: float, dtype: np.dtype) -> float:
-    """Return the magnitude before one: what exceeds it is what reaches that."""
+    """Return the next smaller magnitude: elements above it are those that reach the given one."""
     return cpu.magnitude_of(max(0, cpu.magnitude_bits(magnitude, dtype) - 1), dtype)

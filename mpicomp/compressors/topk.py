@@ -62,7 +62,7 @@ class TopK(Sparsifier):
 
     @classmethod
     def suggested(cls) -> "list[TopK]":
-        """Return what suits most networks, and what suits fast ones, where own work counts."""
+        """Return one that suits most networks, and one that suits fast ones, where own work counts."""
         return [TopK(wire="bf16"), TopK()]
 
     def __post_init__(self) -> None:

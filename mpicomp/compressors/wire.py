@@ -1,4 +1,4 @@
-"""How the values and indices of a sparse message are stored."""
+"""The storage format of the values and indices of a sparse message, and the choice between plain and coded indices."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from mpicomp.kernels import cpu
 VALUES = (None, "fp16", "bf16", "signs")
 INDICES = ("plain", "elias-fano")
 
-_FEW = 64  # indices
+_FEW = 64  # indices: fewer are never coded, see `compact`
 
 
 @dataclass(frozen=True)
 class Wire:
-    """How a message stores values and indices.
+    """Storage format of the values and indices of a sparse message.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class Wire:
 
 
 def compact(count: int, numel: int) -> str:
-    """Return how ``count`` indices below ``numel`` should be stored; the same on all ranks, since only shapes decide.
+    """Return the storage format for ``count`` indices below ``numel``; the same on all ranks, since only shapes decide.
 
     They are coded where there are at least 64 and the code is at most three quarters as long as plain integers. Coding
     takes about 1.5 nanoseconds an index, and decoding as long, and together 3 microseconds however few there are.

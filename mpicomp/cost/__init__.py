@@ -1,4 +1,4 @@
-"""What a plan will take: links, operations and kernels are measured, and every step teaches."""
+"""The cost model: predict the seconds of a plan from measured links, operations and kernels; learn at every step."""
 
 from mpicomp.cost.calibrate import calibrate, first_says, measure_kernels, share_model
 from mpicomp.cost.formulas import Terms

@@ -47,7 +47,7 @@ def grow(variance: Array, links: int, link_drift: float, link_most: float, drift
 
 @compiled
 def _spread(variance: Array, slope: Array, out: Array) -> float:
-    """Write how a state's covariance is met by a measurement's slope, and give the measurement's variance by it."""
+    """Write how a state's covariance is met by a measurement's slope, and return the measurement's variance by it."""
     whole = 0.0
     for row in range(slope.size):
         total = 0.0

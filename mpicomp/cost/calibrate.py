@@ -23,14 +23,14 @@ _BYTE = np.dtype(np.uint8)
 
 
 def calibrate(transport: Transport) -> CostModel:
-    """Measure links and operations and give a new cost model. Collective; about a second."""
+    """Measure links and operations and return a new cost model. Collective; about a second."""
     model = CostModel(Network(transport.group.hosts))
     transport.run(_measure(model, transport))
     return model
 
 
 def share_model(given: CostModel | str | None, transport: Transport) -> Generator[Asked, Any, CostModel]:
-    """Return all ranks a cost model with what rank 0 knows. Collective over all ranks, as rounds.
+    """Return a cost model with the state of rank 0 on all ranks. Collective over all ranks, as rounds.
 
     It is a copy of the one that was given, or read from a file; or what an earlier reducer of this process measured
     among ranks of the same layout; or it is measured now, unless ``MPICOMP_PROBE=0`` says that the first steps
@@ -65,7 +65,7 @@ def share_model(given: CostModel | str | None, transport: Transport) -> Generato
 
 
 def first_says(flag: bool, transport: Transport) -> Generator[Asked, Any, bool]:
-    """Return all ranks what rank 0 says. Collective over all ranks, as a round of a byte."""
+    """Return rank 0's flag on all ranks. Collective over all ranks, as a round of a byte."""
     send = np.array([flag], _BYTE) if transport.group.rank == 0 else None
     said = yield Round("bcast", (1,), _BYTE, send=send, recv=np.empty(1, _BYTE))
     return bool(said[0])
@@ -81,9 +81,9 @@ def measure_kernels(
     Parameters
     ----------
     model : CostModel
-        Learns.
+        The model that learns.
     schemes : sequence of Scheme
-        Which.
+        The schemes to measure.
     feedback : bool
         Whether there is a residual to be added.
     transport : Transport
@@ -138,7 +138,7 @@ def _measure(model: CostModel, transport: Transport) -> Generator[Asked, Any, No
 
 
 def _broadcast(content: dict[str, Any], transport: Transport) -> Generator[Asked, Any, dict[str, Any]]:
-    """Return all ranks what rank 0 has."""
+    """Return rank 0's object on all ranks."""
     first = transport.group.rank == 0
     report = np.frombuffer(json.dumps(content).encode(), _BYTE)
     length = np.array([report.size], np.int64)

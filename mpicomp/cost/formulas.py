@@ -1,4 +1,4 @@
-"""What operations cost: how often the link's latency is paid, and how many bytes pass it one after the other.
+"""Cost of operations: number of times the link's latency is paid, and bytes that pass the link one after the other.
 
 The textbook's formulas, as Table I of Flexible Communication (Tyagi and Swany 2023, arXiv 2312.02493) gives them.
 Logarithms are to the base 2.
@@ -18,7 +18,7 @@ class Terms:
     Parameters
     ----------
     latency : float
-        How often the latency is paid.
+        Number of times that the latency is paid.
     volume : float
         Bytes that pass the link one after the other.
 
@@ -112,7 +112,7 @@ def slowest(costs: Iterable[Terms]) -> Terms:
 
 
 def _through_one_link(task: Round, group: Group) -> int:
-    """Return how many ranks of a host send as much as this one through the host's link at the same time.
+    """Return the number of ranks of a host that send as much as this one through its link at the same time.
 
     In a ring, and in what libraries do, one rank of a host talks to the next host. Where all talk to all, or with
     partners that are far away, all of a host's do.

@@ -1,4 +1,4 @@
-"""What schemes do themselves, between rounds: measured alone, on short arrays, and taken to grow with their length."""
+"""Seconds of a scheme's own work between rounds, measured without other ranks on short arrays and extrapolated."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ _TIMED = 3  # steps whose median counts
 
 @dataclass(frozen=True)
 class Alone:
-    """Seconds of a scheme's own work alone, affine in elements and in what is kept of them.
+    """Seconds of a scheme's own work alone, affine in the elements and in those kept.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class Alone:
 def measure_alone(
     scheme: Scheme[Any], other: Scheme[Any] | None, feedback: bool, clock: Callable[[], float]
 ) -> tuple[float, float, float]:
-    """Measure a scheme in a world of one rank; return what `Alone` holds.
+    """Measure a scheme in a world of one rank; return the numbers of `Alone`.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def measure_alone(
 
 @functools.lru_cache(maxsize=len(_NUMELS))
 def _arrays(numel: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return a gradient and a residual, not to be written to: drawing them takes as long as what is measured."""
+    """Return a gradient and a residual, shared and read-only: drawing them takes as long as a measurement."""
     random = np.random.default_rng(0)
     return random.laplace(size=numel).astype(np.float32), random.laplace(size=numel).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""The cost model: what a plan will take, learnt from what plans took."""
+"""The cost model: predicted seconds of plans, learnt from measured ones."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from mpicomp.rounds import Group
 
 SCHEMA = 2
 
-_LATER = 1 << 30  # a step in the long run: first ones may be others
+_LATER = 1 << 30  # number of a step in the long run: first steps may have other rounds
 
 
 class CostModel:
@@ -103,7 +103,7 @@ class CostModel:
 
     @classmethod
     def from_json(cls, content: Any) -> "CostModel":
-        """Build one from what `to_json` gave.
+        """Build one from the result of `to_json`.
 
         Raises
         ------
@@ -173,7 +173,7 @@ _Known = dict[str, dict[int, Learnt]]
 
 
 def _learnt_of(known: _Known, key: str, numel: int, guess: Callable[[Sequence[Learnt]], Learnt]) -> Learnt:
-    """Return what is known of something at a length; at first what other lengths tell."""
+    """Return the correction learnt at a length; at first one derived from other lengths."""
     lengths = known.setdefault(key, {})
     if numel not in lengths:
         lengths[numel] = guess(list(lengths.values()))

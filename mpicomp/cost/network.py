@@ -1,4 +1,4 @@
-"""What the network is like now: latency and bandwidth of its links, and a factor for each operation.
+"""The state of the network: latency and bandwidth of its links, and a factor for each operation.
 
 Seconds of a round are ``latency x Terms.latency x factor + seconds a byte x Terms.volume x factor``, with a
 latency and a bandwidth for what crosses hosts and for what does not, and two factors for each operation in each
@@ -27,12 +27,12 @@ _LINK_SD = 1.0  # standard deviation of the logarithm of a link's latency or ban
 _FACTOR_SD = 0.3  # the same of an operation's factor
 _LINK_DRIFT = 0.02**2  # variance that a step adds to the logarithm of a link's latency or bandwidth
 _FACTOR_DRIFT = 0.002**2  # the same of an operation's factor
-_LINK_MOST = 0.1**2  # up to which it does: what a plan hardly depends on must not take the blame for all it meets
-_STRANGE = 4.0  # standard deviations from which on a measurement may be an accident, or the network another one
-_PATIENCE = 2, 6  # such measurements before the network is taken to be another one: at first, and at most
-_LEAST_STRANGE = 0.35  # of the logarithm: less is nothing to be alarmed about
+_LINK_MOST = 0.1**2  # largest variance by drift: a link that a plan hardly uses must not absorb the plan's errors
+_STRANGE = 4.0  # standard deviations from which on a measurement may be an outlier, or the network has changed
+_PATIENCE = 2, 6  # such measurements before the network counts as changed: at first, and at most
+_LEAST_STRANGE = 0.35  # of the logarithm: smaller deviations are never taken for a change
 
-_RANKS = 16  # of so many ranks the shapes are looked at
+_RANKS = 16  # number of ranks whose shapes are looked at
 
 
 class Network:
@@ -68,7 +68,7 @@ class Network:
 
     @property
     def suspects(self) -> bool:
-        """Whether the last measurement was far from what was predicted, and the next one tells if the links changed."""
+        """Whether the last measurement was far from its prediction; the next one shows if the links have changed."""
         return self._suspected != 0
 
     @property
@@ -82,7 +82,7 @@ class Network:
         return float(np.exp(self._state[self._link_of[1]]))
 
     def coefficients(self, rounds: Sequence[Sequence[Round]], groups: Sequence[Group]) -> NDArray[np.float64]:
-        """Turn the rounds of a plan into what `seconds` and `observe` take.
+        """Return the coefficients of a plan's rounds, for `seconds` and `observe`.
 
         Parameters
         ----------
@@ -113,7 +113,7 @@ class Network:
         return float(np.add.reduce(coefficients * self.units))
 
     def drift(self) -> None:
-        """Advance by a step: what was learnt grows older."""
+        """Advance by a step, after which the learnt state is less certain."""
         arithmetic.grow(self._variance, _LINKS, _LINK_DRIFT, _LINK_MOST, _FACTOR_DRIFT, _FACTOR_SD**2)
 
     def observe(
@@ -156,11 +156,11 @@ class Network:
         return innovation, variance, changed
 
     def find(self, changed: bool) -> None:
-        """Note whether links were others when a change was suspected: who was wrong is slower to suspect."""
+        """Note whether a suspected change of links was one; after a false alarm the next suspicion takes longer."""
         self._patience = _PATIENCE[0] if changed else min(2 * self._patience, _PATIENCE[1])
 
     def set_link(self, group: str, latency: float, seconds_per_byte: float, sd: float) -> None:
-        """Set what a link was measured to have, with the standard deviation of the logarithms."""
+        """Set a link's measured latency and bandwidth, with the standard deviation of their logarithms."""
         link = self._link_of[_place(group, "sendrecv")]
         self._state[link : link + 2] = np.log([latency, seconds_per_byte])
         self._spread_out(slice(link, link + 2), sd)
@@ -177,7 +177,7 @@ class Network:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "Network":
-        """Build one from what `to_json` gave; raises KeyError, TypeError or ValueError where it did not."""
+        """Build one from the result of `to_json`; raises KeyError, TypeError or ValueError where it did not."""
         network = cls(int(content["hosts"]))
         state, variance = np.array(content["state"], float), np.array(content["variance"], float)
         if state.shape != network._state.shape or variance.shape != network._variance.shape:

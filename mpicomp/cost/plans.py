@@ -1,4 +1,4 @@
-"""What the candidate plans of one bucket are predicted to take, and how sure that is."""
+"""Predicted seconds of the candidate plans of one bucket, with their uncertainty."""
 
 import math
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 from mpicomp.cost import arithmetic
 from mpicomp.cost.network import Network
 
-_SPEED_SD = 0.5  # of the logarithm of how much longer a compressor takes than alone, before it was run
+_SPEED_SD = 0.5  # standard deviation of the logarithm of a compressor's seconds over those alone, before it was run
 _SPEED_DRIFT = 0.02**2  # variance that a step adds to the logarithm of a speed
-_SPEED_MOST = 0.1**2  # up to which it adds
-_KERNELS_SD = 0.25  # of a scheme's own work over what it took alone, that apart
-_ROUNDS_SD = 0.2  # of what a plan takes in rounds over what the network says
-_AGEING = 0.3**2 / 5000  # variance that a step without it adds: a third after 5000 steps
-_MOST_SD = 0.7  # where ageing ends
-_NOISE = 0.1**2  # of the logarithm of what is measured
-_LEAST_SHARE = 0.02  # of a plan's seconds that is in rounds
-_ACCIDENT = 0.5  # of the logarithm: own work that differs by more is taken for this much, but the first time
-_CHANGED_SD = 0.1  # what a change of the network adds
+_SPEED_MOST = 0.1**2  # largest variance of a speed by drift
+_KERNELS_SD = 0.25  # standard deviation of the logarithm of a scheme's own work over its prediction, speed apart
+_ROUNDS_SD = 0.2  # standard deviation of the logarithm of a plan's seconds in rounds over the network's prediction
+_AGEING = 0.3**2 / 5000  # variance that a step without the plan adds: a deviation of 0.3 after 5000 steps
+_MOST_SD = 0.7  # largest standard deviation by ageing
+_NOISE = 0.1**2  # variance of the logarithm of a measurement
+_LEAST_SHARE = 0.02  # smallest share of a plan's seconds that counts as time in rounds
+_ACCIDENT = 0.5  # of the logarithm: own work that differs by more counts as this much, except the first time
+_CHANGED_SD = 0.1  # standard deviation that a change of the network adds
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class Prediction:
 
 @dataclass
 class Learnt:
-    """What steps told of something at one length.
+    """A correction learnt from measured steps for arrays of one length: its logarithm and variance.
 
     Attributes
     ----------
     error : float
-        Logarithm of what it takes over what is predicted without this.
+        Logarithm of the measured seconds over those predicted without this correction.
     variance : float
         Of the error.
     runs : int
-        How many steps told it.
+        Number of steps that it was learnt from.
     """
 
     error: float
@@ -68,17 +68,17 @@ class Learnt:
 
     @classmethod
     def speed(cls, others: Sequence["Learnt"]) -> "Learnt":
-        """Return what is known of how much longer a compressor takes than alone, from other lengths."""
+        """Return a first correction for a compressor's own work over its time alone, from other lengths."""
         return cls(_mean(others), _SPEED_SD**2)
 
     @classmethod
     def kernels(cls, others: Sequence["Learnt"]) -> "Learnt":
-        """Return what is known of a scheme's own work that was never run at this length, from other lengths."""
+        """Return a first correction for a scheme's own work at a length where it never ran, from other lengths."""
         return cls(_mean(others), _KERNELS_SD**2)
 
     @classmethod
     def rounds(cls, others: Sequence["Learnt"]) -> "Learnt":
-        """Return what is known of a plan's rounds that was never run at this length, from other lengths."""
+        """Return a first correction for a plan's rounds at a length where it never ran, from other lengths."""
         return cls(_mean(others), _ROUNDS_SD**2)
 
 
@@ -130,11 +130,11 @@ class Candidates:
         return self._last.size
 
     def prediction(self, plan: int) -> Prediction:
-        """Return what a plan is expected to take at the next step."""
+        """Return the predicted seconds of a plan at the next step."""
         return Prediction(float(self._outlook[0, plan]), float(self._outlook[1, plan]))
 
     def seconds(self) -> NDArray[np.float64]:
-        """Return what each plan is expected to take at the next step."""
+        """Return the predicted seconds of each plan at the next step."""
         whole: NDArray[np.float64] = self._outlook[0] + self._outlook[1]
         return whole
 
@@ -155,12 +155,12 @@ class Candidates:
         return self._step - int(self._last[plan]) if self._last[plan] >= 0 else None
 
     def observe(self, plan: int, kernels_s: float, seconds: float) -> bool:
-        """Learn from what a plan took, the same numbers on all ranks; return whether the network has changed.
+        """Learn from a plan's measured seconds, the same on all ranks; return whether the network has changed.
 
         Parameters
         ----------
         plan : int
-            Which.
+            Number of the plan.
         kernels_s : float
             Seconds of the slowest rank's own work.
         seconds : float
@@ -195,7 +195,7 @@ class Candidates:
         return changed
 
     def unsettle(self) -> None:
-        """Predict with links that were measured anew, and trust what was learnt of plans less."""
+        """Predict with links that were measured anew, and trust corrections learnt for plans less."""
         for place, rounds in enumerate(self._rounds):
             rounds.variance += _CHANGED_SD**2
             self._tables[2][place, 1] = rounds.variance
@@ -207,7 +207,7 @@ class Candidates:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Predict with what is known now."""
+        """Predict anew with the current state."""
         speeds, kernels, rounds = self._tables
         arithmetic.outlook(
             self._coefficients, self._network.units, self._network.factor_variance, self._alone, speeds, kernels,

@@ -1,4 +1,4 @@
-"""What the network is like, measured in about a second before the first step."""
+"""Measurement of the network before the first step, in about a second: links, and a factor for every operation."""
 
 import math
 from collections.abc import Generator
@@ -15,13 +15,13 @@ from mpicomp.transport.base import Transport
 _SMALL = 64  # bytes that a rank sends where latency is measured
 _MEDIUM = 1 << 14  # bytes: of shorter messages libraries make operations with other, fewer messages
 _FIRST = 1 << 16  # bytes of the first look at the bandwidth
-_LARGE_S = 0.02  # that a large message is to take
-_LARGE = (1 << 16, 1 << 20)  # bytes, at least and at most
-_REPEATS = 4  # of what takes less than _SLOW_S
-_FEW = 2  # of what takes longer
-_SLOW_S = 5e-3
-_SD = 0.1  # of the logarithm of what was measured
-_FACTORS = (0.1, 10.0)  # in which a factor has to be, whatever was measured
+_LARGE_S = 0.02  # seconds that a large message is to take
+_LARGE = (1 << 16, 1 << 20)  # bytes of a large message, at least and at most
+_REPEATS = 4  # repetitions of an operation that takes less than _SLOW_S
+_FEW = 2  # repetitions of an operation that takes longer
+_SLOW_S = 5e-3  # seconds from which on an operation is repeated less often
+_SD = 0.1  # standard deviation of the logarithm of a measurement
+_FACTORS = (0.1, 10.0)  # smallest and largest factor, whatever was measured
 
 _BYTE = np.dtype(np.uint8)
 

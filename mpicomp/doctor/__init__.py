@@ -1,4 +1,4 @@
-"""What an MPI job finds here: library, launcher, hosts, GPUs, and what is wrong with them.
+"""Inspection of the environment of an MPI job: library, launcher, hosts, GPUs, and the problems found with them.
 
 `local` looks at one process without MPI, `examine` at the whole job. `mpicomp doctor` prints the result; the
 pieces are there for others too, `cuda_aware` above all.

@@ -17,7 +17,7 @@ def mask_of(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def look(environ: Mapping[str, str] | None = None, listing: str | None = None) -> tuple[list[Gpu], str | None]:
-    """Return the GPUs that this process may use, and what is wrong with the mask where it names others.
+    """Return the GPUs that this process may use, and the error in the mask where it names others.
 
     A rank without a GPU is nothing wrong: mpicomp runs on CPUs too.
 
@@ -26,7 +26,7 @@ def look(environ: Mapping[str, str] | None = None, listing: str | None = None) -
     environ
         The environment; that of this process when it is not given.
     listing
-        What ``nvidia-smi -L`` prints; it is called when this is not given.
+        Output of ``nvidia-smi -L``; it is called when this is not given.
     """
     mask = mask_of(environ)
     if mask is None:

@@ -1,4 +1,4 @@
-"""What a fork does to a process in which MPI runs, DataLoader workers above all."""
+"""The danger of forking a process in which MPI runs, as DataLoader workers do."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _SAFE = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE", "FI_EFA_FORK_SAFE")
 
 @dataclass(frozen=True)
 class Forking:
-    """How processes are started by default, and whether that is dangerous with live MPI.
+    """The default start method of processes, and whether it is dangerous while MPI is running.
 
     Parameters
     ----------
     method
-        Of `multiprocessing`, which DataLoader follows: ``"fork"``, ``"forkserver"`` or ``"spawn"``.
+        Start method of `multiprocessing`, which DataLoader follows: ``"fork"``, ``"forkserver"`` or ``"spawn"``.
     dangerous
-        Whether children break what the network has registered.
+        Whether a child process breaks the memory that the network adapter has registered.
     reason
-        How that is known.
+        The evidence for it.
     """
 
     method: str
@@ -33,7 +33,7 @@ class Forking:
 
 
 def default_method() -> str:
-    """Return how `multiprocessing` starts processes here, without settling it."""
+    """Return the start method of `multiprocessing` here, without fixing it."""
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
@@ -43,9 +43,9 @@ def forking(method: str, carried: Wires, found: Sequence[str], environ: Mapping[
     Parameters
     ----------
     method
-        What `default_method` gave.
+        The result of `default_method`.
     carried, found
-        What `mpicomp.doctor.wires.wires` and ``adapters`` gave.
+        The results of `mpicomp.doctor.wires.wires` and ``adapters``.
     environ
         The environment.
 

@@ -38,7 +38,7 @@ def wheels() -> dict[str, str]:
 
 
 def two_libraries(found: Mapping[str, str]) -> list[Problem]:
-    """Find several MPI libraries among what `wheels` gave."""
+    """Find several MPI libraries among the results of `wheels`."""
     if len(found) < 2:
         return []
     names = " and ".join(sorted(found))

@@ -1,4 +1,4 @@
-"""The whole job: what its ranks find, gathered into one report."""
+"""Report on the whole job, gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEMA = 1
 
 
 def local() -> dict[str, Any]:
-    """Return what can be seen of this process without MPI.
+    """Return the report on this process alone, made without MPI.
 
     It starts another program (nvidia-smi), so call it before MPI is initialised: not every network survives
     a fork.
@@ -46,12 +46,12 @@ def local() -> dict[str, Any]:
 
 
 def examine() -> dict[str, Any]:
-    """Look at the whole job; called by all ranks. It initialises MPI.
+    """Inspect the whole job; called by all ranks. It initialises MPI.
 
     Returns
     -------
     dict
-        What ``mpicomp doctor --json`` prints, the same on every rank. Fields are added, never changed, while
+        Object that ``mpicomp doctor --json`` prints, the same on every rank. Fields are added, never changed, while
         ``schema`` is 1. docs/doctor.md has all of them.
     """
     mine = local()
@@ -93,7 +93,7 @@ def examine() -> dict[str, Any]:
 def _with_mpi(
     mpi: Any, mine: dict[str, Any], probed: cuda.Awareness | None, report: dict[str, Any]
 ) -> tuple[list[Problem], list[Problem]]:
-    """Fill in what takes MPI; give problems and notes. Collective."""
+    """Fill in the entries that need MPI; return problems and notes. Collective."""
     world, path = mpi.COMM_WORLD, library()
     vendor = mpi.get_vendor()[0]
     report["mpi"] = describe(mpi, path)
@@ -137,7 +137,7 @@ def _with_mpi(
 
 
 def _gather(mpi: Any, mine: dict[str, Any], mpi_version: str) -> list[Rank]:
-    """Return what every rank tells of itself. Collective."""
+    """Return the reports of all ranks about themselves. Collective."""
     world = mpi.COMM_WORLD
     shared = world.Split_type(mpi.COMM_TYPE_SHARED)
     place, leader = shared.rank, shared.bcast(world.rank)  # the leader tells two hosts of the same name apart

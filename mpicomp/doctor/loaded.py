@@ -55,7 +55,7 @@ def library(maps: Iterable[str] | None = None) -> str | None:
 
 
 def origin(path: str) -> str:
-    """Return where an MPI library comes from: ``"wheel mpich 5.0.2"`` or ``"system"``."""
+    """Return the origin of an MPI library: ``"wheel mpich 5.0.2"`` or ``"system"``."""
     for name, version in wheels().items():
         for file in importlib.metadata.files(name) or ():
             if Path(str(file.locate())).resolve() == Path(path).resolve():
@@ -94,7 +94,7 @@ def load(launch: launcher.Launch | None) -> tuple[Any, Problem | None]:
 
 
 def describe(mpi: Any, path: str | None) -> dict[str, Any]:
-    """Return what ``mpi`` of the report holds."""
+    """Return the entry ``mpi`` of the report."""
     levels = {
         mpi.THREAD_SINGLE: "single",
         mpi.THREAD_FUNNELED: "funneled",

@@ -1,4 +1,4 @@
-"""What the ranks measure together: the link between them, and how their clocks differ."""
+"""Measurements that the ranks make together: the link between them, and the difference of their clocks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 from mpicomp.system.launcher import Problem
 
-_LOOKS = 8
-_WALL_S = 1.0  # by which wall clocks may differ: files and logs have seconds
+_LOOKS = 8  # measurements of the link; the first is left out, and the median of the others counts
+_WALL_S = 1.0  # seconds by which wall clocks may differ: timestamps of files and logs are in seconds
 
 
 @dataclass(frozen=True)
 class Link:
-    """What passes between neighbouring ranks while all of them send.
+    """Latency and bandwidth between neighbouring ranks while all of them send.
 
     Parameters
     ----------
     between
         ``"hosts"``, or ``"ranks"`` of the one host.
     latency_s, bytes_per_s
-        Of the slowest of them, one way.
+        Of the slowest link, one way.
     """
 
     between: str
@@ -33,14 +33,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Clocks:
-    """How the hosts' clocks differ.
+    """The difference of the hosts' clocks.
 
     Parameters
     ----------
     error_s
-        How well the ranks' steady clocks can be compared: times of different hosts are no better.
+        Error in seconds with which the ranks' steady clocks can be compared: times of different hosts are no more
+        exact.
     wall_difference_s
-        By how much the hosts' wall clocks differ at most.
+        Largest difference of the hosts' wall clocks.
     """
 
     error_s: float

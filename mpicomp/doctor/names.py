@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from mpicomp.doctor.ranks import Rank
 from mpicomp.system.launcher import Problem
 
-_LIMIT_S = 5.0  # a resolver without a server answers after a minute
+_LIMIT_S = 5.0  # seconds for looking up names: a resolver without a server answers after a minute
 
 
 def resolves(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What one rank tells all others of itself."""
+"""The report of one rank about itself, which is gathered from all ranks: host, cores, threads, GPU, versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpicomp.system.launcher import Problem
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank, as the doctor sees it.
+    """The report of one rank.
 
     Parameters
     ----------
@@ -22,19 +22,19 @@ class Rank:
     host
         The name of its host.
     cpus
-        The numbers of those that it may run on.
+        The numbers of the cores that it may run on.
     threads, threads_from
-        With how many threads NumPy, Numba and torch compute, and what says so.
+        Number of threads that NumPy, Numba and torch compute with, and the setting that it comes from.
     cpus_per_task
-        What Slurm says that a task has, if it says it.
+        Number of CPUs of a task according to Slurm; None where Slurm does not say.
     device
         The GPU that this rank computes on, None without one.
     gpu_mask, gpu_error
-        ``CUDA_VISIBLE_DEVICES``, and what is wrong with it.
+        ``CUDA_VISIBLE_DEVICES``, and the error that it causes.
     unresolved
         Names of hosts, this one or the next, for which this host knows no address.
     versions
-        Of MPI, Python and packages.
+        Versions of MPI, Python and packages.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""What ranks of one host take from each other: cores and GPUs."""
+"""Checks of cores and GPUs that ranks of one host share."""
 
 from __future__ import annotations
 

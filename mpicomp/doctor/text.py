@@ -9,7 +9,7 @@ Line = tuple[str, str]
 
 
 def render(report: dict[str, Any]) -> str:
-    """Write out what `examine` gave."""
+    """Format the report of `examine` as text."""
     mpi, python = report["mpi"], report["python"]
     lines: list[Line] = []
     if mpi is not None:
@@ -54,7 +54,7 @@ def _places(report: dict[str, Any]) -> list[Line]:
 
 
 def _network(report: dict[str, Any]) -> list[Line]:
-    """Write what is between the ranks."""
+    """Format the transports and links between the ranks."""
     aware, wires, link, clocks = (report[name] for name in ("cuda_aware", "transports", "link", "clocks"))
     verdict = "yes" if aware["value"] else "no, GPU arrays go through the host"
     lines = [("CUDA-aware", f"{verdict} ({aware['reason']})")]

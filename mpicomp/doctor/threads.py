@@ -1,4 +1,4 @@
-"""With how many threads a rank computes."""
+"""The number of threads that a rank computes with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def count(environ: Mapping[str, str], cpus: int) -> tuple[int, str]:
-    """Return the number of threads, and what says so.
+    """Return the number of threads, and the setting that it comes from.
 
     Parameters
     ----------
@@ -30,6 +30,6 @@ def count(environ: Mapping[str, str], cpus: int) -> tuple[int, str]:
 
 
 def of_task(environ: Mapping[str, str]) -> int | None:
-    """Return how many cpus Slurm says that a task has, None where it does not say."""
+    """Return the number of CPUs of a task according to Slurm, None where it does not say."""
     said = environ.get("SLURM_CPUS_PER_TASK", "").strip()
     return int(said) if said.isascii() and said.isdigit() and int(said) > 0 else None

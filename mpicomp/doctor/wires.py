@@ -1,4 +1,4 @@
-"""What carries messages inside a host and between hosts, as far as that can be told without asking the network.
+"""The transports that MPI uses inside a host and between hosts, as far as they can be told without using the network.
 
 No library says which way it took. What it was built with, what the environment allows and which adapters the host has
 leave few ways open; the reason names what the answer stands on.
@@ -22,16 +22,16 @@ _MEMORY = ("sm", "shm", "mm", "posix", "sysv", "xpmem", "cma", "knem")
 
 @dataclass(frozen=True)
 class Wires:
-    """What carries messages.
+    """The transports that carry messages inside a host and between hosts.
 
     Parameters
     ----------
     library
-        What MPI hands its messages to: ``"ucx"``, ``"ofi"``, ``"btl"`` (Open MPI's own) or ``"unknown"``.
+        The library that MPI hands its messages to: ``"ucx"``, ``"ofi"``, ``"btl"`` (Open MPI's own) or ``"unknown"``.
     inside, between
         ``"shared memory"``, ``"tcp"``, ``"rdma"``, the name of a libfabric provider, or ``"unknown"``.
     reason
-        How that is known.
+        The evidence for it.
     """
 
     library: str
@@ -54,18 +54,18 @@ def adapters(root: Path = Path("/sys/class")) -> list[str]:
 def wires(
     vendor: str, version: str, files: Collection[str], found: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> Wires:
-    """Return what carries messages.
+    """Return the transports that carry messages inside a host and between hosts.
 
     Parameters
     ----------
     vendor
         The first item of ``mpi4py.MPI.get_vendor()``.
     version
-        All that ``mpi4py.MPI.Get_library_version()`` gives.
+        The whole text of ``mpi4py.MPI.Get_library_version()``.
     files
-        What is mapped into this process, see `mpicomp.doctor.loaded.files`.
+        The files mapped into this process, see `mpicomp.doctor.loaded.files`.
     found
-        What `adapters` gave.
+        The result of `adapters`.
     environ
         The environment.
 
@@ -118,7 +118,7 @@ def _open_mpi(files: Collection[str], found: Sequence[str], environ: Mapping[str
 
 
 def _ucx(files: Collection[str], found: Sequence[str], environ: Mapping[str, str], reasons: list[str]) -> str:
-    """Return what UCX takes between hosts; ``UCX_TLS`` is among the reasons already where it is set."""
+    """Return the transport that UCX uses between hosts; ``UCX_TLS`` is among the reasons already where it is set."""
     devices = _said("UCX_NET_DEVICES", environ, reasons)
     if not _permits(environ.get("UCX_TLS"), _RDMA) or not _permits(devices, found):
         return TCP
@@ -174,13 +174,13 @@ def wire_notes(carried: Wires, found: Sequence[str], most_ranks: int, hosts: int
     Parameters
     ----------
     carried
-        What `wires` gave.
+        The result of `wires`.
     found
-        What `adapters` gave.
+        The result of `adapters`.
     most_ranks
         On one host.
     hosts
-        How many.
+        Number of hosts.
     """
     notes = []
     if found and carried.between == TCP and hosts > 1:

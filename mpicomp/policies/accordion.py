@@ -22,7 +22,7 @@ from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
 
 _STRIDE = 8  # of a survey: one group of elements in so many
-_DROP = 0.5  # of the learning rate: a schedule that lowers it a little at every step is none
+_DROP = 0.5  # a learning rate that falls to this share has dropped; one lowered a little at every step has not
 
 
 class NormSurvey:

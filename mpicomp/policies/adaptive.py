@@ -1,4 +1,4 @@
-"""What policies have in common that choose settings of one compressor, and leave the collective to the fastest."""
+"""The base class of policies that choose settings of one compressor, each with its fastest collective."""
 
 from abc import abstractmethod
 from collections.abc import Generator, Mapping, Sequence

@@ -133,7 +133,7 @@ class Solutions:
 
 
 def total(table: Sequence[NDArray[np.float64]], choice: Choice) -> float:
-    """Add up what a choice takes of a table."""
+    """Add up the costs of a choice from a table."""
     return float(sum(own[place] for own, place in zip(table, choice, strict=True)))
 
 
@@ -154,7 +154,7 @@ def _units(errors: NDArray[np.float64], limit: float, bins: int) -> NDArray[np.i
 def _extend(
     best: NDArray[np.float64], units: NDArray[np.int64], values: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], Places]:
-    """Add a part: give the best value for every error so far, and what was chosen for it."""
+    """Add a part: return the best value for every error so far, and the choice for it."""
     out = np.full(best.size, np.inf)
     chosen = np.zeros(best.size, np.int32)
     for setting, (own, value) in enumerate(zip(units.tolist(), values.tolist(), strict=True)):

@@ -23,21 +23,21 @@ _AGAIN = 2  # times the steps done so far, before it is considered again
 
 @dataclass(frozen=True)
 class Rivals:
-    """What a code has to beat, and by what it is judged.
+    """The other plans that a learned code has to beat, and the measures by which it is judged.
 
     Attributes
     ----------
     balance : Balance
         All other plans.
     worth : float
-        Of plans with a code, what it has to be below; see `Balance.worth`.
+        Value that a plan with a code has to be below; see `Balance.worth`.
     late : callable
-        Gives the steps by which a bucket's gradients are late where the values that a code selects travel as they are,
-        for a bucket and a code.
+        Returns, for a bucket and a code, the delay in steps of the bucket's gradients where the values that the code
+        selects travel as they are.
     names : callable
-        Gives the collectives that may carry a code.
+        Returns the collectives that may carry a code.
     cost : CostModel
-        Of this network.
+        The cost model of this network.
     """
 
     balance: Balance
@@ -48,7 +48,7 @@ class Rivals:
 
 
 class Codes:
-    """The learned code of a run, if there is one: which buckets have it, and for how many steps it has been learnt.
+    """The learned code of a run, if there is one: its buckets, and the number of steps that it has been learnt for.
 
     A code saves nothing until it was learnt and given to all ranks, and how long a training will still go on nobody
     says. It is taken to go on for as many steps as it has gone on so far: over these a code has to pay for the steps in
@@ -113,7 +113,7 @@ class Codes:
             self._learnt[self._shapes[bucket].names[0]] += 1
 
     def ask(self, rivals: Rivals, transport: Transport) -> Generator[Asked, Any, bool]:
-        """Take up the code that is predicted to pay most, if one does; tell whether it was. Collective, as rounds.
+        """Take up the code that is predicted to pay most, if one does; return whether it was. Collective, as rounds.
 
         Own work is measured only where a code would pay if it took none.
         """
@@ -133,12 +133,12 @@ class Codes:
         return best is not None
 
     def state(self) -> dict[str, Any]:
-        """Return what has to survive a restart, JSON-able. What was learnt is in the memory of buckets."""
+        """Return the state that has to survive a restart, JSON-able. What was learnt is in the memory of buckets."""
         config = None if self._code is None else self._code.get_config()
         return {"steps": self._steps, "ask": self._ask, "code": config, "learnt": dict(self._learnt)}
 
     def give(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Restore the state that `state` returned."""
         self._steps, self._ask = int(state["steps"]), int(state["ask"])
         code = None if state["code"] is None else get_compressor(state["code"])
         assert code is None or code.learns
@@ -146,7 +146,7 @@ class Codes:
         self._learnt = {str(name): int(steps) for name, steps in state["learnt"].items()}
 
     def _agree(self, transport: Transport) -> Generator[Asked, Any, None]:
-        """Leave out what needs packages, where some rank lacks one. Collective: a round of a byte."""
+        """Leave out codes that need packages, where some rank lacks one. Collective: a round of a byte."""
         ranks = transport.group.size
         there = all(find_spec(name) is not None for code in self._templates for name in code.needs)
         own = np.array([there], np.uint8)

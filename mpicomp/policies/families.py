@@ -1,4 +1,4 @@
-"""What the joint choice chooses among."""
+"""The compressors that the joint choice chooses among."""
 
 from typing import Any, cast
 

@@ -29,16 +29,16 @@ from mpicomp.registry import register
 from mpicomp.rounds import Asked, Group
 from mpicomp.transport.base import Transport
 
-_WEIGHTS = (0.6, 0.4)  # of seconds and of 1 / gain
-_KINDS = ("allgather", "star-topk")  # that carry a sparsifier
+_WEIGHTS = (0.6, 0.4)  # weights of seconds and of 1 / gain
+_KINDS = ("allgather", "star-topk")  # collectives that carry a sparsifier
 _WINDOW = 5  # steps over which gains are averaged, or as many as there are ranks if that is more
 _STRIDE = 8  # of a survey: one group of elements in so many
-_LEAST_GAIN = 1e-9
+_LEAST_GAIN = 1e-9  # smallest gain that is divided by
 
 
 @dataclass(frozen=True)
 class Option:
-    """What can be chosen: a ratio, 1 for dense, and a kind of collective, ``"dense"`` for those of dense messages."""
+    """An option of `Flexible`: a ratio, 1 for dense, and a collective, ``"dense"`` for those of dense messages."""
 
     ratio: float
     kind: str
@@ -244,12 +244,12 @@ class Flexible(Policy):
 
     @property
     def options(self) -> list[Option]:
-        """What can be chosen."""
+        """The options that can be chosen."""
         return list(self._options)
 
     @property
     def current(self) -> Option | None:
-        """What is chosen; None before anything was."""
+        """The option that is chosen; None before the first choice."""
         return self._current
 
     def _ladder(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
@@ -274,7 +274,7 @@ class Flexible(Policy):
         return {option: np.array(own) for option, own in found.items()}
 
     def _renew(self) -> None:
-        """Forget what was seen of the option that ran."""
+        """Drop the gains seen of the option that ran."""
         self._ran, self._gain, self._reference = 0, 0.0, None
 
     def _changed(self) -> bool:
@@ -289,7 +289,7 @@ class Flexible(Policy):
         return abs(self._gain - self._reference) >= self.gain_threshold * self._reference
 
     def _note(self) -> bool:
-        """Take up what star-topk gains of what the spectrum says; tell whether that is news."""
+        """Note star-topk's gain as a share of the spectrum's; return whether that is news."""
         option = self._current
         if option is None or option.kind != "star-topk" or self._ran < self._window:
             return False
@@ -300,7 +300,7 @@ class Flexible(Policy):
         return abs(now - before) >= self.gain_threshold * before
 
     def _solve(self) -> None:
-        """Choose with what is known now."""
+        """Choose by the current state."""
         if self._spectral is None:
             return
         objectives = self.objectives()

@@ -60,7 +60,7 @@ class GraVAC(Adaptive):
     least, most : float
         Ratios in (0, 1]: 1 / theta_max and 1 / theta_min of the paper.
     scaling : {"exponential", "geometric"}
-        How ratios are lowered.
+        Rule by which ratios are lowered.
     window : int
         Steps for which a candidate is tried.
     omega : float

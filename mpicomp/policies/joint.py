@@ -1,4 +1,4 @@
-"""The joint choice: ratio, collective and wire of every bucket, by what they take and how late they make gradients."""
+"""The joint choice: ratio, collective and wire of every bucket, by predicted seconds and delay."""
 
 import itertools
 import math
@@ -315,7 +315,7 @@ class Joint(Policy):
         ]
 
     def _whole(self, bucket: int) -> list[str]:
-        """Name what has no ratio and makes gradients late, in the order of levels."""
+        """Name compressors without a ratio that delay gradients, in the order of levels."""
         return [own.id for own in self._quantisers] + [own.id for own in self._codes.forms(bucket)[1:]]
 
     def _learnt(self, bucket: int) -> bool:
@@ -356,7 +356,7 @@ class Joint(Policy):
         return np.flatnonzero(levels > levels[-1] - len(self._dense))
 
     def _names(self, compressor: Compressor, group: Group) -> list[str]:
-        """Return what may carry a compressor."""
+        """Return the collectives that may carry a compressor."""
         return [self._pinned] if self._pinned else names_for(compressor, group)
 
     def _fastest_dense(self, bucket: int) -> int:
@@ -364,7 +364,7 @@ class Joint(Policy):
         return int(rows[self._selector.seconds(bucket)[rows].argmin()])
 
     def _time(self, told: StepReport) -> None:
-        """Learn when buckets are ready, and what a step takes beside them."""
+        """Learn when buckets are ready, and the seconds of a step beside them."""
         ready, ends = told.times[:, :, 3].max(axis=0), told.times[:, :, 1].max(axis=0)
         last = float(ready[-1])
         apart = ready - last
@@ -375,7 +375,7 @@ class Joint(Policy):
         self._before = told.step, last
 
     def _think(self) -> None:
-        """Seek better plans with what is known now."""
+        """Search for better plans with the current state."""
         buckets = range(len(self._shapes))
         balance = self._balance()
         if balance is None:
@@ -394,7 +394,7 @@ class Joint(Policy):
         self._reason = f"delay {self._delay:.2g} of at most {balance.longest:.2g} steps, {signal}"
 
     def _balance(self) -> Balance | None:
-        """Weigh what is known of all rows; None where too little is."""
+        """Weigh all rows by the current state; None where too little is known."""
         longest = self._longest()
         inflow = sum(own.inflow for own in self._delays)
         if not self._chooses or longest <= 0 or inflow <= 0 or any(own.ratio is None for own in self._delays):
@@ -424,7 +424,7 @@ class Joint(Policy):
         return choice
 
     def _ask_for_codes(self, transport: Transport) -> Generator[Asked, Any, bool]:
-        """Take up a learned code where it pays; tell whether one was. Collective, as rounds."""
+        """Take up a learned code where it pays; return whether one was. Collective, as rounds."""
         balance, cost = self._balance(), self._selector.cost
         if balance is None or cost is None or not self._selector.measured:
             return False
@@ -442,7 +442,7 @@ class Joint(Policy):
         return taken
 
     def _longest(self) -> float:
-        """Return the longest delay that may be, in steps; 0 until it is known how much of gradients is signal."""
+        """Return the longest delay allowed, in steps; 0 until the share of signal is known."""
         if self._signal.share is None:
             return 0.0
         return delay_for((1 - self.fidelity) * (self._age + _GRACE), self._signal.share)

@@ -1,4 +1,4 @@
-"""Errors and sizes of a bucket's layers at every setting of a compressor: what L-GreCo chooses among."""
+"""Errors and sizes of a bucket's layers at every setting of a compressor, among which L-GreCo chooses."""
 
 import glob
 import math
@@ -31,20 +31,20 @@ class Table(ABC):
     """
 
     survey: Survey | None
-    """What ranks are to look at; None where no layer can have a setting of its own."""
+    """The survey that ranks make of the bucket; None where no layer can have a setting of its own."""
 
     @property
     @abstractmethod
     def known(self) -> bool:
-        """Whether there are surveys to tell errors from."""
+        """Whether there are surveys to compute errors from."""
 
     @abstractmethod
     def take(self, told: NDArray[np.float32]) -> None:
-        """Take up what every rank has measured; it counts after `renew`."""
+        """Take up the surveys of all ranks; they count after `renew`."""
 
     @abstractmethod
     def renew(self) -> None:
-        """Tell errors from what was taken up since the last time, where there was anything."""
+        """Compute errors anew from the surveys taken up since the last call, if there were any."""
 
     @abstractmethod
     def own(self, base: Compressor) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Table(ABC):
 
     @abstractmethod
     def settings(self, base: Compressor) -> list[Column]:
-        """Return what each layer may be set to: the candidates and what it has in a compressor."""
+        """Return the settings that each layer may have: the candidates and its setting in a compressor."""
 
     @abstractmethod
     def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
@@ -83,7 +83,7 @@ def table_for(compressor: Compressor, shape: Shape, span: float) -> Table:
     shape : Shape
         The bucket.
     span : float
-        How many times lower and higher they go.
+        Factor by which the candidates go below and above the uniform setting.
     """
     return (_Selections if compressor.layer_setting == "ratio" else _Matrices)(compressor, shape, span)
 

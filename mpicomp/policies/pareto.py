@@ -1,4 +1,4 @@
-"""Several objectives at once: what nothing else beats in all of them, and one choice among that."""
+"""Several objectives at once: the Pareto front, and one choice on it."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -70,7 +70,7 @@ def knee(objectives: Objectives) -> int:
 
 
 def check_installed() -> None:
-    """Raise where what `evolve` takes is not installed."""
+    """Raise where a package that `evolve` needs is not installed."""
     if find_spec("pymoo") is None:
         raise ConfigurationError(
             "pareto: NSGA-II needs pymoo, which is not installed; pip install 'mpicomp[nsga]', or use solver='exact'"

@@ -40,7 +40,7 @@ _TOO_SLOW = 3.0  # times the least predicted seconds: slower plans are not run t
 
 @dataclass
 class _Turn:
-    """Which row a bucket runs, for how many steps it has, and whether it is known what it takes."""
+    """The plan that a bucket runs, its number of steps, and whether its seconds are known."""
 
     row: int
     steps: int = -1
@@ -122,7 +122,7 @@ class PlanSelector:
     Parameters
     ----------
     name : str
-        Whose they are, for reasons.
+        Name of the policy, for reasons.
     feedback : bool
         Whether there is a residual.
     given : CostModel, str or None
@@ -209,7 +209,7 @@ class PlanSelector:
         self._wake()
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, bool]:
-        """Measure the links anew where they have changed, and tell whether they have. Collective, as rounds."""
+        """Measure the links anew where they have changed, and return whether they have. Collective, as rounds."""
         self._count += 1
         if not self._changed:
             return False
@@ -245,7 +245,7 @@ class PlanSelector:
         Parameters
         ----------
         bucket : int
-            Which.
+            Number of the bucket.
         among : array of int64
             The rows that may be run.
         reason : str
@@ -279,7 +279,7 @@ class PlanSelector:
         return turn.plan
 
     def learn(self, told: StepReport) -> None:
-        """Learn what a step took."""
+        """Learn from the seconds of a step."""
         if not self.measured or not self._turns:
             return
         assert self.cost is not None
@@ -341,7 +341,7 @@ def collective_of(scheme: Scheme[Any]) -> str:
 
 
 def names_for(compressor: Compressor, group: Group, whole: bool = False) -> list[str]:
-    """Return everything that carries a compressor, what is preferred where nothing was measured first.
+    """Return all collectives that carry a compressor; those preferred without measurements come first.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What a policy is: it says which scheme each bucket uses in a step."""
+"""The base class of policies: a policy chooses the scheme that each bucket uses in a step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
@@ -26,13 +26,13 @@ class Plan:
     scheme : Scheme
         A compressor bound to a collective.
     reason : str
-        Why it was taken.
+        Reason for the choice, for the record.
     prediction : Prediction or None
-        What it is expected to take, if anything is.
+        Predicted seconds, or None where nothing is known yet.
     settled : bool
-        Whether it was run for some steps before: what comes before that tells nothing of what it takes.
+        Whether it was run for some steps before. Seconds measured earlier say nothing about what it takes.
     row : int
-        Its place among the bucket's candidates, for who chose it.
+        Its place among the bucket's candidates, for the policy that chose it.
     """
 
     scheme: Scheme[Any]
@@ -59,16 +59,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Named:
-    """What a user has named, for the policy to work with.
+    """Settings named by the user, for the policy to work with.
 
     Parameters
     ----------
     compressor : Compressor or None
-        None lets the policy take its own.
+        The compressor; None lets the policy take its own.
     collective : str
-        A name, or ``"auto"``.
+        Name of a collective, or ``"auto"``.
     feedback : bool or None
-        Whether there are residuals; None is what the compressor declares.
+        Whether there are residuals; None follows the compressor.
     cost : CostModel, str or None
         See `mpicomp.Reducer`.
     """
@@ -81,7 +81,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Delivered:
-    """What one bucket's exchange came to, the same on all ranks; see `mpicomp.collectives.Result`."""
+    """Energy, gain and kept elements of an exchange, the same on all ranks; see `mpicomp.collectives.Result`."""
 
     energy: float
     gain: float
@@ -90,21 +90,21 @@ class Delivered:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What ranks have told each other of a step, the same on all of them; it arrives a step later.
+    """Telemetry of a step from all ranks, the same on all of them; it arrives a step later.
 
     Parameters
     ----------
     step : int
-        Which.
+        Number of the step.
     lr : float or None
         The learning rate that rank 0 was passed in it.
     plans, delivered : sequence of Plan, of Delivered
-        Of its buckets.
+        Of its buckets: the plan that was run, and its outcome.
     times : array of float64, shape (ranks, buckets, 4)
         Start and end of each bucket's exchange on the clock that ranks share, the seconds of own work in it, and when
         its gradients were handed over.
     surveys : mapping of int to array of float32, shape (ranks, width)
-        By bucket, what a survey measured on every rank, where the policy asked for one.
+        By bucket, the survey of every rank, where the policy asked for one.
     """
 
     step: int
@@ -128,13 +128,13 @@ class Policy(ABC):
     id: ClassVar[str]
     """The name in the registry."""
     paper: ClassVar[str] = "none"
-    """Where it comes from, and what is done differently."""
+    """The paper that the policy comes from, and the deviations from it."""
     resumes: ClassVar[bool] = True
     """Whether plans are the same after a checkpoint as without one; not where gradients are looked at anew first."""
 
     def __post_init__(self) -> None:
         self.compressor: Compressor
-        """What it works with; known once a reducer has adopted it."""
+        """The compressor that it works with; known once a reducer has adopted it."""
         self.feedback = True
         """Whether there are residuals."""
         self.serves = False
@@ -146,7 +146,7 @@ class Policy(ABC):
 
     @abstractmethod
     def adopt(self, named: Named) -> None:
-        """Take up what the user has named, and set `compressor` and `feedback`.
+        """Take up the settings named by the user, and set `compressor` and `feedback`.
 
         Raises
         ------
@@ -156,7 +156,7 @@ class Policy(ABC):
 
     @property
     def cost(self) -> CostModel | None:
-        """What it predicts seconds with; None before the first step, or where it predicts nothing."""
+        """The cost model that it predicts seconds with; None before the first step, or where it predicts nothing."""
         return None
 
     @property
@@ -165,7 +165,7 @@ class Policy(ABC):
         return False
 
     def survey(self, bucket: int) -> Survey | None:
-        """Return what ranks are to look at in a bucket's accumulated gradient in this step; it comes with `learn`."""
+        """Return the survey that ranks are to make of a bucket in this step; its result comes with `learn`."""
         return None
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
@@ -174,7 +174,7 @@ class Policy(ABC):
         yield
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
-        """Do what has to be done before this step's plans. Collective, as rounds; mostly there are none."""
+        """Prepare this step's plans. Collective, as rounds; mostly there are none."""
         return
         yield
 
@@ -183,17 +183,17 @@ class Policy(ABC):
         """Return a bucket's plan for this step; asked for once a step."""
 
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:  # noqa: B027, most have nothing to learn
-        """Learn what a step delivered, at its end; a step that was undone is passed over."""
+        """Learn from the results of a step, at its end; a step that was undone is passed over."""
 
     def learn(self, told: StepReport) -> None:  # noqa: B027, most have nothing to learn
-        """Learn what ranks told of a step for which it was listening, or had a survey."""
+        """Learn from the telemetry of a step for which it was listening, or had a survey."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a restart, JSON-able; not the cost model."""
+        """Return the state that has to survive a restart, JSON-able; not the cost model."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:  # noqa: B027, most have none
-        """Take up what `state_dict` gave, and a cost model where there is one. Not collective."""
+        """Restore the state that `state_dict` returned, and a cost model where there is one. Not collective."""
 
     def get_config(self) -> dict[str, Any]:
         """Return a JSON-able configuration that `mpicomp.policies.get_policy` turns into an equal policy."""

@@ -1,4 +1,4 @@
-"""One compressor at several ratios: what policies choose among."""
+"""One compressor at several ratios, among which policies choose."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def check_least(policy: str, name: str, value: object, least: int = 1) -> None:
 
 
 def default_compressor() -> Compressor:
-    """Return what policies choose settings of where no compressor is named: top-k."""
+    """Return the compressor whose settings policies choose where none is named: top-k."""
     return TopK()
 
 

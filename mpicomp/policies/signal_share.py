@@ -1,16 +1,16 @@
-"""How much of a gradient is signal, what all ranks' batches agree on, and how much is noise of the batch."""
+"""The share of signal in a gradient: the part common to all ranks' batches; the rest is noise of the batch."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-_WIDTH = 256  # numbers of a sketch
-_SAMPLED = 1 << 18  # elements above which a part is looked at
-_STRIDE = 64  # of that part: one group of elements in so many
-_LEARN = 0.1  # share of a look in what is known; the first ones count alike
-_LEAST = 0.005  # share of signal: a sketch tells no less
-_MOST = 1.0
+_WIDTH = 256  # numbers in a sketch
+_SAMPLED = 1 << 18  # elements from which on only a part of a gradient is sketched
+_STRIDE = 64  # of a gradient that long one group of elements in this many is sketched
+_LEARN = 0.1  # weight of a new measurement in the running average; the first ones count alike
+_LEAST = 0.005  # smallest share of signal: a sketch cannot resolve less
+_MOST = 1.0  # largest share of signal
 
 
 class SketchSurvey:
@@ -83,11 +83,11 @@ class Signal:
         self.share = min(max(self._mean, _LEAST), _MOST)
 
     def state(self) -> float | None:
-        """Return what has to survive a restart, JSON-able."""
+        """Return the state that has to survive a restart, JSON-able."""
         return self.share
 
     def give(self, share: float | None) -> None:
-        """Take up what `state` gave; it counts as much as all looks since."""
+        """Restore the state that `state` returned; it counts as much as all looks since."""
         if share is not None:
             self.share = self._mean = float(share)
             self._looks = round(1 / _LEARN)

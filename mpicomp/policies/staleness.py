@@ -1,4 +1,4 @@
-"""By how many steps a bucket's gradients are late under a ratio, learnt from what its exchanges delivered."""
+"""Delay of a bucket's gradients, in steps, under a ratio; learnt from the gains of its exchanges."""
 
 import math
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 _SLOPE = 1.4  # delay ~ ratio ** -slope; 0.9 to 1.9 were measured, the steeper the shorter the delay
 _FIRST = 0.05  # ratio of the first guess
 _GROWS = 4.0  # factor by which its delay grows from that without a residual
-_LEARN = 0.15  # share of a step in what is known
-_LONGEST_WAIT = 30  # steps
-_AFTER_DENSE = 2  # times as long until a residual has filled that was sent whole
+_LEARN = 0.15  # weight of a step in the running average of the delay
+_LONGEST_WAIT = 30  # steps, at most, until a residual is taken to be steady
+_AFTER_DENSE = 2  # times as many steps until a residual is steady that begins empty, after dense exchange
 
 
 @dataclass
 class Delays:
-    """What is known of one bucket.
+    """Estimate of the delay of one bucket's gradients, in steps, as a power of the ratio.
 
     In a steady state the residual's energy E does not grow: what a step sends, S, is what it adds, and gradients are
     late by ``E / S`` steps. Exchanges tell both, by their gain ``S / (E + S)``. Of other ratios it is taken to be a
@@ -27,7 +27,7 @@ class Delays:
     Attributes
     ----------
     ratio : float or None
-        For which `delay` is known; None before anything is.
+        The ratio for which `delay` is known; None before anything is known.
     delay : float
         Steps, in a steady state, where all is delivered that is selected.
     inflow : float
@@ -44,7 +44,7 @@ class Delays:
 
     @property
     def steady(self) -> bool:
-        """Whether what runs has run for long enough to tell how it is."""
+        """Whether the running plan has run for long enough to be judged."""
         return self.wait <= 0
 
     def guess(self, lost: float) -> None:
@@ -98,26 +98,26 @@ class Delays:
         return seen / known
 
     def state(self) -> dict[str, Any]:
-        """Return what has to survive a restart, JSON-able."""
+        """Return the state that has to survive a restart, JSON-able."""
         return {"ratio": self.ratio, "delay": self.delay}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Delays":
-        """Take up what `state` gave."""
+        """Restore the state that `state` returned."""
         ratio = state["ratio"]
         return cls(None if ratio is None else float(ratio), float(state["delay"]))
 
 
 @dataclass
 class Lateness:
-    """What is known of one bucket under something that has no ratio, as a quantiser has none.
+    """Estimate of the delay of one bucket's gradients under a compressor without a ratio, such as a quantiser.
 
     Attributes
     ----------
     delay : float
         Steps; infinite before anything is known.
     ran : bool
-        Whether it was learnt from exchanges.
+        Whether the delay was learnt from exchanges, and not guessed.
     """
 
     delay: float = math.inf
@@ -135,12 +135,12 @@ class Lateness:
         self.delay, self.ran = known * (seen / known) ** over(_LEARN, steps), True
 
     def state(self) -> dict[str, Any]:
-        """Return what has to survive a restart, JSON-able."""
+        """Return the state that has to survive a restart, JSON-able."""
         return {"delay": self.delay if self.ran else None}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Lateness":
-        """Take up what `state` gave."""
+        """Restore the state that `state` returned."""
         return cls() if state["delay"] is None else cls(float(state["delay"]), True)
 
 

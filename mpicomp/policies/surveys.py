@@ -1,4 +1,4 @@
-"""What ranks measure of an accumulated gradient and tell each other now and then: the same table on all of them."""
+"""Surveys: statistics of accumulated gradients that ranks measure and exchange now and then, equal on all ranks."""
 
 import itertools
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Survey(Protocol):
     """Measures layers of a bucket on one rank. Ranks send each other what it gives, whose length is the same on all."""
 
     def width(self, sizes: Sequence[int]) -> int:
-        """Return how many numbers a bucket with layers of these sizes is measured in."""
+        """Return the length of the survey of a bucket with layers of these sizes."""
         ...
 
     def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
@@ -41,7 +41,7 @@ class Survey(Protocol):
         sizes : sequence of int
             Elements of its layers.
         step : int
-            Which.
+            Number of the step.
         """
         ...
 
@@ -102,7 +102,7 @@ class LossSurvey:
     Parameters
     ----------
     quantisers : sequence of Quantiser
-        Which.
+        The quantisers that are tried.
     stride : int
         1 packs all elements; n every n-th part of 1024 of them, other ones at every step.
     """
@@ -204,7 +204,7 @@ class RankSurvey:
         return measured[: len(sizes)].astype(np.float64)
 
     def lost(self, told: NDArray[np.float32], sizes: Sequence[int]) -> list[NDArray[np.float64]]:
-        """Return what each matrix loses at its ranks, summed over what ranks have measured, shape (ranks, width)."""
+        """Return the energy that each matrix loses at each rank of its factors; surveys have shape (ranks, width)."""
         cuts = np.cumsum([len(sizes), *(most - least + 1 for least, most in self._ranks)])
         return np.split(told.astype(np.float64).sum(axis=0), cuts)[1:-1]
 
@@ -234,7 +234,7 @@ class Spectra:
     sizes : sequence of int
         Elements of the layers.
     told : array of float32, shape (ranks, width)
-        What `SpectrumSurvey` measured on every rank.
+        Results of `SpectrumSurvey` on every rank.
     """
 
     def __init__(self, sizes: Sequence[int], told: NDArray[np.float32]) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mpicomp.policies.allocate import least_makespan
 
 _BEHIND = 120.0  # steps that training falls behind for each step of delay beyond the first, where all is signal
-_BINS = 400  # of the limit on delays
+_BINS = 400  # bins from 0 to the longest delay, in which delays are counted
 _LATER = 3.0  # times the longest delay of all, which that of one bucket may be
 _SLACK = 1.1  # by which the longest delay may be missed before plans that run are given up
 
@@ -46,7 +46,7 @@ def delay_for(steps: float, signal: float) -> float:
 
 @dataclass(frozen=True)
 class Balance:
-    """Rows of every bucket, with what they take and what they delay, and where training stands.
+    """Rows of every bucket, with their seconds and delays, and the state of training.
 
     After ``age`` steps a model is where it would have been ``behind(delay, signal)`` steps before, so that ``(age +
     behind) x seconds of a step`` is what it takes to where it is.

@@ -1,4 +1,4 @@
-"""Ranks compare what they were given, before anything is delivered.
+"""Comparison of the ranks' arrays and settings, before anything is delivered.
 
 It costs rounds of its own and so happens only at the first step and when some rank was given something new.
 """
@@ -25,7 +25,7 @@ _BYTE = np.dtype(np.uint8)
 
 @dataclass(frozen=True)
 class Signature:
-    """What has to be the same on all ranks: the reducer's settings and the arrays, in order."""
+    """The reducer's settings and its arrays in order, which have to be the same on all ranks."""
 
     settings: dict[str, Any]
     members: list[Described]
@@ -44,13 +44,14 @@ def agree(
     Parameters
     ----------
     signature : Signature or None
-        What this rank was given; None where it cannot be described.
+        The signature of this rank; None where its arrays cannot be described.
     problem : MpicompError or None
-        What is wrong with it. That ranks differ is said first: it mostly explains the problem.
+        The error of this rank, or None. A difference between ranks is reported first, since it mostly explains the
+        error.
     group : Group
         All ranks.
     subsystem : str
-        Who asks, for the message.
+        Name of the caller, with which the error message begins.
 
     Raises
     ------
@@ -91,7 +92,7 @@ def together(make: Callable[[], Made], transport: Transport, subsystem: str) -> 
     transport : Transport
         Of all ranks.
     subsystem : str
-        Who asks, for the message.
+        Name of the caller, with which the error message begins.
     """
     problem: MpicompError | None = None
     try:
@@ -128,7 +129,7 @@ def _difference(reports: list[dict[str, Any]], subsystem: str) -> MpicompError:
 
 
 def _compare(ours: dict[str, Any], theirs: dict[str, Any], first: int, rank: int) -> str | None:
-    """Return how two ranks' signatures differ; None where they do not."""
+    """Return the first difference between two ranks' signatures; None where there is none."""
     for key, value in ours["settings"].items():
         if value != theirs["settings"][key]:
             other = theirs["settings"][key]

@@ -1,4 +1,4 @@
-"""What else belongs to a step, for whoever has more to exchange than arrays of names that stay."""
+"""`Beside`: exchanges that belong to a step but to none of its buckets, such as sparse gradients."""
 
 from collections.abc import Collection, Generator, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ Given = tuple[Mapping[str, Any], Collection[str]]
 
 
 class Beside:
-    """What takes part in a step beside its buckets.
+    """Exchanges that belong to a step but to none of its buckets; by default there are none.
 
     Attributes
     ----------
@@ -36,6 +36,6 @@ class Beside:
         yield
 
     def exchange(self) -> Generator[Asked, Any, bool]:
-        """Exchange what is in no bucket; return whether it is finite, the same on all ranks. As rounds."""
+        """Exchange gradients outside buckets; return whether they are finite, the same on all ranks. As rounds."""
         return True
         yield

@@ -52,7 +52,7 @@ class Bucket:
 
     @property
     def shape(self) -> Shape:
-        """What a policy has to know of it."""
+        """Names, sizes, shapes and dtype of the bucket, which policies choose by."""
         return Shape(self.names, self.sizes, tuple(member.shape for member in self.members), self.dtype)
 
     def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> Accumulated:
@@ -63,7 +63,7 @@ class Bucket:
         gradients : sequence of arrays or None
             One for each member; None stands for a rank that has none to give (stale).
         scale : float
-            What gradients are multiplied by first.
+            Factor that gradients are multiplied by first.
         """
         if gradients is None:
             return Accumulated(self._accumulated, None, [], stale=True)

@@ -1,4 +1,4 @@
-"""What a reducer owns, and its steps work on."""
+"""The parts of a reducer and its state, which the steps work on."""
 
 import hashlib
 import json
@@ -28,18 +28,18 @@ class Loaded:
 
 @dataclass
 class Core:
-    """What a reducer owns.
+    """The parts of a reducer: settings, layout, policy, transport, telemetry, and the state between steps.
 
     Attributes
     ----------
     settings : dict
-        What has to be the same on all ranks.
+        Settings that have to be the same on all ranks.
     nonfinite : str
-        What happens when some gradient is not finite.
+        Setting for gradients that are not finite.
     seed : int
         For schemes that draw random numbers.
     entry : Entry
-        What happens to gradients first.
+        Clipping and momentum that are applied to gradients first.
     layout : Layout
         Arrays and residuals.
     policy : Policy
@@ -47,19 +47,19 @@ class Core:
     transport : Transport
         Runs rounds.
     telemetry : Telemetry
-        Tells ranks what steps took.
+        Shares the seconds of steps between ranks.
     count : int
         Steps so far.
     last_step : StepRecord or None
-        What the last one did.
+        Record of the last step.
     staging : Staging
         Brings arrays of devices to the host and back.
     loaded : Loaded or None
-        What waits to be taken up.
+        A loaded state that waits for the next step, or None.
     plans : dict of int to Plan
-        By bucket, what the last step has run.
+        By bucket, the plan that the last step has run.
     outside : Tally
-        Of rounds since the last step that belong to none; the next one's record takes it over.
+        Bytes of rounds since the last step that belong to no step; the record of the next one takes them over.
     suspect : bool
         Whether the last step has failed here in a way that the other ranks may not know of: all of them then compare
         whether it has, at the next one.
@@ -82,13 +82,13 @@ class Core:
     suspect: bool = False
 
     def loading(self) -> dict[str, Any]:
-        """Return what of a loaded state has to be the same on all ranks, beside its step: plans follow from it."""
+        """Return the parts of a loaded state, beside its step, that all ranks must share: plans follow from them."""
         learnt = self.policy.state_dict() if self.loaded is None else self.loaded.policy
         digest = hashlib.blake2b(json.dumps(learnt, sort_keys=True, default=str).encode(), digest_size=4).hexdigest()
         return {"what the policy has learnt": digest, "whether a state was loaded": self.loaded is not None}
 
     def take_up(self) -> None:
-        """Begin with what was loaded.
+        """Take up the loaded state.
 
         Raises
         ------

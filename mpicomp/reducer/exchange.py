@@ -19,26 +19,26 @@ from mpicomp.rounds import Asked, Group, Pending, dense_ring_bytes, observe
 
 @dataclass
 class Exchanged:
-    """What a bucket's exchange came to.
+    """Outcome of a bucket's exchange.
 
     Attributes
     ----------
     plan : Plan
-        What was run.
+        The plan that was run.
     result : Result
-        What it delivers.
+        The mean that it delivers, and this rank's share of it.
     record : BucketRecord
-        What it did.
+        Its record.
     ready, start, end : float
-        When gradients were handed over, and the exchange began and ended, on the clock that ranks share.
+        Times at which gradients were handed over, and at which the exchange began and ended, on the clock that ranks
+        share.
     choosing_s : float
-        Seconds before the start and after the end that choosing the plan took, and looking at what a policy wants to
-        know.
+        Seconds before the start and after the end that were spent on choosing the plan and on the policy's survey.
     own_s : float
         Seconds of own work in it. What it takes to keep the residual and to hand out the mean comes later; it
         counts as if it had followed at once.
     survey : array of float32 or None
-        What the policy has asked for.
+        The survey that the policy has asked for; None where it has not.
     once_wire_bytes : float
         Bytes that left this rank in rounds that are made once in a run; they are in no other sum.
     """
@@ -100,13 +100,13 @@ def exchange(
     Parameters
     ----------
     bucket : Bucket
-        Which.
+        The bucket to exchange.
     gradients : sequence of arrays or None
         One for each member; None takes part with zeros and asks all ranks to agree anew.
     core : Core
         The reducer's.
     scale : float
-        What gradients are multiplied by first.
+        Factor that gradients are multiplied by first.
     frozen : bool
         Whether the plan of the last step is run again, and the policy has no part in it.
     ready : float

@@ -1,4 +1,4 @@
-"""What was sent of each parameter of a bucket."""
+"""Kept elements and gain of each parameter of a bucket."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from numpy.typing import NDArray
 
 from mpicomp.compressors.kinds import Selection
 
-_WHOLE = 0.999  # gain from which on nothing is worth a look
+_WHOLE = 0.999  # gain from which on the gains of single parameters are not computed: each is nearly 1
 
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """Parameters of a bucket, and what this rank has sent of each.
+    """Parameters of a bucket, and the elements and the energy that this rank has sent of each.
 
     Attributes
     ----------
     names : tuple of str
-        Of the parameters.
+        Names of the parameters.
     sizes, kept : arrays of int64, shape (parameters,)
         Elements, and those of them that were sent; of a matrix that travels as thin factors, their elements.
     gains : array of float64, shape (parameters,), or None
@@ -53,7 +53,7 @@ def layers_of(
     gain: float,
     thinned: Sequence[tuple[int, int, int]] = (),
 ) -> Layers:
-    """Return what was sent of each parameter.
+    """Return the kept elements and the gain of each parameter.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def _lost(
     low: int,
     high: int,
 ) -> float:
-    """Return the energy of what was not sent from ``start`` to ``stop``, which are ``low`` to ``high`` of what was.
+    """Return the energy not sent from ``start`` to ``stop``, where elements ``low`` to ``high`` of the selection lie.
 
     Of a selection that travels in 16 bits what rounding took is passed over: less than a hundred-thousandth.
     """

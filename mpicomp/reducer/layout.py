@@ -1,4 +1,4 @@
-"""What lives from step to step: how arrays lie in buckets, and what error feedback keeps of them."""
+"""The state that lives from step to step: arrays in buckets, and their residuals and velocities."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ class Layout:
         raise UnknownNameError("residual", name, [member.name for member in self.members or ()])
 
     def state(self) -> dict[str, Any]:
-        """Return copies of residuals and velocities by name, and what compressors have learnt."""
+        """Return copies of residuals and velocities by name, and the memories of compressors."""
         memories = {bucket.members[0].name: bucket.memory for bucket in self.buckets if bucket.memory}
         return {"memories": copy.deepcopy(self._memories | memories)} | {
             kind: {name: own.copy() for name, own in self._states(kind).items()} for kind in _STATES

@@ -1,4 +1,4 @@
-"""What a step did, so that every decision can be explained."""
+"""Records of a step: plans and their reasons, bytes and seconds, so that every decision can be explained."""
 
 from collections.abc import Generator
 from dataclasses import dataclass, field, fields
@@ -42,16 +42,16 @@ class Tally:
 
 @dataclass(frozen=True)
 class BucketRecord:
-    """What was done with one bucket.
+    """Record of one bucket's exchange: its plan, its gain, its bytes and its seconds.
 
     Attributes
     ----------
     bucket : int
         Its number, in the order of exchange.
     parameters : int
-        How many arrays it holds.
+        Number of arrays in it.
     numel : int
-        How many elements.
+        Number of elements.
     compressor : dict
         The compressor's configuration.
     collective : str
@@ -80,7 +80,7 @@ class BucketRecord:
     rounds : list of str
         The operations, in order.
     layers : Layers
-        What was sent of each parameter.
+        Kept elements of each parameter.
     code_error : float or None
         Of a learned code: squared error of what was decoded over the energy of what was to be decoded, as far as this
         rank can tell; None where there is no code, or it cannot.
@@ -116,7 +116,7 @@ class BucketRecord:
 
 @dataclass
 class StepRecord:
-    """What one call of `Reducer.reduce` did on this rank.
+    """Record of one call of `Reducer.reduce` on this rank.
 
     Attributes
     ----------
@@ -172,7 +172,7 @@ class StepRecord:
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Seconds by phase, summed over buckets; ``other`` is what lies outside of them."""
+        """Seconds by phase, summed over buckets; ``other`` is the time outside of them."""
         phases = {
             name: sum(bucket.phases_s[name] for bucket in self.buckets) for name in ("compress", "exchange", "decode")
         }

@@ -64,7 +64,7 @@ class Reducer:
     seed : int
         For schemes that draw random numbers; the same on all ranks.
     threads : int
-        How many threads of this rank share a sweep over a large array.
+        Number of threads of this rank that share a sweep over a large array.
     cost : CostModel, str or None
         What is known of links, operations and kernels, or the file that ``mpicomp bench collectives --calibrate`` wrote
         it to; that of rank 0 counts. A copy of it learns from every step, see `cost`. With None, ``collective="auto"``
@@ -152,7 +152,7 @@ class Reducer:
 
     @property
     def policy(self) -> Policy:
-        """What chooses plans."""
+        """The policy, which chooses plans."""
         return self._core.policy
 
     @property
@@ -162,17 +162,17 @@ class Reducer:
 
     @property
     def cost(self) -> CostModel | None:
-        """What is known of links, operations and kernels; None before the first step or where nothing is predicted."""
+        """The cost model of links, operations and kernels; None before the first step or where nothing is predicted."""
         return self._core.policy.cost
 
     @property
     def transport(self) -> Transport:
-        """What runs the rounds."""
+        """The transport, which runs the rounds."""
         return self._core.transport
 
     @property
     def last_step(self) -> StepRecord | None:
-        """What the last call of `reduce` did on this rank."""
+        """The record of the last call of `reduce` on this rank; None before the first."""
         return self._core.last_step
 
     def reduce(
@@ -200,13 +200,13 @@ class Reducer:
         absent : collection of str
             Names for which this rank has no gradient; their arrays are zeros. Ranks may differ in it.
         scale : float
-            What gradients are multiplied by first, the same on all ranks: the means, and what is kept of gradients, are
-            of that.
+            Factor that gradients are multiplied by first, the same on all ranks: means and residuals are those of the
+            scaled gradients.
         finite : bool
             False where something else that belongs to this step is known not to be finite, on all ranks: it is then
             treated as if a gradient were not.
         beside : Beside, optional
-            What else belongs to this step; see `mpicomp.reducer.beside`.
+            Exchanges that belong to this step but to no bucket; see `mpicomp.reducer.beside`.
 
         Returns
         -------
@@ -286,7 +286,7 @@ class Reducer:
         return Stream(self._core, thread, scale, beside)
 
     def residual(self, name: str) -> NDArray[np.floating]:
-        """Return a copy of what error feedback holds for an array, shaped like it.
+        """Return a copy of the residual of an array, shaped like it.
 
         Zeros without feedback. 16-bit arrays have float32 residuals.
 
@@ -298,7 +298,7 @@ class Reducer:
         return self._core.layout.residual(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a restart, on this rank.
+        """Return the state that has to survive a restart, on this rank.
 
         Returns
         -------
@@ -336,7 +336,7 @@ class Reducer:
         self._core.loaded = Loaded(step, state.get("policy", {}), cost)
 
     def close(self) -> None:
-        """Release what it holds of MPI. It waits for no other rank, and a second call does nothing."""
+        """Release its MPI resources. It waits for no other rank, and a second call does nothing."""
         if not self._closed:
             self._closed = True
             self._core.staging.close()

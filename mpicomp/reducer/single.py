@@ -11,7 +11,7 @@ from mpicomp.transport import Transport
 
 
 def allreduce(array: Any, compressor: Compressor | str | Mapping[str, Any] | None = None, comm: Any = None) -> Any:
-    """Average one array over the ranks, compressed and without state: what is not sent is lost.
+    """Average one array over the ranks, compressed and without state: elements that are not sent are lost.
 
     Collective over ``comm``. For something that is averaged again and again use a `Reducer`, which keeps what
     was not sent, its buffers and its communicator.

@@ -34,7 +34,7 @@ class Step:
     core : Core
         Written to by `conclude` alone, but for buckets that are exchanged.
     scale : float
-        What gradients are multiplied by first.
+        Factor that gradients are multiplied by first.
     beside : Beside, optional
         What else belongs to it.
     """
@@ -58,7 +58,7 @@ class Step:
         core.staging.begin()
 
     def refresh(self) -> Generator[Asked, Any, None]:
-        """Let the policy do what it has to before the first bucket. As rounds."""
+        """Let the policy prepare the step before the first bucket. As rounds."""
         if self._beside.frozen:
             return
         begin = time.perf_counter()
@@ -88,7 +88,7 @@ class Step:
         self._done.append(done)
 
     def examine(self, gradients: Mapping[str, Any], absent: Collection[str], lr: Any) -> None:
-        """Look at everything that this rank was given.
+        """Check the gradients that this rank was given.
 
         Parameters
         ----------
@@ -130,7 +130,7 @@ class Step:
         return None if self._stale else [self._gradients[member.name] for member in bucket.members]
 
     def conclude(self, finite: bool) -> Rounds:
-        """Keep the step or undo it, the same on all ranks, and give the means; none where it was ended. As rounds.
+        """Keep the step or undo it, the same on all ranks, and return the means; none where it was ended. As rounds.
 
         Parameters
         ----------
@@ -173,13 +173,13 @@ class Step:
         return self._told or any(done.result.stale for done in self._done)
 
     def _forget(self) -> None:
-        """Let compressors and collectives remember what they did before the step."""
+        """Restore the memories of compressors and collectives to those before the step."""
         for bucket, memory in reversed(self._memories):
             bucket.memory = memory
         self._memories.clear()
 
     def _tell(self) -> Generator[Asked, Any, None]:
-        """Let the policy learn what was delivered, and ranks tell each other what they have to."""
+        """Let the policy learn from the step's results, and start the ranks' telemetry."""
         core, record = self._core, self._record
         if self._beside.frozen:
             return
@@ -198,12 +198,12 @@ class Step:
             record.overhead_wire_bytes += tally.wire_bytes
 
     def note_seconds(self, seconds: float) -> None:
-        """Write down what the step took; it may have failed."""
+        """Record the seconds of the step, which may have failed."""
         if self._core.last_step is self._record:
             self._record.seconds = seconds
 
     def _agree(self) -> Generator[Asked, Any, bool]:
-        """Compare what ranks were given, lay out buckets anew, and exchange them; False where the step ends here."""
+        """Compare the ranks' arrays, lay out buckets anew, and exchange them; False where the step ends here."""
         core, record, layout = self._core, self._record, self._core.layout
         log = core.transport.log
         log.clear()
@@ -291,7 +291,7 @@ class Step:
         return flags
 
     def _clip(self) -> float:
-        """Return what clips this rank's gradients: 1, if not asked to or if they are not finite."""
+        """Return the factor that clips this rank's gradients: 1 without clipping, or if they are not finite."""
         core = self._core
         if core.entry.clip is None:
             return 1.0
@@ -303,7 +303,7 @@ class Step:
         return limit / math.sqrt(energy) if limit**2 < energy < math.inf else 1.0
 
     def _finish(self, used: set[str], finite: bool) -> dict[str, Any]:
-        """Keep residuals or leave them as they were, and give the means."""
+        """Keep residuals or leave them as they were, and return the means."""
         core, record, layout = self._core, self._record, self._core.layout
         buckets = list(zip(layout.buckets, self._done, strict=True))
         bad = [bucket for bucket, done in buckets if done.result.nonfinite]

@@ -20,9 +20,9 @@ class Stream:
     thread : ProgressThread
         Runs the rounds, with one lane.
     scale : float
-        What gradients are multiplied by first.
+        Factor that gradients are multiplied by first.
     beside : Beside, optional
-        What else belongs to the step.
+        Exchanges that belong to the step but to no bucket.
     """
 
     def __init__(self, core: Core, thread: ProgressThread, scale: float, beside: Beside | None = None) -> None:
@@ -55,7 +55,7 @@ class Stream:
         absent: Collection[str] = (),
         finite: bool = True,
     ) -> dict[str, Any]:
-        """Exchange what is left, wait for all of it, and give the means; see `mpicomp.Reducer.reduce`. Collective."""
+        """Exchange the remaining buckets, wait for all, return the means; see `mpicomp.Reducer.reduce`. Collective."""
         begin = time.perf_counter()
         step = self._step
         try:

@@ -1,4 +1,4 @@
-"""Telemetry: what a step took on each rank, sent to all of them while the next step goes on."""
+"""Telemetry: the seconds of a step on each rank, sent to all ranks while the next step goes on."""
 
 import math
 from collections.abc import Generator, Mapping
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mpicomp.policies import Policy, StepReport
 from mpicomp.rounds import Asked, Pending, Round
 
-_PER_BUCKET = 4  # numbers of its times
+_PER_BUCKET = 4  # times that are sent for a bucket: start, end, own work, ready
 
 
 class Telemetry:
@@ -23,7 +23,7 @@ class Telemetry:
     Parameters
     ----------
     ranks : int
-        How many there are.
+        Number of ranks.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -58,7 +58,7 @@ class Telemetry:
         return send.nbytes
 
     def receive(self, policy: Policy) -> Generator[Asked, Any, None]:
-        """Let the policy learn from what is under way."""
+        """Let the policy learn from the telemetry that is under way."""
         if self._under_way is None:
             return
         everyones: NDArray[np.uint8] = (yield self._under_way).reshape(self._ranks, -1)
@@ -75,7 +75,7 @@ class Telemetry:
         policy.learn(replace(report, lr=None if math.isnan(lr) else lr, times=times, surveys=surveys))
 
     def drop(self) -> Generator[Asked, Any, None]:
-        """Wait for what is under way and forget it."""
+        """Wait for the telemetry that is under way and drop it."""
         if self._under_way is not None:
             yield self._under_way
             self._under_way = None

@@ -1,4 +1,4 @@
-"""Rounds: what schemes ask of transports, for which ranks, and how generators of them are run. No MPI."""
+"""Rounds: the communication that schemes ask of transports, groups of ranks, and running generators. No MPI."""
 
 from mpicomp.rounds.drive import Returned, advance, drive, observe
 from mpicomp.rounds.graph import Graph, make_graph

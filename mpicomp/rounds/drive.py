@@ -11,7 +11,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Returned(Generic[Value]):
-    """The end of a generator, with what it returned."""
+    """The end of a generator, with its return value."""
 
     value: Value
 
@@ -25,7 +25,7 @@ def advance(exchange: Generator[Asked, Any, Value], reply: Any = None) -> Asked 
 
 
 def drive(exchange: Generator[Asked, Any, Value], answer: Callable[[Asked], Any]) -> Value:
-    """Run a generator to its end and return what it returns.
+    """Run a generator to its end and return its value.
 
     Parameters
     ----------

@@ -42,11 +42,11 @@ class Graph:
 
     @property
     def most(self) -> int:
-        """How many neighbours the rank with the most has."""
+        """Largest number of neighbours of any rank."""
         return max(map(len, self._adjacent))
 
     def weight(self, rank: int, other: int) -> float:
-        """Return how much of their difference two neighbours take over from each other when all average.
+        """Return the share of their difference that two neighbours take over from each other when all average.
 
         Metropolis weights: with them an average over neighbours is one over all ranks in the long run, whatever the
         graph, and no rank is counted more than others.

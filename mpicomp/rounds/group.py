@@ -73,7 +73,7 @@ def layout_groups(
     layout : sequence of int
         The host of each rank, by number.
     rank : int
-        Which rank looks.
+        The rank from whose view the group is described.
     identical_sums : bool
         See `Group`.
 

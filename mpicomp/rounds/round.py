@@ -1,4 +1,4 @@
-"""Rounds: what a scheme asks of the transport."""
+"""Rounds: the communication that a scheme asks of the transport."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -124,7 +124,7 @@ class Pending(ABC):
 
 
 Asked = Round | Pending
-"""What a generator may yield: a round to be run or started, or one that was started and is now waited for."""
+"""Values that a generator may yield: a round to run or start, or a started round to wait for."""
 
 
 def dense_ring_bytes(numel: int, ranks: int, itemsize: int = 4) -> float:

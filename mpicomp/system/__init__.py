@@ -1,1 +1,1 @@
-"""What this process finds itself in: its launcher, its end, its GPUs."""
+"""The surroundings of this process: its launcher, its end, its GPUs."""

@@ -37,9 +37,9 @@ from typing import Any, NoReturn
 
 from mpicomp.system import launcher
 
-GRACE_S = 1.0  # how long a rank that leaves with an error waits for the others to do the same
-LAST_WORDS_S = 0.25  # how long the launcher has to pass on what was printed: it drops the rest
-LIMIT_S = 10.0  # after this long, a rank that tries to end the job is ended the hard way
+GRACE_S = 1.0  # seconds that a rank which leaves with an error waits for the others to do the same
+LAST_WORDS_S = 0.25  # seconds for the launcher to pass on what was printed: it drops the rest
+LIMIT_S = 10.0  # seconds after which a rank that tries to end the job is killed
 _STATUS: Any = SystemExit.__dict__["code"]  # where a SystemExit keeps it
 _TAG = 32749  # below the 32767 that every MPI must allow
 
@@ -112,7 +112,7 @@ def end_job(status: int) -> None:
 
 
 def meet(note: bytes = b"", limit_s: float = GRACE_S) -> dict[int, bytes]:
-    """Tell the other ranks that this one leaves with an error, and wait a moment for them to say so too.
+    """Announce to the other ranks that this one leaves with an error, and wait a moment for them to do the same.
 
     It is no collective operation: a rank may call it alone. When all of them come, the job needs no abort and
     the exit of each is an ordinary one.
@@ -120,9 +120,9 @@ def meet(note: bytes = b"", limit_s: float = GRACE_S) -> dict[int, bytes]:
     Parameters
     ----------
     note
-        What to tell the others, a few bytes.
+        A few bytes that are sent to the others.
     limit_s
-        How long to wait.
+        Seconds to wait.
 
     Returns
     -------
@@ -163,7 +163,7 @@ def wanted() -> bool:
 
 
 def _here() -> bool:
-    """Whether this is the process that installed the hooks, with MPI up. A forked child must not call MPI."""
+    """Return whether this process installed the hooks and MPI is running. A forked child must not call MPI."""
     return _installed_in == os.getpid() and running() is not None
 
 

@@ -26,7 +26,7 @@ PROBE = "mpicomp.transport.mpi_cuda_probe"
 
 
 class Awareness(NamedTuple):
-    """Whether MPI takes pointers to GPU memory, and how that is known."""
+    """Whether MPI takes pointers to GPU memory, and the evidence for it."""
 
     value: bool
     reason: str
@@ -40,7 +40,7 @@ def cuda_aware(
     loaded: Iterable[str] | None = None,
     probed: Awareness | None = None,
 ) -> Awareness:
-    """Return whether the MPI library may be given pointers to GPU memory, and how that is known.
+    """Return whether the MPI library may be given pointers to GPU memory, and the evidence for it.
 
     Asked in this order, and the first that knows is believed: ``MPICOMP_CUDA_AWARE=0/1``; settings that turn it off;
     a probe that failed; the loaded library; Cray's and Open MPI's own ways. Where nobody knows, it is no.
@@ -168,7 +168,7 @@ def probe(
     environ: Mapping[str, str] | None = None,
     timeout_s: float = 60.0,
 ) -> Awareness | None:
-    """Have a child process give MPI a pointer to GPU memory, and say what became of it.
+    """Have a child process pass MPI a pointer to GPU memory, and return the result.
 
     The child is an MPI job of its own with one rank, so what fails is known for certain, and what works says nothing
     of the way to other ranks. It starts a process: call it before MPI is initialised, and on one rank of a host.

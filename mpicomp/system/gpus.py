@@ -37,7 +37,7 @@ def installed(listing: str | None = None) -> list[Gpu]:
     Parameters
     ----------
     listing
-        What ``nvidia-smi -L`` prints; it is called when this is not given.
+        Output of ``nvidia-smi -L``; it is called when this is not given.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What the program that started this process says about it: launcher, ranks, this rank.
+"""The launcher of this process: its name, the number of ranks, and this rank, from environment variables.
 
 Everything here reads environment variables and nothing else, so it works before MPI is initialised and where
 no MPI is installed. A communicator is what counts once there is one; the launcher's word is for the time
@@ -20,7 +20,7 @@ _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that keeps a job from running well, and what to do about it."""
+    """Something that keeps a job from running well, and its remedy."""
 
     what: str
     fix: str
@@ -28,7 +28,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Launch:
-    """How this process was started.
+    """The launcher of this process, the number of ranks, and this rank's place.
 
     Parameters
     ----------
@@ -36,9 +36,9 @@ class Launch:
         ``"hydra"`` (MPICH and its relatives), ``"openmpi"``, ``"slurm"``, ``"pmi"`` or ``"pmix"`` (something
         else that speaks this protocol).
     size
-        How many processes were started together.
+        Number of processes that were started together.
     rank
-        Which one this is, from 0.
+        Number of this process, from 0.
     local_rank, local_size
         The same among the processes of this host, or None where the launcher does not say.
     """
@@ -192,7 +192,7 @@ def singletons(
     python: str | None = None,
     command: Sequence[str] | None = None,
 ) -> Problem | None:
-    """Return what is wrong when N processes were started and every one of them is rank 0 of 1.
+    """Return the problem if N processes were started and every one of them is rank 0 of 1.
 
     This happens without any error when the launcher and the MPI library do not speak the same protocol.
 

@@ -1,4 +1,4 @@
-"""The kit: what every compressor, collective and policy has to obey, for those of mpicomp and for a user's own.
+"""The kit: laws that every compressor, collective and policy has to obey, mpicomp's and a user's own.
 
 With pytest, a test for each law::
 

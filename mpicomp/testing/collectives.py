@@ -1,4 +1,4 @@
-"""What every collective has to obey, with a compressor of each kind of message that it carries."""
+"""Laws of collectives, checked with a compressor of each kind of message that a collective carries."""
 
 import itertools
 import math
@@ -88,7 +88,7 @@ def check_bytes_are_those_of_rounds(cls: type[Scheme[Any]]) -> None:
 
 
 def check_one_bad_rank_is_seen_by_all(cls: type[Scheme[Any]]) -> None:
-    """Check that NaN or infinity on whatever rank is told to all of them."""
+    """Check that NaN or infinity on any rank is reported to all of them."""
     for compressor, ranks in itertools.product(_carried(cls), (1, 2, 3, 4)):
         for culprit, bad in itertools.product(range(ranks), (np.nan, np.inf, -np.inf)):
             arrays = _gradients(ranks, 50, DTYPES[0])
@@ -99,7 +99,7 @@ def check_one_bad_rank_is_seen_by_all(cls: type[Scheme[Any]]) -> None:
 
 
 def check_one_stale_rank_is_heard_by_all(cls: type[Scheme[Any]]) -> None:
-    """Check that the wish of whatever rank to agree anew comes to all of them, and is not taken for a bad number."""
+    """Check that any rank's wish to agree anew comes to all of them, and is not taken for a bad number."""
     for compressor, ranks in itertools.product(_carried(cls), (1, 2, 3, 4)):
         for culprit in range(ranks):
             outcome = _exchange(compressor, cls.id, _gradients(ranks, 50, DTYPES[0]), LocalWorld(ranks), culprit)
@@ -123,7 +123,7 @@ def _carried(cls: type[Scheme[Any]]) -> list[Compressor]:
 
 
 def _exchanges(cls: type[Scheme[Any]]) -> Iterator[tuple[str, _Outcome]]:
-    """Exchange arrays of all lengths among all numbers of ranks, each in steps that remember, and give the last one."""
+    """Exchange arrays of all lengths among all numbers of ranks, in steps that remember; yield each last one."""
     worlds: list[tuple[int, bool, int | tuple[int, ...]]] = [(ranks, True, 1) for ranks in _RANKS]
     worlds += [(3, False, 1), (len(_HOSTS), True, _HOSTS)]
     for compressor, (ranks, identical, hosts) in itertools.product(_carried(cls), worlds):

@@ -1,4 +1,4 @@
-"""What every compressor has to obey."""
+"""Laws that every compressor has to obey."""
 
 import copy
 import itertools
@@ -99,7 +99,7 @@ def check_input_is_left_alone(compressor: Sparsifier) -> None:
 
 
 def check_message(compressor: Sparsifier) -> None:
-    """Check that what is written is read, and that lost energy is what the receivers miss."""
+    """Check that written messages are read back, and that lost energy is that of the elements left out."""
     for array in _arrays():
         selection = compressor.select(accumulated(array), Context())
         indices = selection.indices.copy()
@@ -152,7 +152,7 @@ def check_positions(compressor: SharedSparsifier) -> None:
 
 
 def check_packing(compressor: Quantiser) -> None:
-    """Check that receivers see what the sender takes for sent, and that lost energy is what they miss, at most all."""
+    """Check that receivers see the values that the sender counts as sent; lost energy is the rest, at most all."""
     awkward_arrays = [array.astype(dtype) for array in awkward().values() for dtype in DTYPES]
     for array in _arrays() + awkward_arrays:
         where = f"for an array of {array.size} {array.dtype.name}"
@@ -239,7 +239,7 @@ def check_unbiased(compressor: Compressor) -> None:
 
 
 def check_feedback_contracts(compressor: Compressor) -> None:
-    """Check that what is kept back stays bounded: no step loses more energy than there was.
+    """Check that the residual stays bounded: no step loses more energy than there was.
 
     What is rounded at random may be unlucky in a step, and is held to it on the average of ten. What can run with error
     feedback is looked at even if it declares none.

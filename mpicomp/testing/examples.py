@@ -25,7 +25,7 @@ def example(cls: type[Compressor]) -> Compressor:
 
 
 def representatives() -> list[Compressor]:
-    """Return a built-in compressor of each kind: of what travels, of how many elements are known, in 16 bits or not."""
+    """Return a built-in compressor of each kind of message, of known or unknown length, in 16 bits or not."""
     found: dict[Any, Compressor] = {}
     for name in COMPRESSORS.names():
         if COMPRESSORS.plugin(name) is not None:

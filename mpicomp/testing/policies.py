@@ -1,4 +1,4 @@
-"""What every policy has to obey."""
+"""Laws that every policy has to obey."""
 
 import copy
 import json
@@ -61,7 +61,7 @@ def check_nothing_is_lost(policy: Policy) -> None:
 
 
 def check_it_goes_on_after_a_checkpoint(policy: Policy) -> None:
-    """Check that reducers that take up the state of others do what these do.
+    """Check that reducers that take up the state of others act as these do.
 
     Policies that look at gradients anew then (see `Policy.resumes`) have to agree among ranks and no more.
     """

@@ -19,14 +19,14 @@ PRECISION: dict[np.dtype[Any], float] = {np.dtype(np.float32): 2e-5, np.dtype(np
 
 
 def accumulated(array: Array, residual: Array | None = None) -> Accumulated:
-    """Wrap an array as what `Sparsifier.select` is given.
+    """Wrap an array as the input of `Sparsifier.select`.
 
     Parameters
     ----------
     array : array, shape (n,)
         The gradient: float32 or float64.
     residual : array, shape (n,), optional
-        What was kept back before.
+        The residual.
     """
     return Accumulated(np.full(array.size + TAIL, np.nan, array.dtype), residual, [Piece(0, array)])
 

@@ -1,4 +1,4 @@
-"""Return every rank the root's parameters."""
+"""Broadcast of the root's parameters to every rank."""
 
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any

@@ -18,19 +18,19 @@ from mpicomp.transport.connect import connect
 
 
 class DDPState:
-    """What `ddp_comm_hook` works on.
+    """State of `ddp_comm_hook`: the reducer, and the gradients of the model's buckets.
 
     Collective over ``comm``.
 
     Parameters
     ----------
     model : torch.nn.parallel.DistributedDataParallel
-        Whose hook it is; its process group has the ranks of ``comm``.
+        The model that the hook is registered with; its process group has the ranks of ``comm``.
     compressor, collective, policy, comm
         See `mpicomp.Reducer`.
     overlap : bool, optional
-        Whether buckets are exchanged while backward goes on; False exchanges all of them with the last one. None is
-        what it is for `mpicomp.torch.DistributedOptimizer`.
+        Whether buckets are exchanged while backward goes on; False exchanges all of them with the last one. None has
+        the same meaning as for `mpicomp.torch.DistributedOptimizer`.
     allow_nccl : bool
         Whether the process group may be on NCCL. Its kernels and an MPI call that waits for the same device can wait
         for each other forever; it has to be known that the two never meet.
@@ -112,7 +112,7 @@ class DDPState:
         return future
 
     def close(self) -> None:
-        """Release what it holds of MPI. It waits for nobody; a second call does nothing."""
+        """Release its MPI resources. It waits for nobody; a second call does nothing."""
         if self._thread is not None:
             self._thread.stop()
             self._thread = None

@@ -1,4 +1,4 @@
-"""What optimizers have in common that exchange something else than gradients, or do it in a way of their own."""
+"""The base class of optimizers that exchange other things than gradients, or exchange gradients in their own way."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
@@ -37,7 +37,7 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
     reducers : dict of str to Reducer
         All on one transport.
     steps : int
-        How many were made.
+        Number of steps made so far.
     """
 
     # A GradScaler leaves step() out where this rank's gradients overflowed, and the others would wait for it. With this
@@ -100,7 +100,7 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
             self._names[parameter] = name
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, and under ``"mpicomp"`` the steps and what the reducers keep on this rank."""
+        """Return the optimizer's state, and under ``"mpicomp"`` the steps and this rank's states of the reducers."""
         kept = {name: reducer.state_dict() for name, reducer in self.reducers.items()}
         return super().state_dict() | {"mpicomp": {"steps": self.steps, "reducers": kept}}
 
@@ -124,7 +124,7 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
         self.steps = int(kept["steps"])
 
     def close(self) -> None:
-        """Release what the reducers hold of MPI. It waits for nobody; a second call does nothing."""
+        """Release the reducers' MPI resources. It waits for nobody; a second call does nothing."""
         for reducer in self.reducers.values():
             reducer.close()
         if self._owned:

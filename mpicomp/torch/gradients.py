@@ -1,4 +1,4 @@
-"""What backward leaves in ``.grad``, averaged over the ranks: while backward goes on, or after it."""
+"""Averaging of the gradients that backward leaves in ``.grad``: while backward goes on, or after it."""
 
 import hashlib
 import weakref
@@ -24,14 +24,14 @@ from mpicomp.transport.base import Value
 from mpicomp.transport.interleave import ProgressThread
 
 _FLAG = np.dtype(np.uint8)
-_DIGEST = 16  # bytes
+_DIGEST = 16  # bytes of a digest by which ranks compare their parameters
 
 _joined: "Gradients | None" = None
 """Those of the optimizer whose ranks may run out of batches now, in this process."""
 
 
 class Gradients(Beside):
-    """The gradients of some parameters, and how they are averaged.
+    """The gradients of some parameters, and their averaging.
 
     Making them is collective over the reducer's ranks, as is `average`.
 
@@ -121,7 +121,7 @@ class Gradients(Beside):
         self._compared = False
 
     def check_known(self, parameters: Iterable[torch.Tensor]) -> MpicompError | None:
-        """Return what is wrong where some of these would be trained without an exchange."""
+        """Return the error where some of these parameters would be trained without an exchange."""
         for parameter in parameters:
             if parameter.requires_grad and id(parameter) not in self._known:
                 return ConfigurationError(
@@ -162,7 +162,7 @@ class Gradients(Beside):
         self._settings, self._met, self._asked, self._drifting = settings, False, False, False
 
     def leave(self) -> None:
-        """End what `join` has begun; not collective."""
+        """End the context that `join` has begun; not collective."""
         global _joined
         _joined = None
         self._settings = None
@@ -231,7 +231,7 @@ class Gradients(Beside):
         self.note()
 
     def note(self) -> None:
-        """Take gradients as they are now for what they are after the exchange."""
+        """Treat the current gradients as those after the exchange."""
         self._noted.clear()
         if self.frozen:
             self._noted |= {
@@ -286,7 +286,7 @@ class Gradients(Beside):
         return all(mean is None or bool(np.isfinite(mean[1]).all()) for mean in self._rows_means.values())
 
     def close(self) -> None:
-        """Release what it holds; not collective."""
+        """Release its resources; not collective."""
         self.closed = True
         self._seen.clear()
         self._stream = None
@@ -311,7 +311,7 @@ class Gradients(Beside):
         return dense, absent
 
     def _exchange(self, dense: dict[str, torch.Tensor], lr: Any, absent: set[str]) -> dict[str, torch.Tensor]:
-        """Exchange what is not under way already, and give the means."""
+        """Exchange buckets that are not under way already, and return the means."""
         stream = self._stream
         self._stream = None
         self._seen.clear()
@@ -325,7 +325,7 @@ class Gradients(Beside):
         return means
 
     def _begin(self) -> None:
-        """Find out who has batches in this step, before anything is handed over. Collective where ranks may have none.
+        """Find out which ranks have batches in this step, before the exchange. Collective where ranks may have none.
 
         A mean is that of the ranks that have: they multiply their gradients, and the others have zeros.
         """
@@ -385,7 +385,7 @@ class Gradients(Beside):
         return self._share_of_active() / (1.0 if self._loss_scale is None else self._loss_scale())
 
     def _share_of_active(self) -> float:
-        """Return what makes a mean over all ranks one over those that have batches."""
+        """Return the factor that turns a mean over all ranks into one over those that have batches."""
         return self.group.size / int(self._active.sum()) if self.frozen else 1.0
 
     def _watch(self) -> None:

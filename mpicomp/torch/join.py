@@ -69,7 +69,7 @@ class Join:
 
 
 def settings_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Return what an optimizer's groups hold of its settings, JSON-able; what cannot be that is left out."""
+    """Return the settings in an optimizer's groups, JSON-able; others are left out."""
     groups = []
     for group in optimizer.param_groups:
         own = {}
@@ -119,7 +119,7 @@ def _from_root(root: int, leads: bool, own: NDArray[np.uint8]) -> Generator[Aske
 
 
 def _parts(gradient: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return what a gradient consists of: nothing, itself, or the indices and values of a sparse one."""
+    """Return the tensors of a gradient: none, itself, or the indices and values of a sparse one."""
     if gradient is None:
         return []
     if not gradient.is_sparse:
@@ -151,7 +151,7 @@ def _plain(value: Any) -> Any:
 
 
 def _put(group: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Make a group's settings these, and keep the kinds of what it holds."""
+    """Replace a group's settings by these, and keep the types of its values."""
     for key, value in settings.items():
         own = group.get(key)
         if isinstance(own, list | tuple):

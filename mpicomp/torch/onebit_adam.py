@@ -11,7 +11,7 @@ from mpicomp.reducer import Reducer
 from mpicomp.rounds import Asked
 from mpicomp.torch.exchanging import Exchanging, Params, gradient_of
 
-_LEAST = 0.01  # of the median variance: less is taken for this much, so that a bit cannot move an element far
+_LEAST = 0.01  # smallest variance, as a share of the median: so one bit cannot move an element far
 
 
 class OneBitAdam(Exchanging):
@@ -145,7 +145,7 @@ class OneBitAdam(Exchanging):
             parameter.addcdiv_(state["exp_avg"], deviation, value=-self._length(group))
 
     def _freeze(self) -> None:
-        """Put what momenta are divided by from now on in the place of variances."""
+        """Replace variances by the divisors of momenta from now on."""
         for _, parameter, group in self._members():
             state = self.state[parameter]
             variance = state.pop("exp_avg_sq").div_(1 - group["betas"][1] ** self.steps)
@@ -182,6 +182,6 @@ class OneBitAdam(Exchanging):
         return float(self.param_groups[0]["lr"])
 
     def _length(self, group: dict[str, Any]) -> float:
-        """Return the learning rate over what the momentum lacks because it began at zero."""
+        """Return the learning rate with Adam's bias correction: the momentum began at zero."""
         length: float = float(group["lr"]) / (1 - group["betas"][0] ** self.steps)
         return length

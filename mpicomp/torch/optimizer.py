@@ -138,7 +138,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
 
 
 class _Distributed(Wrapped):
-    """What `DistributedOptimizer` puts in front of an optimizer's class."""
+    """Mixin that `DistributedOptimizer` puts in front of an optimizer's class: it averages gradients before a step."""
 
     reducer: Reducer
     param_groups: list[dict[str, Any]]
@@ -257,12 +257,12 @@ class _Distributed(Wrapped):
         self._mpicomp_gradients.add(new)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, and what the reducer keeps on this rank under ``"mpicomp"``."""
+        """Return the optimizer's state, with this rank's state of the reducer under ``"mpicomp"``."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return state | {"mpicomp": self.reducer.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, or what that of the plain optimizer did. Not collective.
+        """Load a result of `state_dict`, or one of the plain optimizer's `state_dict`. Not collective.
 
         Raises
         ------
@@ -277,7 +277,7 @@ class _Distributed(Wrapped):
             self.reducer.load_state_dict(kept)
 
     def close(self) -> None:
-        """Release what the reducer holds of MPI. It waits for nobody; a second call does nothing."""
+        """Release the reducer's MPI resources. It waits for nobody; a second call does nothing."""
         self._mpicomp_gradients.close()
         self.reducer.close()
         if self._mpicomp_transport is not None:
@@ -318,7 +318,7 @@ class _Called:
 
 
 def _follow(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
-    """Have a GradScaler average gradients before it looks at them: what it finds is then the same on all ranks."""
+    """Have a GradScaler average gradients before it checks them, so that it finds the same on all ranks."""
     unscale, step, update = scaler.unscale_, scaler.step, scaler.update
     owner: Callable[[], Any] = weakref.ref(optimizer)
 
@@ -353,7 +353,7 @@ def _check(
     named_parameters: Iterable[tuple[str, torch.Tensor]],
     compressor: Compressor | str | Mapping[str, Any] | None,
 ) -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
-    """Refuse what cannot be served; return all names, the optimizer's parameters by name, and the compressor."""
+    """Refuse settings that cannot be served; return names, the optimizer's parameters by name, and the compressor."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"DistributedOptimizer: a torch optimizer is needed, got {type(optimizer).__name__}")
     if isinstance(optimizer, _Distributed):

@@ -22,7 +22,7 @@ def overlap_thread(reducer: Reducer, wanted: bool | None) -> ProgressThread | No
     Parameters
     ----------
     reducer : Reducer
-        Whose exchanges.
+        The reducer whose exchanges are to overlap with backward.
     wanted : bool or None
         True wants it wherever there are others and MPI allows it. None does not where all ranks are on one host, so
         that nothing is waited for, and torch's threads take all of its cores. One rank that does not is enough.

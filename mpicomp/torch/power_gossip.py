@@ -141,7 +141,7 @@ def PowerGossip(  # noqa: N802, a factory that reads like the class that it stan
 
 
 class _Gossiping(Wrapped):
-    """What `PowerGossip` puts in front of an optimizer's class."""
+    """Mixin that `PowerGossip` puts in front of an optimizer's class: it exchanges after every step."""
 
     transport: Transport
     param_groups: list[dict[str, Any]]
@@ -163,7 +163,7 @@ class _Gossiping(Wrapped):
         return loss
 
     def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Refuse what cannot be served."""
+        """Refuse gradients that cannot be served."""
         if hasattr(self, "found_inf"):
             raise ConfigurationError(
                 "PowerGossip: gradients that a GradScaler has scaled cannot be served; use torch.autocast with "
@@ -186,12 +186,12 @@ class _Gossiping(Wrapped):
         return state | {"mpicomp": self._mpicomp_models.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, or what that of the plain optimizer did. On all ranks."""
+        """Load a result of `state_dict`, or one of the plain optimizer's `state_dict`. On all ranks."""
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
         self._mpicomp_models.load_state_dict(state_dict.get("mpicomp", {}))
 
     def close(self) -> None:
-        """Release what it holds of MPI. It waits for nobody; a second call does nothing."""
+        """Release its MPI resources. It waits for nobody; a second call does nothing."""
         self._mpicomp_models.close()
 
 
@@ -234,7 +234,7 @@ class _Models:
                 parameter.copy_(view)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to survive a restart."""
+        """Return the state that has to survive a restart."""
         if self._gossip is None:
             return dict(self._kept)
         return {"graph": self._edges()} | self._gossip.state_dict()
@@ -244,7 +244,7 @@ class _Models:
         self._kept, self._gossip = state, None
 
     def close(self) -> None:
-        """Release what it holds of MPI; not collective."""
+        """Release its MPI resources; not collective."""
         self.closed = True
         if self._owned:
             self._transport.close()

@@ -17,7 +17,7 @@ from mpicomp.torch.exchanging import Exchanging, Params, gradient_of
 
 
 class SketchedAMSGrad(Exchanging):
-    """SketchedAMSGrad: what moves a parameter most is found in a sketch of all ranks' momenta, and exchanged.
+    """SketchedAMSGrad: the momenta that move a parameter most are found in a sketch of all ranks', and exchanged.
 
     Each rank keeps a momentum ``m`` of its own gradients. ``lr * m`` is exchanged by `mpicomp.CountSketch` with error
     feedback, over the collective ``sketched``: where the sum over ``sqrt(vhat)`` is large is found on all ranks alike,
@@ -156,7 +156,7 @@ class SketchedAMSGrad(Exchanging):
             parameter.sub_(delivered / state["max_exp_avg_sq"].sqrt())
 
     def _variance_of(self, name: str) -> torch.Tensor:
-        """Return what the squares of a parameter's momenta are compared to."""
+        """Return the values that the squares of a parameter's momenta are compared to."""
         parameter = next(parameter for parameter, own in self._names.items() if own == name)
         variance: torch.Tensor = self.state[parameter]["max_exp_avg_sq"]
         return variance

@@ -21,9 +21,9 @@ def mean_of_sparse(
     gradient : torch.Tensor or None
         This rank's, sparse or dense; None where it has none.
     parameter : torch.Tensor
-        Whose.
+        The parameter that the gradient belongs to.
     factor : float
-        What the rank's rows are multiplied by.
+        Factor of the rank's rows.
     group : Group
         The ranks.
 

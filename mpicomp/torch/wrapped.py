@@ -24,7 +24,7 @@ class Uncopied:
 
 
 class Wrapped(Uncopied):
-    """What `wrap` puts in front of an optimizer's class.
+    """Base class of the mixins that `wrap` puts in front of an optimizer's class.
 
     A subclass exchanges in `_mpicomp_before` or `_mpicomp_after`: each comes once a step, whatever is nested in it.
     """
@@ -52,11 +52,11 @@ class Wrapped(Uncopied):
         return value
 
     def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Do what comes before the step, and return what to call it with."""
+        """Work before the step: return the arguments to call it with."""
         return args, kwargs
 
     def _mpicomp_after(self) -> None:
-        """Do what comes after the step."""
+        """Work after the step."""
 
 
 def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapped], prefix: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a transport is, and what it notes of every round."""
+"""The base class of transports, and the log of rounds that each of them keeps."""
 
 import math
 import time
@@ -47,7 +47,7 @@ class Transport(ABC):
     probes: bool = True
     """Whether time passes in rounds, so that it can be measured."""
     cores: float = math.inf
-    """How many cores each rank has, where they are fewest; the same on all ranks."""
+    """Cores for each rank on the host where they are fewest; the same on all ranks."""
 
     def __init__(self) -> None:
         self.log: list[RoundLog] = []
@@ -81,10 +81,10 @@ class Transport(ABC):
 
     @abstractmethod
     def wait(self, pending: Pending) -> NDArray[Any]:
-        """Wait until a round that was begun is done and give its ``recv``, filled."""
+        """Wait until a round that was begun is done and return its ``recv``, filled."""
 
     def perform(self, task: Round) -> NDArray[Any]:
-        """Run one round and give ``task.recv``, filled. Collective over its group."""
+        """Run one round and return ``task.recv``, filled. Collective over its group."""
         return self.wait(self.start(task))
 
     def clock(self) -> float:
@@ -92,7 +92,7 @@ class Transport(ABC):
         return time.perf_counter() + self.offset
 
     def run(self, exchange: Generator[Asked, Any, Value]) -> Value:
-        """Run a generator of rounds to its end and return what it returns. Collective over the group.
+        """Run a generator of rounds to its end and return its value. Collective over the group.
 
         mpicomp's own errors are raised on all ranks alike. Any other one, once a round was begun, breaks the exchange
         off, see `break_off`.
@@ -130,7 +130,7 @@ class Transport(ABC):
         self.log.append(RoundLog(task.operation, task.sent_bytes(group), task.wire_bytes(group), seconds))
 
     def doing(self, what: str) -> None:  # noqa: B027, a transport may not tell anybody
-        """Note what the rounds are for, for whoever asks what ranks wait for."""
+        """Note the purpose of the rounds, for messages about ranks that wait."""
 
     def hosts(self) -> int:
         """Return the number of hosts that the ranks are on."""
@@ -143,7 +143,7 @@ class Transport(ABC):
         """
 
     def close(self) -> None:  # noqa: B027, a transport may have nothing to give back
-        """Release what the transport holds. It waits for nobody; a second call does nothing."""
+        """Release the transport's resources. It waits for nobody; a second call does nothing."""
 
 
 def received(task: Round) -> NDArray[Any]:

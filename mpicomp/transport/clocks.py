@@ -9,7 +9,7 @@ import numpy as np
 from mpicomp.rounds import Group, Round
 from mpicomp.transport.base import Transport
 
-_QUESTIONS = 5  # and one before them, which opens the connection and does not count
+_QUESTIONS = 5  # questions to a clock; one before them opens the connection and does not count
 
 
 def compare_clocks(transport: Transport) -> Generator[Round, Any, float]:

@@ -1,4 +1,4 @@
-"""From what users pass as ``comm`` to a transport."""
+"""The transport for the ``comm`` that users pass."""
 
 from typing import Any
 

@@ -56,7 +56,7 @@ class DeviceArray:
         return int(np.prod(self.shape, dtype=np.int64))
 
     def span(self) -> tuple[int, int]:
-        """Return where its memory begins, in bytes from the first element, and how many bytes there are to its end."""
+        """Return the start of its memory, in bytes from the first element, and its length in bytes."""
         if not self.size:
             return 0, 0
         ends = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
@@ -65,7 +65,7 @@ class DeviceArray:
 
 
 def device_array(array: Any) -> DeviceArray | None:
-    """Return where an array is on a GPU; None for arrays of the host and for what is none.
+    """Return the place of an array on a GPU; None for arrays of the host and for other objects.
 
     The stream is the one that is current in the calling thread, where the array names none itself.
 
@@ -113,13 +113,13 @@ def _of_torch(tensor: Any) -> DeviceArray:
 
 
 class Driver(Protocol):
-    """What of CUDA is needed to copy; a test brings its own.
+    """The functions of CUDA that copies need; tests provide their own implementation.
 
     Nothing waits but `wait`. Streams and events belong to one device, pinned memory to all of them.
     """
 
     def count(self) -> int:
-        """Return how many devices there are."""
+        """Return the number of devices."""
 
     def memory(self, device: int, nbytes: int) -> int:
         """Return the address of memory on a device, which is never given back."""
@@ -137,10 +137,10 @@ class Driver(Protocol):
         """Make an event."""
 
     def record(self, device: int, event: int, stream: int) -> None:
-        """Let an event mark what was put into a stream so far."""
+        """Let an event mark the work put into a stream so far."""
 
     def follow(self, device: int, stream: int, event: int) -> None:
-        """Let what is put into a stream from now on come after an event."""
+        """Let work put into a stream from now on come after an event."""
 
     def wait(self, device: int, event: int) -> None:
         """Wait until an event has come to pass; at once where it was never recorded."""

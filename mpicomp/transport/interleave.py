@@ -22,13 +22,13 @@ Value = TypeVar("Value")
 _drivers: "weakref.WeakSet[_Driver]" = weakref.WeakSet()
 
 LANES = 2
-"""How many generators are under way at a time where nothing else is said: one computes while the other communicates."""
+"""Default number of generators under way at a time: one computes while the other communicates."""
 
-_LEAVE_S = 3.0  # how long the thread may take to leave what it does; it is mostly asking or asleep
+_LEAVE_S = 3.0  # seconds that the thread may take to stop; it is mostly polling or asleep
 
 
 class Job(Future[Value]):
-    """What a generator of rounds will return, or the exception that it raises.
+    """A future of the value that a generator of rounds returns, or of the exception that it raises.
 
     It cannot be cancelled: the other ranks would wait for it.
 
@@ -59,7 +59,7 @@ class Interleaver:
     transport : Transport
         It may be used for other rounds meanwhile.
     lanes : int
-        How many generators are under way at a time.
+        Number of generators that are under way at a time.
     """
 
     def __init__(self, transport: Transport, lanes: int = LANES) -> None:
@@ -84,7 +84,7 @@ class Interleaver:
         return not any(lane.jobs for lane in self._lanes)
 
     def run(self, exchanges: Iterable[Generator[Asked, Any, Value]]) -> list[Value]:
-        """Run generators, and what was submitted before, to their ends and return what they return.
+        """Run generators, and those submitted before, to their ends and return their values.
 
         Raises
         ------
@@ -101,7 +101,7 @@ class Interleaver:
         return [job.result() for job in jobs]
 
     def close(self) -> None:
-        """Release the lanes. It waits for nobody: what is not done then fails with `ClosedError`."""
+        """Release the lanes. It waits for nobody: generators not done then fail with `ClosedError`."""
         for lane in self._lanes:
             lane.transport.close()
             while lane.jobs:
@@ -119,7 +119,7 @@ class ProgressThread:
     transport : Transport
         It may be used for other rounds meanwhile, unless ``alone``.
     lanes : int
-        How many generators are under way at a time.
+        Number of generators that are under way at a time.
     alone : bool
         Promises that no other thread makes MPI calls while generators run: then a lower thread level is enough.
 
@@ -170,7 +170,7 @@ class ProgressThread:
         return job
 
     def wait(self, jobs: Iterable[Job[Any]]) -> None:
-        """Wait until jobs are done, and raise what the first one that failed raised. Not collective.
+        """Wait until jobs are done, and raise the exception of the first one that failed. Not collective.
 
         This thread computes nothing meanwhile, so the other one sleeps less.
         """
@@ -199,13 +199,13 @@ class ProgressThread:
 
 
 class _Driver:
-    """What a `ProgressThread` does in its thread."""
+    """The thread of a `ProgressThread`, and the loop that it runs."""
 
     def __init__(self, interleaver: Interleaver) -> None:
         self.interleaver = interleaver
         self.awake = threading.Event()
         self.awaited = False
-        """Whether somebody computes nothing until it is done."""
+        """Whether another thread waits for it and computes nothing meanwhile."""
         self.leaving = False
         self._idle = threading.Event()
         # A daemon: where a program ends without `stop`, Python would wait for other threads before it calls `leave`.
@@ -244,7 +244,7 @@ class _Driver:
 
 
 def leave_all() -> None:
-    """Have every thread leave what it does, as this process leaves."""
+    """Stop every progress thread, as this process leaves."""
     for driver in list(_drivers):
         driver.leave()
 

@@ -105,7 +105,7 @@ class LocalWorld:
         ]
 
     def run(self, exchanges: Sequence[Generator[Asked, Any, Value]]) -> list[Value]:
-        """Run one generator a rank to their ends and return what they return, in rank order.
+        """Run one generator a rank to their ends and return their values, in rank order.
 
         Raises
         ------
@@ -230,14 +230,14 @@ def perform_together(tasks: Sequence[Round]) -> None:
 
 
 def _shared(task: Round) -> tuple[Any, ...]:
-    """Return what has to be the same on all ranks of a round's group."""
+    """Return the values that have to be the same on all ranks of a round's group."""
     common = (task.operation, task.dtype, task.root, task.background, task.group, task.graph)
     own_counts = task.operation == "sendrecv" or task.received is not None
     return common if own_counts else (*common, tuple(task.counts))
 
 
 def _from_neighbours(rank: int, tasks: Sequence[Round]) -> NDArray[Any]:
-    """Return what a rank receives in a ``neighbor_alltoall``."""
+    """Return the array that a rank receives in a ``neighbor_alltoall``."""
     parts = [np.empty(0, tasks[rank].dtype)]
     for other in tasks[rank].graph.neighbours(rank):  # type: ignore[union-attr]
         place = tasks[other].graph.neighbours(other).index(rank)  # type: ignore[union-attr]
@@ -247,7 +247,7 @@ def _from_neighbours(rank: int, tasks: Sequence[Round]) -> NDArray[Any]:
 
 
 def _sent_to(rank: int, tasks: Sequence[Round]) -> NDArray[Any] | None:
-    """Return what a rank receives in a ``sendrecv``, after a look at whether both sides mean the same."""
+    """Return the array that a rank receives in a ``sendrecv``, after a look at whether both sides mean the same."""
     source = tasks[rank].peers[1]
     for other, task in enumerate(tasks):
         if (task.peers[0] == rank) != (other == source):

@@ -190,7 +190,7 @@ class MPITransport(Transport):
         return (self._back if task.background else self._front)[task.group]
 
     def _with_sums(self, group: Group) -> Group:
-        """Return the group with what is found out about sums, the same for all groups of a name. Collective."""
+        """Return the group, with whether its sums are identical, the same for all groups of a name. Collective."""
         names = (WORLD, HOST, ACROSS) if is_split(group) else (WORLD,)
         mine = [n not in self._front or sums_are_identical(self._front[n].comm, self._naps) for n in names]
         everyones = np.empty(len(names), np.int32)

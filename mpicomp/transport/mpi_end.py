@@ -1,4 +1,4 @@
-"""How a rank leaves: rounds that nobody waits for are completed, and it goes when all the others leave, too.
+"""The end of a rank: it completes rounds that nobody waits for, and leaves once all other ranks leave, too.
 
 MPI's own end waits for all ranks as well, but without a word, and a rank that still waits for this one would do so
 forever. Here the others are told, so that such a rank ends the job; see `mpicomp.transport.mpi_watch`.
@@ -16,8 +16,8 @@ from mpicomp.transport.mpi_pool import Pool, pools
 from mpicomp.transport.mpi_watch import lookout
 from mpicomp.transport.naps import SHORTEST_S, Naps
 
-_LAST_ROUNDS_S = 3.0  # how long rounds may take that nobody has waited for
-_LONGEST_NAP_S = 0.01  # others may have hours to go, and this rank's core may be theirs
+_LAST_ROUNDS_S = 3.0  # seconds that rounds may take which nobody has waited for
+_LONGEST_NAP_S = 0.01  # seconds; others may compute for hours, and perhaps on this rank's core
 
 _finalize = MPI.Finalize
 _process = os.getpid()  # a forked child, which runs the same exit handlers, must not call MPI
@@ -59,6 +59,6 @@ def install() -> None:
 
 
 def _finalize_after_leaving() -> Any:
-    """Do what mpi4py's function of this name does, when all ranks are there."""
+    """Call mpi4py's function of this name, when all ranks are there."""
     leave()
     return _finalize()

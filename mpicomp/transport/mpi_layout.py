@@ -1,4 +1,4 @@
-"""What ranks find out about each other before the first round: hosts, cores, and whether sums are the same."""
+"""Layout of the ranks, found before the first round: hosts, cores, and whether sums are identical on all ranks."""
 
 import hashlib
 import os
@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpicomp.transport.naps import wait
 
 _PROBE = 1 << 14  # elements of the sum whose bits are compared
-_CORES = 1 << 12  # of one machine; those with higher numbers do not count
+_CORES = 1 << 12  # cores of one machine; those with higher numbers do not count
 
 
 def hosts_of_ranks(comm: MPI.Comm) -> list[int]:
@@ -26,7 +26,7 @@ def hosts_of_ranks(comm: MPI.Comm) -> list[int]:
 
 
 def cores_of_a_rank(comm: MPI.Comm, hosts: Sequence[int]) -> float:
-    """Return how many cores there are for each rank, where they are fewest; the same on all ranks. Collective.
+    """Return the cores for each rank on the host where they are fewest; the same on all ranks. Collective.
 
     Those count that some rank of a host may run on.
 

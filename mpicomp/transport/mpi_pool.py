@@ -54,12 +54,12 @@ class ChannelSet:
         return [self.channels[name].begun if name in self.channels else 0 for name in _NAMES]
 
     def settle(self) -> bool:
-        """Move on what is under way and tell whether nothing is."""
+        """Advance the rounds under way; return whether none is left."""
         return False not in [channel.settle() for channel in self.channels.values()]
 
 
 class Pool:
-    """What this process keeps for one list of ranks.
+    """The communicators that this process keeps for one list of ranks, handed out as sets of channels.
 
     Making one, and `take`, are collective over a communicator of these ranks.
 
@@ -68,7 +68,7 @@ class Pool:
     comm : mpi4py.MPI.Comm
         Of the ranks, in this order.
     names : sequence of int
-        What the ranks are called where something is printed.
+        Numbers by which ranks are named in messages that are printed.
     layout : sequence of int or None
         The host of each rank, by number; None finds it out.
     limit : int
@@ -109,7 +109,7 @@ class Pool:
         comm : mpi4py.MPI.Comm
             Of these ranks; it is duplicated where there are too few.
         count : int
-            How many.
+            Number of sets.
 
         Raises
         ------
@@ -150,11 +150,11 @@ class Pool:
             back.free = True
 
     def settle(self) -> bool:
-        """Move on everything that is under way and tell whether nothing is."""
+        """Move on everything that is under way and return whether nothing is."""
         return False not in [own.settle() for own in list(self._sets.values())]
 
     def _offer(self) -> list[ChannelSet]:
-        """Return what can be used again as far as this rank knows; nobody else offers it meanwhile."""
+        """Return the channels that this rank knows to be free; nobody else offers them meanwhile."""
         if sum(not own.free for own in self._sets.values()) > _MANY:
             gc.collect()  # what had them may be garbage that nobody has looked at yet
         with self._lock:
@@ -164,7 +164,7 @@ class Pool:
         return offered
 
     def _meet(self, comm: MPI.Comm, offered: Sequence[ChannelSet]) -> NDArray[np.int64]:
-        """Exchange what ranks have to say before channels are handed out, a row for each."""
+        """Exchange the ranks' offers before channels are handed out, a row for each."""
         mine = np.full(3 + _OFFERS * _OF_A_SET, -1, np.int64)
         mine[:3] = round(wanted_seconds() * 1e6), MPI.Query_thread(), self._next  # microseconds
         for place, own in enumerate(offered):

@@ -1,4 +1,4 @@
-"""What a round becomes on a communicator: collective calls, or messages between pairs of ranks."""
+"""Rounds on a communicator: each becomes collective calls, or messages between pairs of ranks."""
 
 import itertools
 from abc import abstractmethod
@@ -16,9 +16,9 @@ SEGMENT = 1 << 19
 """Bytes of one message between two ranks: longer arrays go in several, so that the first can be worked on."""
 
 # Segments under way at a time: all of them at once would share the link and all come last.
-_RECEIVES = 8
-_SENDS = 4
-_TAGS = 1 << 15  # every MPI has as many
+_RECEIVES = 8  # segments received at a time
+_SENDS = 4  # segments sent at a time
+_TAGS = 1 << 15  # number of tags in use: every MPI has at least as many
 
 _Segment = tuple[int, slice]
 """The other rank, and the part of the array."""
@@ -31,7 +31,7 @@ class Started(Pending):
     Attributes
     ----------
     number : int
-        Which round of its channel it is, from 1 on.
+        Number of the round on its channel, from 1 on.
     """
 
     def __init__(self, task: Round) -> None:
@@ -58,7 +58,7 @@ class Started(Pending):
     @property
     @abstractmethod
     def left(self) -> int:
-        """How many calls or messages are not complete."""
+        """Number of calls or messages that are not complete."""
 
     @abstractmethod
     def _advance(self, some: _Some) -> bool:
@@ -71,13 +71,13 @@ class Channel:
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        Nobody else's.
+        A communicator that is used for nothing else.
     limit : int
         Bytes, counts and displacements in one call are not larger.
     key : int
         A number that no other channel of the same ranks has, the same on all of them.
     members : sequence of int
-        Who takes part, as places among the ranks of the transport.
+        The ranks that take part, as places among the ranks of the transport.
 
     Attributes
     ----------
@@ -194,7 +194,7 @@ class Channel:
         return None
 
     def _messages(self, task: Round) -> tuple[Iterator[_Segment], Iterator[_Segment]]:
-        """Return what comes and what goes, in an order in which every message meets its other end."""
+        """Return the receives and the sends, in an order in which every message meets its counterpart."""
         rank, size, counts = self.comm.rank, self.comm.size, task.counts
         incoming: list[tuple[int, int, int]] = []  # the other rank, start, stop
         outgoing: list[tuple[int, int, int]] = []

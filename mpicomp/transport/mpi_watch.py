@@ -27,11 +27,11 @@ from mpi4py import MPI
 from mpicomp.errors import ConfigurationError
 from mpicomp.system import abort
 
-STALL_S = 60.0
-_PARTS = 8  # of the stall limit between two looks: a question and its answer take two of them
-_ASK_AT = 0.5  # of the stall limit, so that answers are there when it is over
-_LONGEST_S = 1.0  # between two looks: how late a rank is noticed that has left
-_TURN_S = 0.3  # between ranks with the same to say: the first one ends the job before the next says it
+STALL_S = 60.0  # default of MPICOMP_STALL: seconds after which a rank that waits names those that are missing
+_PARTS = 8  # looks in a stall limit: a question and its answer take two of them
+_ASK_AT = 0.5  # share of the stall limit after which ranks are asked, so that answers are there when it is over
+_LONGEST_S = 1.0  # seconds between two looks, at most: a rank that has left is noticed no later
+_TURN_S = 0.3  # seconds between ranks with the same message: the first one ends the job before the next prints it
 _MOST_TURNS = 10  # ranks from this one on speak at the same time
 _SAME_CALLS = "all ranks have to make the same calls in the same order"
 
@@ -71,7 +71,7 @@ class Place(NamedTuple):
 
 
 class Inquiry:
-    """What the other ranks have answered about a round that this rank waits in."""
+    """The answers of other ranks about a round that this rank waits in."""
 
     def __init__(self, wait: Wait, rank: int) -> None:
         self.wait = wait
@@ -88,19 +88,19 @@ class Inquiry:
 
 
 class Watch:
-    """What this process waits for, among the same ranks.
+    """Watches the rounds of one list of ranks: finds out why a round does not end, and answers other ranks' questions.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
         Of all of them, nobody else's; never freed.
     names : sequence of int
-        What the ranks are called where something is printed: their places in MPI.COMM_WORLD.
+        Numbers by which ranks are named in messages that are printed: their places in MPI.COMM_WORLD.
     """
 
     def __init__(self, comm: MPI.Comm, names: Sequence[int]) -> None:
         self.about = ""
-        """What the rounds are for, to be printed."""
+        """Purpose of the rounds, for messages that are printed."""
         self.seconds = STALL_S
         self.left = False
         self._comm = comm
@@ -150,7 +150,7 @@ class Watch:
             self._tell_all(_BROKE)
 
     def leave(self) -> None:
-        """Tell the others that this rank begins no more rounds at all."""
+        """Announce to the other ranks that this rank begins no more rounds at all."""
         with self._one_at_a_time:
             self.left = True
             self._tell_all(_LEFT)
@@ -161,7 +161,7 @@ class Watch:
             self.look()
 
     def look(self) -> None:
-        """Hear and answer the others, ask them where this rank has waited for long, and say what comes of it."""
+        """Receive and answer questions, ask the others where this rank has waited for long, and report the answers."""
         with self._one_at_a_time:
             self._looked_at = time.monotonic()
             status = MPI.Status()
@@ -322,7 +322,7 @@ class Lookout:
         self._stopping = threading.Event()
 
     def add(self, watch: Watch) -> None:
-        """Look at this one, too."""
+        """Watch these rounds, too."""
         self.watches.append(watch)
         if self._thread is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self._thread = threading.Thread(target=self._run, name="mpicomp watch", daemon=True)

@@ -1,11 +1,11 @@
-"""How to wait without keeping a core from those who compute on it."""
+"""Waiting with short sleeps, which leaves the core to other threads and processes."""
 
 import os
 import time
 from collections.abc import Callable
 
-SHORTEST_S = 50e-6  # first nap
-LONGEST_S = 200e-6  # naps double up to this
+SHORTEST_S = 50e-6  # seconds of the first nap
+LONGEST_S = 200e-6  # seconds up to which naps double
 
 
 class Naps:
@@ -14,7 +14,7 @@ class Naps:
     Parameters
     ----------
     eager : int
-        How many rests only offer the core, after the start and after each `reset`.
+        Number of rests that only yield the core, after the start and after each `reset`.
     meanwhile : callable, optional
         Called before every nap.
     """
@@ -30,7 +30,7 @@ class Naps:
         self._nap = SHORTEST_S
 
     def rest(self) -> None:
-        """Return others time."""
+        """Leave the core to others for a moment: yield it at first, sleep later."""
         if self._left:
             self._left -= 1
             os.sched_yield()

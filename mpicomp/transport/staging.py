@@ -18,7 +18,7 @@ from mpicomp.transport.device import DeviceArray, Driver
 
 CHUNK = 4 << 20
 """Bytes of a chunk on the way to the device."""
-CHUNKS = 3  # one is filled, one travels, and one has just arrived
+CHUNKS = 3  # pinned chunks in use: one is filled, one travels, and one has just arrived
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Arrival:
 
 
 class Staging:
-    """What one reducer's device arrays go through.
+    """Copies one reducer's device arrays to the host and the means back, through pinned memory.
 
     Its memory is that of the gradients on the device once more, pinned, and that of the means on the device. Arrays of
     the host pass unchanged, and so do those of a device whose driver is not CUDA's, by the means of their library.
@@ -130,7 +130,7 @@ class Staging:
         return result
 
     def close(self) -> None:
-        """Wait for what is under way: its memory goes."""
+        """Wait for copies under way, whose memory is released then."""
         cuda = device.driver()
         if cuda is not None:
             for arrival in self._arrivals.values():
@@ -142,7 +142,7 @@ class Staging:
         self._means.clear()
 
     def _arrival(self, name: str) -> _Arrival | None:
-        """Return what was copied in this step."""
+        """Return the arrival of an array that was copied in this step; None where it was not."""
         arrival = self._arrivals.get(name)
         return arrival if arrival is not None and arrival.step == self._step else None
 
@@ -190,7 +190,7 @@ class _Chunks:
 
 
 def _filling(dtype: str) -> Callable[[NDArray[np.floating], NDArray[np.uint8]], None]:
-    """Return what writes numbers into memory of a dtype."""
+    """Return a function that writes numbers into memory of a dtype."""
     if dtype in ("float16", "bfloat16"):
         return lambda part, memory: narrow(part, dtype, memory.view(np.uint16))
     return lambda part, memory: np.copyto(memory.view(part.dtype), part)

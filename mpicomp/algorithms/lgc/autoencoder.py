@@ -232,7 +232,7 @@ class Autoencoder(LearnedCode):
             _move_back(whole[0], self._shift, out)
 
     def _losses(self, torch: Any, flat: Any, values: Any, noise: Any, leader: int | None) -> tuple[Any, Any]:
-        """Return what is minimised, and the squared error as a share of the energy.
+        """Return the loss, and the squared error as a share of the energy.
 
         Values and noise are of shape (ranks, 1, places). With a leader noise is not looked at.
         """

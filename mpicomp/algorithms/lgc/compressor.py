@@ -30,7 +30,7 @@ _LAYERS = 3  # with fewer of them no layer is an exception
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring parameters of one layer: where they are in their bucket, how many are sent, and how.
+    """Neighbouring parameters of one layer: place in the bucket, number of elements sent, and form of travel.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Selected:
-    """What is sent of a bucket at each step: its parts, and where each one's elements are in the list of them all.
+    """The elements of a bucket that are sent at each step: its parts, and each one's place in the list of all of them.
 
     The list holds the elements of all parts in the order of the bucket. What is coded is in one piece, since only the
     first and the last layer are exceptions.
@@ -75,7 +75,7 @@ class Selected:
 
     @property
     def coded(self) -> slice:
-        """The place in the list of what is coded; empty where nothing is."""
+        """The place of the coded elements in the list; empty where nothing is coded."""
         places = self.places
         own = [place for part, place in zip(self.parts, places, strict=True) if part.travels == "coded"]
         return slice(own[0].start, own[-1].stop) if own else slice(0, 0)
@@ -140,7 +140,7 @@ class LGC(Learner):
     learning_rate : float
         Of the autoencoder's training, at first; see `mpicomp.algorithms.lgc.autoencoder.Autoencoder`.
     passes : int
-        How many optimizer steps each step of the second phase makes.
+        Number of optimizer steps in each step of the second phase.
     backward : bool
         Whether parameters come in the order of backward, the last layer first, as those of `mpicomp.torch` do.
     wire : {None, "fp16", "bf16"}
@@ -194,7 +194,7 @@ class LGC(Learner):
     exceptions: tuple[str | None, str | None] | None = bound(None)
     """Names of the model's layers that travel dense, and sparse; None before the model is known."""
     parts: tuple[Part, ...] = bound(())
-    """What is sent of a bucket."""
+    """The parts of a bucket, each with the number of its elements that are sent."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", check_ratio("lgc", self.ratio))
@@ -227,7 +227,7 @@ class LGC(Learner):
 
     @property
     def feedback(self) -> bool:
-        """What is not selected, and what the code loses, has to be kept."""
+        """True: elements that are not selected, and the code's errors, are kept in the residual."""
         return True
 
     @property
@@ -242,7 +242,7 @@ class LGC(Learner):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The autoencoder is trained with torch."""
+        """Packages that it needs: torch, with which the autoencoder is trained."""
         return ("torch",) if self.code == "autoencoder" else ()
 
     @classmethod
@@ -283,7 +283,7 @@ class LGC(Learner):
         model: Mapping[str, int] | None = None,
         warm_up: bool = True,
     ) -> "LGC":
-        """Find what travels dense, sparse and coded in a bucket; see `Compressor.bind`.
+        """Find the parts of a bucket that travel dense, sparse and coded; see `Compressor.bind`.
 
         Without ``warm_up`` it has a code at its second step, if it ever has: what that takes is what later steps take.
         """
@@ -316,7 +316,7 @@ class LGC(Learner):
         return first if size < _FEW * sum(model.values()) else None, layers[0][0]
 
     def selected(self, numel: int) -> Selected:
-        """Return what is sent of its bucket, or of any array of another length."""
+        """Return the elements that are sent of its bucket, or of any array of another length."""
         own = bool(self.parts) and self.parts[-1].stop == numel
         return Selected(self.parts if own else (Part(0, numel, kept(self.ratio, numel), "coded"),))
 
@@ -327,7 +327,7 @@ class LGC(Learner):
         return Autoencoder(workspace, seed, self.encoder, self.decoder, self.learning_rate, self.passes)
 
     def check_installed(self) -> None:
-        """Raise where what it takes to learn is not installed."""
+        """Raise where a package that learning needs is not installed."""
         if self.code == "autoencoder" and find_spec("torch") is None:
             raise ConfigurationError(
                 "lgc: code='autoencoder' is trained with torch, which is not installed; install it, or use "
@@ -347,7 +347,7 @@ def _layers(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, list[
 
 
 def _layer_of(name: str) -> str:
-    """Return what a name says of its layer.
+    """Return the name of the layer that a parameter belongs to.
 
     Examples
     --------

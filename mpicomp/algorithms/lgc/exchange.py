@@ -30,18 +30,18 @@ _WEIGHT = np.dtype(np.float32)
 
 @dataclass
 class _Known:
-    """What a bucket's memory holds: the same on all ranks, but for what the trainer has learnt so far.
+    """Memory of a bucket: the same on all ranks, except for the trainer's code while it learns.
 
     Attributes
     ----------
     of : str
-        For which parts of the bucket, and which kind of code.
+        Parts of the bucket and kind of code that the memory belongs to.
     steps : int
-        Exchanges that counted.
+        Number of exchanges so far, those that failed left out.
     learnt : dict or None
         On the trainer in the second phase: the state of the code.
     weights : array of float32, shape (size,), or None
-        Of the code, once all ranks have them.
+        Weights of the code, once all ranks have them; None before.
     """
 
     of: str
@@ -51,14 +51,14 @@ class _Known:
 
     @classmethod
     def remembered(cls, of: str, context: Context) -> "_Known":
-        """Return what is remembered, or that nothing is known where the memory is of something else."""
+        """Return the remembered state; an empty one where the memory belongs to other parts or another code."""
         entry = context.memory.get(_MEMORY, {})
         return cls(**entry) if entry.get("of") == of else cls(of)
 
 
 @dataclass
 class _Held:
-    """A code at work, and the entry of the memory that it was loaded from: a memory that was restored has others."""
+    """A code in use, and the entry of the memory that it was loaded from: a restored memory has other entries."""
 
     code: LearnedCode
     entry: Any = None
@@ -129,7 +129,7 @@ class Learned(Scheme[LGC]):
         return [*tasks, _collect(selected, dtype, group)] if able else tasks
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
-        """Do what the phase asks for; see `Scheme.exchange`."""
+        """Exchange by the current phase; see `Scheme.exchange`."""
         compressor = self.compressor
         selected = compressor.selected(accumulated.numel)
         known = _Known.remembered(self._of(selected, context), context)
@@ -160,7 +160,7 @@ class Learned(Scheme[LGC]):
         return result
 
     def _of(self, selected: Selected, context: Context) -> str:
-        """Say what a code is of: where this changes nothing that was learnt is of use."""
+        """Return the identity of a code: where it changes, the learnt state is of no use."""
         compressor = self.compressor
         kind: tuple[Any, ...] = (compressor.instance, compressor.code)
         if compressor.code == "autoencoder":
@@ -183,7 +183,7 @@ class Learned(Scheme[LGC]):
     def _exchange_values(
         self, selected: Selected, accumulated: Accumulated, context: Context
     ) -> Generator[Asked, Any, tuple[Result, NDArray[np.floating]]]:
-        """Average the values at one rank's indices as they are; give this rank's, too."""
+        """Average the values at one rank's indices as they are; return this rank's, too."""
         led = yield from follow(Lead(selected, accumulated.numel), accumulated, context)
         result = yield from exchange_at(led.indices, 1.0, accumulated, context, self._sum, led.problem)
         return result, led.values
@@ -191,7 +191,7 @@ class Learned(Scheme[LGC]):
     def _learn(
         self, held: _Held, known: _Known, everyones: NDArray[np.floating], selected: Selected, context: Context
     ) -> float:
-        """Learn from all ranks' values, shape (ranks, count); give the error before that. On the trainer alone."""
+        """Learn from all ranks' values, shape (ranks, count); return the error before that. On the trainer alone."""
         leader = leader_of(context)
         lead = Lead(selected, 0, frame=True, signs=self.compressor.signs)
         frame = np.empty_like(everyones[0])
@@ -205,7 +205,7 @@ class Learned(Scheme[LGC]):
         return error
 
     def _load(self, held: _Held, known: _Known, context: Context) -> None:
-        """Bring the trainer's code to what is remembered of it."""
+        """Restore the trainer's code to its remembered state."""
         if known.learnt is None:
             held.code = self._fresh(context)
         elif held.entry is not known.learnt:
@@ -213,7 +213,7 @@ class Learned(Scheme[LGC]):
         held.entry = known.learnt
 
     def _share(self, held: _Held, known: _Known, context: Context) -> Generator[Round, NDArray[Any], None]:
-        """Return all ranks the weights, where they have none, and have the code use them."""
+        """Broadcast the weights to ranks that have none, and have the code use them."""
         if known.weights is None:
             task = self._give(held.code, context.group)
             if context.group.rank == _TRAINER:
@@ -238,7 +238,7 @@ class Learned(Scheme[LGC]):
 
 
 def _why_not(selected: Selected, code: LearnedCode) -> str:
-    """Say why a bucket has no code."""
+    """Return the reason why a bucket has no code."""
     if not selected.coded_count:
         return "lgc: no code, since no layer but the last and the first is in the bucket"
     return f"lgc: no code, which takes {code.least} values, and {selected.coded_count} are selected"

@@ -1,4 +1,4 @@
-"""What a rank tells the others before values travel: its indices, and what values are relative to."""
+"""The leading rank's message before values travel: its indices, and the scales and signs that values are divided by."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from mpicomp.rounds import Round
 from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)
-_LIMIT = 100.0  # times a layer's scale: what is beyond is taken to it before it is coded, so that no code overflows
-_LANES = 64  # signs in a word
+_LIMIT = 100.0  # times a layer's scale: larger values are clipped to it before coding, so that no code overflows
+_LANES = 64  # signs in a 64-bit word
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Lead:
     Parameters
     ----------
     selected : Selected
-        What is sent of the bucket.
+        The elements of the bucket that are sent.
     numel : int
         Length of the bucket.
     frame : bool
@@ -55,7 +55,7 @@ class Lead:
 
     @property
     def layers(self) -> list[slice]:
-        """The places of coded layers among what is coded."""
+        """The places of coded layers among the coded values."""
         first = self.selected.coded.start
         pairs = zip(self.selected.parts, self.selected.places, strict=True)
         coded = [place for part, place in pairs if part.travels == "coded"]
@@ -84,20 +84,20 @@ class Lead:
 
 @dataclass
 class Led:
-    """What all ranks know after the broadcast, in the workspace's arrays.
+    """Indices, values and frame that every rank has after the broadcast, in the workspace's arrays.
 
     Attributes
     ----------
     indices : array of uint32, shape (count,)
-        Of everything that is sent, ascending; the same on all ranks.
+        Of all elements that are sent, ascending; the same on all ranks.
     values : array, shape (count,)
         This rank's, at these indices.
     frame : array, shape (coded,)
-        What coded values are divided by; the same on all ranks.
+        Divisors of the coded values; the same on all ranks.
     code : array of uint8
         The leader's code.
     problem : MessageError or None
-        What is wrong with what this rank was sent; values are then zeros, and the frame is one.
+        The error in the message that this rank received, or None; with an error values are zeros, and the frame is one.
     """
 
     indices: NDArray[np.uint32]
@@ -115,12 +115,12 @@ def leader_of(context: Context) -> int:
 def follow(
     lead: Lead, accumulated: Accumulated, context: Context, code: LearnedCode | None = None
 ) -> Generator[Round, NDArray[Any], Led]:
-    """Select on the leading rank and tell everyone; as rounds.
+    """Select on the leading rank and broadcast its message; as rounds.
 
     Parameters
     ----------
     lead : Lead
-        What is told.
+        The message of the leading rank.
     accumulated, context
         See `Scheme.exchange`.
     code : LearnedCode, optional
@@ -150,7 +150,7 @@ def follow(
 
 
 def make_frame(lead: Lead, values: NDArray[np.floating], frame: NDArray[np.floating]) -> None:
-    """Write what coded values would be divided by if a rank with these led; for who learns from what it knows."""
+    """Write the divisors of coded values as if a rank with these values led; for the rank that learns."""
     words = np.empty(sum(-(-(layer.stop - layer.start) // _LANES) for layer in lead.layers), np.uint64)
     scales = np.empty(len(lead.layers))
     _pack_frame(lead, values, scales, words)
@@ -158,7 +158,7 @@ def make_frame(lead: Lead, values: NDArray[np.floating], frame: NDArray[np.float
 
 
 def relative(values: NDArray[np.floating], frame: NDArray[np.floating], out: NDArray[np.floating]) -> None:
-    """Divide values by a frame, and take what is beyond `_LIMIT` to it; infinity too, but not NaN."""
+    """Divide values by a frame, and clip them to `_LIMIT`; infinity too, but not NaN."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         np.divide(values, frame, out=out)
     np.clip(out, -_LIMIT, _LIMIT, out=out)
@@ -231,7 +231,7 @@ def _gathered(listed: NDArray[np.uint32], accumulated: Accumulated, workspace: W
 
 
 def _check_scales(scales: NDArray[np.float64], leader: int) -> None:
-    """Raise where values cannot be divided by what they are said to be relative to."""
+    """Raise where a scale of the leading rank is not a positive number."""
     for scale in scales.tolist():
         if not 0 < scale < inf:
             raise MessageError(f"learned: from rank {leader}: scales must be positive numbers, got {scale}")

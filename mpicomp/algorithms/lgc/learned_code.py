@@ -1,4 +1,4 @@
-"""What a learned code is: a vector of values in, a shorter one out and back, and how it learns to do that."""
+"""The base class of learned codes: encode a vector of values to a shorter one, decode it, and learn to do so."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ class LearnedCode(ABC):
     Parameters
     ----------
     workspace : Workspace
-        Where arrays that are needed at every step come from.
+        Provides arrays that are needed at every step, without allocating them anew.
     seed : int
-        All random choices come from it.
+        Seed of all random choices.
     """
 
     def __init__(self, workspace: Workspace, seed: int = 0) -> None:
@@ -43,7 +43,7 @@ class LearnedCode(ABC):
         """Return the number of numbers in the code of ``count`` values."""
 
     def turn(self, step: int) -> None:  # noqa: B027, a code may be the same at every step
-        """Say which step's values come next, the same on all ranks: before the first `encode` or `decode` of a step.
+        """Announce the step whose values come next, the same on all ranks, before its first `encode` or `decode`.
 
         A linear code that never changes leaves the same directions out at every step. With error feedback they pile up
         in the residuals until little else is selected; a code that takes turns with them sends each sooner or later.
@@ -110,15 +110,15 @@ class LearnedCode(ABC):
 
     @abstractmethod
     def size(self, ranks: int) -> int:
-        """Return the number of weights, which is what `weights` gives; ``ranks`` decoders where each has its own."""
+        """Return the number of weights, the size of `weights`; ``ranks`` decoders where each has its own."""
 
     @abstractmethod
     def weights(self) -> NDArray[np.float32]:
-        """Return all that `encode` and `decode` need, shape (size,): what is broadcast once. Only after `learn`."""
+        """Return the weights that `encode` and `decode` need, shape (size,), for one broadcast. Only after `learn`."""
 
     @abstractmethod
     def use(self, weights: NDArray[np.float32]) -> None:
-        """Take up what `weights` gave, on this rank or another one."""
+        """Take up the weights that `weights` returned, on this rank or another one."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -126,4 +126,4 @@ class LearnedCode(ABC):
 
     @abstractmethod
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave. The arrays stay the caller's."""
+        """Restore the state that `state` returned. The arrays stay the caller's."""

@@ -128,7 +128,7 @@ class LinearCode(LearnedCode):
         self.use(state["weights"])
 
     def _blocks(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Cut in blocks, shape (blocks, block); what the last one lacks is zeros."""
+        """Cut in blocks, shape (blocks, block); the last one is padded with zeros."""
         blocks = np.zeros((-(-values.size // self._block), self._block))
         blocks.reshape(-1)[: values.size] = values
         return blocks
@@ -139,7 +139,7 @@ class LinearCode(LearnedCode):
         self._active[:, leading] = self._maps[:, leading + self._turn]
 
     def _error(self, source: NDArray[np.float64], targets: NDArray[np.float64]) -> float:
-        """Return the squared error of what is decoded now, as a share of the energy."""
+        """Return the squared error of the decoded values now, as a share of the energy."""
         energy = float(np.square(targets).sum())
         if energy == 0:
             return 0.0

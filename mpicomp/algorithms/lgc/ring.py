@@ -146,7 +146,7 @@ def _product(first: NDArray[np.floating], second: NDArray[np.floating]) -> float
 
 
 def _best(everyones: NDArray[Any], dtype: np.dtype[Any]) -> float:
-    """Return the factor for decoded values that leaves least of what is coded, over all ranks; never a negative one."""
+    """Return the factor for decoded values with the least error over all ranks; never a negative one."""
     # Not a number, or infinite: some rank has flagged it, or the mean will be found to be.
     with np.errstate(over="ignore", invalid="ignore"):
         match, decoded = float(everyones["match"].sum()), float(everyones["decoded"].sum())
@@ -154,14 +154,14 @@ def _best(everyones: NDArray[Any], dtype: np.dtype[Any]) -> float:
 
 
 def _is_finite(everyones: NDArray[Any], factor: float, dtype: np.dtype[Any]) -> bool:
-    """Return whether what each rank has sent, and what stays in its residual, are finite; all ranks find the same."""
+    """Return whether each rank's sent part and its residual are finite; all ranks find the same."""
     with np.errstate(over="ignore", invalid="ignore"):
         energies = everyones["energy"] + factor * factor * everyones["decoded"]
     return all(far_from_largest(energy, dtype) for energy in energies.tolist())
 
 
 def _lost(everyones: NDArray[Any], factor: float) -> float:
-    """Return the energy of what is not delivered, over all ranks."""
+    """Return the energy that is not delivered, over all ranks."""
     with np.errstate(over="ignore", invalid="ignore"):
         unsent = everyones["energy"] - everyones["sparse"] - 2 * factor * everyones["match"]
         return float(np.maximum(unsent + factor * factor * everyones["decoded"], 0).sum())

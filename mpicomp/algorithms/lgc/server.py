@@ -1,4 +1,4 @@
-"""One rank's code for all, and what it misses on each."""
+"""Exchange of one rank's code for all ranks, with each rank's innovation on it."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ class CodeServer:
         return [lead.round(leader_of(Context(group=group, step=step))), self._gather(lead, dtype, group)]
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
-        """Decode for all, tell what is missing, average; see `Scheme.exchange`."""
+        """Decode one rank's code on all ranks, add innovations, average; see `Scheme.exchange`."""
         group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
         lead = self._lead(accumulated.numel, dtype)
         coded = lead.selected.coded
@@ -133,7 +133,7 @@ class CodeServer:
         )
 
     def _decode(self, common: NDArray[np.floating], rank: int, led: Led, out: NDArray[np.floating]) -> None:
-        """Write what a rank's decoder makes of the code."""
+        """Write the values that a rank's decoder makes of the code."""
         self._code.decode(common, out, rank)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             np.multiply(out, led.frame, out=out)
@@ -147,7 +147,7 @@ class CodeServer:
         context: Context,
         message: NDArray[np.uint8],
     ) -> float:
-        """Fill this rank's message; give the energy of what neither code nor innovation has of its values."""
+        """Fill this rank's message; return the energy of its values that is in neither code nor innovation."""
         workspace, dtype, coded = context.workspace, accumulated.dtype, lead.selected.coded
         own = led.values[coded]
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -180,7 +180,7 @@ class CodeServer:
         return Lead(selected, numel, True, self._compressor.signs, length * dtype.itemsize)
 
     def _innovations(self, lead: Lead) -> int:
-        """Return how many values travel as they are."""
+        """Return the number of values that travel as they are."""
         return kept(self._compressor.innovation, lead.selected.coded_count)
 
     def _wire(self, lead: Lead) -> Wire:
@@ -196,7 +196,7 @@ class CodeServer:
     def _parts(
         self, lead: Lead, message: NDArray[np.uint8], dtype: np.dtype[Any]
     ) -> tuple[NDArray[np.float64], NDArray[np.floating], NDArray[np.uint8]]:
-        """Return the factor, what is not coded and the innovation's message as views of a rank's message."""
+        """Return the factor, the values not coded and the innovation's message, as views of a rank's message."""
         rest = lead.selected.count - lead.selected.coded_count
         middle = _FACTOR + self._rest_bytes(lead, dtype)
         values = message[_FACTOR : _FACTOR + rest * dtype.itemsize].view(dtype)
