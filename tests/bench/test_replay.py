@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from marks import slow
 from mpicomp.bench.replay import Replay
 from worlds import Ranks
 
@@ -56,7 +57,7 @@ def make(ranks, path, steps=None):
     return world
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [slow(1), slow(2), 3, slow(4)])
 @pytest.mark.parametrize("steps", [None, 3, 5, 12])
 def test_every_part_of_the_recorded_run_has_its_share(recorded, ranks, steps):
     world = make(ranks, recorded, steps)

@@ -227,6 +227,7 @@ def test_a_cost_model_that_is_none_is_told_once(mpiexec, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [slow(1), 2])
 def test_trainings_take_turns_and_one_rank_prints(mpiexec, tmp_path, ranks):
     pytest.importorskip("torch")

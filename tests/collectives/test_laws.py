@@ -4,7 +4,7 @@ import numpy as np
 import oracle
 import pytest
 from lockstep import dense, gradients, run
-from marks import slow
+from marks import once, slow
 from schemes import Above, everywhere, pairs
 
 import mpicomp
@@ -121,7 +121,7 @@ def test_the_same_on_hosts(compressor, collective, layout):
 
 
 @pytest.mark.parametrize("layout", UNEVEN, ids=str)
-@pytest.mark.parametrize(("compressor", "collective"), ON_HOSTS, ids=str)
+@pytest.mark.parametrize(("compressor", "collective"), once(ON_HOSTS), ids=str)
 def test_flags_of_one_rank_on_hosts(compressor, collective, layout):
     for numel in (1, 50):
         for culprit in range(len(layout)):

@@ -3,6 +3,7 @@
 import numpy as np
 import oracle
 import pytest
+from marks import slow
 from worlds import Ranks
 
 import mpicomp
@@ -177,7 +178,7 @@ def lgc(**settings):
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, slow(2), 3, slow(4)])
 @pytest.mark.parametrize("inner", ["allreduce", "ring"])
 def test_it_is_what_was_written_out(settings, ranks, inner, made):
     compressor = lgc(**settings)
@@ -202,7 +203,7 @@ def test_it_is_what_was_written_out(settings, ranks, inner, made):
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, slow(2), 3, slow(4)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_bytes_executed_are_those_of_rounds_in_every_phase(settings, ranks, dtype):
     world = LocalWorld(ranks)

@@ -23,6 +23,7 @@ LOSSY = once(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("compressor",), LOSSY, ids=str)  # noqa: PT006 (cases are tuples)
 def test_a_residual_stays_bounded(compressor):
     """Part of each gradient is the same in all steps, as in training, and would pile up where it is never sent.

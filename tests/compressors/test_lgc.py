@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+from marks import slow
 from networks import Link
 from worlds import Ranks
 
@@ -180,7 +181,7 @@ def test_codes_are_shorter_than_values(ranks, code):
     assert max(sent[1][:-1]) * 4 < plain  # all ranks but the one that encodes
 
 
-@pytest.mark.parametrize("instance", ["ring", "server"])
+@pytest.mark.parametrize("instance", ["ring", slow("server")])
 def test_what_is_decoded_comes_nearer_while_it_learns(instance):
     pytest.importorskip("torch")
     together = Ranks(2, LGC(ratio=0.1, instance=instance, dense_steps=2, training_steps=60), "learned")

@@ -81,7 +81,7 @@ print("the end", flush=True)
 
 @pytest.mark.parametrize(
     ("ranks", "kind"),
-    [(4, "plain"), (3, "overlap"), slow(2, "plain"), slow(3, "torch"), slow(2, "overlap"), slow(4, "overlap")],
+    [(4, "plain"), slow(3, "overlap"), slow(2, "plain"), slow(3, "torch"), slow(2, "overlap"), slow(4, "overlap")],
 )
 def test_an_exception_behind_which_everything_is_closed(job, ranks, kind):
     ended = job(ranks, FINALLY.format(fails="raise KeyError('what went wrong')"), kind)
@@ -144,7 +144,7 @@ main()
 @pytest.mark.parametrize(
     ("ranks", "kind", "leaves"),
     [
-        (2, "plain", "return"),
+        slow(2, "plain", "return"),
         slow(4, "plain", "sys.exit(0)"),
         slow(3, "plain", "raise SystemExit(3)"),
         slow(2, "plain", "MPI.Finalize(); return"),

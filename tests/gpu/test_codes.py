@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from gpu.alike import assert_alike
+from marks import slow
 from mpicomp.kernels import cpu, gpu
 
-DTYPES = [np.float32, np.float64]
+DTYPES = [np.float32, slow(np.float64)]
 LAYERS = [(1, 3), (3, 1), (8, 16)]
 PLACES = [1, 2, 7, 511, 700]
 

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from gpu.alike import assert_alike, with_specials
+from marks import slow
 from mpicomp.kernels import cpu, gpu
 
-DTYPES = [np.float32, np.float64]
+DTYPES = [np.float32, slow(np.float64)]
 SIZES = [0, 1, 31, 32, 33, 63, 64, 65, 255, 257, 1000, 1025, 5000]
 
 

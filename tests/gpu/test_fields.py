@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from marks import slow
 from mpicomp.kernels import cpu, gpu
 
-DTYPES = [np.float32, np.float64]
+DTYPES = [np.float32, slow(np.float64)]
 SIZES = [0, 1, 257, 2600, 30_011]
 BAD = [np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0, -0.0]
 

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from gpu.alike import assert_alike, with_specials
+from marks import slow
 from mpicomp.kernels import cpu, gpu
 
-DTYPES = [np.float32, np.float64]
+DTYPES = [np.float32, slow(np.float64)]
 # Around half a word of codes, a word, a block of threads, and more than three blocks have in one go.
 SIZES = [0, 1, 31, 32, 33, 63, 64, 65, 255, 257, 1000, 5000]
 KINDS = [(2, "max"), (5, "max"), (8, "max"), (3, "l2"), (8, "l2"), (1, "range"), (4, "range"), (8, "range")]

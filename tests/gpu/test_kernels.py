@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from marks import slow
 from mpicomp.kernels import cpu, gpu
 
-DTYPES = [np.float32, np.float64]
+DTYPES = [np.float32, slow(np.float64)]
 # One element, less and more than a warp, a tile and its neighbours for each dtype, several tiles.
 SIZES = [0, 1, 33, 1000, 2048, 4095, 4096, 4097, 30_011]
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-9}

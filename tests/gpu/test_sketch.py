@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 from gpu.alike import assert_alike, with_specials
+from marks import slow
 from mpicomp.kernels import cpu, gpu
 from mpicomp.kernels.gpu.countsketch import PART, ROWS
 
-DTYPES = [np.float32, np.float64]
+DTYPES = [np.float32, slow(np.float64)]
 SIZES = [0, 1, 7, 8, 257, 2047, 2048, 2049, 5000]
 COLUMNS = [1, 37, PART - 1, PART, PART + 1, 5000]
 KEY = 0x0123456789ABCDEF

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from gpu import standin
 from gpu.bounds import next_bound
+from marks import slow
 from mpicomp.kernels import cpu, gpu
 
 import mpicomp
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.compressors.context import Context
 
-DTYPES = [np.float32, np.float64]
+DTYPES = [np.float32, slow(np.float64)]
 LAUNCHES = {np.float32: 7, np.float64: 10}
 
 

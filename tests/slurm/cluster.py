@@ -93,7 +93,19 @@ class Cluster:
         self._process = process
 
     def run(self, *command, timeout=60, cwd=None, **variables):
-        """Run a command as on a login node and give its CompletedProcess, as text."""
+        """Run a command as on a login node and return its CompletedProcess, as text.
+
+        Slurm's pmi2 plugin now and then loses its place in what a process sends it, and the job hangs; users of other
+        MPI libraries see the same (ufs-community/ufs-weather-model#1732). Such a job is started once more.
+        """
+        try:
+            return self._run(command, timeout, cwd, variables)
+        except subprocess.TimeoutExpired as late:
+            if b"mpi/pmi2: value not properly terminated" not in (late.stderr or b""):
+                raise
+        return self._run(command, timeout, cwd, variables)
+
+    def _run(self, command, timeout, cwd, variables):
         return subprocess.run(
             [str(word) for word in command],
             env={**self.environment, **variables},
