@@ -30,8 +30,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (1, 2, 3, 4)  # 3 catches what only works for powers of two
 LIMIT_S = {"check": 600, "serial": 3300, "parallel": 900}
-# One worker more than there are cores: the one that starts processes waits for them most of the time.
-SIDE_BY_SIDE = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadscope", "--no-loadscope-reorder"]
+SIDE_BY_SIDE = ["-n", "auto", "--dist", "loadscope", "--no-loadscope-reorder"]  # the serial suite on all cores
+# All cores have a process of their own: threads of the libraries would only take turns, and spin while they wait.
+ALONE = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMBA")}
 STACKS_S = 3  # how long a run that is to be killed has for dumping its stacks
 
 
@@ -189,8 +190,7 @@ def launcher() -> tuple[list[str], dict[str, str]]:
     """Return how to start ranks with the MPI beside this Python, and the environment for a small machine."""
     mpiexec = Path(sys.executable).with_name("mpiexec")
     command = [str(mpiexec) if mpiexec.exists() else "mpiexec"]
-    # More ranks than cores: threads of the libraries would only take turns.
-    env = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMBA")}
+    env = dict(ALONE)
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
     if "open mpi" in version.lower() or "openrte" in version.lower() or "prte" in version.lower():
         # Bound ranks would all sit on the first cores, where another job's sit too.
@@ -261,7 +261,7 @@ def main() -> int:
             total += checks()
         if "serial" in parts:
             options = [*SIDE_BY_SIDE, "-r", "fEs", "-m", f"not mpi{marked}", *passed_on, *paths]
-            total += pytest(options, folder / "serial.xml", LIMIT_S["serial"], [], {})
+            total += pytest(options, folder / "serial.xml", LIMIT_S["serial"], [], ALONE)
         if "parallel" in parts:
             ranks = [int(size) for size in arguments.ranks.split(",")]
             total += parallel([*passed_on, *(paths or files_with("mark.mpi"))], ranks, folder, f"mpi{marked}")
