@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from marks import slow
 
 PROGRAM = """
 import os, signal, sys, threading, time
@@ -82,8 +83,8 @@ def test_an_exception_in_a_thread_that_is_waited_for(job):
     ("statement", "status"),
     [
         ("sys.exit(3)", 3),
-        ("sys.exit('gone wrong')", 1),
-        ("exit(4)", 4),
+        slow("sys.exit('gone wrong')", 1),
+        slow("exit(4)", 4),
         ("import argparse; argparse.ArgumentParser().error('wrong')", 2),
     ],
 )

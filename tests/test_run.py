@@ -150,6 +150,7 @@ def test_parallel_tests_that_ran_at_no_number_of_ranks_are_skipped(suite):
     assert (status, lines[-2:]) == (0, ["2 skipped, 2 failed as expected", "3 passed, 0 failed"])
 
 
+@pytest.mark.slow
 def test_parallel_tests_are_counted(suite, tmp_path, monkeypatch):
     for name in [name for name in run.os.environ if name.startswith(("PMI", "OMPI_COMM_", "PMIX_"))]:
         monkeypatch.delenv(name)
@@ -167,8 +168,8 @@ def test_parallel_tests_are_counted(suite, tmp_path, monkeypatch):
     ("body", "count"),
     [
         ("def test_serial():\n    pass\n", run.Count(0, 1)),  # none at all
-        (PASSING + "    pytest.skip('in silence')\n", run.Count(0, 1)),
-        (PASSING + "    assert False\n", run.Count(0, 1)),
+        slow(PASSING + "    pytest.skip('in silence')\n", run.Count(0, 1)),
+        slow(PASSING + "    assert False\n", run.Count(0, 1)),
     ],
 )
 def test_parallel_tests_that_did_not_run_are_a_failure(suite, tmp_path, body, count):

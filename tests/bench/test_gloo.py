@@ -22,6 +22,7 @@ with process_group(transport):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [slow(2), 3])
 def test_a_rank_that_fails_waits_for_no_exchange_that_it_has_begun(mpiexec, ranks):
     done = mpiexec(ranks, "-c", SCRIPT, timeout=120)

@@ -131,6 +131,7 @@ def check_choices(result, lines):
         assert mean == pytest.approx(np.mean(ratios), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "adapts"), [slow('{"id": "auto", "fidelity": 0.5}', True), ("auto", True), slow("static", False)]
 )
@@ -217,7 +218,7 @@ def test_a_second_run_is_the_same_run(mpiexec, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
+        slow(["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
         slow(["--task", "digits", "--compressor", "topkk"], "unknown name 'topkk'; did you mean 'topk'"),
         slow(["--task", "digits", "--compressor", '{"id": '], "--compressor must be a name or JSON"),
         slow(["--task", "digits", "--compressor", '{"ratio": 0.1}'], "names its compressor under 'id'"),

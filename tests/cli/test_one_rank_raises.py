@@ -49,7 +49,7 @@ TRAINING = ["bench", "training", "--task", "digits", "--steps", "4", "--blocks",
 @pytest.mark.parametrize(
     ("place", "call", "words"),
     [
-        ("mpicomp.bench.measure.exchanges:Runner.step", 5, COLLECTIVES),
+        slow("mpicomp.bench.measure.exchanges:Runner.step", 5, COLLECTIVES),
         slow("mpicomp.cost.probe:_task", 3, ["doctor"]),
         ("mpicomp.doctor.job:by_host", 1, ["doctor"]),
         ("mpicomp.bench.tasks.digits:Digits.loss", 5, TRAIN),

@@ -32,6 +32,7 @@ def test_flags():
     assert {name: own for name, own in gone.items() if own} == {}
 
 
+@pytest.mark.slow
 def test_fields():
     now = collect.outputs()
     gone = {name: sorted(set(own) - set(now.get(name, []))) for name, own in BEFORE["fields"].items()}

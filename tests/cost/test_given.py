@@ -106,7 +106,7 @@ def damaged(folder):
     return [*(str(folder / name) for name in contents), str(folder / "missing"), str(folder), 17, b"cost.json"]
 
 
-@pytest.mark.parametrize("collective", ["allgather", "auto"])
+@pytest.mark.parametrize("collective", [slow("allgather"), "auto"])
 @pytest.mark.parametrize("place", range(13))
 def test_what_is_no_cost_model_is_one_error_on_all_ranks(tmp_path, collective, place):
     wrong = damaged(tmp_path)[place]

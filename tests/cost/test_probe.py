@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from marks import slow
 from networks import INSIDE, Link
 
 import mpicomp
@@ -77,8 +78,8 @@ def predicted_and_taken(compressor, collective, name, ranks, numel):
     return predicted, seconds_of(world, scheme, numel)
 
 
-@pytest.mark.parametrize("numel", [100_000, 300_000, 3_000_000])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("numel", [100_000, slow(300_000), 3_000_000])
+@pytest.mark.parametrize("ranks", [2, slow(4), 8])
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize(("compressor", "collective"), PLANS, ids=str)
 def test_plans_of_other_sizes_are_predicted(compressor, collective, name, ranks, numel):

@@ -263,6 +263,7 @@ def test_a_constructor_that_fails_on_one_rank_by_an_error_of_the_user(job, caugh
     assert "ZeroDivisionError: in my compressor" in ended.stderr or "status 2" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_reducer_that_is_made_on_some_ranks_only(job):
     body = """
 Plain().step()
@@ -286,6 +287,7 @@ def test_the_first_reducer_is_waited_for_with_a_word(job):
     assert ended.stdout.count("done") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [slow(2), 3])
 def test_ranks_that_wait_for_each_other_in_different_reducers(job, ranks):
     body = """
@@ -301,7 +303,7 @@ for training in (first, second) if rank == 0 else (second, first):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("plain", "MPI has come to its end on this rank"), ("overlap", "submit nothing after stop")]
+    ("kind", "said"), [slow("plain", "MPI has come to its end on this rank"), ("overlap", "submit nothing after stop")]
 )
 def test_finalizing_mpi_with_an_open_reducer(job, kind, said):
     body = """

@@ -24,7 +24,7 @@ from mpicomp.compressors import estimator
 from mpicomp.compressors import sidco as rule
 
 FOLDER = Path(gpu.__file__).parent
-KINDS = {"accumulate", "select", "grid", "sidco"}  # a sweep, a selection, a code, an estimate
+KINDS = {"select", "sidco"}  # those with most registers: a selection, and an estimate
 SOURCES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 PREFERRED = ["sm_80", "sm_90"]
 

@@ -95,6 +95,7 @@ def test_allreduce_stays_above_the_ring_bound(program):
     assert 0.12 <= min(seconds) <= 0.48
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("latency", [slow("0us"), "2ms"])
 def test_schedule_changes_the_rate_in_mid_run(program, tmp_path, latency):
     schedule = tmp_path / "schedule"

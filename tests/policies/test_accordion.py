@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from marks import slow
 from worlds import Ranks
 
 import mpicomp
@@ -195,7 +196,7 @@ def test_other_layers_begin_anew():
 
 
 @pytest.mark.parametrize("collective", [name for name in fitting(mpicomp.TopK()) if "hierarchical" not in name])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, slow(2), 3, slow(4)])
 def test_nothing_is_lost(size, collective):
     ranks = Ranks(size, mpicomp.TopK(), collective, policy=policy(every=2), bucket_bytes=4 * 700)
     before = {name: np.zeros(n) for name, n in SIZES.items()}

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from marks import slow
 from networks import Link
 
 import mpicomp
@@ -102,7 +103,7 @@ LINKS = {"slow": Link(1e-5, 20e6), "fast": Link(1e-6, 100e9), "far": Link(1e-2, 
 
 
 @pytest.mark.parametrize("choice", ["weighted", "knee"])
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link", ["slow", slow("fast"), slow("far"), "middle"])
 @pytest.mark.parametrize("size", [4])
 def test_the_choice_is_on_the_exact_front(size, link, choice):
     ranks = Ranks(size, Link(LINKS[link].latency, LINKS[link].bits), choice=choice, every=20)
@@ -227,7 +228,7 @@ def test_what_borrowed_indices_gain_is_seen():
     assert 1 / cost == pytest.approx(np.mean(gains), rel=0.2)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, slow(2), 3, slow(4)])
 @pytest.mark.parametrize("network", [True, False])
 def test_nothing_is_lost_while_plans_change(size, network):
     link = Link(1e-5, 100e6)

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from marks import slow
 from networks import Link
 from worlds import Ranks
 
@@ -191,7 +192,7 @@ RECORDS = {
 }
 
 
-@pytest.mark.parametrize(("size", "pauses"), [(2, ()), (3, (4, 11))])
+@pytest.mark.parametrize(("size", "pauses"), [slow(2, ()), (3, (4, 11))])
 @pytest.mark.parametrize("scaling", ["exponential", "geometric"])
 @pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("every", [1, 3])

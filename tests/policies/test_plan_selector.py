@@ -68,6 +68,7 @@ def test_it_runs_the_fastest_plan(size, link):
     assert spent.mean() <= 1.06 * least  # what is explored now and then is counted in
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", [mpicomp.TopK(ratio=0.01), mpicomp.SIDCo(ratio=0.01)])
 def test_a_named_compressor_is_not_carried_by_what_leaves_out_a_part_of_its_selection(compressor):
     link = Link(1e-4, 50e6)

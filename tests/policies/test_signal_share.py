@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from marks import slow
 
 from mpicomp.policies.signal_share import Signal, SketchSurvey
 
@@ -33,7 +34,7 @@ def test_norms_of_sketches_are_those_of_arrays_on_average(numel):
     assert (np.std(found, axis=0) < 0.5 * np.array(exact)).all()
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 16])
+@pytest.mark.parametrize("ranks", [slow(2), 4, slow(16)])
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("delay", [0, 3])
 def test_the_share_is_found(ranks, share, delay):

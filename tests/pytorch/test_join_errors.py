@@ -96,6 +96,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "overlap"), [(2, True), slow(4, False)])
 def test_an_error_of_one_rank_ends_the_job(mpiexec, ranks, overlap):
     """Rank 0 is done by then and goes along; whatever else closes things on the way out."""

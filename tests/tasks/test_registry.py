@@ -35,6 +35,7 @@ def test_import_is_light(module):
     subprocess.run([sys.executable, "-c", f"import sys, {module}; assert not {heavy}, {heavy}"], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("absent", "name", "extra"),
     [("torch", "text-lstm", "torch"), ("sklearn", "digits", "bench"), ("sklearn", "vgg", "bench")],

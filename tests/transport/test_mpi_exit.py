@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from marks import slow
 
 SCRIPT = """
 import sys, time
@@ -31,7 +32,7 @@ time.sleep(0.3 * (rank % 2))  # not all of them end at once
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [slow(1), slow(2), 3, slow(4)])
 @pytest.mark.parametrize("numel", [3, 400_000])
 def test_a_program_that_never_waits_and_never_closes(mpiexec, ranks, numel):
     job = mpiexec(ranks, "-c", SCRIPT, numel, "forget")
