@@ -97,16 +97,16 @@ REPRESENTED = pairs(REPRESENTATIVES + UNBIASED_REPRESENTATIVES + USERS)
 OTHER_PAIRS = pairs(OTHERS + UNBIASED_OTHERS)
 
 
-def everywhere(few, many, represented=REPRESENTED, others=OTHER_PAIRS):
+def everywhere(few, many, rest=(), represented=REPRESENTED, others=OTHER_PAIRS):
     """Cases of a law: representatives with many settings, and all other compressors with a few.
 
-    Each is a compressor, a collective, and the setting. What is left of the whole product is slow; representatives with
-    the few are quick.
+    Each is a compressor, a collective, and the setting. What is left of the whole product, that with the rest of the
+    settings too, is slow; representatives with the few are quick.
     """
     marked = []
     for chosen, settings in ((represented, many), (others, few)):
         for pair in chosen:
-            for setting in many:
+            for setting in [*many, *rest]:
                 marks = [] if setting in settings else [pytest.mark.slow]
                 marks += [pytest.mark.quick] if chosen is represented and setting in few else []
                 marked.append(pytest.param(*pair, *setting, marks=marks))

@@ -176,6 +176,7 @@ def test_auto_takes_turns_with_the_best_plan_and_the_best_dense_one(scripted):
     assert Scripted.ran_in_order[-1] == "topk auto"
 
 
+@pytest.mark.slow
 def test_auto_is_compared_with_what_it_may_choose(scripted):
     topk = {"allgather": [0.1, 0.01], "star-topk:ring": [0.1, 0.005]}
     rows = scripted({"ring": [0.1, 0.02]}, topk=topk, auto=[0.01])
@@ -237,6 +238,7 @@ def test_what_is_kept_in_the_steady_state_is_small(rows):
             assert row["gain"] < 0.2  # 2 % of fresh gradients' energy would be 0.1 of it and more
 
 
+@pytest.mark.slow
 def test_a_wrong_mean_is_told(monkeypatch):
     from mpicomp.collectives.allgather import Allgather
 

@@ -162,6 +162,7 @@ def test_of_several_ranks_one_tells_what_is_wrong_and_nobody_waits(mpiexec):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [slow(1), slow(2), 3])
 def test_ranks_time_exchanges_together_and_one_prints(mpiexec, tmp_path, ranks):
     json_path, csv_path = tmp_path / "out.json", tmp_path / "out.csv"

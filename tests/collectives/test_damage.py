@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from marks import once
+from marks import once, slow
 from schemes import Above
 
 import mpicomp
@@ -161,7 +161,7 @@ def with_headers(compressor, layout, names):
 PAIRS = [pair for compressor in COMPRESSORS for pair in with_headers(compressor, [0, 0, 0], fitting)]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [slow(0), 2])
 @pytest.mark.parametrize(("compressor", "collective"), once(PAIRS), ids=str)
 def test_a_header_that_one_rank_receives_damaged(compressor, collective, rank):
     for damage in (version, count, flags):

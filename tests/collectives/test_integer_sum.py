@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 from lockstep import gradients, run
+from marks import slow
 
 from mpicomp import GlobalRandKMaxNorm, MaxNorm, TernGrad
 from mpicomp.collectives import bind
@@ -22,7 +23,7 @@ def steps_of(arrays, bits):
     return np.array(steps)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("ranks", [1, slow(2), 3, slow(7)])
 @pytest.mark.parametrize("bits", [[2], [4], [8], [16], [6, 10], [2, 3, 9]])
 @pytest.mark.parametrize("numel", [1, 5, 3000])
 def test_the_mean_is_that_of_the_nearest_points(ranks, bits, numel):

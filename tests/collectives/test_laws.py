@@ -21,8 +21,9 @@ RANKS = [1, 2, 3, 4, 5]
 MANY = [8, slow(16), slow(33), slow(64)]
 """Each collective among so many with some compressors: what depends on the number of ranks is the collective's."""
 
-SUMS = [(ranks, True) for ranks in RANKS] + [(ranks, False) for ranks in (2, 3, 5)]
+SUMS = [(1, True), (2, True), (3, True), (4, True), (3, False)]
 """Numbers of ranks, and whether an Allreduce gives all of them the same bits."""
+MORE_SUMS = [(5, True), (2, False), (5, False)]
 
 CASE = ("compressor", "collective", "ranks", "identical_sums")
 BAD = [(np.nan, ranks) for ranks in (1, 2, 3, 4)] + [(np.inf, 3), (-np.inf, 2)]
@@ -96,7 +97,7 @@ def check_laws(compressor, collective, ranks, dtype, numel, **settings):
 
 
 @pytest.mark.parametrize(
-    ("compressor", "collective", "ranks", "identical_sums"), everywhere([(3, True)], SUMS), ids=str
+    ("compressor", "collective", "ranks", "identical_sums"), everywhere([(3, True)], SUMS, MORE_SUMS), ids=str
 )
 def test_nothing_is_lost_and_all_ranks_hold_the_same_bits(compressor, collective, ranks, identical_sums):
     for dtype in (np.float32, np.float64):
@@ -142,7 +143,7 @@ def test_bytes_on_hosts_are_those_of_rounds(compressor, collective, layout):
 
 
 @pytest.mark.parametrize(
-    ("compressor", "collective", "ranks", "identical_sums"), everywhere([(3, True)], SUMS), ids=str
+    ("compressor", "collective", "ranks", "identical_sums"), everywhere([(3, True)], SUMS, MORE_SUMS), ids=str
 )
 def test_bytes_executed_are_those_of_rounds(compressor, collective, ranks, identical_sums):
     check_bytes(compressor, collective, gradients(ranks, 1001, np.float32), identical_sums=identical_sums)

@@ -2,6 +2,7 @@ import numpy as np
 import oracle
 import pytest
 from estimates import AWKWARD, check_awkward, check_memory_changes_nothing, select, sequences
+from marks import slow
 
 from mpicomp import Context, MSTopK
 from mpicomp.errors import ConfigurationError
@@ -25,8 +26,8 @@ def bracket(array, k, samplings):
     return lower, upper
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
+@pytest.mark.parametrize("ratio", [0.001, 0.01, slow(0.1), slow(0.5), 1.0])
 @pytest.mark.parametrize("samplings", [1, 2, 5, 8, 25])
 def test_it_selects_what_the_rule_says(dtype, ratio, samplings):
     k = oracle.kept(ratio, 6000)

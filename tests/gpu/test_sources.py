@@ -63,7 +63,9 @@ def test_every_source_compiles_without_a_spilled_register(architectures, source,
 
 
 @pytest.mark.parametrize("real", ["float", slow("double")])
-@pytest.mark.parametrize("source", ["blocks", "convolution", "exponents", "fields", "grid", "scatter", "signs"])
+@pytest.mark.parametrize(
+    "source", [slow("blocks"), slow("convolution"), slow("exponents"), slow("fields"), "grid", "scatter", slow("signs")]
+)
 def test_what_ranks_decode_is_rounded_after_every_product(architectures, source, real, tmp_path):
     """A mean must have the same bits on ranks whose processors cannot multiply and add in one go."""
     nvcc, _ = architectures

@@ -26,6 +26,7 @@ def test_hosts_ranks_and_surroundings(program, tmp_path):
     assert {(row[2], row[3], row[4], row[5]) for row in rows} == {(1, str(tmp_path), "a b", sys.executable)}
 
 
+@pytest.mark.slow
 def test_shared_memory_only_inside_a_host(program, tmp_path):
     rows = program("--hosts", "2", "--ppn", "2", name="hosts")
     assert [(row[0], row[2]) for row in rows] == [("host0", 2), ("host0", 2), ("host1", 2), ("host1", 2)]

@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import pytest
+from marks import slow
 
 COMPRESSOR = """
 from dataclasses import dataclass
@@ -101,9 +102,9 @@ def test_a_name_is_taken_once(plugin, python):
         ("missing_module", "there is no module 'missing_module'"),
         ("missing_package.module", "cannot be loaded: ModuleNotFoundError"),
         ("present", "there is no module 'present'; a file is named with its ending, as in present.py"),
-        ("./present.txt", "a file's name has to end in .py, got './present.txt'"),
+        slow("./present.txt", "a file's name has to end in .py, got './present.txt'"),
         ("raises.py", "'raises.py' cannot be loaded: ZeroDivisionError: division by zero"),
-        ("leaves.py", "'leaves.py' cannot be loaded: SystemExit: 3"),
+        slow("leaves.py", "'leaves.py' cannot be loaded: SystemExit: 3"),
     ],
 )
 def test_what_cannot_be_loaded_is_said_at_every_look_up(python, tmp_path, name, text):

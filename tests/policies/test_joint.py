@@ -34,6 +34,7 @@ def test_ranks_agree_and_nothing_is_lost(size, bucket_bytes):
     assert ran == {"dense"} if size == 1 else {"dense", "topk"} <= ran
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 4])  # two take longer to tell signal from noise
 def test_it_works_without_a_measured_network(size):
     steps = Training(size, None).run(150)
@@ -160,6 +161,7 @@ def test_a_named_collective_for_dense_arrays_makes_it_dense():
     assert {(own.compressor["id"], own.collective) for buckets in steps for own in buckets} == {("dense", "ring")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressor", ["sidco", "gaussiank", {"id": "topk", "wire": "fp16"}])
 def test_a_named_compressor_gives_all_but_the_ratio(compressor):
     steps = Training(4, SLOW, compressor, policy="auto").run(80)

@@ -4,6 +4,7 @@ import types
 
 import numpy as np
 import pytest
+from marks import slow
 from networks import Link
 from worlds import Ranks
 
@@ -243,8 +244,8 @@ class Alone(Transport):
 
 
 @pytest.mark.parametrize(("compressor", "collective"), [*PAIRS, (mpicomp.TopK(ratio=0.01), "allgather")], ids=str)
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("strides", [1, 2])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, slow(np.float64)])
+@pytest.mark.parametrize("strides", [1, slow(2)])
 def test_no_allocation_in_the_steady_state(compressor, collective, dtype, strides):
     rng = np.random.default_rng(0)
     numel = 400_000

@@ -50,6 +50,7 @@ def test_singletons(slurm, mpich, monkeypatch):
     assert report_of(again)["ranks"] == 4
 
 
+@pytest.mark.slow
 def test_wrong_pmi(slurm, open_mpi):
     done = slurm.run("srun", "-N2", "-n2", "--mpi=pmi2", open_mpi, *DOCTOR[1:])
     assert done.returncode == 1
