@@ -1,6 +1,7 @@
 """Where kernels run: in an emulation on the host, and on a device where there is one."""
 
 import contextlib
+import importlib.util
 import platform
 import shutil
 import sys
@@ -8,6 +9,9 @@ import sys
 import numpy as np
 import pytest
 from gpu import standin
+
+PLACES = ["emulated", "device"] if importlib.util.find_spec("cupy") else ["emulated"]
+"""Without CuPy nothing is tried on a device; one test says so, in place of every second one."""
 
 
 class Emulated:
@@ -79,7 +83,7 @@ def _emulate(request, monkeypatch):
     monkeypatch.setattr("mpicomp.kernels.gpu.compile.LIMIT", 3)
 
 
-@pytest.fixture(params=["emulated", "device"])
+@pytest.fixture(params=PLACES)
 def place(request, monkeypatch):
     if request.param == "device":
         kind = Device()
@@ -90,7 +94,7 @@ def place(request, monkeypatch):
     return Place(kind)
 
 
-@pytest.fixture(params=["emulated", "device"])
+@pytest.fixture(params=PLACES)
 def joining_place(request, monkeypatch):
     """Where products and sums are joined: on a device, and in an emulation whose compiler does it as the device's."""
     if request.param == "device":

@@ -104,3 +104,8 @@ def test_waiting_for_the_device(place):
 
 def test_memory_is_not_zero_to_begin_with():
     assert standin.empty(3, np.uint32).get().tolist() == [0xC9C9C9C9] * 3
+
+
+def test_kernels_run_on_a_device_too():
+    """Skipped where every test of this folder runs in the emulation alone."""
+    pytest.importorskip("cupy", reason="CuPy is not installed: kernels run emulated only", exc_type=ImportError)
