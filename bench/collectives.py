@@ -18,6 +18,7 @@ from mpicomp.collectives import bind, variants
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel, measure_kernels
 from mpicomp.errors import IncompatiblePairError
+from mpicomp.places import HOST, Place
 from mpicomp.transport import Transport
 
 AUTO = "auto"
@@ -67,6 +68,7 @@ def measure(
     model: CostModel | None,
     say: Callable[[str], None],
     done: Callable[[list[dict[str, Any]]], None],
+    place: Place = HOST,
 ) -> list[dict[str, Any]]:
     """Measure everything, cell by cell. Collective.
 
@@ -82,13 +84,15 @@ def measure(
         Called with a line of text about the progress.
     done : callable
         Called with all rows so far after each cell.
+    place : Place
+        Where this rank's gradients are: on all ranks the host, or on all of them a GPU.
 
     Returns
     -------
     list of dict
         The rows, the same on all ranks; docs/benchmarks.md says what is in them.
     """
-    bench = _Bench(settings, transport, model, say)
+    bench = _Bench(settings, transport, model, say, place)
     found: list[dict[str, Any]] = []
     for numel in settings.numels:
         found += bench.array(numel, lambda rows: done([*found, *rows]))  # noqa: B023, called before it changes
@@ -128,12 +132,18 @@ class _Bench:
     """Measures cell by cell with the same settings, transport, cost model and residuals."""
 
     def __init__(
-        self, settings: Settings, transport: Transport, model: CostModel | None, say: Callable[[str], None]
+        self,
+        settings: Settings,
+        transport: Transport,
+        model: CostModel | None,
+        say: Callable[[str], None],
+        place: Place,
     ) -> None:
         self.settings = settings
         self.transport = transport
         self.model = model
         self.say = say
+        self.place = place
         self.ranks, self.hosts = transport.group.size, transport.hosts()
         self.residuals = Residuals(transport.group.rank)
         self.compiled: list[Plan] = []
@@ -142,7 +152,7 @@ class _Bench:
         """Measure everything at one length."""
         settings = self.settings
         flat = self.hosts in (1, self.ranks)
-        gradients = Gradients(numel, seed=self.transport.group.rank)
+        gradients = Gradients(numel, self.transport.group.rank, self.place)
         dense_plans = plans_of(Dense(), None, flat)
         named = plans_of(Dense(), settings.collectives, flat) if Dense() in settings.compressors else []
         dense_plans += [plan for plan in named if plan not in dense_plans]
@@ -167,12 +177,14 @@ class _Bench:
 
     def _expect(self, plans: Sequence[Plan], numel: int, settings: str = "") -> list[TimedPlan]:
         """Predict plans, and put them in the order in which they are worth trying."""
-        timings = [TimedPlan(plan, numel, self.ranks, self.hosts, settings) for plan in plans]
+        timings = [self._timed(plan, numel, settings) for plan in plans]
         model = self._copy()
         if model is not None and plans:
             schemes = [bind(plan.compressor.bind([""], [numel]), plan.collective) for plan in plans]
-            self.transport.run(measure_kernels(model, schemes, plans[0].compressor.feedback, self.transport))
-            expected = model.candidates(schemes, numel, np.dtype(np.float32), self.transport.group).seconds()
+            feedback, group, there = plans[0].compressor.feedback, self.transport.group, self.place is not HOST
+            measuring = measure_kernels(model, schemes, feedback, self.transport, place=self.place, on_device=there)
+            self.transport.run(measuring)
+            expected = model.candidates(schemes, numel, np.dtype(np.float32), group, on_device=there).seconds()
             for timing, seconds in zip(timings, expected, strict=True):
                 timing.expected_s = float(seconds)
             timings.sort(key=lambda timing: timing.expected_s or 0.0)
@@ -251,7 +263,7 @@ class _Bench:
         numel, limit = gradients.numel, self.settings.limit_s
         choosable = [timing for timing in fixed if may_choose(timing.plan)]
         best, best_dense = (min(timings, key=lambda timing: timing.median_s) for timings in (choosable, dense))
-        timing = TimedPlan(plan, numel, self.ranks, self.hosts, settings)
+        timing = self._timed(plan, numel, settings)
         timing.runner = auto = self._runner(plan, gradients, self._copy())
         plans = [best.plan]
         if best_dense.plan != best.plan and best_dense.median_s <= _TOO_SLOW * best.median_s:
@@ -297,10 +309,14 @@ class _Bench:
         """Have kernels compiled and connections made, before anything is timed."""
         if plan not in self.compiled:
             self.compiled.append(plan)
-            runner = self._runner(plan, Gradients(_COMPILING), None)
+            runner = self._runner(plan, Gradients(_COMPILING, place=self.place), None)
             runner.step()
             runner.step()
             runner.close()
+
+    def _timed(self, plan: Plan, numel: int, settings: str) -> TimedPlan:
+        device = "cpu" if self.place is HOST else "gpu"
+        return TimedPlan(plan, numel, self.ranks, self.hosts, settings, device)
 
     def _runner(self, plan: Plan, gradients: Gradients, model: CostModel | None) -> Runner:
         return Runner(plan, gradients, self.transport, self.residuals, model)

@@ -156,8 +156,33 @@ class _Timings:
         return rows
 
 
-def train(task: Task, settings: Settings, transport: Transport, progress: Progress, metrics: MetricsWriter) -> Outcome:
+CPU = torch.device("cpu")
+
+
+def train(
+    task: Task,
+    settings: Settings,
+    transport: Transport,
+    progress: Progress,
+    metrics: MetricsWriter,
+    device: torch.device = CPU,
+) -> Outcome:
     """Train a task. Collective over the transport's ranks.
+
+    Parameters
+    ----------
+    task : Task
+        What is trained.
+    settings : Settings
+        The same on all ranks.
+    transport : Transport
+        Among the ranks.
+    progress : Progress
+        Is told what goes on.
+    metrics : MetricsWriter
+        Receives a record a step.
+    device : torch.device
+        Where this rank's model is, and what it computes with: on all ranks the CPU, or on all of them a GPU.
 
     Raises
     ------
@@ -167,7 +192,7 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
     group = transport.group
     hosts = transport.hosts()
     torch.set_num_threads(threads_of_rank(transport.cores))
-    model = task.model()
+    model = task.model().to(device)
     transport.log.clear()
     broadcast_parameters(model, comm=transport)
     once_bytes = round(sum(entry.wire_bytes for entry in transport.log))
@@ -227,8 +252,14 @@ def train(task: Task, settings: Settings, transport: Transport, progress: Progre
         collective = ran[0] if len(ran) == 1 else settings.collective
         probed, named, cost = compressor, settings.collective, reducer.cost
     steady = probed.bind([], [], warm_up=False)
-    own_probe = probe(steady, named, numel, transport, cost=cost) if settings.probes else None
-    dense_probe = probe_dense(numel, transport) if settings.probes else None
+    own_probe = dense_probe = None
+    if settings.probes:
+        there: dict[str, Any] = {
+            "bring": (lambda array: torch.from_numpy(array).to(device)) if device.type == "cuda" else np.asarray,
+            "wait": lambda: finish(device),
+        }
+        own_probe = probe(steady, named, numel, transport, cost=cost, **there)
+        dense_probe = probe_dense(numel, transport, **there)
     totals = _gather(transport, np.array([sent, wire, dense_wire], np.float64)).mean(axis=0)
     layers = choices.layers(_gather(transport, choices.sums()))
     correlations = None if comparison is None else transport.run(comparison.outcome())
@@ -302,16 +333,19 @@ def _step(
     optimizer.zero_grad(set_to_none=False)
     loss = task.loss(model, task.batch(step, group.rank, group.size))
     loss.backward()  # type: ignore[no-untyped-call]
+    finish(loss.device)
     computed = compared = time.perf_counter()
     if comparison is not None:
         transport.run(comparison.look(step, _gradients(model)))
         compared = time.perf_counter()
     optimizer.synchronize()
+    finish(loss.device)
     synchronized = time.perf_counter()
     if task.clip is not None:
         torch.nn.utils.clip_grad_norm_(parameters, task.clip)
     optimizer.step()
     value = float(loss.detach())
+    finish(loss.device)
     end = time.perf_counter()
     record: StepRecord = optimizer.reducer.last_step
     seconds = end - compared + computed - start
@@ -324,7 +358,13 @@ def _step(
 def _gradients(model: torch.nn.Module) -> dict[str, NDArray[np.floating]]:
     """Return this rank's gradients by name; zeros where there is none."""
     parameters = [(name, own) for name, own in model.named_parameters() if own.requires_grad]
-    return {name: (torch.zeros_like(own) if own.grad is None else own.grad).numpy() for name, own in parameters}
+    return {name: (torch.zeros_like(own) if own.grad is None else own.grad).cpu().numpy() for name, own in parameters}
+
+
+def finish(device: torch.device) -> None:
+    """Wait until a GPU has done all that it was given, so that seconds are those of what was done in them."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def threads_of_rank(cores: float) -> int:
@@ -355,7 +395,7 @@ def _check_replicas(model: torch.nn.Module, transport: Transport) -> None:
     """Compare all ranks' parameters, bit for bit. Collective."""
     digest = hashlib.blake2b(digest_size=8)
     for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().numpy().data)
+        digest.update(parameter.detach().cpu().contiguous().numpy().data)
     mine = np.frombuffer(digest.digest(), np.uint8).astype(np.float64)
     everyones = _gather(transport, mine)
     different = [rank for rank in range(len(everyones)) if (everyones[rank] != everyones[0]).any()]

@@ -13,7 +13,7 @@ from mpicomp.bench.gloo import process_group
 from mpicomp.bench.measure.exchanges import name_of
 from mpicomp.bench.replay import Replay
 from mpicomp.bench.tasks import Task
-from mpicomp.bench.train import threads_of_rank
+from mpicomp.bench.train import CPU, finish, threads_of_rank
 from mpicomp.bench.training import (
     BACKWARD,
     DDP_FP16,
@@ -49,14 +49,17 @@ class Alone:
         What is trained.
     transport : Transport
         Among the ranks.
+    device : torch.device
+        Where the model is.
     """
 
-    def __init__(self, exchange: Exchange, task: Task, transport: Transport) -> None:
+    def __init__(self, exchange: Exchange, task: Task, transport: Transport, device: torch.device = CPU) -> None:
         self.exchange = exchange
+        self._device = device
         self._task = task
         self._rank, self._ranks = transport.group.rank, transport.group.size
         self._step = 0
-        self._model = task.model()
+        self._model = task.model().to(device)
         self._parameters = list(self._model.parameters())
         self._network = self._model
         self._optimizer: Any = task.optimizer(self._model)
@@ -78,13 +81,16 @@ class Alone:
         for own in told:
             self._optimizer.zero_grad()
             loss = self._task.loss(self._network, self._task.batch(self._step, self._rank, self._ranks))
+            finish(self._device)
             forward = time.perf_counter()
             loss.backward()  # type: ignore[no-untyped-call]
+            finish(self._device)
             backward = time.perf_counter()
             self._synchronize()
             if self._task.clip is not None:
                 torch.nn.utils.clip_grad_norm_(self._parameters, self._task.clip)
             self._optimizer.step()
+            finish(self._device)
             end = time.perf_counter()
             own[[SECONDS, FORWARD, BACKWARD]] = end - begin, forward - begin, backward - forward
             own[WIRE] = self._wire_bytes()
@@ -100,7 +106,7 @@ class Alone:
         """See `mpicomp.bench.training.Trainer`."""
         digest = hashlib.blake2b(digest_size=8)
         for parameter in self._parameters:
-            digest.update(parameter.detach().contiguous().numpy().data)
+            digest.update(parameter.detach().cpu().contiguous().numpy().data)
         return digest.digest()
 
     def evaluate(self) -> float:
@@ -122,9 +128,15 @@ class Ours(Alone):
     """Trains with mpicomp's exchange."""
 
     def __init__(
-        self, exchange: Exchange, task: Task, transport: Transport, seed: int, settings: Settings | None = None
+        self,
+        exchange: Exchange,
+        task: Task,
+        transport: Transport,
+        seed: int,
+        settings: Settings | None = None,
+        device: torch.device = CPU,
     ) -> None:
-        super().__init__(exchange, task, transport)
+        super().__init__(exchange, task, transport, device)
         broadcast_parameters(self._model, comm=transport)
         replay = _replay(exchange, settings)
         self._optimizer = DistributedOptimizer(
@@ -174,8 +186,8 @@ def _replay(exchange: Exchange, settings: Settings | None) -> Replay | None:
 class PyTorchs(Alone):
     """Trains with DistributedDataParallel over torch.distributed's default group."""
 
-    def __init__(self, exchange: Exchange, task: Task, transport: Transport) -> None:
-        super().__init__(exchange, task, transport)
+    def __init__(self, exchange: Exchange, task: Task, transport: Transport, device: torch.device = CPU) -> None:
+        super().__init__(exchange, task, transport, device)
         self._network = DistributedDataParallel(self._model)
         self._bytes = dense_ring_bytes(self.numel, self._ranks)
         self._powersgd: PowerSGDState | None = None
@@ -207,8 +219,26 @@ def train_all(
     seed: int,
     transport: Transport,
     say: Callable[[str], None],
+    device: torch.device = CPU,
 ) -> tuple[list[Trained], int, int]:
     """Train a task with every exchange, each with a model and an optimizer of its own. Collective.
+
+    Parameters
+    ----------
+    exchanges : sequence of Exchange
+        The exchanges.
+    task : Task
+        What is trained.
+    settings : Settings
+        The same on all ranks.
+    seed : int
+        For schemes that draw random numbers.
+    transport : Transport
+        Among the ranks.
+    say : callable
+        Is told what goes on.
+    device : torch.device
+        Where this rank's models are: on all ranks the CPU, or on all of them a GPU.
 
     Returns
     -------
@@ -226,11 +256,11 @@ def train_all(
         trainers: list[Alone] = []
         for exchange in exchanges:
             if exchange.name == NONE:
-                trainers.append(Alone(exchange, task, transport))
+                trainers.append(Alone(exchange, task, transport, device))
             elif exchange.ours:
-                trainers.append(Ours(exchange, task, transport, seed, settings))
+                trainers.append(Ours(exchange, task, transport, seed, settings, device))
             else:
-                trainers.append(PyTorchs(exchange, task, transport))
+                trainers.append(PyTorchs(exchange, task, transport, device))
         trained = train_in_turn(trainers, settings, transport, say)
         numel = trainers[0].numel
         while trainers:  # none is left when the process group goes

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.errors import ArrayTypeError
-from mpicomp.kernels import cpu
 
 WORK_DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float32),
@@ -145,9 +145,19 @@ def from_host(mean: NDArray[np.floating], described: Described, like: Any, out: 
             return view
 
 
+def as_kind_of(like: Any, array: Any) -> Any:
+    """Return an array of CuPy as the library of another device array knows it, in the same memory."""
+    if _library(like) != "torch":
+        return array
+    torch = sys.modules["torch"]
+    if like.dtype == torch.bfloat16:
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
+
+
 def narrow(mean: NDArray[np.floating], dtype: str, out: NDArray[np.uint16]) -> None:
     """Round to ``"float16"`` or ``"bfloat16"``; beyond 16 bits the largest number is delivered, not infinity."""
-    cpu.narrow(mean, "fp16" if dtype == "float16" else "bf16", out)
+    kernels.narrow(mean, "fp16" if dtype == "float16" else "bf16", out)
 
 
 def empty_like(array: Any) -> Any:

@@ -6,11 +6,18 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from mpicomp.places import HOST, Place
+
 Made = TypeVar("Made")
 
 
 class Workspace:
     """Named one-dimensional arrays that grow when they must and are otherwise used again.
+
+    Parameters
+    ----------
+    place : Place
+        Where its arrays are.
 
     Examples
     --------
@@ -21,8 +28,9 @@ class Workspace:
     (4, True)
     """
 
-    def __init__(self) -> None:
-        self._arrays: dict[tuple[str, np.dtype], NDArray[np.generic]] = {}
+    def __init__(self, place: Place = HOST) -> None:
+        self.place = place
+        self._arrays: dict[tuple[str, np.dtype, bool], Any] = {}
         self._objects: dict[Any, Any] = {}
 
     def made(self, key: Any, make: Callable[[], Made]) -> Made:
@@ -33,13 +41,21 @@ class Workspace:
         return made
 
     def array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return ``size`` elements of ``dtype``, not cleared.
+        """Return ``size`` elements of ``dtype`` at the workspace's place, not cleared.
 
         The array is the caller's until the same name and dtype are asked for again.
         """
-        key = (name, np.dtype(dtype))
+        own: NDArray[Any] = self._named(name, size, dtype, self.place)
+        return own
+
+    def host_array(self, name: str, size: int, dtype: DTypeLike) -> NDArray[Any]:
+        """Return such an array in host memory, wherever the others are: for counts and other short messages."""
+        found: NDArray[Any] = self._named(name, size, dtype, HOST)
+        return found
+
+    def _named(self, name: str, size: int, dtype: DTypeLike, place: Place) -> Any:
+        key = (name, np.dtype(dtype), place is HOST)
         array = self._arrays.get(key)
         if array is None or array.size < size:
-            array = np.empty(size, dtype)
-            self._arrays[key] = array
+            array = self._arrays[key] = place.empty(size, dtype)
         return array[:size]

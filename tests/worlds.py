@@ -9,8 +9,9 @@ from mpicomp.transport import LocalWorld
 class Ranks:
     """N reducers that step together; with a network, every rank is a host of its own."""
 
-    def __init__(self, size, *args, identical_sums=True, network=None, **settings):
-        self.world = LocalWorld(size, identical_sums, hosts=1 if network is None else size, network=network)
+    def __init__(self, size, *args, identical_sums=True, network=None, hosts=None, **settings):
+        hosts = hosts or (1 if network is None else size)
+        self.world = LocalWorld(size, identical_sums, hosts, network)
         self.reducers = [mpicomp.Reducer(*args, comm=end, **settings) for end in self.world.transports]
 
     def reduce(self, gradients, lr=None):

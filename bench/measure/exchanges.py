@@ -11,8 +11,10 @@ from mpicomp.bench.measure.gradients import Gradients, Settled
 from mpicomp.bench.measure.mean_check import Check, judge, statement
 from numpy.typing import NDArray
 
+from mpicomp.arrays import to_host
 from mpicomp.compressors import Compressor, SharedSparsifier, Sparsifier
 from mpicomp.cost import CostModel
+from mpicomp.places import HOST, Place
 from mpicomp.reducer import Reducer, StepRecord
 from mpicomp.rounds import Round
 from mpicomp.transport import Transport
@@ -81,7 +83,7 @@ class Runner:
     plan : Plan
         The plan to run.
     gradients : Gradients
-        Of this rank; their length is the array's.
+        Of this rank; their length is the array's, and where they are it is exchanged.
     transport : Transport
         Between the ranks.
     residuals : Residuals
@@ -100,6 +102,9 @@ class Runner:
         The name of the plan of every step.
     predicted, gains : list of float or None
         What the cost model said before every step, and the gain.
+    route : str or None
+        Of the last step: how messages of the length of this rank's have reached MPI from a GPU, ``"direct"`` or
+        ``"staged"``; None for gradients on the host.
     """
 
     def __init__(
@@ -111,6 +116,7 @@ class Runner:
         self.ran: list[str] = []
         self.predicted: list[float | None] = []
         self.gains: list[float | None] = []
+        self.route: str | None = None
         self._gradients = gradients
         self._transport = transport
         self._reducer: Reducer | None = Reducer(
@@ -139,14 +145,19 @@ class Runner:
         self.catch_up()  # nobody starts before the others are there
         start = self._transport.clock()
         mean = reducer.reduce({NAME: gradient})[NAME]
+        place = self._gradients.place
+        place.follow(mean)
+        place.wait()
         end = self._transport.clock()
         record = reducer.last_step
         assert record is not None
         self._note(start, end, record)
+        # Known to nobody else: the bucket's place, and with it what was measured of routes.
+        self.route = _route_of(reducer._core.layout.buckets[0].place, record.buckets[0].sent_bytes)
         if check:
             self.catch_up()
             after = None if before is None else reducer.residual(NAME)
-            told = share(statement(gradient, before, after, mean), self._transport)
+            told = share(statement(to_host(gradient), before, after, to_host(mean)), self._transport)
             self.checks.append(judge(told, self._lossless))
 
     def catch_up(self) -> None:
@@ -188,6 +199,13 @@ class Runner:
         if reducer.last_step is None:
             return np.zeros(self._gradients.numel, DTYPE)
         return reducer.residual(NAME)
+
+
+def _route_of(place: Place, nbytes: int) -> str | None:
+    """Return how a message of so many bytes reaches MPI from a place; None from the host."""
+    if place is HOST:
+        return None
+    return "staged" if place.routes is None else place.routes.faster(nbytes)
 
 
 def share(numbers: NDArray[np.float64], transport: Transport) -> NDArray[np.float64]:

@@ -3,14 +3,14 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-from mpicomp.kernels import cpu
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.arrays import Described
-from mpicomp.collectives.scheme import flags_of
 from mpicomp.compressors import Accumulated, Compressor, Context, Quantiser, Selection, SharedSparsifier, Sparsifier
-from mpicomp.compressors.message import message_bytes, write_message
+from mpicomp.compressors.message import STALE, message_bytes, write_message
 from mpicomp.compressors.wire import Wire
+from mpicomp.places import HOST, Place
 from mpicomp.reducer.bucket import Bucket
 
 DTYPE = np.dtype(np.float32)
@@ -18,9 +18,9 @@ DTYPE = np.dtype(np.float32)
 _PLAIN = Wire()
 
 
-def make_bucket(numel: int, compressor: Compressor, feedback: bool, threads: int = 1) -> Bucket:
-    """Make a bucket of one array, with the compressor's momentum before the sum."""
-    return Bucket(0, [Described("gradient", DTYPE.name, (numel,))], feedback, compressor.entry, threads)
+def make_bucket(numel: int, compressor: Compressor, feedback: bool, threads: int = 1, place: Place = HOST) -> Bucket:
+    """Make a bucket of one array at a place, with the compressor's momentum before the sum."""
+    return Bucket(0, [Described("gradient", DTYPE.name, (numel,))], feedback, compressor.entry, threads, place)
 
 
 @dataclass
@@ -33,11 +33,16 @@ class Selecting:
         What selects, or packs.
     numel : int
         Length of the array.
+    context : Context
+        Its workspace is where the array is; that place is current while a step is done.
+    finite : bool
+        Whether gradients are known to be finite: then nobody waits to be told.
     """
 
     compressor: Sparsifier | SharedSparsifier | Quantiser
     numel: int
     context: Context = field(default_factory=Context)
+    finite: bool = False
 
     def __post_init__(self) -> None:
         compressor = self.compressor.bind(["gradient"], [self.numel])
@@ -64,7 +69,7 @@ class Selecting:
         else:
             sent = self._select(self.compressor, accumulated, message)
             count = int(sent.indices.size)
-        bucket.commit(sent, accumulated.finite)
+        bucket.commit(sent, self.finite or accumulated.finite)
         self.context.step += 1
         return count
 
@@ -81,7 +86,7 @@ class Selecting:
             indices = context.workspace.array("indices", count, np.uint32)
             compressor.positions(self.numel, context, indices)
             values = context.workspace.array("values", count, accumulated.dtype)
-            cpu.gather(accumulated.array(), indices, values)
+            kernels.gather(accumulated.array(), indices, values)
             return Selection(indices, values)
         selection = compressor.select(accumulated, context)
         if message:
@@ -93,6 +98,6 @@ def write_plain(selection: Selection, accumulated: Accumulated, context: Context
     """Write the message of a selection as plain 32-bit pairs, into the workspace."""
     numel, dtype = accumulated.numel, accumulated.dtype
     out = context.workspace.array("message", message_bytes(selection.indices.size, numel, dtype, _PLAIN), np.uint8)
-    kept = cpu.energy(selection.values)
-    write_message(out, selection, numel, _PLAIN, flags_of(accumulated), accumulated.energy, kept)
+    flags, moments = STALE * accumulated.stale, accumulated.untold
+    write_message(out, selection, numel, _PLAIN, flags, moments.energy, selection.values, moments.finite)
     return out

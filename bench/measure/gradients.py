@@ -1,6 +1,5 @@
 """Gradients to measure with: as good as fresh at every call, and with residuals in their steady state."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,6 +7,7 @@ from mpicomp.bench.measure.feedback import Selecting, make_bucket
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor, Quantiser, SharedSparsifier, Sparsifier
+from mpicomp.places import HOST, Place
 from mpicomp.reducer.bucket import Bucket
 
 POOL = 2
@@ -27,14 +27,16 @@ class Gradients:
         Their length.
     seed : int
         Of what is drawn.
-    put : callable
-        Brings an array to where it is needed; it stays where it is if not told otherwise.
+    place : Place
+        Where they are.
     """
 
-    def __init__(self, numel: int, seed: int = 0, put: Callable[[NDArray[np.float32]], Any] = np.asarray) -> None:
+    def __init__(self, numel: int, seed: int = 0, place: Place = HOST) -> None:
         self.numel = numel
+        self.place = place
         self._random = np.random.default_rng(seed)
-        self._pool = [put(self._laplace(numel + min(numel, _SLACK) + 64)) for _ in range(POOL)]
+        self._pool = [place.bring(self._laplace(numel + min(numel, _SLACK) + 64)) for _ in range(POOL)]
+        place.wait()  # whoever uses them may do so in another stream
 
     def fresh(self) -> Any:
         """Return a gradient; not to be written to."""

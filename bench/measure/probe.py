@@ -2,7 +2,9 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from mpicomp.bench.measure.exchanges import share
@@ -18,6 +20,10 @@ _WARM = 3  # exchanges before the timed ones
 _REPEATS = 5  # timed exchanges of a collective
 _LIMIT_S = 6.0  # seconds of measuring one collective
 _TOO_SLOW = 3.0  # times the best collective so far: a slower one is not measured further
+
+
+def _nothing() -> None:
+    """Wait for nothing."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +55,18 @@ def probe(
     transport: Transport,
     best_s: float = math.inf,
     cost: CostModel | None = None,
+    bring: Callable[[NDArray[np.float32]], Any] = np.asarray,
+    wait: Callable[[], None] = _nothing,
 ) -> Probe:
     """Exchange ``numel`` float32 some times, the ranks starting together. Collective.
 
     A slow network is measured fewer times: what has taken several seconds is not repeated. Nor is what takes three
     times as long as ``best_s``, the same on all ranks, when it is warm. ``cost`` is what a collective that is to be
-    chosen is chosen by.
+    chosen is chosen by. ``bring`` brings the array to where gradients are, and ``wait`` waits until all that was begun
+    there is done.
     """
     rng = np.random.default_rng(transport.group.rank)
-    gradient = {"probe": rng.standard_normal(numel, np.float32)}
+    gradient = {"probe": bring(rng.standard_normal(numel, np.float32))}
     reducer = Reducer(compressor, collective, comm=transport, cost=cost)
     samples: list[float] = []
     rounds: list[float] = []
@@ -69,6 +78,7 @@ def probe(
         of_all(0.0)  # nobody starts before the others are there
         start = time.perf_counter()
         reducer.reduce(gradient)
+        wait()
         samples.append(float(of_all(time.perf_counter() - start).max()))
         assert reducer.last_step is not None
         rounds.append(float(of_all(reducer.last_step.phases_s["exchange"]).min()))
@@ -90,11 +100,17 @@ def probe(
     return Probe(collective, float(np.median(samples)), float(np.median(rounds)), len(samples))
 
 
-def probe_dense(numel: int, transport: Transport) -> Probe:
+def probe_dense(
+    numel: int,
+    transport: Transport,
+    bring: Callable[[NDArray[np.float32]], Any] = np.asarray,
+    wait: Callable[[], None] = _nothing,
+) -> Probe:
     """Measure every dense collective and return the fastest. Collective."""
     best: Probe | None = None
     for name in fitting(Dense):
-        measured = probe(Dense(), name, numel, transport, math.inf if best is None else best.seconds)
+        best_s = math.inf if best is None else best.seconds
+        measured = probe(Dense(), name, numel, transport, best_s, bring=bring, wait=wait)
         if best is None or measured.seconds < best.seconds:
             best = measured
     assert best is not None

@@ -63,6 +63,8 @@ class TimedPlan:
         That took part.
     settings : str
         What tells its compressor from others of the same name; see `differing_settings` of `config_diff`.
+    device : str
+        Where gradients are, ``"cpu"`` or ``"gpu"``.
     expected_s : float or None
         Seconds that a cost model predicted before it was run.
     runner : Runner or None
@@ -80,6 +82,7 @@ class TimedPlan:
     ranks: int
     hosts: int
     settings: str = ""
+    device: str = "cpu"
     expected_s: float | None = None
     runner: Runner | None = None
     first: int = 0
@@ -135,6 +138,8 @@ def _row(timing: TimedPlan, base: float) -> dict[str, Any]:
         "numel": timing.numel,
         "ranks": timing.ranks,
         "hosts": timing.hosts,
+        "device": timing.device,
+        "route": None if runner is None else runner.route,
     }
     row |= dict.fromkeys(_MEASURED) | {"samples": 0, "stopped": None}
     row["predicted_s"] = row["first_predicted_s"] = timing.expected_s

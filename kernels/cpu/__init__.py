@@ -12,16 +12,9 @@ from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
 from mpicomp.kernels.cpu.convolution import conv_double, conv_halve, conv_mix, conv_room
 from mpicomp.kernels.cpu.countsketch import sketch_add, sketch_clear, sketch_estimate
 from mpicomp.kernels.cpu.exponents import pack_exponents, unpack_exponents, unpack_exponents_add
-from mpicomp.kernels.cpu.fields import (
-    fields_of,
-    pack_fields,
-    pack_objections,
-    settle_levels,
-    unpack_fields,
-    words_of,
-)
+from mpicomp.kernels.cpu.fields import pack_fields, pack_objections, settle_levels, unpack_fields
 from mpicomp.kernels.cpu.grid import pack_grid, pack_range, unpack_grid, unpack_grid_add
-from mpicomp.kernels.cpu.indices import ascending_below, decode_indices, encode_indices, index_bytes
+from mpicomp.kernels.cpu.indices import ascending_below, decode_indices, decode_indices_of, encode_indices
 from mpicomp.kernels.cpu.merge import (
     count_reaching,
     intersect,
@@ -30,7 +23,9 @@ from mpicomp.kernels.cpu.merge import (
     norm_change,
     split_largest,
 )
+from mpicomp.kernels.cpu.message import sparse_add, write_header, write_tail
 from mpicomp.kernels.cpu.moments import Moments, logarithms
+from mpicomp.kernels.cpu.pieces import Pieces, concatenate
 from mpicomp.kernels.cpu.scatter import clear_at, gather, scatter_add, subtract_at
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest
 from mpicomp.kernels.cpu.signs import pack_signs, unpack_signs, unpack_signs_add
@@ -38,16 +33,19 @@ from mpicomp.kernels.cpu.spectrum import BINS, GROUP, edges, spectrum
 from mpicomp.kernels.cpu.sweep import energy, momentum, scale, share_rounding
 from mpicomp.kernels.cpu.tail import Tail, select_above, select_listed, tail
 from mpicomp.kernels.cpu.votes import majority, pack_votes, unpack_votes
+from mpicomp.kernels.sizes import fields_of, index_bytes, words_of
 
 __all__ = [
     "BINS",
     "GROUP",
     "Moments",
+    "Pieces",
     "Tail",
     "accumulate",
     "accumulate_candidates",
     "ascending_below",
     "clear_at",
+    "concatenate",
     "conv_double",
     "conv_halve",
     "conv_mix",
@@ -55,6 +53,7 @@ __all__ = [
     "count_reaching",
     "decode_blocks",
     "decode_indices",
+    "decode_indices_of",
     "edges",
     "encode_blocks",
     "encode_indices",
@@ -93,6 +92,7 @@ __all__ = [
     "sketch_add",
     "sketch_clear",
     "sketch_estimate",
+    "sparse_add",
     "spectrum",
     "split_largest",
     "subtract_at",
@@ -108,4 +108,6 @@ __all__ = [
     "widen",
     "widen_add",
     "words_of",
+    "write_header",
+    "write_tail",
 ]

@@ -12,34 +12,13 @@ from typing import Any
 import numpy as np
 from mpicomp.kernels.cpu.compile import exact, kernel
 from mpicomp.kernels.cpu.random import draw, halves
+from mpicomp.kernels.sizes import fields_of, width_of
 from numpy.typing import NDArray
 
 SPAN = 256
 """Words of a block; with their elements they stay in the first-level cache."""
 
 _UNIT = np.float32(2.0**-24)
-
-
-def fields_of(largest: int) -> int:
-    """Return the number of fields of a word when none may hold more than ``largest``.
-
-    Examples
-    --------
-    >>> fields_of(7), fields_of(8), fields_of(2**40)
-    (21, 16, 1)
-    """
-    return 64 // _width(largest)
-
-
-def words_of(numel: int, largest: int) -> int:
-    """Return the number of words that ``numel`` fields fill.
-
-    Examples
-    --------
-    >>> words_of(0, 7), words_of(21, 7), words_of(22, 7)
-    (0, 1, 2)
-    """
-    return -(-numel // fields_of(largest))
 
 
 def pack_fields(
@@ -91,7 +70,7 @@ def pack_fields(
     low, high = (None, None) if key is None else halves(key)
     number = array.dtype.type
     units = _pack_fields(
-        array, levels, inverses, steps, number(limit), fields_of(largest), _width(largest), low, high, words, sent
+        array, levels, inverses, steps, number(limit), fields_of(largest), width_of(largest), low, high, words, sent
     )  # fmt: skip
     with np.errstate(over="ignore", invalid="ignore"):
         return float(np.square(np.float64(steps[0])) * units)
@@ -130,7 +109,7 @@ def unpack_fields(
     >>> out.tolist()
     [-2.0, 1.0, 2.0]
     """
-    _unpack_fields(words, levels, factors, np.int32(offset), fields_of(largest), _width(largest), out)
+    _unpack_fields(words, levels, factors, np.int32(offset), fields_of(largest), width_of(largest), out)
 
 
 def pack_objections(
@@ -151,7 +130,7 @@ def pack_objections(
     words : array of uint64, shape (words_of(n, ranks),)
         Receives the fields.
     """
-    _pack_objections(array, inverse, array.dtype.type(limit), fields_of(ranks), _width(ranks), words)
+    _pack_objections(array, inverse, array.dtype.type(limit), fields_of(ranks), width_of(ranks), words)
 
 
 def settle_levels(words: NDArray[np.uint64], ranks: int, level: int, levels: NDArray[np.uint8]) -> None:
@@ -168,11 +147,7 @@ def settle_levels(words: NDArray[np.uint64], ranks: int, level: int, levels: NDA
     levels : array of uint8, shape (n,)
         Changed where the field is zero.
     """
-    _settle_levels(words, fields_of(ranks), _width(ranks), np.uint8(level), levels)
-
-
-def _width(largest: int) -> int:
-    return max(1, int(largest).bit_length())
+    _settle_levels(words, fields_of(ranks), width_of(ranks), np.uint8(level), levels)
 
 
 @kernel

@@ -6,22 +6,13 @@ stand before it as its high part is large. Low parts and bitmap each begin at a 
 the lowest bit of their first word on, and leave the rest of their last word zero.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from mpicomp.kernels.cpu.bit_ops import first_one, ones
 from mpicomp.kernels.cpu.compile import kernel
+from mpicomp.kernels.sizes import index_bytes, layout_of
 from numpy.typing import NDArray
-
-
-def index_bytes(count: int, numel: int) -> int:
-    """Return the length of the code of ``count`` indices below ``numel``, a multiple of 8.
-
-    Examples
-    --------
-    >>> index_bytes(0, 1000), index_bytes(1, 1), 8 * index_bytes(25_600, 25_600_000) / 25_600
-    (0, 8, 11.955)
-    """
-    _, low, upper = _layout(count, numel)
-    return 8 * (low + upper)
 
 
 def encode_indices(indices: NDArray[np.uint32], numel: int, out: NDArray[np.unsignedinteger]) -> bool:
@@ -45,6 +36,7 @@ def encode_indices(indices: NDArray[np.uint32], numel: int, out: NDArray[np.unsi
     Examples
     --------
     >>> import numpy as np
+    >>> from mpicomp.kernels.cpu import index_bytes
     >>> out = np.empty(index_bytes(3, 100), np.uint8)
     >>> encode_indices(np.array([5, 6, 99], np.uint32), 100, out)
     True
@@ -52,7 +44,7 @@ def encode_indices(indices: NDArray[np.uint32], numel: int, out: NDArray[np.unsi
     >>> decode_indices(out, 3, 100, back), back.tolist()
     (True, [5, 6, 99])
     """
-    bits, low, upper = _layout(indices.size, numel)
+    bits, low, upper = layout_of(indices.size, numel)
     code = out.view(np.uint64)
     if code.size != low + upper:
         raise ValueError(f"encode_indices: the code has {8 * (low + upper)} bytes, out has {out.nbytes}")
@@ -81,13 +73,67 @@ def decode_indices(code: NDArray[np.unsignedinteger], count: int, numel: int, ou
         False where the length is not that of `index_bytes` or no ascending indices below ``numel`` have this code.
         ``out`` then holds anything.
     """
-    bits, low, upper = _layout(count, numel)
+    bits, low, upper = layout_of(count, numel)
     if out.size != count:
         raise ValueError(f"decode_indices: {count} indices do not fill an array of {out.size}")
     if code.nbytes != 8 * (low + upper):
         return False
     words = code.view(np.uint64)
     return bool(_decode(words, bits, words[low:], numel, out))
+
+
+def decode_indices_of(
+    messages: NDArray[np.uint8], starts: Sequence[int], counts: Sequence[int], numel: int, out: NDArray[np.uint32]
+) -> bool:
+    """Read several codes, as `decode_indices` reads one.
+
+    Parameters
+    ----------
+    messages : array of uint8
+        Aligned like uint64. It holds all codes, and whatever else.
+    starts : sequence of int
+        Where each code begins, in bytes; a multiple of 8.
+    counts : sequence of int
+        Number of indices of each code.
+    numel : int
+        Their upper bound.
+    out : array of uint32, shape (sum(counts),)
+        Receives the indices of one code after those of the other.
+
+    Returns
+    -------
+    bool
+        True where all codes lie inside ``messages`` and are right. Where it is False, ``out`` holds anything.
+
+    Raises
+    ------
+    ValueError
+        Where the indices do not fill ``out``, or a code does not begin at a multiple of 8.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpicomp.kernels.cpu import index_bytes
+    >>> messages, out = np.zeros(8 + 2 * index_bytes(2, 9), np.uint8), np.empty(4, np.uint32)
+    >>> messages.size, encode_indices(np.array([1, 8], np.uint32), 9, messages[:16])
+    (40, True)
+    >>> encode_indices(np.array([3, 4], np.uint32), 9, messages[24:])
+    True
+    >>> decode_indices_of(messages, [0, 24], [2, 2], 9, out), out.tolist()
+    (True, [1, 8, 3, 4])
+    """
+    if sum(counts) != out.size:
+        raise ValueError(f"decode_indices_of: {sum(counts)} indices do not fill an array of {out.size}")
+    if any(start % 8 for start in starts):
+        raise ValueError("decode_indices_of: a code begins at a multiple of 8")
+    place = 0
+    for start, count in zip(starts, counts, strict=True):
+        stop = start + index_bytes(count, numel)
+        # What is sliced does not tell of a place before the first byte.
+        if start < 0 or not decode_indices(messages[start:stop], count, numel, out[place : place + count]):
+            return False
+        place += count
+    return True
 
 
 def ascending_below(indices: NDArray[np.uint32], numel: int) -> bool:
@@ -101,16 +147,6 @@ def ascending_below(indices: NDArray[np.uint32], numel: int) -> bool:
     (True, False, False)
     """
     return indices.size == 0 or (int(indices[-1]) < numel and bool(_ascending(indices[:-1], indices[1:])))
-
-
-def _layout(count: int, numel: int) -> tuple[int, int, int]:
-    """Return the number of low bits and the lengths of low parts and bitmap in words of 64 bits."""
-    if count == 0:
-        return 0, 0, 0
-    # One more low bit costs ``count`` and halves a bitmap of ``numel >> bits`` zeros, so that the logarithm of
-    # ``numel / count`` rounded down makes the shortest code.
-    bits = max(0, (numel // count).bit_length() - 1)
-    return bits, -(-count * bits // 64), -(-(count + ((numel - 1) >> bits) + 1) // 64)
 
 
 @kernel

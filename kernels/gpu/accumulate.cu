@@ -57,7 +57,7 @@ __device__ __forceinline__ void list_candidates(
 // end of the array reads as 0 and must not be a candidate.
 extern "C" __global__ void __launch_bounds__(THREADS) accumulate(
     const Word* gradient, const Word* residual, Word* out, i64 size, const u64* least, i64 least_value, u32* index,
-    Word* bits, i64 room, u64* starts, u32* counts, State* state, double* sums, u64* tops) {
+    Word* bits, i64 room, u64* starts, u32* counts, State* state, Partials* partials) {
   const Word bound = (Word)given(least, least_value);
   double sum[3] = {};
   u64 nonzero = 0;
@@ -98,6 +98,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) accumulate(
     }
   }
   sum[0] = (double)nonzero;
-  leave_sums(sum, sums);
-  leave_top(top, tops);
+  finish_sums_and_top<3, true>(sum, top, partials);
 }

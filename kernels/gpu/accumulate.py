@@ -38,8 +38,8 @@ def accumulate(gradient: Any, residual: Any, out: Any, threads: int = 1) -> Mome
         Of ``out``.
     """
     partials = Partials(sweeps(out.size, out.dtype), COLUMNS, top=True)
-    sweep(gradient, residual, out, (0, 0), 0, 0, 0, 0, 0, 0, partials.sums, partials.tops)
-    return _moments(partials, out.dtype)
+    sweep(gradient, residual, out, (0, 0), 0, 0, 0, 0, 0, 0, partials)
+    return _moments(partials)
 
 
 def accumulate_candidates(
@@ -73,28 +73,26 @@ def accumulate_candidates(
     state = cupy.zeros(len(Field), np.uint64)
     partials = Partials(sweeps(out.size, out.dtype), COLUMNS, top=True)
     least = given(bound, np.uint64)
-    sweep(gradient, residual, out, least, *listed, room, starts, counts, state, partials.sums, partials.tops)
-    moments = _moments(partials, out.dtype)
+    sweep(gradient, residual, out, least, *listed, room, starts, counts, state, partials)
     count_tiles(
         out, out.size, listed[1], room, starts, counts, Source.LIST_IF_COMPLETE, least, least, Rule.REACH, (0, room),
         given(count, np.int64), number, of_tiles, before, state,
     )  # fmt: skip
     write_tiles(out, out.size, *listed, starts, counts, number, of_tiles, before, state, base, index, magnitudes=bits)
-    return state.view(np.int64)[Field.END], moments
+    return state.view(np.int64)[Field.END], _moments(partials)
 
 
 def sweep(
     gradient: Any, residual: Any, out: Any, bound: tuple[Any, int], index: Any, bits: Any, room: int,
-    starts: Any, counts: Any, state: Any, sums: Any, tops: Any,
+    starts: Any, counts: Any, state: Any, partials: Partials,
 ) -> None:  # fmt: skip
     """Launch the kernel that makes the sum; a bound of 0 lists nothing."""
     launch(
         "accumulate", "accumulate", out.dtype, sweeps(out.size, out.dtype),
         gradient, 0 if residual is None else residual, out, out.size, *bound,
-        index, bits, room, starts, counts, state, sums, tops,
+        index, bits, room, starts, counts, state, partials.memory,
     )  # fmt: skip
 
 
-def _moments(partials: Partials, dtype: Any) -> Moments:
-    partials.finish(dtype, integers=1)
-    return Moments(partials.count(0), partials.total(1), partials.total(2), partials.finite())
+def _moments(partials: Partials) -> Moments:
+    return Moments(partials.count(), partials.total(1), partials.total(2), partials.finite())

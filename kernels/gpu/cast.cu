@@ -3,7 +3,6 @@
 constexpr u32 SIGN = 0x80000000u;
 constexpr u32 INFINITE_FLOAT = 0x7f800000u;
 constexpr u32 NORMAL_HALF = 113u << 23;  // float32 bits of 2^-14, the smallest normal half
-constexpr u32 BIASES = 112u << 23;       // between the exponents of half and float32
 constexpr u32 ONE_HALF = 126u << 23;     // adding 0.5 rounds to a multiple of 2^-24, the step of subnormal halves
 
 template <bool BF16>
@@ -27,29 +26,7 @@ __device__ __forceinline__ u16 half_of(u32 bits) {
 }
 
 template <bool BF16>
-__device__ __forceinline__ float float_of(u16 half) {
-  if (BF16) return __uint_as_float((u32)half << 16);
-  const u32 magnitude = half & 0x7fffu;
-  u32 bits = magnitude << 13;
-  if (magnitude >= 0x7c00) {
-    bits |= INFINITE_FLOAT;
-  } else if (magnitude >= 0x400) {
-    bits += BIASES;
-  } else {
-    // Subnormal. Taken as a float32 the shifted bits would be so, too, and CuPy has those treated as zero.
-    bits = __float_as_uint((float)magnitude * 5.9604644775390625e-8f);
-  }
-  return __uint_as_float(bits | (half & 0x8000u) << 16);
-}
-
-struct alignas(2 * VEC) Halves {
-  u16 item[VEC];
-};
-
-__device__ __forceinline__ bool aligned_halves(const void* pointer) { return (u64)pointer % sizeof(Halves) == 0; }
-
-template <bool BF16>
-__device__ __forceinline__ void narrow(const Word* array, i64 size, u16* out, Word* sent, double* sums) {
+__device__ __forceinline__ void narrow(const Word* array, i64 size, u16* out, Word* sent, Partials* partials) {
   double sum[1] = {};
   const bool even = aligned(array) && aligned(sent) && aligned_halves(out);
   for (i64 tile = blockIdx.x; tile * TILE < size; tile += gridDim.x) {
@@ -74,7 +51,7 @@ __device__ __forceinline__ void narrow(const Word* array, i64 size, u16* out, Wo
     }
     if (sent) store(items, sent, first, size, packed);
   }
-  leave_sums(sum, sums);
+  finish_sums(sum, partials);
 }
 
 template <bool BF16, bool ADD>
@@ -103,8 +80,8 @@ __device__ __forceinline__ void widen(const u16* source, i64 size, Word* out) {
 
 #define NARROW(NAME, BF16)                                                                        \
   extern "C" __global__ void __launch_bounds__(THREADS)                                           \
-      NAME(const Word* array, i64 size, u16* out, Word* sent, double* sums) {                     \
-    narrow<BF16>(array, size, out, sent, sums);                                                   \
+      NAME(const Word* array, i64 size, u16* out, Word* sent, Partials* partials) {               \
+    narrow<BF16>(array, size, out, sent, partials);                                               \
   }
 #define WIDEN(NAME, BF16, ADD)                                                                    \
   extern "C" __global__ void __launch_bounds__(THREADS) NAME(const u16* source, i64 size, Word* out) { \

@@ -28,8 +28,7 @@ def narrow(array: Any, wire: str, out: Any, sent: Any = None) -> Any:
     blocks = sweeps(array.size, array.dtype)
     partials = Partials(blocks, 1)
     receiver = 0 if sent is None else sent
-    launch("cast", f"narrow_{wire}", array.dtype, blocks, array, array.size, out, receiver, partials.sums)
-    partials.finish(array.dtype)
+    launch("cast", f"narrow_{wire}", array.dtype, blocks, array, array.size, out, receiver, partials.memory)
     return partials.total(0)
 
 

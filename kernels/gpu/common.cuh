@@ -83,6 +83,30 @@ __device__ __forceinline__ float single_of(double value) {
 __device__ __forceinline__ float product(float first, float second) { return __fmul_rn(first, second); }
 __device__ __forceinline__ double product(double first, double second) { return __dmul_rn(first, second); }
 
+// What 16 bits stand for: a number of IEEE half precision, or a bfloat16.
+[[maybe_unused]] constexpr u32 BIASES = 112u << 23;  // between the exponents of half and float32
+template <bool BF16>
+__device__ __forceinline__ float float_of(u16 half) {
+  if (BF16) return __uint_as_float((u32)half << 16);
+  const u32 magnitude = half & 0x7fffu;
+  u32 bits = magnitude << 13;
+  if (magnitude >= 0x7c00) {
+    bits |= 0x7f800000u;
+  } else if (magnitude >= 0x400) {
+    bits += BIASES;
+  } else {
+    // Subnormal. Taken as a float32 the shifted bits would be so, too, and CuPy has those treated as zero.
+    bits = __float_as_uint(product((float)magnitude, 5.9604644775390625e-8f));
+  }
+  return __uint_as_float(bits | (half & 0x8000u) << 16);
+}
+
+struct alignas(2 * VEC) Halves {
+  u16 item[VEC];
+};
+
+__device__ __forceinline__ bool aligned_halves(const void* pointer) { return (u64)pointer % sizeof(Halves) == 0; }
+
 // 32 random bits of an element, of which the upper ones are the best; the host makes `low` and `high` of a key. The
 // CPU's random.py has the same hash.
 __device__ __forceinline__ u32 draw(u32 index, u32 low, u32 high) {
@@ -244,18 +268,104 @@ __device__ __forceinline__ u64 collect_top(const u64* tops, i64 blocks) {
   return block_max(top);
 }
 
-// True on all threads of the one of `blocks` that ends last: what the others wrote is then there to be read.
-__device__ __forceinline__ bool ends_last(State* state, u64 blocks) {
+// True on all threads of the one of `blocks` that ends last: what the others wrote is then there to be read. The ticket
+// is zero before and behind.
+__device__ __forceinline__ bool ends_last(u64* ticket, u64 blocks) {
   __shared__ bool last;
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = atomicAdd(&state->ticket, (u64)1) == blocks - 1;
-    if (last) state->ticket = 0;
+    last = atomicAdd(ticket, (u64)1) == blocks - 1;
+    if (last) *ticket = 0;
   }
   __syncthreads();
   __threadfence();
   return last;
+}
+
+__device__ __forceinline__ bool ends_last(State* state, u64 blocks) { return ends_last(&state->ticket, blocks); }
+
+// What the blocks of a sweep leave, and what the one that ends last makes of it. Behind these words are the totals of
+// all columns, the sums of the blocks column by column, and the largest magnitudes of the blocks. The host's Partials
+// has the same layout.
+struct Partials {
+  u64 ticket;  // blocks of the running launch that have ended: zero before and behind
+  u64 top;     // the bits of the largest magnitude
+  u64 finite;  // whether they are those of a number
+
+  __device__ __forceinline__ double* totals() { return reinterpret_cast<double*>(this + 1); }
+  __device__ __forceinline__ const double* totals() const { return reinterpret_cast<const double*>(this + 1); }
+};
+
+// With COUNTED the first column is stored as an integer.
+template <int COLUMNS, bool COUNTED>
+__device__ __forceinline__ void add_up_sums(double (&sum)[COLUMNS], Partials* partials) {
+  double* totals = partials->totals();
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) {
+    sum[c] = collect_sum(totals + COLUMNS, c, gridDim.x);
+    if (threadIdx.x != 0) continue;
+    if (COUNTED && c == 0)
+      reinterpret_cast<i64*>(totals)[c] = (i64)sum[c];
+    else
+      totals[c] = sum[c];
+  }
+}
+
+__device__ __forceinline__ void add_up_top(const u64* tops, Partials* partials) {
+  const u64 largest = collect_top(tops, gridDim.x);
+  if (threadIdx.x != 0) return;
+  partials->top = largest;
+  partials->finite = largest < (u64)INFINITE;
+}
+
+// The end of every sweep that makes sums: `sum` has those of a thread. True on all threads of the block that ends last;
+// there it has the totals then.
+template <int COLUMNS, bool COUNTED = false>
+__device__ __forceinline__ bool finish_sums(double (&sum)[COLUMNS], Partials* partials) {
+  leave_sums(sum, partials->totals() + COLUMNS);
+  if (!ends_last(&partials->ticket, gridDim.x)) return false;
+  add_up_sums<COLUMNS, COUNTED>(sum, partials);
+  return true;
+}
+
+// The same for the largest magnitude.
+__device__ __forceinline__ void finish_top(Word top, Partials* partials) {
+  u64* tops = reinterpret_cast<u64*>(partials->totals());
+  leave_top(top, tops);
+  if (ends_last(&partials->ticket, gridDim.x)) add_up_top(tops, partials);
+}
+
+// And for both.
+template <int COLUMNS, bool COUNTED = false>
+__device__ __forceinline__ void finish_sums_and_top(double (&sum)[COLUMNS], Word top, Partials* partials) {
+  double* sums = partials->totals() + COLUMNS;
+  u64* tops = reinterpret_cast<u64*>(sums + (i64)COLUMNS * gridDim.x);
+  leave_sums(sum, sums);
+  leave_top(top, tops);
+  if (!ends_last(&partials->ticket, gridDim.x)) return;
+  add_up_sums<COLUMNS, COUNTED>(sum, partials);
+  add_up_top(tops, partials);
+}
+
+// What a thread has of an array's squared L2 norm.
+__device__ __forceinline__ double sum_squares(const Word* array, i64 size) {
+  double sum = 0;
+  const bool even = aligned(array);
+  for (i64 tile = blockIdx.x; tile * TILE < size; tile += gridDim.x) {
+    const i64 first = tile * TILE + warp_of_thread() * WARP_TILE + lane_of_thread() * VEC;
+    Items items;
+    load(items, array, first, size, even && (tile + 1) * TILE <= size);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        const double value = (double)as_real(items.item[r][j]);
+        sum += value * value;
+      }
+    }
+  }
+  return sum;
 }
 
 // Where a place in what remains of an array lies in it, when of all groups of 1024 elements every `stride`-th remains.

@@ -10,7 +10,8 @@ __device__ __forceinline__ float power_of(bool negative, u32 exponent) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) pack_exponents(
-    const Word* array, i64 size, i64 low, i64 high, u32* halves, i64 groups, u8* exponents, Word* sent, double* sums) {
+    const Word* array, i64 size, i64 low, i64 high, u32* halves, i64 groups, u8* exponents, Word* sent,
+    Partials* partials) {
   double sum[1] = {};
   // Words are written by halves, of which the lower one comes first.
   for (i64 g = (i64)blockIdx.x * WARPS + warp_of_thread(); g < groups; g += (i64)gridDim.x * WARPS) {
@@ -32,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_exponents(
     sent[i] = as_word((Real)seen);
     sum[0] += missed * missed;
   }
-  leave_sums(sum, sums);
+  finish_sums(sum, partials);
 }
 
 template <bool ADD>

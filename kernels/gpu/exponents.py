@@ -13,9 +13,8 @@ def pack_exponents(array: Any, words: Any, exponents: Any, sent: Any, key: int) 
     partials = Partials(blocks, 1)
     launch(
         "exponents", "pack_exponents", array.dtype, blocks,
-        array, array.size, *map(int, halves(key)), words, 2 * words.size, exponents, sent, partials.sums,
+        array, array.size, *map(int, halves(key)), words, 2 * words.size, exponents, sent, partials.memory,
     )  # fmt: skip
-    partials.finish(array.dtype)
     return partials.total(0)
 
 

@@ -25,7 +25,7 @@ __device__ __forceinline__ float share_of(u32 index, u32 low, u32 high) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) pack_fields(
     const Word* array, i64 size, const u8* levels, const Word* inverses, const Word* steps, i64 limit, i64 fields,
-    i64 width, i64 random, i64 low, i64 high, u64* words, i64 count, Word* sent, double* sums) {
+    i64 width, i64 random, i64 low, i64 high, u64* words, i64 count, Word* sent, Partials* partials) {
   const Real end = (Real)limit;
   double sum[1] = {};
   for (i64 w = (i64)blockIdx.x * THREADS + threadIdx.x; w < count; w += (i64)gridDim.x * THREADS) {
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_fields(
     }
     words[w] = word;
   }
-  leave_sums(sum, sums);
+  finish_sums(sum, partials);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) unpack_fields(

@@ -3,10 +3,10 @@
 from typing import Any
 
 import numpy as np
-from mpicomp.kernels.cpu.fields import fields_of
 from mpicomp.kernels.cpu.random import halves
 from mpicomp.kernels.gpu.compile import launch, strides
 from mpicomp.kernels.gpu.reduce import Partials
+from mpicomp.kernels.sizes import fields_of, width_of
 
 
 def pack_fields(
@@ -23,9 +23,8 @@ def pack_fields(
     launch(
         "fields", "pack_fields", array.dtype, blocks,
         array, array.size, 0 if levels is None else levels, inverses, steps, limit, fields_of(largest),
-        _width(largest), int(key is not None), low, high, words, words.size, sent, partials.sums,
+        width_of(largest), int(key is not None), low, high, words, words.size, sent, partials.memory,
     )  # fmt: skip
-    partials.finish(array.dtype)
     return partials.total(0)
 
 
@@ -33,7 +32,7 @@ def unpack_fields(words: Any, factors: Any, offset: int, largest: int, out: Any,
     """Write ``(field - offset) * factor`` for each element; see `mpicomp.kernels.cpu.unpack_fields`."""
     launch(
         "fields", "unpack_fields", out.dtype, strides(words.size),
-        words, words.size, 0 if levels is None else levels, factors, offset, fields_of(largest), _width(largest), out,
+        words, words.size, 0 if levels is None else levels, factors, offset, fields_of(largest), width_of(largest), out,
         out.size,
     )  # fmt: skip
 
@@ -42,7 +41,7 @@ def pack_objections(array: Any, inverse: Any, limit: int, ranks: int, words: Any
     """Mark elements beyond the ends of a grid; see `mpicomp.kernels.cpu.pack_objections`."""
     launch(
         "fields", "pack_objections", array.dtype, strides(words.size),
-        array, array.size, float(inverse), limit, fields_of(ranks), _width(ranks), words, words.size,
+        array, array.size, float(inverse), limit, fields_of(ranks), width_of(ranks), words, words.size,
     )  # fmt: skip
 
 
@@ -50,9 +49,5 @@ def settle_levels(words: Any, ranks: int, level: int, levels: Any) -> None:
     """Set the level where nobody has objected; see `mpicomp.kernels.cpu.settle_levels`."""
     launch(
         "fields", "settle_levels", np.float32, strides(words.size),
-        words, words.size, fields_of(ranks), _width(ranks), level, levels, levels.size,
+        words, words.size, fields_of(ranks), width_of(ranks), level, levels, levels.size,
     )  # fmt: skip
-
-
-def _width(largest: int) -> int:
-    return max(1, int(largest).bit_length())

@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) measure_ranges(
 
 extern "C" __global__ void __launch_bounds__(THREADS) pack_codes(
     const Word* array, i64 size, i64 bucket, i64 bits, i64 points, i64 offset, const float* bases, const float* steps,
-    i64 random, i64 low, i64 high, u32* halves, i64 groups, Word* sent, double* sums) {
+    i64 random, i64 low, i64 high, u32* halves, i64 groups, Word* sent, Partials* partials) {
   const Real lowest = (Real)-offset, highest = (Real)(points - offset);
   double sum[1] = {};
   for (i64 g = (i64)blockIdx.x * WARPS + warp_of_thread(); g < groups; g += (i64)gridDim.x * WARPS) {
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_codes(
     }
     if (lane_of_thread() < bits) halves[2 * (g / 2 * bits + lane_of_thread()) + g % 2] = own;
   }
-  leave_sums(sum, sums);
+  finish_sums(sum, partials);
 }
 
 template <bool ADD>

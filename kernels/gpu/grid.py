@@ -59,9 +59,8 @@ def _pack(
     launch(
         "grid", "pack_codes", array.dtype, blocks,
         array, array.size, bucket, bits, points, offset, bases, steps, int(key is not None), low, high, words, groups,
-        sent, partials.sums,
+        sent, partials.memory,
     )  # fmt: skip
-    partials.finish(array.dtype)
     return partials.total(0)
 
 

@@ -1,7 +1,7 @@
 // Columns of sums: how many elements are not zero, sum of magnitudes, sum of logarithms of what is not zero.
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    logarithms(const Word* array, i64 size, i64 remaining, i64 stride, double* sums) {
+    logarithms(const Word* array, i64 size, i64 remaining, i64 stride, Partials* partials) {
   u64 nonzero = 0;
   double sum[3] = {};
   const bool even = aligned(array);
@@ -24,5 +24,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     sum[2] += logarithms.sum();
   }
   sum[0] = (double)nonzero;
-  leave_sums(sum, sums);
+  finish_sums<3, true>(sum, partials);
 }

@@ -48,6 +48,5 @@ def logarithms(array: Any, stride: int = 1, threads: int = 1) -> tuple[Any, Any,
     seen = remaining(array.size, stride)
     blocks = sweeps(seen, array.dtype)
     partials = Partials(blocks, 3)
-    launch("moments", "logarithms", array.dtype, blocks, array, array.size, seen, stride, partials.sums)
-    partials.finish(array.dtype, integers=1)
-    return partials.count(0), partials.total(1), partials.total(2)
+    launch("moments", "logarithms", array.dtype, blocks, array, array.size, seen, stride, partials.memory)
+    return partials.count(), partials.total(1), partials.total(2)

@@ -1,18 +1,27 @@
-"""Sums over an array in two steps, the second one in an order that no timing changes."""
+"""Sums over an array, which the last block of a sweep adds up in an order that no timing changes."""
 
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
-from mpicomp.kernels.gpu.compile import launch, library
+from mpicomp.kernels.gpu.compile import library
+
+
+class Word(IntEnum):
+    """Places of what a sweep has found, of 64 bits each; the totals of columns follow."""
+
+    TICKET, TOP, FINITE, TOTALS = range(4)
 
 
 class Partials:
-    """Partial sums of the blocks of a sweep, and the totals that `finish` makes of them.
+    """Memory of a sweep: what its blocks leave, and the totals that the last of them makes of it.
+
+    One launch may use it at a time; the next one may when that has ended, and writes over what is there.
 
     Parameters
     ----------
     blocks : int
-        Number of blocks of the sweep.
+        Number of blocks of the sweep, at most.
     columns : int
         Number of sums that every block leaves.
     top : bool
@@ -20,35 +29,21 @@ class Partials:
     """
 
     def __init__(self, blocks: int, columns: int, top: bool = False) -> None:
-        self.blocks = blocks
-        self.columns = columns
-        self._top = top
-        numbers = library().empty((columns + top) * blocks + columns + 2, np.float64)
-        self.sums = numbers[: columns * blocks]
-        self.tops = numbers[columns * blocks : (columns + 1) * blocks].view(np.uint64) if top else 0
-        self.results = numbers[numbers.size - columns - 2 : numbers.size - 2]
-        self._largest = numbers[numbers.size - 2 : numbers.size - 1].view(np.uint64)
-        self._finite = numbers[numbers.size - 1 :].view(np.bool_)
-
-    def finish(self, dtype: Any, integers: int = 0) -> None:
-        """Add up the partial sums; bit c of ``integers`` makes an integer of column c."""
-        launch(
-            "reduce", "finish", dtype, self.columns + self._top,
-            self.sums, self.columns, integers, self.tops, self.blocks, self.results, self._largest, self._finite,
-        )  # fmt: skip
+        self.memory = library().empty(Word.TOTALS + columns + (columns + top) * blocks, np.float64)
+        self.memory[: Word.TICKET + 1].fill(0)  # a launch leaves it so
 
     def total(self, column: int) -> Any:
         """Return a sum as a 0-d array."""
-        return self.results[column]
+        return self.memory[Word.TOTALS + column]
 
-    def count(self, column: int) -> Any:
-        """Return a sum that was made an integer."""
-        return self.results.view(np.int64)[column]
+    def count(self) -> Any:
+        """Return the sum of the first column, where the sweep makes an integer of it."""
+        return self.memory.view(np.int64)[Word.TOTALS]
 
     def top(self) -> Any:
         """Return the largest magnitude bits, as uint64."""
-        return self._largest[0]
+        return self.memory.view(np.uint64)[Word.TOP]
 
     def finite(self) -> Any:
         """Return whether all elements are finite numbers, as a 0-d array."""
-        return self._finite[0]
+        return self.memory[Word.FINITE : Word.FINITE + 1].view(np.bool_)[0]

@@ -112,22 +112,23 @@ __device__ __forceinline__ void settle(Fit* fit, State* state, double threshold)
   state->exact = !(threshold > 0 && threshold < as_real(ENDLESS));
 }
 
+__device__ __forceinline__ double count_of(const Partials* partials) {
+  return (double)reinterpret_cast<const i64*>(partials->totals())[0];
+}
+
 // The first threshold, from the moments of all elements and, for gamma, from logarithms of those that are looked at.
 // `estimating` is 0 where the array is too small for it.
 extern "C" __global__ void __launch_bounds__(THREADS) begin(
-    const double* sums, const u64* tops, i64 blocks, const double* logarithms, i64 blocks_of_logarithms, i64 k,
-    i64 stages, i64 distribution, i64 estimating, double* moments, u8* finite, Fit* fit, State* state) {
-  const double nonzero = collect_sum(sums, 0, blocks), total = collect_sum(sums, 1, blocks);
-  const double energy = collect_sum(sums, 2, blocks);
-  const u64 top = collect_top(tops, blocks);
-  const double seen = collect_sum(logarithms, 0, blocks_of_logarithms);
-  const double total_seen = collect_sum(logarithms, 1, blocks_of_logarithms);
-  const double logarithm = collect_sum(logarithms, 2, blocks_of_logarithms);
+    const Partials* moments, const Partials* logarithms, i64 k, i64 stages, i64 distribution, i64 estimating, Fit* fit,
+    State* state) {
   if (threadIdx.x != 0) return;
-  reinterpret_cast<i64*>(moments)[0] = (i64)nonzero;
-  moments[1] = total;
-  moments[2] = energy;
-  *finite = top < (u64)INFINITE;
+  const double nonzero = count_of(moments), total = moments->totals()[1], energy = moments->totals()[2];
+  double seen = 0, total_seen = 0, logarithm = 0;
+  if (logarithms) {
+    seen = count_of(logarithms);
+    total_seen = logarithms->totals()[1];
+    logarithm = logarithms->totals()[2];
+  }
   *fit = Fit{};
   fit->reached = as_real((u64)0x7ff8000000000000ull);  // NaN: nothing was estimated
   state->k = (u64)smaller(k, (i64)nonzero);
@@ -206,16 +207,13 @@ __device__ __forceinline__ void
 // Looks at how many elements exceed the threshold, by how much, and sets the next one: by a stage, or by a correction
 // where the stages are over. The block that ends last does that.
 extern "C" __global__ void __launch_bounds__(THREADS) refine(
-    const Word* array, i64 size, i64 remaining, i64 stride, double wanted, i64 distribution, double* sums, Fit* fit,
-    State* state) {
+    const Word* array, i64 size, i64 remaining, i64 stride, double wanted, i64 distribution, Partials* partials,
+    Fit* fit, State* state) {
   if (fit->done) return;
   double sum[3] = {};
   sum_tail(array, size, remaining, stride, (Real)fit->threshold, sum);
-  leave_sums(sum, sums);
-  if (!ends_last(state, gridDim.x)) return;
-  const double count = collect_sum(sums, 0, gridDim.x), excess = collect_sum(sums, 1, gridDim.x);
-  const double squares = collect_sum(sums, 2, gridDim.x);
-  if (threadIdx.x == 0) decide(fit, state, count, excess, squares, wanted, distribution);
+  if (finish_sums(sum, partials) && threadIdx.x == 0)
+    decide(fit, state, sum[0], sum[1], sum[2], wanted, distribution);
 }
 
 // One thread a solution, for tests of gamma_threshold.

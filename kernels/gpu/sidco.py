@@ -52,6 +52,7 @@ def sidco(
     values: Any,
     count: Any,
     workspace: Workspace,
+    clear: bool = True,
 ) -> Estimate:
     """Select the elements above an estimated threshold, and leave the rest as the new residual.
 
@@ -63,7 +64,8 @@ def sidco(
     Parameters
     ----------
     gradient, residual, out
-        As in `mpicomp.kernels.gpu.accumulate`; the selected elements of ``out`` are then set to zero.
+        As in `mpicomp.kernels.gpu.accumulate`; the selected elements of ``out`` are then set to zero if ``clear`` says
+        so.
     k : int
         Elements that are wanted, from 1 to n.
     distribution : {"exponential", "gamma", "pareto"}
@@ -80,6 +82,8 @@ def sidco(
         Receives how many were selected.
     workspace : Workspace
         Made for as many elements.
+    clear : bool
+        False leaves the selected elements in ``out``.
 
     Returns
     -------
@@ -101,20 +105,21 @@ def sidco(
     stride = max(1, w.numel // SAMPLE)
     sampled = remaining(w.numel, stride)
     blocks = sweeps(sampled, dtype)
-    sweep(gradient, residual, out, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.sums, w.tops)
-    of_logarithms = blocks if distribution == "gamma" and estimating else 0
-    if of_logarithms:
-        launch("moments", "logarithms", dtype, blocks, out, out.size, sampled, stride, w.sampled)
+    sweep(gradient, residual, out, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.moments)
+    with_logarithms = distribution == "gamma" and estimating
+    if with_logarithms:
+        launch("moments", "logarithms", dtype, blocks, out, out.size, sampled, stride, w.sampled.memory)
     launch(
         "sidco", "begin", dtype, 1,
-        w.sums, w.tops, w.blocks, w.sampled, of_logarithms, k, stages, kind, int(estimating),
-        w.moments, w.flag, w.fit, w.state,
+        w.moments.memory, w.sampled.memory if with_logarithms else 0, k, stages, kind, int(estimating),
+        w.fit, w.state,
     )  # fmt: skip
     wanted = k * seen(w.numel, stride) / w.numel
     for _ in range(stages - 1 + CORRECTIONS if estimating else 0):
         launch(
-            "sidco", "refine", dtype, blocks, out, out.size, sampled, stride, wanted, kind, w.sampled, w.fit, w.state
-        )
+            "sidco", "refine", dtype, blocks,
+            out, out.size, sampled, stride, wanted, kind, w.sampled.memory, w.fit, w.state,
+        )  # fmt: skip
     counted = w.tiles, w.of_tiles, w.before, w.state
     count_tiles(
         out, out.size, w.bits, w.room, w.starts, w.counts, Source.LIST_IF_COMPLETE, (bound, 0),
@@ -128,13 +133,13 @@ def sidco(
     )  # fmt: skip
     write_tiles(
         out, out.size, w.index, w.bits, w.starts, w.counts, *counted, 0, indices,
-        values=values, clear=True, bound=bound, listable=w.room, margin=MARGIN, count=count,
+        values=values, clear=clear, bound=bound, listable=w.room, margin=MARGIN, count=count,
     )  # fmt: skip
     return Estimate(
-        w.moments.view(np.int64)[0],
-        w.moments[1],
-        w.moments[2],
-        w.flag[0],
+        w.moments.count(),
+        w.moments.total(1),
+        w.moments.total(2),
+        w.moments.finite(),
         w.fit[Fit.THRESHOLD],
         w.fit[Fit.REACHED],
         w.state[Field.EXACT],

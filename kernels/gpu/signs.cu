@@ -6,7 +6,7 @@ __device__ __forceinline__ bool is_number(double value) { return (as_word(value)
 
 // A block of threads goes through a block of elements twice: for its mean, and for its signs.
 extern "C" __global__ void __launch_bounds__(THREADS) pack_signs(
-    const Word* array, i64 size, i64 block, float* scales, i64 blocks, u32* halves, Word* sent, double* sums) {
+    const Word* array, i64 size, i64 block, float* scales, i64 blocks, u32* halves, Word* sent, Partials* partials) {
   double sum[1] = {};
   for (i64 number = blockIdx.x; number < blocks; number += gridDim.x) {
     const i64 start = number * block, stop = smaller(start + block, size), length = stop - start;
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_signs(
       if (sent && i < stop) sent[i] = as_word((Real)(negative ? -single : single));
     }
   }
-  leave_sums(sum, sums);
+  finish_sums(sum, partials);
 }
 
 template <bool ADD>

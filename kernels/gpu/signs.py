@@ -13,9 +13,8 @@ def pack_signs(array: Any, block: int, scales: Any, words: Any, sent: Any = None
     receiver = 0 if sent is None else sent
     launch(
         "signs", "pack_signs", array.dtype, blocks,
-        array, array.size, block, scales, scales.size, words, receiver, partials.sums,
+        array, array.size, block, scales, scales.size, words, receiver, partials.memory,
     )  # fmt: skip
-    partials.finish(array.dtype)
     return partials.total(0)
 
 

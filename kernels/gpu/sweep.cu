@@ -1,26 +1,12 @@
 // Whole-array sweeps that belong to no family.
 
-extern "C" __global__ void __launch_bounds__(THREADS) energy(const Word* array, i64 size, double* sums) {
-  double sum[1] = {};
-  const bool even = aligned(array);
-  for (i64 tile = blockIdx.x; tile * TILE < size; tile += gridDim.x) {
-    const i64 first = tile * TILE + warp_of_thread() * WARP_TILE + lane_of_thread() * VEC;
-    Items items;
-    load(items, array, first, size, even && (tile + 1) * TILE <= size);
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const double value = (double)as_real(items.item[r][j]);
-        sum[0] += value * value;
-      }
-    }
-  }
-  leave_sums(sum, sums);
+extern "C" __global__ void __launch_bounds__(THREADS) energy(const Word* array, i64 size, Partials* partials) {
+  double sum[1] = {sum_squares(array, size)};
+  finish_sums(sum, partials);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    scale(Word* array, i64 size, const double* factor, double factor_value, u64* tops) {
+    scale(Word* array, i64 size, const double* factor, double factor_value, Partials* partials) {
   const Real number = (Real)given(factor, factor_value);
   Word top = 0;
   const bool even = aligned(array);
@@ -40,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     store(items, array, first, size, packed);
   }
-  leave_top(top, tops);
+  finish_top(top, partials);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) momentum(
@@ -70,7 +56,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) momentum(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) share_rounding(
-    const Word* exact, const Word* rounded, double ranks, const Word* array, Word* sent, i64 size, double* sums) {
+    const Word* exact, const Word* rounded, double ranks, const Word* array, Word* sent, i64 size,
+    Partials* partials) {
   const Real receivers = (Real)ranks;
   double sum[1] = {};
   const bool even = aligned(exact) && aligned(rounded) && aligned(array) && aligned(sent);
@@ -95,5 +82,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) share_rounding(
     }
     store(given_away, sent, first, size, packed);
   }
-  leave_sums(sum, sums);
+  finish_sums(sum, partials);
 }

@@ -12,8 +12,7 @@ def scale(array: Any, factor: Any) -> Any:
     """Multiply in place and return the largest magnitude bits of the result; see `mpicomp.kernels.cpu.scale`."""
     blocks = sweeps(array.size, array.dtype)
     partials = Partials(blocks, 0, top=True)
-    launch("sweep", "scale", array.dtype, blocks, array, array.size, *given(factor, float64), partials.tops)
-    partials.finish(array.dtype)
+    launch("sweep", "scale", array.dtype, blocks, array, array.size, *given(factor, float64), partials.memory)
     return partials.top()
 
 
@@ -21,8 +20,7 @@ def energy(array: Any) -> Any:
     """Return the squared L2 norm, summed in float64; see `mpicomp.kernels.cpu.energy`."""
     blocks = sweeps(array.size, array.dtype)
     partials = Partials(blocks, 1)
-    launch("sweep", "energy", array.dtype, blocks, array, array.size, partials.sums)
-    partials.finish(array.dtype)
+    launch("sweep", "energy", array.dtype, blocks, array, array.size, partials.memory)
     return partials.total(0)
 
 
@@ -40,7 +38,6 @@ def share_rounding(exact: Any, rounded: Any, ranks: int, array: Any, sent: Any) 
     partials = Partials(blocks, 1)
     launch(
         "sweep", "share_rounding", exact.dtype, blocks,
-        exact, rounded, float(ranks), array, sent, exact.size, partials.sums,
+        exact, rounded, float(ranks), array, sent, exact.size, partials.memory,
     )  # fmt: skip
-    partials.finish(exact.dtype)
     return partials.total(0)

@@ -2,8 +2,8 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS) tail(
     const Word* array, i64 size, i64 remaining, i64 stride, const double* threshold, double threshold_value,
-    double* sums) {
+    Partials* partials) {
   double sum[3] = {};
   sum_tail(array, size, remaining, stride, (Real)given(threshold, threshold_value), sum);
-  leave_sums(sum, sums);
+  finish_sums<3, true>(sum, partials);
 }

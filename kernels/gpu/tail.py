@@ -39,10 +39,9 @@ def tail(array: Any, threshold: Any, stride: int = 1, threads: int = 1) -> Tail:
     partials = Partials(blocks, 3)
     launch(
         "tail", "tail", array.dtype, blocks,
-        array, array.size, seen, stride, *given(threshold, float64), partials.sums,
+        array, array.size, seen, stride, *given(threshold, float64), partials.memory,
     )  # fmt: skip
-    partials.finish(array.dtype, integers=1)
-    return Tail(partials.count(0), partials.total(1), partials.total(2))
+    return Tail(partials.count(), partials.total(1), partials.total(2))
 
 
 def select_above(array: Any, threshold: Any, base: int, indices: Any, values: Any, count: Any) -> Any:

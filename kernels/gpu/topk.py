@@ -2,9 +2,7 @@
 
 from typing import Any, NamedTuple
 
-import numpy as np
-from mpicomp.kernels.gpu.accumulate import COLUMNS, sweep
-from mpicomp.kernels.gpu.compile import launch
+from mpicomp.kernels.gpu.accumulate import sweep
 from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, radix, write_tiles
 from mpicomp.kernels.gpu.workspace import MARGIN, Workspace
 
@@ -28,16 +26,26 @@ class Stats(NamedTuple):
     """1 where the candidates were enough, 0 where the whole array was searched."""
 
 
-def topk(gradient: Any, residual: Any, out: Any, bound: Any, indices: Any, values: Any, workspace: Workspace) -> Stats:
+def topk(
+    gradient: Any,
+    residual: Any,
+    out: Any,
+    bound: Any,
+    indices: Any,
+    values: Any,
+    workspace: Workspace,
+    clear: bool = True,
+) -> Stats:
     """Select the k largest of gradient plus residual, and leave the rest as the new residual.
 
-    A memset and seven launches for float32, ten for float64, whatever the data; the host learns nothing and waits for
+    A memset and six launches for float32, nine for float64, whatever the data; the host learns nothing and waits for
     nothing. With a good bound one sweep goes through memory, with none or a bad one six (nine).
 
     Parameters
     ----------
     gradient, residual, out
-        As in `mpicomp.kernels.gpu.accumulate`; the selected elements of ``out`` are then set to zero.
+        As in `mpicomp.kernels.gpu.accumulate`; the selected elements of ``out`` are then set to zero if ``clear`` says
+        so.
     bound : device array of uint64, shape (1,)
         Magnitude bits from which on an element is a candidate, 0 for none; receives the bound for the next step, which
         is 0.8 times the threshold at first, and then such a part of it that between k and 2 k elements reach it.
@@ -46,6 +54,8 @@ def topk(gradient: Any, residual: Any, out: Any, bound: Any, indices: Any, value
         magnitudes go to the lowest index, NaN is larger than infinity.
     workspace : Workspace
         Made for as many elements.
+    clear : bool
+        False leaves the selected elements in ``out``.
 
     Returns
     -------
@@ -53,11 +63,10 @@ def topk(gradient: Any, residual: Any, out: Any, bound: Any, indices: Any, value
         Valid until the next call with this workspace.
     """
     workspace.begin(gradient, out)
-    w, number, dtype = workspace, workspace.tiles, workspace.dtype
+    w, number = workspace, workspace.tiles
     if not 1 <= indices.size <= w.numel:
         raise ValueError(f"topk: k must be from 1 to {w.numel}, got {indices.size}")
-    sweep(gradient, residual, out, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.sums, w.tops)
-    launch("reduce", "finish", dtype, COLUMNS + 1, w.sums, COLUMNS, 1, w.tops, w.blocks, w.moments, 0, w.flag)
+    sweep(gradient, residual, out, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.moments)
     radix(out, w.bits, w.room, bound, (0, indices.size), w.counters, w.state)
     count_tiles(
         out, out.size, w.bits, w.room, w.starts, w.counts, Source.AS_STATE_SAYS, (0, 0),
@@ -65,13 +74,13 @@ def topk(gradient: Any, residual: Any, out: Any, bound: Any, indices: Any, value
     )  # fmt: skip
     write_tiles(
         out, out.size, w.index, w.bits, w.starts, w.counts, number, w.of_tiles, w.before, w.state, 0, indices,
-        values=values, clear=True, bound=bound, listable=w.room, margin=MARGIN,
+        values=values, clear=clear, bound=bound, listable=w.room, margin=MARGIN,
     )  # fmt: skip
     return Stats(
-        w.moments.view(np.int64)[0],
-        w.moments[1],
-        w.moments[2],
-        w.flag[0],
+        w.moments.count(),
+        w.moments.total(1),
+        w.moments.total(2),
+        w.moments.finite(),
         w.state[Field.THRESHOLD],
         w.numbers[Field.LISTED],
         w.numbers[Field.USABLE],

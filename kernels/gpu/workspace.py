@@ -7,6 +7,7 @@ import numpy as np
 from mpicomp.kernels.gpu.accumulate import COLUMNS
 from mpicomp.kernels.gpu.bits import word_of
 from mpicomp.kernels.gpu.compile import library, sweeps, tiles
+from mpicomp.kernels.gpu.reduce import Partials
 from mpicomp.kernels.gpu.select import BINS, Field, counters_of_tiles
 
 MARGIN = 0.8  # the first bound for candidates, as a fraction of the threshold of the step before
@@ -51,11 +52,8 @@ class Workspace:
         self.counters = cupy.zeros(BINS, np.uint64)
         self.state = cupy.zeros(len(Field), np.uint64)
         self.numbers = self.state.view(np.int64)
-        self.sums = cupy.empty(COLUMNS * self.blocks, np.float64)
-        self.tops = cupy.empty(self.blocks, np.uint64)
-        self.sampled = cupy.empty(3 * self.blocks, np.float64)  # what sweeps over some groups leave: as many sums
-        self.moments = cupy.zeros(COLUMNS, np.float64)
-        self.flag = cupy.zeros(1, np.bool_)
+        self.moments = Partials(self.blocks, COLUMNS, top=True)
+        self.sampled = Partials(self.blocks, 3)  # of sweeps over some groups, which have as many blocks at most
         self.fit = cupy.zeros(len(Fit), np.float64)
         self.bits_of_fit = self.fit.view(np.uint64)
 

@@ -14,6 +14,7 @@ from mpicomp.compressors.base import Compressor, Entry, check_range, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import ConfigurationError
+from mpicomp.places import here
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
@@ -116,7 +117,7 @@ class CountSketch(Sketch):
         Returns
         -------
         array, shape (numel,), or None
-            Of the dtype of the bucket, at least 0; the same on all ranks.
+            Of the dtype of the bucket, at least 0; the same on all ranks. In host memory, or where the bucket is.
         """
         return None
 
@@ -166,7 +167,7 @@ class Sketched(Scheme[CountSketch]):
         if weights is not None:
             weighted = context.workspace.array("weighted", array.size, array.dtype)
             with np.errstate(over="ignore", invalid="ignore"):
-                array = np.multiply(array, weights, out=weighted)
+                array = np.multiply(array, here().bring(weights), out=weighted)
         # 2. Sum the tables: the sum is the sketch of the summed gradient.
         first = yield from sum_of_tables(self.compressor, array, key, accumulated, context, self._sum)
         table = first.mean.reshape(self.compressor.table(array.size))

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
@@ -15,7 +15,7 @@ from mpicomp.compressors.base import Compressor, check_range, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Selection
-from mpicomp.kernels import cpu
+from mpicomp.places import here, numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
@@ -171,20 +171,22 @@ class SketchedMemory(Scheme[FetchSGD]):
         velocity, error = (
             workspace.array(f"{kind} {turn}", shape[0] * shape[1], accumulated.dtype).reshape(shape) for kind in _KINDS
         )
+        velocity_before, error_before = (here().bring(before[kind]) for kind in _KINDS)
         with np.errstate(over="ignore", invalid="ignore"):
-            np.multiply(before["velocity"], accumulated.dtype.type(self.compressor.momentum), out=velocity)
+            np.multiply(velocity_before, accumulated.dtype.type(self.compressor.momentum), out=velocity)
             np.add(velocity, first.mean.reshape(shape), out=velocity)
-        flat = before["error"].reshape(-1).astype(velocity.dtype, copy=False)
-        moments = cpu.accumulate(velocity.reshape(-1), flat, error.reshape(-1), accumulated.threads)
+        flat = error_before.reshape(-1).astype(velocity.dtype, copy=False)
+        moments = kernels.accumulate(velocity.reshape(-1), flat, error.reshape(-1), accumulated.threads)
         # 3. Deliver the k largest estimates of the error.
         indices, values = largest_estimates(error, key, numel, self.compressor.count(numel), workspace)
         mean = SparseMean.cleared(workspace, numel, accumulated.dtype)
         mean.add(indices, values, 1.0)
-        nonfinite = first.nonfinite or not moments.finite  # estimates are medians: few cells do not show in them
+        [finite] = numbers(moments.finite)
+        nonfinite = first.nonfinite or not finite  # estimates are medians: few cells do not show in them
         # 4. Clear what was delivered in both tables, and keep them for the next step.
         if not nonfinite and not first.stale:
             for table in (velocity, error):
-                cpu.sketch_clear(indices, key, table)
+                kernels.sketch_clear(indices, key, table)
             context.memory.update(numel=numel, key=key, turn=turn, velocity=velocity, error=error)
         return Result(
             mean=mean.array,
@@ -201,6 +203,6 @@ class SketchedMemory(Scheme[FetchSGD]):
         shape = self.compressor.table(numel)
         if context.memory.get("numel") == numel and context.memory["error"].shape == shape:
             return context.memory
-        empty: NDArray[np.floating] = np.zeros(shape, np.float32)
+        empty = here().zeros(shape[0] * shape[1], np.float32).reshape(shape)
         key = Context(seed=context.seed, bucket=context.bucket).key(shared=True)
         return {"key": key, "turn": 0, "velocity": empty, "error": empty}

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 
@@ -50,20 +49,37 @@ class Stack:
         )
 
     def of(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Return the matrices' part of a flat array, shape (count, rows, columns), to be read and written."""
-        width = array.itemsize
-        shape = (self.count, self.first.rows, self.first.columns)
-        strides = (self.distance * width, self.first.columns * width, width)
-        return as_strided(array[self.first.start :], shape, strides)
+        """Return the matrices' part of a flat array, shape (count, rows, columns), to be read and written.
+
+        The array has room for all distances, those behind the last matrix or before the first one too; see `stacked`.
+        """
+        start, stop, count = self.first.start, self.first.stop, self.count
+        if count == 1:
+            part = array[start:stop]
+        elif start + count * self.distance <= array.size:
+            part = array[start : start + count * self.distance].reshape(count, -1)[:, : stop - start]
+        else:
+            before = stop - self.distance
+            part = array[before : before + count * self.distance].reshape(count, -1)[:, start - stop :]
+        return part.reshape(count, self.first.rows, self.first.columns)
+
+    def within(self, numel: int) -> "tuple[Stack, ...]":
+        """Return it, or two of which the second has its last matrix, if an array has no room for all distances."""
+        first, others = self.first, self.count - 1
+        if not others or first.start + self.count * self.distance <= numel or first.stop >= self.distance:
+            return (self,)
+        return replace(self, count=others), Stack(replace(first, start=self.starts[-1]))
 
 
-def stacked(matrices: Sequence[Matrix]) -> tuple[Stack, ...]:
-    """Put matrices, in the order in which they begin, into stacks.
+def stacked(matrices: Sequence[Matrix], numel: int | None = None) -> tuple[Stack, ...]:
+    """Put matrices, in the order in which they begin, into stacks; of arrays of any length, or of one alone.
 
     Examples
     --------
     >>> [stack.count for stack in stacked([Matrix(start, 2, 3, 1) for start in (0, 10, 20, 26, 32)])]
     [3, 2]
+    >>> [stack.count for stack in stacked([Matrix(start, 2, 3, 1) for start in (0, 10)], 16)]
+    [1, 1]
     """
     stacks: list[Stack] = []
     last: dict[tuple[int, int, int], int] = {}
@@ -78,7 +94,7 @@ def stacked(matrices: Sequence[Matrix]) -> tuple[Stack, ...]:
                 continue
         last[shape] = len(stacks)
         stacks.append(Stack(matrix))
-    return tuple(stacks)
+    return tuple(stacks) if numel is None else tuple(part for stack in stacks for part in stack.within(numel))
 
 
 def multiply(left: NDArray[np.floating], right: NDArray[np.floating], out: NDArray[np.floating]) -> None:

@@ -67,7 +67,7 @@ class Gossip:
         self._seed = seed
         self._numel = sum(map(prod, shapes))
         matrices = _matrices_of(shapes, rank)
-        self._stacks = stacked(matrices)
+        self._stacks = stacked(matrices, self._numel)
         bounds = [0, *(bound for matrix in matrices for bound in (matrix.start, matrix.stop)), self._numel]
         self._gaps = list(zip(bounds[::2], bounds[1::2], strict=True))
         weights = [rate * graph.weight(place, other) for other in self._neighbours]

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.algorithms.matrix_batches import Matrix, multiply, orthonormal, stacked
+from mpicomp import kernels
+from mpicomp.algorithms.matrix_batches import Matrix, Stack, multiply, orthonormal, stacked
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, undelivered
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.base import Compressor, bound, check_choice, check_range
@@ -18,7 +19,7 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Selection
 from mpicomp.errors import ConfigurationError, MessageError
-from mpicomp.kernels import cpu
+from mpicomp.places import here, numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
@@ -81,6 +82,7 @@ class PowerSGD(Compressor):
     id: ClassVar[str] = "powersgd"
     family: ClassVar[str] = "low rank"
     message: ClassVar[str] = "factors"
+    own_algebra: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Vogels et al. 2019, arXiv 1905.13727; residuals are of each rank's own projection, QR in float64"
     )
@@ -191,7 +193,8 @@ class LowRank(Scheme[PowerSGD]):
         super().__init__(compressor)
         self._sum = inner
         self._matrices = compressor.matrices
-        self._stacks = stacked(compressor.matrices)
+        self._stacks: tuple[Stack, ...] = ()
+        self._numel = -1
         self._left_size = sum(matrix.rows * matrix.rank for matrix in self._matrices)
         self._right_size = sum(matrix.columns * matrix.rank for matrix in self._matrices)
         self._held = sum(matrix.stop - matrix.start for matrix in self._matrices)
@@ -215,9 +218,10 @@ class LowRank(Scheme[PowerSGD]):
             return (yield from self._sum.exchange(accumulated, context))
         # 1. Begin with the right factors Q of the step before, or with random ones; set aside what is no matrix.
         numel, dtype, workspace = accumulated.numel, accumulated.dtype, context.workspace
+        if numel != self._numel:
+            self._numel, self._stacks = numel, stacked(self._matrices, numel)
         left_size, right_size, rest_size = self._left_size, self._right_size, numel - self._held
-        array = accumulated.array()
-        finite = accumulated.finite and _projects_finitely(array, accumulated.energy)
+        array, moments = accumulated.array(), accumulated.untold
         left = workspace.array("left", left_size + rest_size + TAIL, dtype)
         right = workspace.array("right", right_size + TAIL, dtype)
         kept_rest = workspace.array("rest", 2 * rest_size, dtype).reshape(2, rest_size)
@@ -227,15 +231,14 @@ class LowRank(Scheme[PowerSGD]):
         self._copy_rest(array, left[left_size:])
         nonfinite = stale = False
         problem: MessageError | None = None
-        rest_lost = 0.0
         for iteration in range(self.compressor.iterations):
             # 2. Project: P = M Q, and average it over the ranks; what is no matrix goes with the first P.
             for own, factor, product in zip(matrices, rights, lefts, strict=True):
                 multiply(own, factor, product)
             size = left_size + (rest_size if iteration == 0 else 0)
-            energy = cpu.energy(left[:size])
+            energy = kernels.energy(left[:size])
             ask = accumulated.stale or problem is not None
-            part = Accumulated.ready(left[: size + TAIL], energy, 0.0, finite, ask)
+            part = Accumulated.ready(left[: size + TAIL], energy, 0.0, moments.finite, ask)
             first = yield from self._sum.exchange(part, context)
             assert not isinstance(first.sent, Selection)
             problem = problem or first.problem
@@ -243,26 +246,34 @@ class LowRank(Scheme[PowerSGD]):
             if iteration == 0:
                 rest = left[left_size:size]
                 kept_rest[0], kept_rest[1] = first.mean[left_size:], first.sent[left_size:]
-                rest_lost = cpu.energy(rest - kept_rest[1]) - cpu.energy(rest)
+                rounding = kernels.energy(rest - kept_rest[1]), kernels.energy(rest)
             # 3. Make the mean P orthonormal: a basis that all ranks share.
-            bases = [orthonormal(_finite(mean)) for mean in self._lefts(first.mean)]
+            means = self._lefts(first.mean)
+            bases = [orthonormal(_finite(mean) if first.nonfinite else mean) for mean in means]
 
             # 4. Project on it: Q = M^T P, and average that.
             for own, basis, product in zip(matrices, bases, rights, strict=True):
                 multiply(own.transpose(0, 2, 1), basis, product)
             # The bases are orthonormal, so the factors have the energy of what is projected.
-            lost = max(0.0, accumulated.energy - cpu.energy(right[:right_size]) + rest_lost)
-            part = Accumulated.ready(right, accumulated.energy, lost, finite, ask)
+            energy, finite, projected, rounded, rest_energy = numbers(
+                moments.energy, moments.finite, kernels.energy(right[:right_size]), *rounding
+            )
+            lost = max(0.0, energy - projected + (rounded - rest_energy))
+            finite = finite and _projects_finitely(array, energy)
+            part = Accumulated.ready(right, energy, lost, finite, ask)
             second = yield from self._sum.exchange(part, context)
             problem = problem or second.problem
             nonfinite = nonfinite or first.nonfinite or second.nonfinite
             stale = stale or first.stale or second.stale
             # 5. Another power iteration begins with the mean Q.
             if iteration + 1 < self.compressor.iterations:
-                self._scale(self._rights(second.mean), rights, context)
+                following = self._rights(second.mean)
+                _scale(following, *_largest(following), rights, context)
 
         if problem is not None:
             return undelivered(accumulated, problem, stale)
+        following = self._rights(second.mean)
+        largest = None if nonfinite else _largest(following)  # waits for it, and for nothing that comes below
         # 6. Multiply out: P Q^T with the mean Q is the mean, with this rank's own Q it is what this rank has sent.
         assert not isinstance(second.sent, Selection)
         mean, sent = (workspace.array(name, numel, dtype) for name in ("low-rank mean", "low-rank sent"))
@@ -270,8 +281,8 @@ class LowRank(Scheme[PowerSGD]):
             for stack, basis, factor in zip(self._stacks, bases, self._rights(factors), strict=True):
                 multiply(basis, factor.transpose(0, 2, 1), stack.of(whole))
         # 7. Keep Q for the next step.
-        if not nonfinite:
-            self._scale(self._rights(second.mean), rights, context)
+        if largest is not None:
+            _scale(following, *largest, rights, context)
             self._keep(rights, context)
         for whole, values in zip((mean, sent), kept_rest, strict=True):
             self._put_rest(values, whole)
@@ -314,29 +325,20 @@ class LowRank(Scheme[PowerSGD]):
                 before = begun.get(start)
                 columns = 0 if before is None else min(before.shape[1], factor.shape[1])
                 if before is not None:
-                    factor[:, :columns] = before[:, :columns]
+                    factor[:, :columns] = here().bring(before)[:, :columns]
                 if columns < factor.shape[1]:
                     random = random or context.random(shared=True)
-                    factor[:, columns:] = random.standard_normal((len(factor), factor.shape[1] - columns))
+                    drawn = random.standard_normal((len(factor), factor.shape[1] - columns))
+                    factor[:, columns:] = here().bring(drawn)
 
     def _keep(self, rights: list[NDArray[np.floating]], context: Context) -> None:
         """Keep the right factors for the next step."""
         ends = {
-            start: factor.copy()
+            start: factor
             for stack, factors in zip(self._stacks, rights, strict=True)
-            for start, factor in zip(stack.starts, factors, strict=True)
+            for start, factor in zip(stack.starts, factors.copy(), strict=True)
         }
         context.memory["factors"] = [ends[matrix.start] for matrix in self._matrices]
-
-    def _scale(self, factors: list[NDArray[np.floating]], out: list[NDArray[np.floating]], context: Context) -> None:
-        """Write factors to begin anew with: only their spans matter, which must not grow from step to step."""
-        for own, scaled in zip(factors, out, strict=True):
-            largest = np.abs(own).max(axis=1, keepdims=True)
-            with np.errstate(invalid="ignore"):
-                np.divide(own, np.where(largest > 0, largest, 1), out=scaled)
-            empty = np.broadcast_to(largest == 0, own.shape)
-            if empty.any():
-                scaled[empty] = context.random(shared=True).standard_normal(own.shape)[empty]
 
     def _copy_rest(self, array: NDArray[np.floating], out: NDArray[np.floating]) -> None:
         place = 0
@@ -366,17 +368,39 @@ def _parts(array: NDArray[np.floating], shapes: list[tuple[int, int, int]]) -> l
     return parts
 
 
+def _largest(factors: list[NDArray[np.floating]]) -> tuple[list[NDArray[np.floating]], bool]:
+    """Return the largest magnitude in each column of factors, shape (count, 1, rank), and whether one of them is 0."""
+    largest = [np.abs(own).max(axis=1, keepdims=True) for own in factors]
+    [empty] = numbers((np.concatenate([own.reshape(-1) for own in largest]) == 0).any())
+    return largest, empty
+
+
+def _scale(
+    factors: list[NDArray[np.floating]],
+    largest: list[NDArray[np.floating]],
+    empty: bool,
+    out: list[NDArray[np.floating]],
+    context: Context,
+) -> None:
+    """Write factors to begin anew with: only their spans matter, which must not grow from step to step."""
+    for own, size, scaled in zip(factors, largest, out, strict=True):
+        with np.errstate(invalid="ignore"):
+            np.divide(own, np.where(size > 0, size, 1), out=scaled)
+    if empty:
+        for size, scaled in zip(largest, out, strict=True):
+            drawn = context.random(shared=True).standard_normal(scaled.shape).astype(scaled.dtype)
+            np.copyto(scaled, np.where(size == 0, here().bring(drawn), scaled))
+
+
 def _projects_finitely(array: NDArray[np.floating], energy: float) -> bool:
     """Return whether all projections of an array, and its remainders, are finite: none is longer than the array."""
     if far_from_largest(energy, array.dtype):
         return True
-    longest = float(np.abs(array).max()) * math.sqrt(array.size)
-    return 16 * longest < float(np.finfo(array.dtype).max)
+    [largest] = numbers(np.abs(array).max())
+    return 16 * float(largest) * math.sqrt(array.size) < float(np.finfo(array.dtype).max)
 
 
 def _finite(factors: NDArray[np.floating]) -> NDArray[np.floating]:
     """Return a stack in which those that hold NaN or infinity are zeros."""
-    if np.isfinite(factors).all():
-        return factors
     zeros: NDArray[np.floating] = np.where(np.isfinite(factors).all(axis=(1, 2), keepdims=True), factors, 0)
     return zeros

@@ -6,15 +6,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from mpicomp import kernels
 from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
 from mpicomp.collectives.owners import read_answers, read_sent
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, flags_of, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.errors import ConfigurationError
-from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
 
@@ -120,11 +120,12 @@ class MajorityVote(Scheme[SignSGD]):
         bounds = np.concatenate(([0], np.cumsum(parts)))
 
         signs = workspace.array("signs", bounds[-1], _WORD)
-        cpu.pack_votes(accumulated.array(), signs)
+        kernels.pack_votes(accumulated.array(), signs)
+        moments = accumulated.untold
         outgoing = workspace.array("outgoing", places[-1], _BYTE)
         for rank in range(group.size):
             message = outgoing[places[rank] : places[rank + 1]]
-            write_header(message, parts[rank], flags_of(accumulated), accumulated.energy, 0.0)
+            write_header(message, parts[rank], STALE * accumulated.stale, moments.energy, 0.0, moments.finite)
             message[HEADER_BYTES:].view(_WORD)[:] = signs[bounds[rank] : bounds[rank + 1]]
         size = scatter.counts[group.rank]
         scatter.send = outgoing
@@ -134,7 +135,7 @@ class MajorityVote(Scheme[SignSGD]):
         # 2. Count the votes of all ranks in this part, and send the majority to all ranks.
         flags, energy, _, problem = read_sent(self.id, incoming, parts[group.rank])
         reply = workspace.array("reply", size, _BYTE)
-        cpu.majority(incoming[:, HEADER_BYTES:].view(_WORD), reply[HEADER_BYTES:].view(_WORD))
+        kernels.majority(incoming.view(_WORD), reply.view(_WORD))  # of the headers too, which are written below
         write_header(reply, parts[group.rank], flags, energy, 0.0)
         gather.send = reply
         gather.recv = workspace.array("replies", places[-1], _BYTE)
@@ -148,7 +149,7 @@ class MajorityVote(Scheme[SignSGD]):
             message = replies[places[rank] : places[rank + 1]]
             signs[bounds[rank] : bounds[rank + 1]] = message[HEADER_BYTES:].view(_WORD)
         mean = workspace.array("mean", numel, dtype)
-        cpu.unpack_votes(signs, self.compressor.scale, mean)
+        kernels.unpack_votes(signs, self.compressor.scale, mean)
         return Result(
             mean=mean,
             sent=mean,

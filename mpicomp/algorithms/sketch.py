@@ -6,13 +6,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, Result, Scheme
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.base import Compressor, check_choice, check_range, check_ratio, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import ConfigurationError
-from mpicomp.kernels import cpu
 from mpicomp.workspace import Workspace
 
 _ROWS = 1, 3, 5, 7  # an odd number, so that the median is one of them and not a mean, which could round
@@ -86,8 +86,9 @@ def sum_of_tables(
     buffer = context.workspace.array("table", rows * columns + TAIL, accumulated.dtype)
     table = buffer[:-TAIL].reshape(rows, columns)
     table[:] = 0
-    cpu.sketch_add(array, key, table)
-    part = Accumulated.ready(buffer, accumulated.energy, 0.0, accumulated.finite, accumulated.stale)
+    kernels.sketch_add(array, key, table)
+    moments = accumulated.untold
+    part = Accumulated.ready(buffer, moments.energy, 0.0, moments.finite, accumulated.stale)
     result: Result = yield from inner.exchange(part, context)
     return result
 
@@ -114,8 +115,8 @@ def largest_estimates(
         Indices ascending; of equal magnitudes the lower index goes first, and NaN counts as the largest.
     """
     estimates = workspace.array("estimates", numel, table.dtype)
-    cpu.sketch_estimate(table, key, estimates)
+    kernels.sketch_estimate(table, key, estimates)
     indices = workspace.array("largest", count, np.uint32)
     values = workspace.array("largest values", count, table.dtype)
-    cpu.select_largest(estimates, cpu.kth_magnitude(estimates, count), indices, values)
+    kernels.select_largest(estimates, kernels.kth_magnitude(estimates, count), indices, values)
     return indices, values

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpicomp.cli.options import add_device
+
 if TYPE_CHECKING:
     from mpicomp.compressors import Compressor
     from mpicomp.cost import CostModel
@@ -74,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds of timing a plan that is not yet known well (%(default)s)",
     )
+    add_device(parser, "where gradients are, and are compressed")
     parser.add_argument("--json", metavar="F", help="write the rows to F as one JSON object, after every cell")
     parser.add_argument("--csv", metavar="F", help="write the rows to F, a line each")
     parser.add_argument(
@@ -108,21 +111,29 @@ def run(arguments: argparse.Namespace) -> int:
         for path in filter(None, (arguments.json, arguments.csv, arguments.calibrate)):
             check_writable(_COMMAND, path)
 
+    from mpicomp.bench import devices
+    from mpicomp.places import HOST
+    from mpicomp.reducer.agreement import together
+
+    on_gpu = arguments.device == "gpu"
+    gpu = devices.find() if on_gpu else 0
     from mpicomp.transport.mpi import MPITransport
 
     transport = MPITransport()
     first = transport.group.rank == 0
     asked = (arguments.numel, arguments.compressor, arguments.collective, arguments.json, arguments.csv)
     try:
+        place = together(lambda: devices.place_on(_COMMAND, gpu), transport, _COMMAND) if on_gpu else HOST
         model = _model(arguments, transport)
         if arguments.calibrate is not None and not any(word is not None for word in asked):
             if first:
                 print(f"{_COMMAND}: the cost model was written to {arguments.calibrate}")
             return 0
         settings = Settings(numels, compressors, collectives, auto, arguments.limit)
-        printer = _Printer(arguments, transport)
+        device = devices.device_name(_COMMAND) if on_gpu else "cpu"
+        printer = _Printer(arguments, transport, device)
         printer.head(settings)
-        found = measure(settings, transport, model, printer.say, printer.write)
+        found = measure(settings, transport, model, printer.say, printer.write, place)
     finally:
         transport.close()
     return printer.end(found)
@@ -176,10 +187,11 @@ def _model(arguments: argparse.Namespace, transport: "Transport") -> "CostModel 
 class _Printer:
     """Prints lines on rank 0, and writes the rows to files there."""
 
-    def __init__(self, arguments: argparse.Namespace, transport: "Transport") -> None:
+    def __init__(self, arguments: argparse.Namespace, transport: "Transport", device: str) -> None:
         from mpicomp.bench.measure import results
 
         self.arguments = arguments
+        self.device = device
         self.first = transport.group.rank == 0
         hosts, ranks = transport.hosts(), transport.group.size
         self.job = results.job_environment(ranks, hosts, transport.group.sharing)
@@ -198,6 +210,8 @@ class _Printer:
 
         job = self.job
         self.say(f"mpicomp {_COMMAND}: {self.where}, {job['mpi']} {job['mpi_version']}".rstrip())
+        if self.device != "cpu":
+            self.say(f"gradients are in the memory of GPUs; rank 0 has one {self.device}")
         if job["oversubscribed"]:
             self.say("more ranks than cores: seconds of computation, and what waits for it, are not a cluster's")
         resolution, overhead = clock()
@@ -217,7 +231,7 @@ class _Printer:
         if not self.first:
             return
         if self.arguments.json is not None:
-            results.write(self.arguments.json, found, 1, job=self.job)
+            results.write(self.arguments.json, found, 1, self.device, self.job)
         if self.arguments.csv is not None:
             results.write_csv(self.arguments.csv, found)
 

@@ -5,6 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from mpicomp.cli.options import add_device
+
 HELP = "time every sparsifier, quantiser and kernel on this machine, in multiples of one memcpy of the array"
 
 _COMMAND = "bench kernels"
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="names from `mpicomp list`, or configurations as JSON (all that select or pack)",
     )
     parser.add_argument("--repeats", type=int, default=20, metavar="K", help="of what is not slow (%(default)s)")
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where (%(default)s)")
+    add_device(parser, "where arrays are")
     parser.add_argument("--json", metavar="F", help="write the rows to F as one JSON object")
     parser.set_defaults(alone=True)
 

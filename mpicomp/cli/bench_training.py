@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpicomp.cli.options import add_device
+
 if TYPE_CHECKING:
     from mpicomp.bench.training import Exchange
 
@@ -66,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warm-up", type=int, default=25, metavar="W", help="steps of each before that do not count (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the model, the batches and the schemes (%(default)s)")
+    add_device(parser, "where models are")
     parser.add_argument("--json", metavar="F", help="write the rows to F as one JSON object")
 
 
@@ -91,6 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None and (launch is None or launch.rank == 0):
         check_writable(_COMMAND, arguments.json)
 
+    from mpicomp.bench import devices
+
+    gpu = devices.find() if arguments.device == "gpu" else None  # before MPI starts, as it calls another program
     # MPI starts before torch is loaded: Slurm's pmi2 cuts the longer messages that MPICH sends it afterwards.
     from mpicomp.transport.mpi import MPITransport
 
@@ -98,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     group, hosts = transport.group, transport.hosts()
     try:
         from mpicomp.bench.tasks import get_task
+        from mpicomp.bench.train import CPU
         from mpicomp.bench.trainers import train_all
 
         task = get_task(arguments.task, arguments.seed)
@@ -110,7 +117,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(str(error)) from error
     from mpicomp.bench.measure import results
     from mpicomp.bench.training import Settings, rows_of
+    from mpicomp.reducer.agreement import together
 
+    device, name = CPU, "cpu"
+    if gpu is not None:
+        device = together(lambda: devices.torch_device(_COMMAND, gpu), transport, _COMMAND)
+        name = devices.torch_name(device)
     job = results.job_environment(group.size, hosts, group.sharing)
 
     def say(text: str) -> None:
@@ -120,8 +132,10 @@ def run(arguments: argparse.Namespace) -> int:
     say(f"mpicomp {_COMMAND}: {task.name} on {group.size} ranks and {hosts} hosts, {job['mpi']} {job['mpi_version']}")
     if job["oversubscribed"]:
         say("more ranks than cores: what the processor does, forward and backward, takes longer than on a cluster")
+    if device != CPU:
+        say(f"models are in the memory of GPUs; rank 0 has one {name}")
     settings = Settings(steps, blocks, warm_up)
-    trained, numel, threads = train_all(exchanges, task, settings, arguments.seed, transport, say)
+    trained, numel, threads = train_all(exchanges, task, settings, arguments.seed, transport, say, device)
     transport.close()
     if group.rank != 0:
         return int(any(own.is_wrong for own in trained))
@@ -137,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     found = rows_of(trained, task.batch_size * group.size, facts)
     if arguments.json is not None:
-        results.write(arguments.json, found, threads, job=job)
+        results.write(arguments.json, found, threads, name, job)
     _show(found)
     for own in trained:
         if own.is_wrong:

@@ -21,6 +21,11 @@ def add_plugin(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_device(parser: argparse.ArgumentParser, what: str) -> None:
+    """Declare the option for where something lives."""
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help=f"{what} (%(default)s)")
+
+
 def check_writable(command: str, path: str) -> None:
     """Raise now, and not after hours of work, if a file cannot be written."""
     from mpicomp.errors import ConfigurationError

@@ -5,7 +5,7 @@ import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from mpicomp.cli.options import add_plugin
+from mpicomp.cli.options import add_device, add_plugin
 
 if TYPE_CHECKING:
     from mpicomp.bench.tasks import Task
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave out the exchanges that are measured after the training, dense ones among them",
     )
+    add_device(parser, "where the model is")
     parser.add_argument("--json", metavar="F", help="write the outcome to F as one JSON object")
     parser.add_argument("--metrics", metavar="F", help="write a JSON line a step to F")
 
@@ -71,13 +72,16 @@ def run(arguments: argparse.Namespace) -> int:
     if launch is None or launch.rank == 0:
         for path in filter(None, (arguments.json, arguments.metrics)):
             check_writable("train", path)
+    from mpicomp.bench import devices
+
+    gpu = devices.find() if arguments.device == "gpu" else None  # before MPI starts, as it calls another program
     # MPI starts before torch is loaded: Slurm's pmi2 cuts the longer messages that MPICH sends it afterwards.
     from mpicomp.transport.mpi import MPITransport
 
     transport = MPITransport()
     try:
         from mpicomp.bench.tasks import get_task
-        from mpicomp.bench.train import Settings, train
+        from mpicomp.bench.train import CPU, Settings, train
         from mpicomp.bench.verdict import judge, table
 
         task = get_task(arguments.task, arguments.seed, arguments.data)
@@ -89,7 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(str(error)) from error
     from mpicomp.bench.measure.metrics import MetricsWriter
     from mpicomp.bench.measure.progress import Progress
+    from mpicomp.reducer.agreement import together
 
+    device = CPU if gpu is None else together(lambda: devices.torch_device("train", gpu), transport, "train")
     group = transport.group
     first = group.rank == 0
     if arguments.correlation and group.size == 1:
@@ -113,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         what = "chosen by mpicomp" if compressor is None else repr(compressor)
         print(f"{task.name}: {steps} steps on {group.size} ranks, policy {policy.id}, compressor {what}", flush=True)
     with MetricsWriter(arguments.metrics if first else None) as metrics:
-        outcome = train(task, settings, transport, Progress(first), metrics)
+        outcome = train(task, settings, transport, Progress(first), metrics, device)
     transport.close()
     if not first:
         return 0

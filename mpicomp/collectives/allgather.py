@@ -1,19 +1,33 @@
 """Every rank's sparse message to every rank, which all decode in rank order."""
 
+import functools
+import operator
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, flags_of, gain_of, is_finite, undelivered
+from mpicomp import kernels
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, is_finite, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Selection, Sparsifier
-from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, write_message
+from mpicomp.compressors.message import (
+    DAMAGED,
+    NONFINITE,
+    STALE,
+    Told,
+    look_at,
+    message_bytes,
+    read_message,
+    write_message,
+)
 from mpicomp.errors import MessageError
-from mpicomp.kernels import cpu
+from mpicomp.places import numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
+from mpicomp.workspace import Workspace
 
 _COUNT = np.dtype(np.int64)
 _BYTE = np.dtype(np.uint8)
@@ -43,36 +57,39 @@ class Allgather(Scheme[Sparsifier]):
         group, workspace = context.group, context.workspace
         numel, dtype = accumulated.numel, accumulated.dtype
         selection = self.compressor.select(accumulated, context)
-        kept = cpu.energy(selection.values)
+        moments = accumulated.untold
         counts = [selection.indices.size] * group.size
         if self.compressor.count(numel) is None:
             ask = self._ask(group)
             ask.send = np.array([selection.indices.size], _COUNT)
-            ask.recv = workspace.array("counts", group.size, _COUNT)
+            ask.recv = workspace.host_array("counts", group.size, _COUNT)
             counts = [int(count) for count in (yield ask)]
         sizes = [self._bytes(count, numel, dtype) for count in counts]
         message = workspace.array("message", sizes[group.rank], _BYTE)
         wire = self.compressor.wire_for(counts[group.rank], numel)
         if wire.values is not None and np.may_share_memory(selection.values, accumulated.array()):
             selection = Selection(selection.indices, selection.values.copy())  # rounded in place below
-        write_message(message, selection, numel, wire, flags_of(accumulated), accumulated.energy, kept)
+        kept = selection.values if wire.values is None else kernels.energy(selection.values)
+        flags = STALE * accumulated.stale
+        write_message(message, selection, numel, wire, flags, moments.energy, kept, moments.finite)
         received = yield Round(
             "allgatherv", sizes, _BYTE, send=message, recv=workspace.array("messages", sum(sizes), _BYTE)
         )
 
         mean = SparseMean.cleared(workspace, numel, dtype)
-        flags, energy, lost = 0, 0.0, 0.0
-        start = 0
-        for rank, size in enumerate(sizes):
-            try:
-                sparse = read_message(received[start : start + size], numel, dtype, workspace, counts[rank])
-            except MessageError as error:
-                return undelivered(accumulated, MessageError(f"allgather: from rank {rank}: {error}"), False)
-            start += size
-            mean.add(sparse.selection.indices, sparse.selection.values, 1 / group.size)
-            flags |= sparse.flags
-            energy += sparse.energy
-            lost += sparse.lost
+        bounds = list(pairwise([0, *accumulate(sizes)]))
+        told: list[Told] = []
+        try:
+            for (start, stop), count in zip(bounds, counts, strict=True):
+                told.append(look_at(received[start:stop], numel, dtype, count, start))
+            readable = [own for own in told if not own.flags & DAMAGED]
+            [right] = numbers(mean.add_messages(received, readable, 1 / group.size))
+            if not right:
+                return undelivered(accumulated, self._wrong(received, bounds, numel, dtype, workspace), False)
+        except MessageError as error:
+            return undelivered(accumulated, MessageError(f"allgather: from rank {len(told)}: {error}"), False)
+        flags = functools.reduce(operator.or_, (own.flags for own in told))
+        energy, lost = sum(own.energy for own in told), sum(own.lost for own in told)
         return Result(
             mean=mean.array,
             sent=selection,
@@ -82,6 +99,17 @@ class Allgather(Scheme[Sparsifier]):
             nonfinite=bool(flags & NONFINITE) or not is_finite(mean.array, energy, group.size),
             stale=bool(flags & STALE),
         )
+
+    def _wrong(
+        self, received: Any, bounds: list[tuple[int, int]], numel: int, dtype: np.dtype[Any], workspace: Workspace
+    ) -> MessageError:
+        """Return what is wrong with the first message whose indices are."""
+        for rank, (start, stop) in enumerate(bounds):
+            try:
+                read_message(received[start:stop], numel, dtype, workspace)
+            except MessageError as error:
+                return MessageError(f"allgather: from rank {rank}: {error}")
+        raise AssertionError("all messages can be read one by one")
 
     def _ask(self, group: Group) -> Round:
         return Round("allgatherv", [1] * group.size, _COUNT)

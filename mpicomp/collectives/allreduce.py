@@ -4,12 +4,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from mpicomp import kernels
 from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.kernels import cpu
+from mpicomp.places import numbers, received
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
@@ -39,21 +40,19 @@ class Allreduce(Scheme[Dense]):
         if not self._summable(group):
             return (yield from ScatterReduce(self.compressor).exchange(accumulated, context))
         [shape] = self.rounds(numel, accumulated.dtype, group)
-        shape.send = accumulated.with_tail(
-            not accumulated.finite, accumulated.stale, accumulated.energy, accumulated.lost
-        )
+        shape.send = accumulated.with_tail()
         shape.recv = context.workspace.array("mean", numel + TAIL, accumulated.dtype)
-        received = yield shape
-        nonfinite, stale, energy, lost = (float(number) for number in received[numel:])
-        mean = received[:numel]
-        top = cpu.scale(mean, 1 / group.size)
+        whole = yield shape
+        mean = whole[:numel]
+        nonfinite, stale, energy, lost = received(whole[numel:]).tolist()
+        [finite] = numbers(kernels.is_finite(kernels.scale(mean, 1 / group.size), mean.dtype))
         return Result(
             mean=mean,
             sent=accumulated.array(),
             energy=energy,
             gain=gain_of(lost, energy),
             kept=float(numel),
-            nonfinite=nonfinite > 0 or not cpu.is_finite(top, mean.dtype),
+            nonfinite=nonfinite > 0 or not finite,
             stale=stale > 0,
         )
 

@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
 from mpicomp.errors import MessageError
-from mpicomp.kernels import cpu
+from mpicomp.places import received
 
 VERSION = 1
 HEADER_BYTES = 24  # bytes of the header of a message
@@ -45,11 +46,16 @@ def dense_bytes(numel: int, dtype: np.dtype[Any], wire: str | None) -> int:
     return HEADER_BYTES + -(-payload // 8) * 8
 
 
-def write_header(message: NDArray[np.uint8], count: int, flags: int, energy: float, lost: float) -> None:
-    """Fill the header of a message of ``count`` elements."""
+def write_header(
+    message: NDArray[np.uint8], count: int, flags: int, energy: float, lost: float, finite: bool = True
+) -> None:
+    """Fill the header of a message of ``count`` elements.
+
+    ``energy``, ``lost`` and ``finite``, which is a flag by itself, may be known on a device only.
+    """
     words = message.size // _WORD % (1 << 16)
-    message[: _FIELDS.itemsize].view(_FIELDS)[0] = (VERSION, flags, words, count)
-    message[_FIELDS.itemsize : HEADER_BYTES].view("<f8")[:] = energy, lost
+    lead = VERSION | flags << 8 | words << 16 | count << 32
+    kernels.write_header(message, lead, finite, energy, None, lost)
 
 
 def read_header(message: NDArray[np.uint8], count: int) -> tuple[int, float, float]:
@@ -72,7 +78,8 @@ def read_header(message: NDArray[np.uint8], count: int) -> tuple[int, float, flo
     """
     if message.size < HEADER_BYTES:
         raise MessageError(f"message: at least {HEADER_BYTES} bytes are needed, got {message.size}")
-    version, flags, words, elements = message[: _FIELDS.itemsize].view(_FIELDS)[0].tolist()
+    header = received(message[:HEADER_BYTES])
+    version, flags, words, elements = header[: _FIELDS.itemsize].view(_FIELDS)[0].tolist()
     if version != VERSION:
         raise MessageError(f"message: version must be {VERSION}, got {version}; run one mpicomp on all ranks")
     if flags > _KNOWN:
@@ -84,7 +91,7 @@ def read_header(message: NDArray[np.uint8], count: int) -> tuple[int, float, flo
             f"message: it has {message.size} bytes, of which its sender has written {words} words of {_WORD} "
             f"(modulo {1 << 16})"
         )
-    energy, lost = message[_FIELDS.itemsize : HEADER_BYTES].view("<f8").tolist()
+    energy, lost = header[_FIELDS.itemsize :].view("<f8").tolist()
     return flags, energy, lost
 
 
@@ -130,7 +137,7 @@ def pack(
     if wire is None:
         _payload(message, array.size, array.dtype)[:] = array
         return 0.0
-    return cpu.narrow(array, wire, _payload(message, array.size, np.dtype(np.uint16)), sent)
+    return kernels.narrow(array, wire, _payload(message, array.size, np.dtype(np.uint16)), sent)
 
 
 def unpack(message: NDArray[np.uint8], wire: str | None, out: NDArray[np.floating]) -> None:
@@ -138,7 +145,7 @@ def unpack(message: NDArray[np.uint8], wire: str | None, out: NDArray[np.floatin
     if wire is None:
         out[:] = _payload(message, out.size, out.dtype)
     else:
-        cpu.widen(_payload(message, out.size, np.dtype(np.uint16)), wire, out)
+        kernels.widen(_payload(message, out.size, np.dtype(np.uint16)), wire, out)
 
 
 def add(message: NDArray[np.uint8], wire: str | None, out: NDArray[np.floating]) -> None:
@@ -147,7 +154,7 @@ def add(message: NDArray[np.uint8], wire: str | None, out: NDArray[np.floating])
         with np.errstate(over="ignore", invalid="ignore"):
             np.add(out, _payload(message, out.size, out.dtype), out=out)
     else:
-        cpu.widen_add(_payload(message, out.size, np.dtype(np.uint16)), wire, out)
+        kernels.widen_add(_payload(message, out.size, np.dtype(np.uint16)), wire, out)
 
 
 def _payload(message: NDArray[np.uint8], size: int, dtype: np.dtype[Any]) -> NDArray[Any]:

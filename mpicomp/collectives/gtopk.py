@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.collectives.scheme import (
     Exchange,
     Result,
@@ -33,7 +34,7 @@ from mpicomp.compressors.message import (
 )
 from mpicomp.compressors.wire import Wire
 from mpicomp.errors import MessageError
-from mpicomp.kernels import cpu
+from mpicomp.places import numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 from mpicomp.workspace import Workspace
@@ -78,7 +79,7 @@ class Gtopk(Scheme[Sparsifier]):
         if count is None:
             ask = self._ask(group)
             ask.send = np.array([selection.indices.size], _COUNT)
-            ask.recv = workspace.array("counts", group.size, _COUNT)
+            ask.recv = workspace.host_array("counts", group.size, _COUNT)
             count = int((yield ask).max())
         wire, room = self.compressor.wire_for(count, numel), self._room(count, numel, dtype)
         node = _Node(selection, count, accumulated, context)
@@ -109,7 +110,7 @@ class Gtopk(Scheme[Sparsifier]):
         mean = SparseMean.cleared(workspace, numel, dtype)
         mean.add(total.selection.indices, total.selection.values, 1 / group.size)
         # Sums can be infinite where no rank's value is. They are the largest, so that they come to the root.
-        infinite = cpu.count_reaching(total.selection.values, cpu.magnitude_bits(np.inf, dtype))
+        [infinite] = numbers(kernels.count_reaching(total.selection.values, kernels.magnitude_bits(np.inf, dtype)))
         return Result(
             mean=mean.array,
             sent=node.sent,
@@ -160,7 +161,7 @@ class _Node:
         self._lost += given.lost
         self._held = added(self._held, given.selection, self._workspace, self._other("union"))
         if self._held.indices.size > self._count:
-            threshold = cpu.kth_magnitude(self._held.values, self._count)
+            threshold = kernels.kth_magnitude(self._held.values, self._count)
             self._held, left = parted(self._held, threshold, self._count, self._workspace, "merged")
             self._keep(left)
 
@@ -172,12 +173,13 @@ class _Node:
             return
         if wire.values is not None:
             self._round(wire.values)
-        lost = max(0.0, self._accumulated.energy + cpu.norm_change(array, self.sent.indices, self.sent.values))
+        [change] = numbers(kernels.norm_change(array, self.sent.indices, self.sent.values))
+        lost = max(0.0, self._accumulated.energy + change)
         if not far_from_largest(self._energy * self._ranks**4, array.dtype):
             # What was given may add up to more than the largest number where what is held on the way does not.
             with np.errstate(over="ignore", invalid="ignore"):
                 left = array[self.sent.indices] - self.sent.values
-            self._flags |= NONFINITE * (not np.isfinite(left).all())
+            self._flags |= NONFINITE * (not bool(np.isfinite(left).all()))
         size = message_bytes(self._held.indices.size, array.size, array.dtype, wire)
         message[size:] = 0
         write_message(
@@ -188,7 +190,7 @@ class _Node:
         exact, size = self._held, self._held.indices.size
         rounded = self._workspace.array("rounded", size, exact.values.dtype)
         error = self._workspace.array("error", size, exact.values.dtype)
-        cpu.narrow(exact.values, values, self._workspace.array("halves", size, np.uint16), rounded)
+        kernels.narrow(exact.values, values, self._workspace.array("halves", size, np.uint16), rounded)
         with np.errstate(invalid="ignore"):
             np.subtract(exact.values, rounded, out=error)
         self._held = Selection(exact.indices, rounded)

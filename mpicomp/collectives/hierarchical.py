@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.collectives.scatter_reduce import ScatterReduce
 from mpicomp.collectives.scheme import (
     Exchange,
@@ -26,7 +27,7 @@ from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.compressors.message import DAMAGED
 from mpicomp.errors import MessageError
-from mpicomp.kernels import cpu
+from mpicomp.places import here, numbers
 from mpicomp.registry import register
 from mpicomp.rounds import ACROSS, HOST, Asked, Group, Round, observe, parts_of
 from mpicomp.workspace import Workspace
@@ -140,9 +141,7 @@ class Hierarchical(Scheme[Compressor]):
         owned = own.stop - own.start
 
         scatter, *_, tell, gather = self.rounds(numel, dtype, group, context.step)
-        scatter.send = accumulated.with_tail(
-            not accumulated.finite, accumulated.stale, accumulated.energy, accumulated.lost
-        )
+        scatter.send = accumulated.with_tail()
         width = owned + TAIL * last
         scatter.recv = workspace.array("incoming", width * host.size, dtype)
         incoming = (yield scatter).reshape(host.size, width)
@@ -151,7 +150,7 @@ class Hierarchical(Scheme[Compressor]):
         mean = incoming.reshape(-1)[:0]
         sent: NDArray[np.floating] | Selection = accumulated.array()
         if self._sparse:
-            sent = Selection(np.empty(0, np.uint32), mean)
+            sent = Selection(workspace.array("none", 0, np.uint32), mean)
         if owner and self._exchanged(owned):
             assert across is not None
             part = self._part(accumulated, incoming, own, group.hosts, workspace)
@@ -174,7 +173,7 @@ class Hierarchical(Scheme[Compressor]):
             array[own.stop :] = 0
 
         tell.send = report
-        tell.recv = workspace.array("reports", _REPORT * len(slices), _NUMBER)
+        tell.recv = workspace.host_array("reports", _REPORT * len(slices), _NUMBER)
         reports = yield tell
         gather.send = mean
         gather.recv = workspace.array("mean", numel, dtype)
@@ -213,19 +212,20 @@ class Hierarchical(Scheme[Compressor]):
                 np.add(total, other, out=total)
             nonfinite, stale, energy, lost = 0.0, 0.0, 0.0, 0.0
             if total.size > owned:
-                nonfinite, stale, energy, lost = (float(n) for n in total[owned:] + incoming[-1, owned:])
+                nonfinite, stale, energy, lost = here().to_host(total[owned:] + incoming[-1, owned:]).tolist()
             if self._sparse:
                 buffer = accumulated.with_tail(*[0.0] * TAIL)[own.start : own.stop + TAIL]
                 pieces = [Piece(0, incoming[-1, :owned])]
                 return Accumulated(buffer, total[:owned], pieces, stale > 0, accumulated.threads)
         buffer = workspace.array("slice", owned + TAIL, accumulated.dtype)
-        moments = cpu.accumulate(incoming[-1, :owned], total[:owned], buffer[:owned], accumulated.threads)
+        moments = kernels.accumulate(incoming[-1, :owned], total[:owned], buffer[:owned], accumulated.threads)
+        energy_there, finite_there = numbers(moments.energy, moments.finite)
         if total.size == owned:
-            energy = moments.energy  # what the rounding of this slice is a share of
-        finite = nonfinite == 0 and moments.finite
+            energy = energy_there  # what the rounding of this slice is a share of
+        finite = nonfinite == 0 and finite_there
         if finite and self.compressor != Dense():
             # What is kept back of the host's sum is taken from what the owner has sent of its own array.
-            finite = _differ_finitely(buffer[:owned], accumulated.array()[own], moments.energy, hosts)
+            finite = _differ_finitely(buffer[:owned], accumulated.array()[own], energy_there, hosts)
         return Accumulated.ready(buffer, energy, lost, finite, stale > 0)
 
     def _between_hosts(
@@ -239,7 +239,7 @@ class Hierarchical(Scheme[Compressor]):
             context,
             group=across,
             memory=context.memory.setdefault("hierarchical", {}),
-            workspace=context.workspace.made("hierarchical", Workspace),
+            workspace=context.workspace.made("hierarchical", lambda: Workspace(here())),
         )
 
         def address(asked: Asked) -> None:
@@ -253,7 +253,7 @@ class Hierarchical(Scheme[Compressor]):
             result.problem = cause_of(error)
             return result, True
         if context.group.size > context.group.hosts:
-            cpu.scale(result.mean, context.group.hosts / context.group.size)
+            kernels.scale(result.mean, context.group.hosts / context.group.size)
         return result, False
 
     def _report(self, result: Result, damaged: bool, last: bool) -> NDArray[np.float64]:
@@ -290,10 +290,11 @@ def _differ_finitely(total: NDArray[np.floating], array: NDArray[np.floating], e
     hosts : int
         An owner also answers for what the mean over hosts loses, times their number.
     """
-    if far_from_largest((energy + cpu.energy(array)) * hosts**2, array.dtype):
+    [own_energy] = numbers(kernels.energy(array))
+    if far_from_largest((energy + own_energy) * hosts**2, array.dtype):
         return True
-    top = max(float(np.abs(own).max(initial=0)) for own in (total, array))
-    return 16 * hosts * top < float(np.finfo(array.dtype).max)
+    top = max(numbers(*(np.abs(own).max() for own in (total, array) if own.size)), default=0.0)
+    return 16 * hosts * float(top) < float(np.finfo(array.dtype).max)
 
 
 def _put_together(

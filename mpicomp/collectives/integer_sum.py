@@ -7,14 +7,16 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.collectives.dense_message import HEADER_BYTES, read_header, write_header
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged, flags_of, gain_of
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged, gain_of
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import SharedQuantiser
 from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
 from mpicomp.errors import ConfigurationError, MessageError
-from mpicomp.kernels import cpu
+from mpicomp.kernels import sizes
+from mpicomp.places import here, numbers, received
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
@@ -65,8 +67,8 @@ class IntegerSum(Scheme[SharedQuantiser]):
                 f"bits, and 31 are the most; use fewer bits"
             )
         tell = Round("allgatherv", [HEADER_BYTES] * group.size, _BYTE)
-        ask = Round("allreduce", (len(finer) * cpu.words_of(numel, group.size),), _WORD)
-        add = Round("allreduce", (cpu.words_of(numel, largest) + 1,), _WORD)
+        ask = Round("allreduce", (len(finer) * sizes.words_of(numel, group.size),), _WORD)
+        add = Round("allreduce", (sizes.words_of(numel, largest) + 1,), _WORD)
         return [tell, ask, add] if finer else [tell, add]
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
@@ -77,14 +79,16 @@ class IntegerSum(Scheme[SharedQuantiser]):
         limit = self.compressor.scales[0]
         largest = 2 * limit * group.size
         tell, *asked, add = self.rounds(numel, dtype, group)
+        moments = accumulated.untold
 
-        tell.send = workspace.array("header", HEADER_BYTES, _BYTE)
-        write_header(tell.send, numel, flags_of(accumulated), accumulated.energy, self.compressor.reach(array))
-        tell.recv = workspace.array("headers", sum(tell.counts), _BYTE)
+        tell.send = workspace.host_array("header", HEADER_BYTES, _BYTE)
+        reach, energy, finite = numbers(self.compressor.reach(array), moments.energy, moments.finite)
+        write_header(tell.send, numel, STALE * accumulated.stale, energy, reach, finite)
+        tell.recv = workspace.host_array("headers", sum(tell.counts), _BYTE)
         flags, energy, norm, problem = _read((yield tell).reshape(group.size, -1), numel)
 
         steps = _clipped(norm, scales[-1] * group.size, dtype) / scales
-        inverses = (1 / steps).astype(dtype)
+        place, inverses = here(), (1 / steps).astype(dtype)
         levels = None
         if asked:
             levels = yield from self._levels(asked[0], array, inverses, context)
@@ -92,17 +96,19 @@ class IntegerSum(Scheme[SharedQuantiser]):
         words = workspace.array("words", add.counts[0], _WORD)
         sent = workspace.array("sent", numel, dtype)
         key = context.key(shared=False) if self.compressor.stochastic else None
-        lost = cpu.pack_fields(array, inverses, steps.astype(dtype), limit, largest, key, words[:-1], sent, levels)
+        grids = place.bring(inverses), place.bring(steps.astype(dtype))
+        [lost] = numbers(kernels.pack_fields(array, *grids, limit, largest, key, words[:-1], sent, levels))
         words[-1] = _parts_of(lost + accumulated.lost, energy, group.size) + _DAMAGED * (problem is not None)
         add.send = words
         add.recv = workspace.array("sums", words.size, _WORD)
         sums = yield add
-        check_undamaged(self.id, DAMAGED * (int(sums[-1]) >= _DAMAGED), problem)
+        of_parts = int(received(sums[-1:])[0])
+        check_undamaged(self.id, DAMAGED * (of_parts >= _DAMAGED), problem)
 
         mean = workspace.array("mean", numel, dtype)
-        factors = (steps / group.size).astype(dtype)
-        cpu.unpack_fields(sums[:-1], factors, limit * group.size, largest, mean, levels)
-        share = int(sums[-1]) / _PARTS if math.isfinite(energy) else math.nan
+        factors = place.bring((steps / group.size).astype(dtype))
+        kernels.unpack_fields(sums[:-1], factors, limit * group.size, largest, mean, levels)
+        share = of_parts / _PARTS if math.isfinite(energy) else math.nan
         return Result(
             mean=mean,
             sent=sent,
@@ -118,17 +124,17 @@ class IntegerSum(Scheme[SharedQuantiser]):
     ) -> Generator[Round, NDArray[np.uint64], NDArray[np.uint8]]:
         """Return each element's grid."""
         workspace, ranks, limit = context.workspace, context.group.size, self.compressor.scales[0]
-        width = cpu.words_of(array.size, ranks)
+        width = sizes.words_of(array.size, ranks)
         objections = workspace.array("objections", ask.counts[0], _WORD)
         for level, inverse in enumerate(inverses[1:]):
-            cpu.pack_objections(array, inverse, limit, ranks, objections[level * width : (level + 1) * width])
+            kernels.pack_objections(array, inverse, limit, ranks, objections[level * width : (level + 1) * width])
         ask.send = objections
         ask.recv = workspace.array("objected", ask.counts[0], _WORD)
         objected = yield ask
         levels = workspace.array("levels", array.size, np.uint8)
         levels[:] = 0
         for level in range(1, inverses.size):
-            cpu.settle_levels(objected[(level - 1) * width : level * width], ranks, level, levels)
+            kernels.settle_levels(objected[(level - 1) * width : level * width], ranks, level, levels)
         return levels
 
 

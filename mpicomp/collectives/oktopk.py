@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.collectives.owned_regions import even_bounds, mean_bounds, overlaps, quantiles
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged, flags_of, gain_of, undelivered
 from mpicomp.collectives.selection_ops import added, common, less, parted, room
@@ -26,7 +27,7 @@ from mpicomp.compressors.message import (
     write_message,
 )
 from mpicomp.errors import MessageError
-from mpicomp.kernels import cpu
+from mpicomp.places import here, numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
 from mpicomp.workspace import Workspace
@@ -128,7 +129,7 @@ class _Step:
 
         target, arrived = yield from self._scatter(selection, regions)
         sums = self._sum([message.selection for message in arrived])
-        cpu.scale(sums.values, 1 / ranks)
+        kernels.scale(sums.values, 1 / ranks)
         counts, threshold = yield from self._agree(sums, selection, target)
         chosen, _ = parted(sums, threshold, counts[self.group.rank], self.workspace, "sums")
         energy, kept = self._energies(arrived, chosen) if wire is None else (0.0, 0.0)
@@ -157,7 +158,7 @@ class _Step:
         if self.problem is not None:
             return undelivered(self.accumulated, self.problem, stale=False)
         # Sums can be infinite where no rank's value is; they reach every threshold.
-        infinite = cpu.count_reaching(delivered.values, cpu.magnitude_bits(np.inf, self.dtype)) > 0
+        [infinite] = numbers(kernels.count_reaching(delivered.values, kernels.magnitude_bits(np.inf, self.dtype)))
         total = sum(message.energy for message in arrived)
         return Result(
             mean=mean.array,
@@ -165,7 +166,7 @@ class _Step:
             energy=total,
             gain=gain_of(lost, total),
             kept=float(delivered.indices.size),
-            nonfinite=bool(self.flags & NONFINITE) or infinite,
+            nonfinite=bool(self.flags & NONFINITE) or infinite > 0,
             stale=bool(self.flags & STALE),
         )
 
@@ -175,18 +176,20 @@ class _Step:
         """Send every region's elements to its owner; return k and the messages received, one a rank."""
         ranks = self.group.size
         inner = np.array([start for start, _ in regions[1:]], np.uint32)
-        cuts = [0, *map(int, np.searchsorted(selection.indices, inner)), selection.indices.size]
+        place = here()
+        cuts = place.to_host(np.searchsorted(selection.indices, place.bring(inner))).tolist()
+        cuts = [0, *cuts, selection.indices.size]
         counts = [stop - start for start, stop in pairwise(cuts)]
         ask = Round("alltoallv", [2] * ranks, _COUNT)
         ask.send = np.array([(count, selection.indices.size) for count in counts], _COUNT).reshape(-1)
-        ask.recv = self.workspace.array("counts", 2 * ranks, _COUNT)
+        ask.recv = self.workspace.host_array("counts", 2 * ranks, _COUNT)
         answers = (yield ask).reshape(ranks, 2)
         coming, selected = [int(count) for count in answers[:, 0]], int(answers[:, 1].sum())
         target = max(min(selected, 1), (2 * selected + ranks) // (2 * ranks))  # at least 1 where there is any
 
         sizes = [self._bytes(count, region) for count, region in zip(counts, regions, strict=True)]
         outgoing = self.workspace.array("outgoing", sum(sizes), _BYTE)
-        kept = cpu.energy(selection.values)
+        kept = kernels.energy(selection.values)
         for part, region, out in zip(pairwise(cuts), regions, _cut(outgoing, sizes), strict=True):
             own = slice(*part)
             piece = Selection(selection.indices[own], selection.values[own])
@@ -211,12 +214,12 @@ class _Step:
     ) -> Generator[Round, NDArray[Any], tuple[list[int], int]]:
         """Return how many sums of each owner are delivered, and the magnitude bits that they reach."""
         ranks, state = self.group.size, self.state
-        bits = 0 if state["threshold"] is None else cpu.magnitude_bits(state["threshold"], self.dtype)
-        reaching = 0 if state["threshold"] is None else cpu.count_reaching(sums.values, bits)
+        bits = 0 if state["threshold"] is None else kernels.magnitude_bits(state["threshold"], self.dtype)
+        [reaching] = numbers(0 if state["threshold"] is None else kernels.count_reaching(sums.values, bits))
         renew = state["exchanges"] % _RENEW_REGIONS == 0
         told = [reaching, sums.indices.size, *(quantiles(selection.indices, ranks) if renew else ())]
         tell = Round("allgatherv", [len(told)] * ranks, _COUNT, send=np.array(told, _COUNT))
-        tell.recv = self.workspace.array("told", ranks * len(told), _COUNT)
+        tell.recv = self.workspace.host_array("told", ranks * len(told), _COUNT)
         answers = (yield tell).reshape(ranks, len(told))
         counts, found = ([int(count) for count in column] for column in answers.T[:2])
         if renew:
@@ -228,10 +231,10 @@ class _Step:
             gather = Round("allgatherv", found, self.dtype, send=sums.values)
             gather.recv = self.workspace.array("magnitudes", sum(found), self.dtype)
             magnitudes = yield gather
-            bits = cpu.kth_magnitude(magnitudes, target)
-            threshold = cpu.magnitude_of(bits, self.dtype)
+            [bits] = numbers(kernels.kth_magnitude(magnitudes, target))
+            threshold = kernels.magnitude_of(bits, self.dtype)
             state["threshold"] = threshold if math.isfinite(threshold) else None
-            counts = [cpu.count_reaching(part, bits) for part in _cut(magnitudes, found)]
+            counts = list(numbers(*(kernels.count_reaching(part, bits) for part in _cut(magnitudes, found))))
         elif 3 * reached > 4 * target:
             state["threshold"] *= _ADJUST
         elif 3 * reached < 2 * target:
@@ -242,8 +245,9 @@ class _Step:
         """Return the energy of all messages to this owner, and that of their delivered elements."""
         energy, kept = 0.0, 0.0
         for message in arrived:
-            energy += cpu.energy(message.selection.values)
-            kept += cpu.energy(common(message.selection, chosen.indices, self.workspace, "delivered").values)
+            delivered = common(message.selection, chosen.indices, self.workspace, "delivered")
+            own = numbers(kernels.energy(message.selection.values), kernels.energy(delivered.values))
+            energy, kept = energy + own[0], kept + own[1]
         return energy, kept
 
     def _round(self, chosen: Selection, wire: str) -> NDArray[np.floating]:
@@ -251,7 +255,7 @@ class _Step:
         size = chosen.values.size
         rounded = self.workspace.array("rounded", size, self.dtype)
         error = self.workspace.array("error", size, self.dtype)
-        cpu.narrow(chosen.values, wire, self.workspace.array("halves", size, np.uint16), rounded)
+        kernels.narrow(chosen.values, wire, self.workspace.array("halves", size, np.uint16), rounded)
         with np.errstate(invalid="ignore", over="ignore"):
             np.subtract(chosen.values, rounded, out=error)
             np.multiply(error, self.dtype.type(self.group.size), out=error)
@@ -295,10 +299,10 @@ class _Step:
 
     def _tell_lost(self, sent: Selection) -> Generator[Round, NDArray[Any], float]:
         """Return the energy that all ranks lost, each of which knows its own; NaN where one read what is damaged."""
-        lost = self.accumulated.energy + cpu.norm_change(self.accumulated.array(), sent.indices, sent.values)
-        lost = max(0.0, lost) if self.problem is None else math.nan
+        [change] = numbers(kernels.norm_change(self.accumulated.array(), sent.indices, sent.values))
+        lost = max(0.0, self.accumulated.energy + change) if self.problem is None else math.nan
         tell = Round("allgatherv", [1] * self.group.size, _ENERGY, send=np.array([lost]))
-        tell.recv = self.workspace.array("lost", self.group.size, _ENERGY)
+        tell.recv = self.workspace.host_array("lost", self.group.size, _ENERGY)
         return float((yield tell).sum())
 
     def _bytes(self, count: int, span: _Span) -> int:

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.places import picked
 from mpicomp.rounds import parts_of
 
 
@@ -41,7 +42,10 @@ def quantiles(indices: NDArray[np.uint32], size: int) -> list[int]:
     ([3], [-1, -1])
     """
     count = indices.size
-    return [int(indices[place * count // size]) if count else -1 for place in range(1, size)]
+    if not count:
+        return [-1] * (size - 1)
+    found: list[int] = picked(indices, [place * count // size for place in range(1, size)]).tolist()
+    return found
 
 
 def mean_bounds(cuts: NDArray[np.int64], before: Sequence[int]) -> list[int]:

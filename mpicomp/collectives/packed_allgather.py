@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp.collectives.dense_message import HEADER_BYTES, read_headers, write_header
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, flags_of, gain_of, is_finite, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, is_finite, plus, undelivered
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Quantiser
@@ -43,7 +43,8 @@ class PackedAllgather(Scheme[Quantiser]):
         sent = workspace.array("sent", numel, dtype)
         message = workspace.array("message", size, _BYTE)
         lost = compressor.pack(accumulated.array(), message[HEADER_BYTES:], sent, context.key(False))
-        write_header(message, numel, flags_of(accumulated), accumulated.energy, lost + accumulated.lost)
+        moments, lost = accumulated.untold, plus(lost, accumulated.lost)
+        write_header(message, numel, STALE * accumulated.stale, moments.energy, lost, moments.finite)
         gather.send = message
         gather.recv = workspace.array("messages", size * group.size, _BYTE)
         messages = (yield gather).reshape(group.size, size)

@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, write_header
 from mpicomp.collectives.owners import read_answers, read_sent
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, flags_of, gain_of, is_finite, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, is_finite, plus, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor
@@ -17,7 +18,7 @@ from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.compressors.message import NONFINITE, STALE, message_bytes, read_message, write_message
 from mpicomp.compressors.wire import Wire, compact
 from mpicomp.errors import MessageError
-from mpicomp.kernels import cpu
+from mpicomp.places import numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 from mpicomp.workspace import Workspace
@@ -86,8 +87,8 @@ class ParameterServer(Scheme[Compressor]):
         array = accumulated.array()
         sent = array if wire is None else workspace.array("sent", numel, dtype)
         gather.send = workspace.array("message", size, _BYTE)
-        lost = accumulated.lost + pack(array, wire, gather.send, sent)
-        write_header(gather.send, numel, flags_of(accumulated), accumulated.energy, lost)
+        moments, lost = accumulated.untold, plus(pack(array, wire, gather.send, sent), accumulated.lost)
+        write_header(gather.send, numel, STALE * accumulated.stale, moments.energy, lost, moments.finite)
         reply.recv = workspace.array("reply", size, _BYTE)
         mean = workspace.array("mean", numel, dtype)
         if group.rank == _SERVER:
@@ -100,14 +101,13 @@ class ParameterServer(Scheme[Compressor]):
             for message in messages.reshape(group.size, size):
                 add(message, wire, mean)
             flags, energy, lost, problem = read_sent(self.id, messages.reshape(group.size, size), numel)
-            if not cpu.is_finite(cpu.scale(mean, 1 / group.size), dtype):
-                flags |= NONFINITE
+            finite = kernels.is_finite(kernels.scale(mean, 1 / group.size), dtype)
             delivered = mean if wire is None else workspace.array("delivered", numel, dtype)
             pack(mean, wire, reply.send, delivered)
             if wire is not None:
                 # The second rounding was of the mean: it took its error from every rank's share of it.
-                lost += cpu.share_rounding(mean, delivered, group.size, array, sent)
-            write_header(reply.send, numel, flags, energy, lost)
+                lost += kernels.share_rounding(mean, delivered, group.size, array, sent)
+            write_header(reply.send, numel, flags, energy, lost, finite)
         answer = yield reply
         flags, energy, lost, unread = read_answers(self.id, answer, [size], [numel], problem)
         if unread is not None:
@@ -119,12 +119,11 @@ class ParameterServer(Scheme[Compressor]):
         group, workspace = context.group, context.workspace
         numel, dtype = accumulated.numel, accumulated.dtype
         selection = compressor.select(accumulated, context)
-        kept = cpu.energy(selection.values)
         counts = [selection.indices.size] * group.size
         if compressor.count(numel) is None:
             ask = _ask(group)
             ask.send = np.array([selection.indices.size], _COUNT)
-            ask.recv = workspace.array("counts", group.size, _COUNT)
+            ask.recv = workspace.host_array("counts", group.size, _COUNT)
             counts = [int(count) for count in (yield ask)]
         sizes = [self._bytes(count, numel, dtype) for count in counts]
         gather = _gather(sizes)
@@ -132,12 +131,14 @@ class ParameterServer(Scheme[Compressor]):
         wire = compressor.wire_for(counts[group.rank], numel)
         if wire.values is not None and np.may_share_memory(selection.values, accumulated.array()):
             selection = Selection(selection.indices, selection.values.copy())  # rounded in place below
-        write_message(gather.send, selection, numel, wire, flags_of(accumulated), accumulated.energy, kept)
+        kept = selection.values if wire.values is None else kernels.energy(selection.values)
+        flags, moments = STALE * accumulated.stale, accumulated.untold
+        write_message(gather.send, selection, numel, wire, flags, moments.energy, kept, moments.finite)
         if group.rank == _SERVER:
             gather.recv = workspace.array("messages", sum(sizes), _BYTE)
         messages = yield gather
 
-        tell = Round("bcast", (1,), _COUNT, root=_SERVER, recv=workspace.array("told", 1, _COUNT))
+        tell = Round("bcast", (1,), _COUNT, root=_SERVER, recv=workspace.host_array("told", 1, _COUNT))
         answer, problem = None, None
         if group.rank == _SERVER:
             try:
@@ -199,7 +200,7 @@ def _average(
     flags |= NONFINITE * (not is_finite(mean.array, energy, len(sizes)))
     room = min(room, numel)
     union = Selection(workspace.array("union", room, np.uint32), workspace.array("union", room, dtype))
-    count = cpu.select_above(mean.array, 0.0, 0, union.indices, union.values, 0)
+    [count] = numbers(kernels.select_above(mean.array, 0.0, 0, union.indices, union.values, 0))
     answer = workspace.array("answer", _reply(count, numel, dtype).counts[0], _BYTE)
     if _as_dense(count, numel, dtype):
         pack(mean.array, None, answer, mean.array)

@@ -4,14 +4,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from mpicomp import kernels
 from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, write_header
 from mpicomp.collectives.owners import read_answers, read_sent
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, flags_of, gain_of, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, plus, undelivered
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.message import NONFINITE, STALE
-from mpicomp.kernels import cpu
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
 
@@ -49,12 +49,13 @@ class ScatterReduce(Scheme[Dense]):
         sent = array if wire is None else workspace.array("sent", numel, dtype)
 
         outgoing = workspace.array("outgoing", places[-1], np.uint8)
-        left_out = accumulated.lost
+        left_out, moments = accumulated.lost, accumulated.untold
         for rank in range(group.size):
             part = slice(bounds[rank], bounds[rank + 1])
             message = outgoing[places[rank] : places[rank + 1]]
             lost = pack(array[part], wire, message, sent[part])
-            write_header(message, parts[rank], flags_of(accumulated), accumulated.energy, lost + left_out)
+            lost, flags = plus(lost, left_out), STALE * accumulated.stale
+            write_header(message, parts[rank], flags, moments.energy, lost, moments.finite)
             left_out = 0.0  # said once
         size = scatter.counts[group.rank]
         scatter.send = outgoing
@@ -67,16 +68,15 @@ class ScatterReduce(Scheme[Dense]):
         total[:] = 0
         for message in incoming:
             add(message, wire, total)
-        top = cpu.scale(total, 1 / group.size)
-        flags |= NONFINITE * (not cpu.is_finite(top, dtype))
+        finite = kernels.is_finite(kernels.scale(total, 1 / group.size), dtype)
 
         reply = workspace.array("reply", size, np.uint8)
         delivered = total if wire is None else workspace.array("delivered", total.size, dtype)
         pack(total, wire, reply, delivered)
         if wire is not None and total.size:
             # The second rounding was of the mean: it took its error from every rank's share of it.
-            lost += cpu.share_rounding(total, delivered, group.size, array[mine], sent[mine])
-        write_header(reply, parts[group.rank], flags, energy, lost)
+            lost += kernels.share_rounding(total, delivered, group.size, array[mine], sent[mine])
+        write_header(reply, parts[group.rank], flags, energy, lost, finite)
         gather.send = reply
         gather.recv = workspace.array("replies", places[-1], np.uint8)
         replies = yield gather

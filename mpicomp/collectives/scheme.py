@@ -15,6 +15,7 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
 from mpicomp.errors import MessageError
+from mpicomp.places import here
 from mpicomp.rounds import Asked, Group, Round
 
 Exchange = Generator[Asked, Any, "Result"]
@@ -141,6 +142,11 @@ def flags_of(accumulated: Accumulated) -> int:
     return NONFINITE * (not accumulated.finite) | STALE * accumulated.stale
 
 
+def plus(number: float, more: float) -> float:
+    """Return the sum of two numbers of which the first may be known on a device only: often there is nothing to add."""
+    return number + more if more != 0 else number
+
+
 def undelivered(accumulated: Accumulated, problem: MessageError, stale: bool) -> Result:
     """Return the result of an exchange in which this rank could not read a message.
 
@@ -154,7 +160,7 @@ def undelivered(accumulated: Accumulated, problem: MessageError, stale: bool) ->
         Whether all ranks were told to agree anew.
     """
     return Result(
-        mean=np.zeros(accumulated.numel, accumulated.dtype),
+        mean=here().zeros(accumulated.numel, accumulated.dtype),
         sent=accumulated.array(),
         energy=accumulated.energy,
         gain=math.nan,

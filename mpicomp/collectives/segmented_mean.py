@@ -1,13 +1,15 @@
 """A sum over ranks that becomes a mean segment by segment, as the segments arrive."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.collectives.scheme import Result, gain_of
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.kernels import cpu
+from mpicomp.places import numbers, received
 
 
 class SegmentedMean:
@@ -27,10 +29,8 @@ class SegmentedMean:
     def __init__(self, accumulated: Accumulated, ranks: int) -> None:
         self._accumulated = accumulated
         self._ranks = ranks
-        self._finite = True
-        self.own = accumulated.with_tail(
-            not accumulated.finite, accumulated.stale, accumulated.energy, accumulated.lost
-        )
+        self._finite: Any = True
+        self.own = accumulated.with_tail()
         """The accumulated array and its tail. It is only read: the part that was sent is subtracted later."""
 
     def adds(
@@ -65,26 +65,29 @@ class SegmentedMean:
         def arrived(start: int, stop: int) -> None:
             values = self._values(array, offset + start, offset + stop)
             # Squares of finite numbers overflow too, and are then not worth a fast answer.
-            self._finite &= bool(np.isfinite(cpu.energy(values))) or bool(np.isfinite(values).all())
+            on_host = isinstance(values, np.ndarray)
+            quick = on_host and bool(np.isfinite(kernels.energy(values)))
+            self._finite = self._finite & (quick or np.isfinite(values).all())
 
         return arrived
 
     def divide(self, array: NDArray[np.floating], start: int, stop: int) -> None:
         """Make sums means in place, the tail left as it is."""
         values = self._values(array, start, stop)
-        self._finite &= cpu.is_finite(cpu.scale(values, 1 / self._ranks), values.dtype)
+        self._finite = self._finite & kernels.is_finite(kernels.scale(values, 1 / self._ranks), values.dtype)
 
     def result(self, array: NDArray[np.floating]) -> Result:
         """Return the result, once all segments of ``array`` were divided or seen."""
         numel = self._accumulated.numel
-        nonfinite, stale, energy, lost = (float(number) for number in array[numel : numel + TAIL])
+        nonfinite, stale, energy, lost = received(array[numel : numel + TAIL]).tolist()
+        [finite] = numbers(self._finite)
         return Result(
             mean=array[:numel],
             sent=self._accumulated.array(),
             energy=energy,
             gain=gain_of(lost, energy),
             kept=float(numel),
-            nonfinite=nonfinite > 0 or not self._finite,
+            nonfinite=nonfinite > 0 or not finite,
             stale=stale > 0,
         )
 

@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.compressors.kinds import Selection
-from mpicomp.kernels import cpu
+from mpicomp.places import numbers
 from mpicomp.workspace import Workspace
 
 
@@ -22,7 +23,7 @@ def added(first: Selection, second: Selection, workspace: Workspace, name: str) 
     out = room(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
     return _begin(
         out,
-        cpu.merge_add(first.indices, first.values, second.indices, second.values, out.indices, out.values),
+        kernels.merge_add(first.indices, first.values, second.indices, second.values, out.indices, out.values),
     )
 
 
@@ -31,14 +32,14 @@ def less(first: Selection, second: Selection, workspace: Workspace, name: str) -
     out = room(workspace, name, first.indices.size + second.indices.size, first.values.dtype)
     return _begin(
         out,
-        cpu.merge_subtract(first.indices, first.values, second.indices, second.values, out.indices, out.values),
+        kernels.merge_subtract(first.indices, first.values, second.indices, second.values, out.indices, out.values),
     )
 
 
 def common(selection: Selection, indices: NDArray[np.uint32], workspace: Workspace, name: str) -> Selection:
     """Return the part of a selection that is at some indices, in the room of a name."""
     out = room(workspace, name, min(selection.indices.size, indices.size), selection.values.dtype)
-    return _begin(out, cpu.intersect(selection.indices, selection.values, indices, out.indices, out.values))
+    return _begin(out, kernels.intersect(selection.indices, selection.values, indices, out.indices, out.values))
 
 
 def parted(
@@ -48,11 +49,12 @@ def parted(
     dtype = selection.values.dtype
     kept = room(workspace, f"{name}.kept", count, dtype)
     left = room(workspace, f"{name}.left", selection.indices.size - count, dtype)
-    cpu.split_largest(
+    kernels.split_largest(
         selection.indices, selection.values, threshold, kept.indices, kept.values, left.indices, left.values
     )
     return kept, left
 
 
 def _begin(out: Selection, count: int) -> Selection:
-    return Selection(out.indices[:count], out.values[:count])
+    [size] = numbers(count)
+    return Selection(out.indices[:size], out.values[:size])

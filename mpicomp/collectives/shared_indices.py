@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.values_at import exchange_at
 from mpicomp.compressors.accumulated import Accumulated
@@ -12,7 +13,8 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.errors import MessageError
-from mpicomp.kernels import cpu
+from mpicomp.kernels import sizes
+from mpicomp.places import numbers
 from mpicomp.rounds import Group, Round
 
 
@@ -72,21 +74,21 @@ class Leading(Scheme[Sparsifier]):
             share.send = chosen.indices
             if coded:
                 share.send = workspace.array("code", share.counts[0], np.uint8)
-                cpu.encode_indices(chosen.indices, numel, share.send)
+                kernels.encode_indices(chosen.indices, numel, share.send)
         share.recv = workspace.array("indices", share.counts[0], share.dtype)
         indices = yield share
         if coded:
             code = indices
             indices = workspace.array("indices", count, np.uint32)
-            right = cpu.decode_indices(code, count, numel, indices)
+            right = kernels.decode_indices(code, count, numel, indices)
         else:
-            right = cpu.ascending_below(indices, numel)
+            right = kernels.ascending_below(indices, numel)
         problem = None
-        if not right:
+        if not all(numbers(right)):
             problem = MessageError(f"{self.id}: from rank {leader}: indices do not ascend below {numel}")
         return (yield from exchange_at(indices, 1.0, accumulated, context, self._sum, problem))
 
     def _share(self, leader: int, count: int, numel: int) -> Round:
         if self.compressor.wire_for(count, numel).indices == "plain":
             return Round("bcast", (count,), np.dtype(np.uint32), root=leader)
-        return Round("bcast", (cpu.index_bytes(count, numel),), np.dtype(np.uint8), root=leader)
+        return Round("bcast", (sizes.index_bytes(count, numel),), np.dtype(np.uint8), root=leader)

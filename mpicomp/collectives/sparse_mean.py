@@ -1,11 +1,15 @@
 """A mean that is zero but for what was added to it, and remembers where that was."""
 
+from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.kernels import cpu
+from mpicomp import kernels
+from mpicomp.compressors.message import SIGNS, Told, signs_at
+from mpicomp.places import here
 from mpicomp.workspace import Workspace
 
 _MANY = 16  # if more than one element in so many was touched, setting the whole array to zero is faster
@@ -13,6 +17,8 @@ _MANY = 16  # if more than one element in so many was touched, setting the whole
 
 class SparseMean:
     """Sums sparse selections into an array that it clears only where the step before has written.
+
+    Memory of a device is cleared whole, which takes one launch.
 
     Parameters
     ----------
@@ -23,8 +29,10 @@ class SparseMean:
     """
 
     def __init__(self, numel: int, dtype: np.dtype[Any]) -> None:
-        self.array: NDArray[np.floating] = np.zeros(numel, dtype)
-        self._workspace = Workspace()
+        place = here()
+        self.array: NDArray[np.floating] = place.zeros(numel, dtype)
+        self._workspace = Workspace(place)
+        self._on_host = isinstance(self.array, np.ndarray)
         self._touched: list[NDArray[np.uint32]] = []
 
     @classmethod
@@ -35,18 +43,82 @@ class SparseMean:
         return mean
 
     def add(self, indices: NDArray[np.uint32], values: NDArray[np.floating], factor: float) -> bool:
-        """Add ``factor * values`` at ``indices``; False, and nothing is written, where one is out of range."""
-        touched = self._workspace.array(f"touched.{len(self._touched)}", indices.size, np.uint32)
-        touched[:] = indices
-        if not cpu.scatter_add(indices, values, factor, self.array):
-            return False
-        self._touched.append(touched)
-        return True
+        """Add ``factor * values`` at ``indices``; False, and nothing is written, where one is out of range.
+
+        On a device nobody waits for the answer, a 0-d array.
+        """
+        self._touch(indices)
+        added: bool = kernels.scatter_add(indices, values, factor, self.array)
+        if self._on_host and not added:
+            self._touched.pop()
+        return added
+
+    def add_messages(self, messages: NDArray[np.uint8], told: Sequence[Told], factor: float) -> bool:
+        """Add ``factor`` times the selections of several messages, in their order.
+
+        Parameters
+        ----------
+        messages : array of uint8
+            Holds all of them.
+        told : sequence of Told
+            Of each, with its places in ``messages``; none is damaged.
+        factor : float
+            Factor of all values.
+
+        Returns
+        -------
+        bool
+            Whether all indices ascend below the length of the mean, which else may hold anything. On a device a 0-d
+            array, or True where there are no messages.
+        """
+        right = True
+        for (stored, coding), group in groupby(told, key=lambda own: (own.stored, own.coding)):
+            own = list(group)
+            counts = [each.count for each in own]
+            indices, indices_at = messages, [each.indices_at for each in own]
+            if coding != "plain":
+                decoded = self._workspace.array("decoded", sum(counts), np.uint32)
+                sound = kernels.decode_indices_of(messages, indices_at, counts, self.array.size, decoded)
+                right = sound if right is True else right & sound
+                if self._on_host and not right:
+                    break
+                indices, indices_at = decoded, [4 * start for start in accumulate(counts[:-1], initial=0)]
+            values, values_at = messages, [each.values_at for each in own]
+            if stored == "signs":
+                values, stored = self._with_signs(messages, own).view(np.uint8), self.array.dtype.name
+                values_at = [self.array.dtype.itemsize * start for start in accumulate(counts[:-1], initial=0)]
+            if self._on_host:
+                for start, count in zip(indices_at, counts, strict=True):
+                    part = indices.view(np.uint8)[start : start + 4 * count]
+                    self._touch(part.view(np.uint32))
+            right = kernels.sparse_add(
+                values, values_at, indices, indices_at, counts, stored, factor, self.array, right
+            )
+        if self._on_host and not right:
+            self._touched.clear()  # which may be out of range
+            self.array.fill(0)
+        return right
+
+    def _with_signs(self, messages: NDArray[np.uint8], told: Sequence[Told]) -> NDArray[np.floating]:
+        """Return the values of messages that hold signs and a magnitude each, one after the other."""
+        values = self._workspace.array("values", sum(each.count for each in told), self.array.dtype)
+        start = 0
+        for each in told:
+            signs, magnitude = signs_at(messages, each.values_at, each.count)
+            kernels.unpack_signs(magnitude, signs, SIGNS * signs.size, values[start : start + each.count])
+            start += each.count
+        return values
+
+    def _touch(self, indices: NDArray[np.uint32]) -> None:
+        if self._on_host:
+            touched = self._workspace.array(f"touched.{len(self._touched)}", indices.size, np.uint32)
+            touched[:] = indices
+            self._touched.append(touched)
 
     def _clear(self) -> None:
-        if sum(touched.size for touched in self._touched) > self.array.size // _MANY:
-            self.array[:] = 0
+        if not self._on_host or sum(touched.size for touched in self._touched) > self.array.size // _MANY:
+            self.array.fill(0)
         else:
             for touched in self._touched:
-                cpu.clear_at(touched, self.array)
+                kernels.clear_at(touched, self.array)
         self._touched.clear()

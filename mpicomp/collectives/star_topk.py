@@ -41,7 +41,7 @@ class StarTopk(Leading):
         count = self.compressor.count(accumulated.numel)
         if count is None:
             ask = self._ask(leader)
-            ask.recv = context.workspace.array("count", 1, np.int64)
+            ask.recv = context.workspace.host_array("count", 1, np.int64)
             if chosen is not None:
                 ask.send = np.array([chosen.indices.size], np.int64)
             count = int((yield ask)[0])

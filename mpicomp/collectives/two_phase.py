@@ -5,14 +5,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from mpicomp import kernels
 from mpicomp.collectives.dense_message import HEADER_BYTES, write_header
 from mpicomp.collectives.owners import read_answers, read_sent
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, flags_of, gain_of, undelivered
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, plus, undelivered
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.compressors.message import NONFINITE, STALE
-from mpicomp.kernels import cpu
+from mpicomp.places import numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
 
@@ -55,14 +56,15 @@ class TwoPhase(Scheme[Quantiser]):
         sent = workspace.array("sent", numel, dtype)
 
         outgoing = workspace.array("outgoing", places[-1], _BYTE)
-        left_out = accumulated.lost
+        left_out, moments = accumulated.lost, accumulated.untold
         for rank in range(group.size):
             part = slice(bounds[rank], bounds[rank + 1])
             message = outgoing[places[rank] : places[rank + 1]]
             lost = 0.0
             if rank != group.rank:  # behind the header to itself stands nothing that is read
                 lost = compressor.pack(array[part], message[HEADER_BYTES:], sent[part], context.key(False, rank))
-            write_header(message, parts[rank], flags_of(accumulated), accumulated.energy, lost + left_out)
+            lost, flags = plus(lost, left_out), STALE * accumulated.stale
+            write_header(message, parts[rank], flags, moments.energy, lost, moments.finite)
             left_out = 0.0  # said once
         size = scatter.counts[group.rank]
         scatter.send = outgoing
@@ -82,7 +84,7 @@ class TwoPhase(Scheme[Quantiser]):
         compressor.pack(total, reply[HEADER_BYTES:], delivered, context.key(False, group.rank))
         # This packing was of the mean: it took its error from every rank's share of it.
         sent[mine] = array[mine]
-        lost = cpu.share_rounding(total, delivered, group.size, array[mine], sent[mine])
+        [lost] = numbers(kernels.share_rounding(total, delivered, group.size, array[mine], sent[mine]))
         finite = math.isfinite(lost)
         if not finite:  # squares of finite numbers overflow too, and are then not worth a fast answer
             with np.errstate(over="ignore", invalid="ignore"):

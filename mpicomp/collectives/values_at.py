@@ -5,13 +5,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import TAIL, Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Selection
 from mpicomp.errors import MessageError
-from mpicomp.kernels import cpu
+from mpicomp.places import here, numbers
 
 
 def exchange_at(
@@ -42,17 +43,23 @@ def exchange_at(
     array, dtype = accumulated.array(), accumulated.dtype
     buffer = context.workspace.array("positions", indices.size + TAIL, dtype)
     values = buffer[: indices.size]
-    if problem is None and not cpu.gather(array, indices, values):
-        problem = MessageError(f"{inner.id}: an index of the ranks' common positions is not below {accumulated.numel}")
+    weighted = isinstance(weights, np.ndarray) or weights != 1
+    right, kept, lost = False, 0.0, 0.0
+    if problem is None:
+        gathered = kernels.gather(array, indices, values)
+        right, kept = accumulated.read(gathered, 0.0 if weighted else kernels.energy(values))
+        if not right:
+            wrong = f"an index of the ranks' common positions is not below {accumulated.numel}"
+            problem = MessageError(f"{inner.id}: {wrong}")
     if problem is not None:
         values[:] = 0
-        lost = 0.0
-    elif isinstance(weights, np.ndarray) or weights != 1:
+    elif weighted:
+        factors = here().bring(weights.astype(dtype, copy=False)) if isinstance(weights, np.ndarray) else weights
         with np.errstate(over="ignore", invalid="ignore"):
-            np.multiply(values, weights, out=values, casting="same_kind")
+            np.multiply(values, factors, out=values, casting="same_kind")
         lost = _lost(array, indices, values, accumulated.energy)
     else:
-        lost = max(0.0, accumulated.energy - cpu.energy(values))
+        lost = max(0.0, accumulated.energy - kept)
     stale = accumulated.stale or problem is not None
     part = Accumulated.ready(buffer, accumulated.energy, lost, accumulated.finite, stale)
     result = yield from inner.exchange(part, context)
@@ -77,4 +84,5 @@ def _lost(array: NDArray[np.floating], indices: NDArray[np.uint32], sent: NDArra
     """Return the energy of ``array - sent``, which may be more than that of the array."""
     exact = array[indices]
     with np.errstate(over="ignore", invalid="ignore"):
-        return energy - cpu.energy(exact) + cpu.energy(exact - sent)
+        before, after = numbers(kernels.energy(exact), kernels.energy(exact - sent))
+        return float(energy - before + after)

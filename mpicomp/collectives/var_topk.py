@@ -5,11 +5,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange
 from mpicomp.collectives.shared_indices import Leading
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
-from mpicomp.kernels import cpu
+from mpicomp.places import numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
 
@@ -45,9 +46,10 @@ class VarTopk(Leading):
         group = context.group
         chosen = self.compressor.select(accumulated, context)
         compare = self._compare(group)
-        header = np.array([(cpu.energy(chosen.values), chosen.indices.size)], _HEADER)
+        [energy] = numbers(kernels.energy(chosen.values))
+        header = np.array([(energy, chosen.indices.size)], _HEADER)
         compare.send = header.view(np.uint8)
-        compare.recv = context.workspace.array("headers", sum(compare.counts), np.uint8)
+        compare.recv = context.workspace.host_array("headers", sum(compare.counts), np.uint8)
         headers = (yield compare).view(_HEADER)
         leader = _leader(headers["energy"])
         return (yield from self._exchange_led(leader, int(headers["count"][leader]), chosen, accumulated, context))

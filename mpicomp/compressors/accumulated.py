@@ -1,16 +1,19 @@
 """Gradient plus residual, summed in one sweep that may also collect statistics or candidates for the caller."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.kernels import cpu
+from mpicomp.places import numbers
 
 TAIL = 4
 """Elements behind the array in its buffer: room for flags and energies that travel with it through a sum."""
+_AT_ONCE = 8  # numbers that are read at once
 
 
 @dataclass
@@ -73,6 +76,8 @@ class Accumulated:
         Factor that gradients are multiplied by first.
     velocity : Velocity or None
         Where momentum is applied before the sum.
+    tables : dict, optional
+        Keeps for the next step what was found out about where pieces are.
     """
 
     def __init__(
@@ -84,12 +89,15 @@ class Accumulated:
         threads: int = 1,
         scale: float = 1.0,
         velocity: Velocity | None = None,
+        tables: MutableMapping[str, Any] | None = None,
     ) -> None:
         self._buffer = buffer
         self._residual = residual
         self._pieces = pieces
         self._scale = scale
         self._velocity = velocity
+        self._tables = {} if tables is None else tables
+        self._untold: cpu.Moments | None = None  # as the kernels give them: on a device, numbers to be read
         self._moments: cpu.Moments | None = None
         self.stale = stale
         self.threads = threads
@@ -98,7 +106,12 @@ class Accumulated:
 
     @classmethod
     def ready(
-        cls, buffer: NDArray[np.floating], energy: float, lost: float, finite: bool, stale: bool
+        cls,
+        buffer: NDArray[np.floating],
+        energy: float,
+        lost: float,
+        finite: bool,
+        stale: bool,
     ) -> "Accumulated":
         """Wrap values that were taken out of a larger array, to be exchanged in its place.
 
@@ -113,7 +126,7 @@ class Accumulated:
         """
         made = cls(buffer, None, [], stale)
         made.lost = lost
-        made._moments = cpu.Moments(0, 0.0, energy, finite)
+        made._untold = cpu.Moments(0, 0.0, energy, finite)
         return made
 
     @property
@@ -127,15 +140,31 @@ class Accumulated:
         return self._buffer.dtype
 
     @property
+    def kernels(self) -> Any:
+        """Kernels of the place where it is."""
+        return kernels.of(self._buffer)
+
+    @property
     def done(self) -> bool:
         """Whether the sum was made."""
-        return self._moments is not None
+        return self._untold is not None
+
+    @property
+    def untold(self) -> cpu.Moments:
+        """Moments of the sum, computed in the sweep that makes it; on a device as 0-d arrays, which nobody waits for.
+
+        Kernels take them as they are.
+        """
+        if self._untold is None:
+            self.sweep()
+        assert self._untold is not None
+        return self._untold
 
     @property
     def moments(self) -> cpu.Moments:
-        """Energy and finiteness of the sum, computed in the sweep that makes it."""
+        """The same as Python numbers; on a device they are read, all at once, when they are asked for first."""
         if self._moments is None:
-            self.sweep()
+            self.read()
         assert self._moments is not None
         return self._moments
 
@@ -165,7 +194,7 @@ class Accumulated:
         """
         assert not self.done, "the sum was made before"
         out = self._buffer[: self.numel]
-        moments = cpu.Moments(0, 0.0, 0.0, True)
+        moments: cpu.Moments | None = None
         if not self._pieces:
             out[:] = 0
         for part, gradient in self._parts(out):
@@ -174,24 +203,94 @@ class Accumulated:
                 own = slice(part.start + cut.start, part.start + cut.stop)
                 behind = None if residual is None else residual[cut]
                 if region is None:
-                    added = cpu.accumulate(gradient[cut], behind, out[own], self.threads)
+                    added = kernels.accumulate(gradient[cut], behind, out[own], self.threads)
                 else:
-                    region.found, added = cpu.accumulate_candidates(
+                    region.found, added = kernels.accumulate_candidates(
                         gradient[cut], behind, out[own], region.bound, own.start, region.index, region.bits,
                         region.found, self.threads,
                     )  # fmt: skip
-                moments += added
-        self._moments = moments
+                moments = added if moments is None else moments + added
+        self._untold = cpu.Moments(0, 0.0, 0.0, True) if moments is None else moments
+        if regions:
+            for region, found in zip(regions, self.read(*(region.found for region in regions)), strict=True):
+                region.found = found
 
-    def with_tail(self, *numbers: float) -> NDArray[np.floating]:
-        """Return the sum with ``numbers`` behind it, a contiguous array of shape (numel + TAIL,)."""
-        self.array()
-        with np.errstate(over="ignore"):  # of an energy in float32
-            self._buffer[self.numel :] = numbers
+    def fused(self, kernel: Callable[[Any, Any, Any], Any]) -> Any:
+        """Make the sum by a kernel that selects from it, too.
+
+        Parameters
+        ----------
+        kernel : callable
+            Called with the gradient, the residual or None, and the array that receives the sum, all of which are flat;
+            the first may be the last. What it returns has `Moments` of the sum among its attributes.
+
+        Returns
+        -------
+        object
+            What the kernel returns.
+        """
+        assert not self.done, "the sum was made before"
+        out = self._buffer[: self.numel]
+        if self._pieces:
+            made = kernel(self._gathered(out), self._residual, out)
+        else:
+            out.fill(0)
+            made = kernel(out, None, out)
+        self._untold = cpu.Moments(made.nonzero, made.total, made.energy, made.finite)
+        return made
+
+    def read(self, *more: Any) -> list[Any]:
+        """Return Python numbers for what kernels have returned; moments that nobody has read are read with them."""
+        untold = () if self._moments is not None else self.untold
+        values = [*untold, *more]
+        told: list[Any] = []
+        for first in range(0, len(values), _AT_ONCE):
+            told += numbers(*values[first : first + _AT_ONCE])
+        if self._moments is None:
+            self._moments = cpu.Moments(*told[: len(untold)])
+        return told[len(untold) :]
+
+    def with_tail(self, *own: float) -> NDArray[np.floating]:
+        """Return the sum with four numbers behind it, a contiguous array of shape (numel + TAIL,).
+
+        Where the caller has none of its ``own`` they are what ranks sum along: whether the sum is not finite, whether
+        this rank is stale, the energy, and the energy that is missing.
+        """
+        moments, tail = self.untold, self._buffer[self.numel :]
+        if own:
+            for place, number in enumerate(own):
+                with np.errstate(over="ignore"):  # of an energy in float32
+                    tail[place] = number
+        else:
+            kernels.write_tail(tail, moments.finite, self.stale, moments.energy, self.lost)
         return self._buffer
 
+    def _gathered(self, out: NDArray[np.floating]) -> NDArray[np.floating]:
+        """Return the input to the sum as one flat array; where there are several pieces it stands in ``out``."""
+        flats: list[NDArray[Any]] = []
+        for piece in self._pieces:
+            gradient, known = piece.gradient, (self.dtype, np.float16, np.uint16)
+            if not (gradient.dtype in known and gradient.dtype.isnative and gradient.flags.c_contiguous):
+                gradient = out[piece.offset : piece.offset + gradient.size]
+                _copy(piece.gradient, gradient)
+            flats.append(gradient.reshape(-1))
+        velocity = self._velocity
+        scale = 1.0 if velocity is not None else self._scale
+        flat = flats[0]
+        if len(flats) > 1 or scale != 1 or flat.dtype != self.dtype:
+            self._tables["pieces"] = self.kernels.concatenate(flats, out, scale, self._tables.get("pieces"))
+            flat = out
+        if velocity is not None:
+            before, after = velocity.before, velocity.after
+            kernels.momentum(flat, self._scale, before, velocity.factor, velocity.nesterov, after, out)
+            flat = out
+        return flat
+
     def _parts(self, out: NDArray[np.floating]) -> Iterator[tuple[slice, NDArray[np.floating]]]:
-        """Return the slice of every piece and its flat input to the sum."""
+        """Return the slice of every piece and its flat input to the sum; of all at once where kernels prefer that."""
+        if self._pieces and getattr(self.kernels, "GATHERS", False):
+            yield slice(0, self.numel), self._gathered(out)
+            return
         for piece in self._pieces:
             part = slice(piece.offset, piece.offset + piece.gradient.size)
             gradient = piece.gradient
@@ -204,7 +303,7 @@ class Accumulated:
             if self._velocity is not None:
                 velocity = self._velocity
                 before, after = velocity.before[part], velocity.after[part]
-                cpu.momentum(flat, self._scale, before, velocity.factor, velocity.nesterov, after, out[part])
+                kernels.momentum(flat, self._scale, before, velocity.factor, velocity.nesterov, after, out[part])
                 flat = out[part]
             elif self._scale != 1:
                 with np.errstate(over="ignore", invalid="ignore"):
@@ -232,7 +331,7 @@ def _copy(gradient: NDArray[np.generic], out: NDArray[np.floating]) -> None:
     """Widen or pack a gradient into a flat array, without another one in between."""
     contiguous = gradient.flags.c_contiguous and gradient.dtype.isnative
     if contiguous and gradient.dtype in (np.uint16, np.float16):
-        cpu.widen(gradient.reshape(-1).view(np.uint16), "bf16" if gradient.dtype == np.uint16 else "fp16", out)
+        kernels.widen(gradient.reshape(-1).view(np.uint16), "bf16" if gradient.dtype == np.uint16 else "fp16", out)
     elif gradient.dtype == np.uint16:
         words = out.view(np.uint32)  # bfloat16 is the upper half of a float32
         np.copyto(words.reshape(gradient.shape), gradient)

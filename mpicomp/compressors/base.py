@@ -61,6 +61,10 @@ class Compressor(OldHooks, ABC):
     """Which parameter its ``layers`` has values of for parts of a model, by the names of their parameters: ``"ratio"``
     of a selection, ``"rank"`` of factors (see `mpicomp.policies.layer_tables.table_for`); None where it has none.
     """
+    own_algebra: ClassVar[bool] = False
+    """Whether the mean goes through matrix products or decompositions of a library, whose bits are others on a GPU than
+    on the host: then all ranks' gradients have to be on the one or on the other.
+    """
     learns: ClassVar[bool] = False
     """Whether it sends a code that the run has to learn first; then it is a `Learner`."""
 

@@ -3,10 +3,12 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated, Region
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Selection
 from mpicomp.kernels import cpu
+from mpicomp.places import numbers
 
 
 class Candidates:
@@ -76,26 +78,35 @@ class Candidates:
         region = self.region
         return region.found if region.found <= region.index.size else 0
 
+    @property
+    def _listed_values(self) -> NDArray[np.floating]:
+        """Magnitudes of the elements in the list."""
+        return self.region.bits[: self.listed].view(self._accumulated.dtype)
+
     def count(self, threshold: float) -> int:
         """Count the elements above a threshold."""
         if self._covers(threshold):
-            return cpu.tail(self.region.bits[: self.listed].view(self._accumulated.dtype), threshold).count
-        return self.tail(threshold).count
+            [count] = numbers(kernels.tail(self._listed_values, threshold).count)
+        else:
+            [count] = numbers(kernels.tail(self.array, threshold, 1, self._accumulated.threads).count)
+        return int(count)
 
     def tail(self, threshold: float, stride: int = 1) -> cpu.Tail:
         """Count the elements above a threshold, and sum their excess, in the array: a list would round differently."""
-        return cpu.tail(self.array, threshold, stride, self._accumulated.threads)
+        return cpu.Tail(*numbers(*kernels.tail(self.array, threshold, stride, self._accumulated.threads)))
 
     def logarithms(self, stride: int) -> tuple[int, float, float]:
         """Sum magnitudes and their logarithms; see `mpicomp.kernels.cpu.logarithms`."""
-        return cpu.logarithms(self.array, stride, self._accumulated.threads)
+        count, total, logarithm = numbers(*kernels.logarithms(self.array, stride, self._accumulated.threads))
+        return count, total, logarithm
 
     def top(self) -> float:
         """Return the largest magnitude."""
-        bits = int(self.region.bits[: self.listed].max()) if self.listed else cpu.kth_magnitude(self.array, 1)
-        return cpu.magnitude_of(bits, self._accumulated.dtype)
+        listed = self.region.bits[: self.listed]
+        [bits] = numbers(listed.max() if self.listed else kernels.kth_magnitude(self.array, 1))
+        return cpu.magnitude_of(int(bits), self._accumulated.dtype)
 
-    def above(self, threshold: float, room: int) -> Selection:
+    def above(self, threshold: float, room: int, known: bool = False) -> Selection:
         """Select the elements above a threshold, ascending by index.
 
         Parameters
@@ -104,18 +115,20 @@ class Candidates:
             Magnitudes equal to it are not selected.
         room : int
             How many are expected; where there are more it takes another sweep.
+        known : bool
+            Whether so many were counted, so that nobody asks for their number again.
         """
         listed = self.listed if self._covers(threshold) else 0
         selection = self._selection(listed or max(1, room))
         if listed:
             index, bits = self.region.index[:listed], self.region.bits[:listed]
-            count = cpu.select_listed(index, bits, threshold, self._accumulated.array(), *_arrays(selection))
+            found = kernels.select_listed(index, bits, threshold, self._accumulated.array(), *_arrays(selection))
         else:
-            array, start = self.array, self.part.start
-            count = cpu.select_above(array, threshold, start, *_arrays(selection), 0)
-            if count > selection.indices.size:
-                selection = self._selection(count)
-                cpu.select_above(array, threshold, start, *_arrays(selection), 0)
+            found = kernels.select_above(self.array, threshold, self.part.start, *_arrays(selection), 0)
+        [count] = [room] if known else numbers(found)
+        if count > selection.indices.size:
+            selection = self._selection(count)
+            kernels.select_above(self.array, threshold, self.part.start, *_arrays(selection), 0)
         return Selection(selection.indices[:count], selection.values[:count])
 
     def largest(self, k: int) -> tuple[Selection, float]:
@@ -128,6 +141,12 @@ class Candidates:
         threshold : float
             Magnitude of the smallest of them.
         """
+        selection, threshold = self.select(k)
+        [bits] = numbers(threshold)
+        return selection, cpu.magnitude_of(bits, self._accumulated.dtype)
+
+    def select(self, k: int) -> tuple[Selection, int]:
+        """Do what `largest` does, but return magnitude bits as the kernels do: on a device, as a 0-d array."""
         selection = self._selection(k)
         array = self._accumulated.array()
         if k // 4 < self.listed < k:
@@ -135,15 +154,25 @@ class Candidates:
         if k <= self.listed:
             index, bits = self.region.index[: self.listed], self.region.bits[: self.listed]
             scratch = self._workspace.array(f"{self._name}.scratch", self.listed, self._word)
-            threshold = cpu.select_candidates(index, bits, scratch, array, *_arrays(selection))
+            threshold = kernels.select_candidates(index, bits, scratch, array, *_arrays(selection))
         else:
-            threshold = cpu.kth_magnitude(self.array, k)
-            cpu.select_largest(self.array, threshold, *_arrays(selection))
+            threshold = kernels.kth_magnitude(self.array, k)
+            kernels.select_largest(self.array, threshold, *_arrays(selection))
             if self.part.start:
-                selection.indices[:] += np.uint32(self.part.start)
-        return selection, cpu.magnitude_of(threshold, self._accumulated.dtype)
+                np.add(selection.indices, np.uint32(self.part.start), out=selection.indices)
+        return selection, threshold
 
-    def bound_for_next(self, k: int, threshold: float, before: float) -> float:
+    def spare(self, k: int) -> int:
+        """Return the magnitude bits of the candidate of rank 3 k / 2, or of the last one, as `select` returns its own.
+
+        0 where there are fewer than k of them.
+        """
+        if self.listed < k:
+            return 0
+        bits: int = kernels.kth_magnitude(self._listed_values, min(self.listed, k + k // 2))
+        return bits
+
+    def bound_for_next(self, k: int, threshold: float, before: float, spare: int) -> float:
         """Return the bound for the next step's candidates, where `largest` was asked for k elements in this one.
 
         It is meant to list half as many again. Under error feedback elements crowd below the threshold, so that no
@@ -155,6 +184,8 @@ class Candidates:
             What was asked for, and what it gave.
         before : float
             Threshold of the step before; 0 where there was none.
+        spare : int
+            What `spare` gave, as a Python number.
         """
         listed, found = self.listed, self.region.found
         if listed == 0 and found > k:  # too many to be stored: as if they were spread evenly
@@ -162,10 +193,7 @@ class Candidates:
             return threshold - (threshold - bound) * 0.5 * k / (found - k)
         if listed < k:
             return 0.97 * threshold
-        place = max(0, listed - k - k // 2)
-        spare = self._workspace.array(f"{self._name}.scratch", listed, self._word)[: listed - k + 1]
-        spare.partition(place)  # `largest` left the k largest behind these
-        lower = cpu.magnitude_of(int(spare[place]), self._accumulated.dtype)
+        lower = cpu.magnitude_of(spare, self._accumulated.dtype)
         if listed < k + k // 2:
             lower *= 0.98
         return lower * (min(max(threshold / before, 0.8), 1.2) if before > 0 else 1.0)
@@ -176,9 +204,11 @@ class Candidates:
         dtype = self._accumulated.dtype
         for factor in (0.95, 0.7):
             bound = factor * cpu.magnitude_of(region.bound, dtype)
-            found = cpu.select_above(array, bound, self.part.start, region.index, region.bits.view(dtype), 0)
+            count = kernels.select_above(array, bound, self.part.start, region.index, region.bits.view(dtype), 0)
+            [found] = numbers(count)
             region.found, region.bound = found, cpu.magnitude_bits(bound, dtype) + 1
-            region.bits[:found] &= cpu.mask_of(dtype)
+            listed = region.bits[:found]
+            np.bitwise_and(listed, cpu.mask_of(dtype), out=listed)
             if found >= wanted:
                 return
 

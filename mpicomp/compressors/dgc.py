@@ -7,12 +7,15 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Entry, check_choice, check_range, check_ratio, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.errors import ConfigurationError
+from mpicomp.kernels import cpu
+from mpicomp.places import numbers
 from mpicomp.registry import register
 
 _FEW = 0.8  # times k; with fewer than that the threshold is lowered
@@ -130,6 +133,5 @@ class DGC(Sparsifier):
         """Return the smallest of a sample's largest magnitudes."""
         magnitudes = context.workspace.array("dgc.sample", sample.size, sample.dtype)
         np.abs(sample, out=magnitudes)
-        place = sample.size - kept(ratio, sample.size)
-        magnitudes.partition(place)
-        return float(magnitudes[place])
+        [bits] = numbers(kernels.kth_magnitude(magnitudes, kept(ratio, sample.size)))
+        return cpu.magnitude_of(bits, sample.dtype)

@@ -6,8 +6,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.compressors.kinds import Quantiser
-from mpicomp.kernels import cpu
 from mpicomp.registry import register
 
 _WORD = 64  # signs in a word
@@ -54,17 +54,17 @@ class EFSign(Quantiser):
         """Pack signs and the magnitude; see `Quantiser.pack`."""
         message[-8:] = 0  # padding
         words, scales = _parts(message, array.size)
-        return cpu.pack_signs(array, _block(array.size), scales, words, sent)
+        return kernels.pack_signs(array, _block(array.size), scales, words, sent)
 
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
         """Write the magnitude with its signs; see `Quantiser.unpack`."""
         words, scales = _parts(message, out.size)
-        cpu.unpack_signs(scales, words, _block(out.size), out)
+        kernels.unpack_signs(scales, words, _block(out.size), out)
 
     def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
         """Add the magnitude with its signs; see `Quantiser.unpack_add`."""
         words, scales = _parts(message, out.size)
-        cpu.unpack_signs_add(scales, words, _block(out.size), factor, out)
+        kernels.unpack_signs_add(scales, words, _block(out.size), factor, out)
 
 
 def _block(numel: int) -> int:

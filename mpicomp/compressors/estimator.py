@@ -12,6 +12,7 @@ from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.kernels import cpu
+from mpicomp.places import here
 
 _ROOM = 8  # candidates that can be stored, as a multiple of k
 _MANY = 3  # candidates, as a multiple of those sent, from which on the gap between bound and threshold is halved
@@ -20,6 +21,11 @@ _WIDEST = 0.5  # largest gap, as a share of the threshold
 _NARROWEST = 1e-6  # smallest gap, as a share of the threshold
 _LIMIT = 4  # times k: more elements than that and _SLACK are never sent
 _SLACK = 1024  # elements: sending so many too many costs nothing
+
+
+def most_of(k: int) -> int:
+    """Return how many elements are ever sent where k are wanted."""
+    return _LIMIT * k + _SLACK
 
 
 class Search:
@@ -81,18 +87,18 @@ class Search:
         if not 0 < threshold < math.inf:
             return self.largest()
         threshold = self._fitted(threshold)
-        most = _LIMIT * self.k + _SLACK
+        most = most_of(self.k)
         count = self.count(threshold, most + 1)
         if not 0 < count <= most:
             return self.largest()
         self.remember(threshold, count)
-        return self.candidates.above(threshold, count)
+        return self.candidates.above(threshold, count, known=True)
 
     def largest(self) -> Selection:
         """Select the k largest, exactly, without zeros."""
         k = min(self.k, self.accumulated.moments.nonzero)
         if k == 0:
-            return Selection(np.empty(0, np.uint32), np.empty(0, self.accumulated.dtype))
+            return Selection(here().empty(0, np.uint32), here().empty(0, self.accumulated.dtype))
         selection, threshold = self.candidates.largest(k)
         self.remember(threshold, k)
         return selection

@@ -7,10 +7,10 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.compressors.base import check_choice
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.errors import ConfigurationError
-from mpicomp.kernels import cpu
 
 _WORD = 64  # elements of a bucket come in multiples of this: a bit plane is made of 64-bit words
 _MOST_BITS = 8  # largest number of bits of an element
@@ -87,12 +87,12 @@ class Grid(Quantiser):
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
         """Write points of the grids; see `Quantiser.unpack`."""
         words, bases, steps = self._parts(message, out.size)
-        cpu.unpack_grid(bases, steps, words, self.bucket, self.bits, out)
+        kernels.unpack_grid(bases, steps, words, self.bucket, self.bits, out)
 
     def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
         """Add points of the grids; see `Quantiser.unpack_add`."""
         words, bases, steps = self._parts(message, out.size)
-        cpu.unpack_grid_add(bases, steps, words, self.bucket, self.bits, factor, out)
+        kernels.unpack_grid_add(bases, steps, words, self.bucket, self.bits, factor, out)
 
     def _buckets(self, numel: int) -> int:
         return -(-numel // self.bucket)

@@ -11,7 +11,7 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor, check_choice, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.wire import INDICES, VALUES, Wire, compact
-from mpicomp.kernels import cpu
+from mpicomp.kernels import sizes
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Sparsifier(Compressor):
         numel = 1 << 20
         count = self.expected(numel)
         coded = self.wire_for(count, numel).indices != "plain"
-        indices = cpu.index_bytes(count, numel) if coded else 4 * count
+        indices = sizes.index_bytes(count, numel) if coded else 4 * count
         value = {None: itemsize, "signs": 1 / 8}.get(self.wire, 2)
         return (indices + count * value) / numel
 
@@ -140,11 +140,15 @@ class SharedSparsifier(Compressor):
     def positions(self, numel: int, context: Context, out: NDArray[np.uint32]) -> None:
         """Write ``count(numel)`` positions, ascending without repetition, the same on all ranks.
 
-        They may depend on the seed, the step and the bucket; ``context.random(shared=True)`` does.
+        They may depend on the seed, the step and the bucket; ``context.random(shared=True)`` does. ``out`` is where the
+        bucket is: what the host draws goes there by ``mpicomp.places.here().assign``.
         """
 
     def weights(self, numel: int) -> NDArray[np.floating] | float:
-        """Return the factors of values before they are sent; the receiver adds them as they are."""
+        """Return the factors of values before they are sent; the receiver adds them as they are.
+
+        An array is one of the host, wherever the bucket is.
+        """
         return 1.0
 
     @property
@@ -259,7 +263,7 @@ class SharedQuantiser(Compressor):
     def wire_bytes_per_element(self, itemsize: int) -> float:
         """Return the bytes of an element among four ranks; see `mpicomp.kernels.cpu.fields_of`."""
         ranks, (coarse, *finer) = 4, self.scales
-        return 8 / cpu.fields_of(2 * coarse * ranks) + len(finer) * 8 / cpu.fields_of(ranks)
+        return 8 / sizes.fields_of(2 * coarse * ranks) + len(finer) * 8 / sizes.fields_of(ranks)
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.compressors.base import Compressor, check_choice
 from mpicomp.compressors.kinds import SharedQuantiser
 from mpicomp.errors import ConfigurationError
-from mpicomp.kernels import cpu
+from mpicomp.places import numbers
 from mpicomp.registry import register
 
 
@@ -99,9 +100,10 @@ class MaxNorm(SharedQuantiser):
         """Return the norm; see `SharedQuantiser.reach`."""
         if self.norm == "max":
             return largest(array)
-        energy = cpu.energy(array)
+        [energy] = numbers(kernels.energy(array))
         if math.isinf(energy) and math.isfinite(top := largest(array)):  # squares of finite numbers overflow too
-            return min(top * math.sqrt(cpu.energy(array / top)), sys.float_info.max)
+            [shrunk] = numbers(kernels.energy(array / top))
+            return min(top * math.sqrt(shrunk), sys.float_info.max)
         return math.sqrt(energy)
 
 
@@ -119,4 +121,7 @@ def check_bits(subsystem: str, bits: object) -> int | tuple[int, ...]:
 
 def largest(array: NDArray[np.floating]) -> float:
     """Return the largest magnitude: NaN where an element is, 0 of none."""
-    return max(float(array.max()), -float(array.min())) if array.size else 0.0
+    if array.size == 0:
+        return 0.0
+    most, least = numbers(array.max(), array.min())
+    return max(float(most), -float(least))

@@ -26,10 +26,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.wire import Wire
 from mpicomp.errors import MessageError
-from mpicomp.kernels import cpu
+from mpicomp.kernels import sizes
+from mpicomp.places import received
 from mpicomp.workspace import Workspace
 
 VERSION = 2  # version of the message format
@@ -51,7 +53,8 @@ _HEADER = np.dtype(
 _KNOWN = NONFINITE | STALE | DAMAGED
 _VALUES = {"float32": 1, "float64": 2, "fp16": 3, "bf16": 4, "signs": 5}
 _INDICES = {"plain": 1, "elias-fano": 2}
-_WORD = 64  # signs in a word
+SIGNS = 64
+"""Signs in a word."""
 
 
 @dataclass
@@ -62,6 +65,34 @@ class Sparse:
     flags: int
     energy: float
     lost: float
+
+
+@dataclass
+class Told:
+    """What the header of a message says, and where in the memory of several messages its parts are.
+
+    Attributes
+    ----------
+    flags : int
+        See `NONFINITE`, `STALE` and `DAMAGED`.
+    energy, lost : float
+        Squared L2 norms.
+    stored, coding : str
+        How values and indices are stored; empty where it is damaged.
+    count : int
+        Number of values.
+    values_at, indices_at : int
+        Bytes before the values and before the indices.
+    """
+
+    flags: int
+    energy: float
+    lost: float
+    stored: str = ""
+    coding: str = ""
+    count: int = 0
+    values_at: int = 0
+    indices_at: int = 0
 
 
 def message_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> int:
@@ -89,7 +120,7 @@ def value_bytes(count: int, dtype: np.dtype[Any], stored: str | None) -> int:
     [400, 200, 20]
     """
     if stored == "signs":
-        return 8 * -(-count // _WORD) + 4 * (count > 0)
+        return 8 * -(-count // SIGNS) + 4 * (count > 0)
     return count * (2 if stored in ("fp16", "bf16") else dtype.itemsize)
 
 
@@ -110,7 +141,14 @@ def capacity_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> 
 
 
 def write_message(
-    out: NDArray[np.uint8], selection: Selection, numel: int, wire: Wire, flags: int, energy: float, kept: float
+    out: NDArray[np.uint8],
+    selection: Selection,
+    numel: int,
+    wire: Wire,
+    flags: int,
+    energy: float,
+    kept: float | NDArray[np.floating],
+    finite: bool = True,
 ) -> float:
     """Fill a message.
 
@@ -128,7 +166,11 @@ def write_message(
     flags : int
         `NONFINITE` and `STALE`.
     energy, kept : float
-        Squared L2 norms of the accumulated array, and of the selected values as they are before the call.
+        Squared L2 norms of the accumulated array, and of the selected values as they are before the call. On a device
+        they, and ``finite``, may be known there only. Where values are stored as they are, ``kept`` may be
+        ``selection.values``: their norm is then made in the launch that writes the header.
+    finite : bool
+        False sets `NONFINITE`.
 
     Returns
     -------
@@ -158,43 +200,39 @@ def write_message(
     middle, end = _parts(indices.size, numel, value_bytes(values.size, values.dtype, wire.values), wire.indices)
     if out.size != end:
         raise ValueError(f"write_message: the message has {end} bytes, out has {out.size}")
-    # Padding is at most the last 7 bytes of a part.
-    out[max(_HEADER.itemsize, middle - 8) : middle] = 0
-    out[max(middle, end - 8) :] = 0
+    filled = _HEADER.itemsize + value_bytes(values.size, values.dtype, wire.values)
+    _clear(out, filled, middle)
 
     rounding = 0.0
     if wire.values is None:
         _payload(out, _HEADER.itemsize, values.size, values.dtype)[:] = values
     elif wire.values == "signs":
-        signs, magnitude = _signs(out, values.size)
-        rounding = cpu.pack_signs(values, _WORD * signs.size, magnitude, signs, values)
+        signs, magnitude = signs_at(out, _HEADER.itemsize, values.size)
+        rounding = kernels.pack_signs(values, SIGNS * signs.size, magnitude, signs, values)
     else:
         halves = _payload(out, _HEADER.itemsize, values.size, np.uint16)
-        rounding = cpu.narrow(values, wire.values, halves)
-        cpu.widen(halves, wire.values, values)
+        rounding = kernels.narrow(values, wire.values, halves)
+        kernels.widen(halves, wire.values, values)
     if wire.indices == "plain":
         _payload(out, middle, indices.size, np.uint32)[:] = indices
+        _clear(out, middle + 4 * indices.size, end)
     else:
-        cpu.encode_indices(indices, numel, out[middle:])
-
-    lost = energy - kept
-    if lost < 0:  # both were rounded; NaN stays
-        lost = 0.0
-    out[: _HEADER.itemsize].view(_HEADER)[0] = (
-        VERSION,
-        flags,
-        _VALUES[wire.values or values.dtype.name],
-        _INDICES[wire.indices],
-        indices.size,
-        energy,
-        lost + rounding,
-    )
+        kernels.encode_indices(indices, numel, out[middle:])
+    stored, coding = _VALUES[wire.values or values.dtype.name], _INDICES[wire.indices]
+    lead = VERSION | flags << 8 | stored << 16 | coding << 24 | indices.size << 32
+    kernels.write_header(out, lead, finite, energy, kept, rounding)
     return rounding
+
+
+def _clear(out: NDArray[np.uint8], start: int, stop: int) -> None:
+    """Set padding to zero."""
+    if start < stop:
+        out[start:stop] = 0
 
 
 def write_damaged(out: NDArray[np.uint8]) -> None:
     """Mark a message of any length as damaged: this rank could not read a message that it received."""
-    out[: _HEADER.itemsize].view(_HEADER)[0] = (VERSION, DAMAGED, 0, 0, 0, 0.0, 0.0)
+    kernels.write_header(out, VERSION | DAMAGED << 8, True, 0.0, None, 0.0)
 
 
 def read_message(
@@ -226,23 +264,17 @@ def read_message(
     MessageError
         Where a field, the length or an index is not what it has to be.
     """
-    header = _header_of(message)
-    if header["flags"] & DAMAGED:
-        return Sparse(Selection(np.empty(0, np.uint32), np.empty(0, dtype)), int(header["flags"]), 0.0, 0.0)
-    stored, coding = _layout_of(header, numel, dtype)
-    count = int(header["count"])
-    if expected is not None and count != expected:
-        raise MessageError(f"message: {expected} values are expected, got {count}")
-    middle, end = _parts(count, numel, value_bytes(count, dtype, stored), coding)
-    if message.size != end:
-        raise MessageError(f"message: {count} values make {end} bytes, got {message.size}")
-
+    told = look_at(message, numel, dtype, expected)
+    stored, coding, count, middle = told.stored, told.coding, told.count, told.indices_at
+    if told.flags & DAMAGED:
+        nothing = Selection(workspace.array("none", 0, np.uint32), workspace.array("none", 0, dtype))
+        return Sparse(nothing, told.flags, 0.0, 0.0)
     if coding == "plain":
         indices = _payload(message, middle, count, np.uint32)
-        right = cpu.ascending_below(indices, numel)
+        right = kernels.ascending_below(indices, numel)
     else:
         indices = workspace.array("decoded.indices", count, np.uint32)
-        right = cpu.decode_indices(message[middle:], count, numel, indices)
+        right = kernels.decode_indices(message[middle:], count, numel, indices)
     if not right:
         raise MessageError(f"message: indices do not ascend below {numel}")
     if stored in ("float32", "float64"):
@@ -250,11 +282,33 @@ def read_message(
     else:
         values = workspace.array("decoded.values", count, dtype)
         if stored == "signs":
-            signs, magnitude = _signs(message, count)
-            cpu.unpack_signs(magnitude, signs, _WORD * signs.size, values)
+            signs, magnitude = signs_at(message, _HEADER.itemsize, count)
+            kernels.unpack_signs(magnitude, signs, SIGNS * signs.size, values)
         else:
-            cpu.widen(_payload(message, _HEADER.itemsize, count, np.uint16), stored, values)
-    return Sparse(Selection(indices, values), int(header["flags"]), float(header["energy"]), float(header["lost"]))
+            kernels.widen(_payload(message, _HEADER.itemsize, count, np.uint16), stored, values)
+    return Sparse(Selection(indices, values), told.flags, told.energy, told.lost)
+
+
+def look_at(
+    message: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], expected: int | None = None, start: int = 0
+) -> Told:
+    """Read a message's header; see `read_message` for its arguments and for what is refused, but wrong indices.
+
+    ``start`` is where the message begins in the memory that the result's places are counted in.
+    """
+    header = _header_of(message)
+    flags = int(header["flags"])
+    if flags & DAMAGED:
+        return Told(flags, 0.0, 0.0)
+    stored, coding = _layout_of(header, numel, dtype)
+    count = int(header["count"])
+    if expected is not None and count != expected:
+        raise MessageError(f"message: {expected} values are expected, got {count}")
+    middle, end = _parts(count, numel, value_bytes(count, dtype, stored), coding)
+    if message.size != end:
+        raise MessageError(f"message: {count} values make {end} bytes, got {message.size}")
+    places = start + _HEADER.itemsize, start + middle
+    return Told(flags, float(header["energy"]), float(header["lost"]), stored, coding, count, *places)
 
 
 def read_padded(room: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], workspace: Workspace) -> Sparse:
@@ -280,7 +334,7 @@ def _header_of(message: NDArray[np.uint8]) -> Any:
     """Return a message's header; see `read_message` for the messages that are refused."""
     if message.size < _HEADER.itemsize:
         raise MessageError(f"message: at least {_HEADER.itemsize} bytes are needed, got {message.size}")
-    header = message[: _HEADER.itemsize].view(_HEADER)[0]
+    header = received(message[: _HEADER.itemsize]).view(_HEADER)[0]
     if header["version"] != VERSION:
         raise MessageError(f"message: version must be {VERSION}, got {header['version']}; run one mpicomp on all ranks")
     if header["flags"] > _KNOWN:
@@ -302,14 +356,13 @@ def _layout_of(header: Any, numel: int, dtype: np.dtype[Any]) -> tuple[str, str]
 def _parts(count: int, numel: int, values: int, coding: str) -> tuple[int, int]:
     """Return the bytes at which the indices begin and the message ends, of so many bytes of values."""
     middle = _HEADER.itemsize + _padded(values)
-    return middle, middle + (_padded(4 * count) if coding == "plain" else cpu.index_bytes(count, numel))
+    return middle, middle + (_padded(4 * count) if coding == "plain" else sizes.index_bytes(count, numel))
 
 
-def _signs(message: NDArray[np.uint8], count: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-    """Return a message's words of signs, and the magnitude behind them; none where there are no values."""
-    words = -(-count // _WORD)
-    end = _HEADER.itemsize + 8 * words
-    return _payload(message, _HEADER.itemsize, words, np.uint64), _payload(message, end, min(count, 1), np.float32)
+def signs_at(memory: NDArray[np.uint8], start: int, count: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+    """Return the words of ``count`` signs that begin at a byte, and the magnitude behind them; none for no values."""
+    words = -(-count // SIGNS)
+    return _payload(memory, start, words, np.uint64), _payload(memory, start + 8 * words, min(count, 1), np.float32)
 
 
 def _padded(size: int) -> int:

@@ -6,13 +6,14 @@ from typing import ClassVar
 
 import numpy as np
 
+from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import check_ratio, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.errors import ConfigurationError
-from mpicomp.kernels import cpu
+from mpicomp.places import numbers
 from mpicomp.registry import register
 
 
@@ -82,7 +83,10 @@ class MSTopK(Sparsifier):
         for _ in range(self.samplings):
             middle = (low + high) / 2
             threshold = mean + middle * (top - mean)
-            count = search.count(threshold, k + 1) if pool is None else cpu.tail(pool.values, threshold).count
+            if pool is None:
+                count = search.count(threshold, k + 1)
+            else:
+                [count] = numbers(kernels.tail(pool.values, threshold).count)
             if count > k:
                 low, lower = middle, threshold
                 if pool is None and count <= search.room and search.candidates.listed <= k:
@@ -108,11 +112,13 @@ def _run(pool: Selection, lower: float, upper: float, k: int, context: Context) 
     np.abs(pool.values, out=magnitudes)
     sent = magnitudes > number(upper)
     between = np.flatnonzero((magnitudes > number(lower)) & ~sent)
-    missing = k - np.count_nonzero(sent)
+    [above] = numbers(np.count_nonzero(sent))
+    missing = k - above
     if missing:
         start = context.random(shared=False).integers(between.size - missing + 1)
         sent[between[start : start + missing]] = True
+    chosen = np.flatnonzero(sent)
     return Selection(
-        np.compress(sent, pool.indices, out=context.workspace.array("mstopk.indices", k, np.uint32)),
-        np.compress(sent, pool.values, out=context.workspace.array("mstopk.values", k, pool.values.dtype)),
+        np.take(pool.indices, chosen, out=context.workspace.array("mstopk.indices", k, np.uint32)),
+        np.take(pool.values, chosen, out=context.workspace.array("mstopk.values", k, pool.values.dtype)),
     )

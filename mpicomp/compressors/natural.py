@@ -6,8 +6,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.compressors.kinds import Quantiser
-from mpicomp.kernels import cpu
 from mpicomp.registry import register
 
 _WORD = 64  # signs in a word
@@ -60,17 +60,17 @@ class Natural(Quantiser):
         """Pack signs and exponents; see `Quantiser.pack`."""
         message[-8:] = 0  # padding
         words, exponents = _parts(message, array.size)
-        return cpu.pack_exponents(array, words, exponents, sent, key)
+        return kernels.pack_exponents(array, words, exponents, sent, key)
 
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
         """Write powers of two with their signs; see `Quantiser.unpack`."""
         words, exponents = _parts(message, out.size)
-        cpu.unpack_exponents(words, exponents, out)
+        kernels.unpack_exponents(words, exponents, out)
 
     def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
         """Add powers of two with their signs; see `Quantiser.unpack_add`."""
         words, exponents = _parts(message, out.size)
-        cpu.unpack_exponents_add(words, exponents, factor, out)
+        kernels.unpack_exponents_add(words, exponents, factor, out)
 
 
 def _parts(message: NDArray[np.uint8], numel: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:

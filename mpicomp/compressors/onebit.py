@@ -6,9 +6,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.errors import ConfigurationError
-from mpicomp.kernels import cpu
 from mpicomp.registry import register
 
 _WORD = 64  # signs in a word
@@ -71,17 +71,17 @@ class OneBit(Quantiser):
         """Pack signs and magnitudes; see `Quantiser.pack`."""
         message[-8:] = 0  # padding
         words, scales = self._parts(message, array.size)
-        return cpu.pack_signs(array, self.block, scales, words, sent)
+        return kernels.pack_signs(array, self.block, scales, words, sent)
 
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
         """Write magnitudes with their signs; see `Quantiser.unpack`."""
         words, scales = self._parts(message, out.size)
-        cpu.unpack_signs(scales, words, self.block, out)
+        kernels.unpack_signs(scales, words, self.block, out)
 
     def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
         """Add magnitudes with their signs; see `Quantiser.unpack_add`."""
         words, scales = self._parts(message, out.size)
-        cpu.unpack_signs_add(scales, words, self.block, factor, out)
+        kernels.unpack_signs_add(scales, words, self.block, factor, out)
 
     def _blocks(self, numel: int) -> int:
         return -(-numel // self.block)

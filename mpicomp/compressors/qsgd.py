@@ -6,9 +6,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.compressors.base import check_choice
 from mpicomp.compressors.grid import Grid
-from mpicomp.kernels import cpu
 from mpicomp.registry import register
 
 
@@ -98,4 +98,4 @@ class QSGD(Grid):
         sent: NDArray[np.floating],
         key: int | None,
     ) -> float:
-        return cpu.pack_grid(array, self.bucket, self.bits, self.norm, steps, words, sent, key)
+        return kernels.pack_grid(array, self.bucket, self.bits, self.norm, steps, words, sent, key)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from mpicomp.compressors.base import check_choice, check_ratio, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import SharedSparsifier
+from mpicomp.places import here
 from mpicomp.registry import register
 
 _CHUNK = 1 << 16  # strata that are drawn at once: what they need stays in the cache
@@ -137,8 +138,10 @@ class BlockRandomK(_Random):
         """Draw where the block begins; see `SharedSparsifier.positions`."""
         start = int(context.random(shared=True).integers(numel))
         wrapped = max(0, start + out.size - numel)
-        out[:wrapped] = np.arange(wrapped, dtype=np.uint32)
-        out[wrapped:] = np.arange(start, start + out.size - wrapped, dtype=np.uint32)
+        drawn = _host_room(out, context)
+        drawn[:wrapped] = np.arange(wrapped, dtype=np.uint32)
+        drawn[wrapped:] = np.arange(start, start + out.size - wrapped, dtype=np.uint32)
+        _hand_over(drawn, out)
 
     def weights(self, numel: int) -> float:
         """Return ``numel / k`` where values are scaled, else 1; see `SharedSparsifier.weights`."""
@@ -164,7 +167,8 @@ def one_of_each(
         How many positions further to go; behind a part's last one comes its first.
     """
     k = out.size
-    draws = context.workspace.array("randomk.draws", min(k, _CHUNK), np.float64)
+    draws = context.workspace.host_array("randomk.draws", min(k, _CHUNK), np.float64)
+    drawn = _host_room(out, context)
     for first in range(0, k, _CHUNK):
         bounds = _bounds(first, min(first + _CHUNK, k), numel, k)
         own = draws[: bounds.size - 1]
@@ -175,7 +179,19 @@ def one_of_each(
             own += turn
             own %= np.diff(bounds)
         own += bounds[:-1]
-        out[first : first + own.size] = own
+        drawn[first : first + own.size] = own
+    _hand_over(drawn, out)
+
+
+def _host_room(out: NDArray[np.uint32], context: Context) -> NDArray[np.uint32]:
+    """Return where the host draws positions: the array itself, if it can write there."""
+    return out if isinstance(out, np.ndarray) else context.workspace.host_array("randomk.drawn", out.size, np.uint32)
+
+
+def _hand_over(drawn: NDArray[np.uint32], out: NDArray[np.uint32]) -> None:
+    """Put positions where they are wanted, if they were drawn elsewhere."""
+    if drawn is not out:
+        here().assign(out, drawn)
 
 
 def _bounds(first: int, last: int, numel: int, k: int) -> NDArray[np.uint64]:

@@ -4,9 +4,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mpicomp.compressors.base import check_choice
-from mpicomp.compressors.estimator import Estimator, Search
+import numpy as np
+
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import check_choice, kept
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.estimator import Estimator, Search, most_of
 from mpicomp.compressors.fits import DISTRIBUTIONS, excess_threshold, interpolated, whole_threshold
+from mpicomp.compressors.kinds import Selection
+from mpicomp.compressors.topk import bound_for, scratch_for
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
 
@@ -68,6 +74,32 @@ class SIDCo(Estimator):
         check_choice("sidco", "distribution", self.distribution, DISTRIBUTIONS)
         if self.stages is not None and (not isinstance(self.stages, int) or not 1 <= self.stages <= 64):
             raise ConfigurationError(f"sidco: stages must be None or a number from 1 to 64, got {self.stages!r}")
+
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
+        """Select the elements above the estimated threshold; see `Sparsifier.select`."""
+        if not accumulated.done and hasattr(accumulated.kernels, "sidco"):
+            return self._fused(accumulated, context)
+        return super().select(accumulated, context)
+
+    def _fused(self, accumulated: Accumulated, context: Context) -> Selection:
+        """Let one kernel make the sum, estimate and select; what it tells is read at once."""
+        memory, workspace = context.memory, context.workspace
+        k = kept(self.ratio, accumulated.numel)
+        stages = self.stages or memory.setdefault("sidco.stages", _start(self.ratio))
+        room = min(accumulated.numel, most_of(k))
+        indices = workspace.array("sidco.indices", room, np.uint32)
+        values = workspace.array("sidco.values", room, accumulated.dtype)
+        count, bound = workspace.array("sidco.count", 1, np.int64), bound_for(context, "sidco.candidates")
+        sidco, scratch = accumulated.kernels.sidco, scratch_for(accumulated, context, k)
+        made = accumulated.fused(
+            lambda *arrays: sidco(
+                *arrays, k, self.distribution, stages, bound, indices, values, count, scratch, clear=False
+            )
+        )
+        selected, reached = accumulated.read(count[0], made.reached)
+        if self.stages is None and not math.isnan(reached):
+            _adapt(memory, reached, self.ratio)
+        return Selection(indices[:selected], values[:selected])
 
     def threshold(self, search: Search) -> float:
         """Fit in stages, and note how near they have come; see `Estimator.threshold`."""

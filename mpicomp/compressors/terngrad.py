@@ -7,10 +7,11 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.compressors.kinds import SharedQuantiser
 from mpicomp.compressors.maxnorm import largest
 from mpicomp.errors import ConfigurationError
-from mpicomp.kernels import cpu
+from mpicomp.places import numbers
 from mpicomp.registry import register
 
 
@@ -79,5 +80,6 @@ class TernGrad(SharedQuantiser):
         most = largest(array)
         if self.clip is None or not most > 0 or not math.isfinite(most):
             return most
-        typical = math.sqrt(cpu.energy(array) / array.size)
+        [energy] = numbers(kernels.energy(array))
+        typical = math.sqrt(energy / array.size)
         return min(most, self.clip * typical) if typical > 0 else most  # zero where squares vanish

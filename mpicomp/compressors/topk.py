@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.errors import ConfigurationError
+from mpicomp.kernels import cpu
+from mpicomp.places import here
 from mpicomp.registry import register
 
 _ROOM = 4  # candidates that are stored, as a multiple of k
@@ -129,6 +131,9 @@ def largest_of_parts(accumulated: Accumulated, context: Context, parts: Sequence
     Selection
         Valid until the next call for the same bucket.
     """
+    whole = [part[:2] for part in parts] == [(0, accumulated.numel)]
+    if whole and not accumulated.done and hasattr(accumulated.kernels, "topk"):
+        return _fused(accumulated, context, parts[0][2])
     bounds = _remembered(context, "bounds", 0.0, len(parts))
     before = _remembered(context, "thresholds", 0.0, len(parts))
     candidates = [
@@ -137,22 +142,60 @@ def largest_of_parts(accumulated: Accumulated, context: Context, parts: Sequence
     ]
     if not accumulated.done:
         accumulated.sweep([entry.region for entry in candidates if entry.region.bound > 0])
-    outcomes = [entry.largest(k) for entry, (_, _, k) in zip(candidates, parts, strict=True)]
+    outcomes, bits = [], []
+    for entry, (_, _, k) in zip(candidates, parts, strict=True):
+        selection, threshold = entry.select(k)
+        outcomes.append(selection)
+        bits += [threshold, entry.spare(k)]
+    bits = accumulated.read(*bits)
     # Nothing is learnt from infinity and NaN, which no checkpoint in JSON could hold either.
-    thresholds = [threshold if math.isfinite(threshold) else 0.0 for _, threshold in outcomes]
+    magnitudes = [cpu.magnitude_of(own, accumulated.dtype) for own in bits[::2]]
+    thresholds = [threshold if math.isfinite(threshold) else 0.0 for threshold in magnitudes]
     context.memory["thresholds"] = thresholds
     found = [
-        entry.bound_for_next(k, now, then)
-        for entry, (_, _, k), now, then in zip(candidates, parts, thresholds, before, strict=True)
+        entry.bound_for_next(k, now, then, spare)
+        for entry, (_, _, k), now, then, spare in zip(candidates, parts, thresholds, before, bits[1::2], strict=True)
     ]
     context.memory["bounds"] = [bound if math.isfinite(bound) else 0.0 for bound in found]
     if len(outcomes) == 1:
-        return outcomes[0][0]
+        return outcomes[0]
     count = sum(k for _, _, k in parts)
     indices = context.workspace.array("topk.indices", count, np.uint32)
     values = context.workspace.array("topk.values", count, accumulated.dtype)
-    np.concatenate([selection.indices for selection, _ in outcomes], out=indices)
-    np.concatenate([selection.values for selection, _ in outcomes], out=values)
+    np.concatenate([selection.indices for selection in outcomes], out=indices)
+    np.concatenate([selection.values for selection in outcomes], out=values)
+    return Selection(indices, values)
+
+
+def scratch_for(accumulated: Accumulated, context: Context, k: int) -> Any:
+    """Return what fused kernels need at every step, made for candidates of about k elements.
+
+    Room comes in powers of two, so that a k that varies needs few of them.
+    """
+    numel, dtype = accumulated.numel, accumulated.dtype
+    room = 1 << (_ROOM * k - 1).bit_length()
+    make = accumulated.kernels.Workspace
+    return context.workspace.made(("fused", numel, room, dtype), lambda: make(numel, room, dtype))
+
+
+def bound_for(context: Context, name: str) -> Any:
+    """Return the array of one number that bounds the candidates of a step, and receives the next one's bound.
+
+    It is a new one: a step that is undone brings that of the step before back, whatever was not finite in between.
+    """
+    found = context.memory.get(name)
+    bound = here().zeros(1, np.uint64) if found is None else here().bring(found).copy()
+    context.memory[name] = bound
+    return bound
+
+
+def _fused(accumulated: Accumulated, context: Context, k: int) -> Selection:
+    """Let one kernel make the sum and select; no number of it has to be read."""
+    topk = accumulated.kernels.topk
+    scratch, bound = scratch_for(accumulated, context, k), bound_for(context, "topk.bound")
+    indices = context.workspace.array("topk.indices", k, np.uint32)
+    values = context.workspace.array("topk.values", k, accumulated.dtype)
+    accumulated.fused(lambda *arrays: topk(*arrays, bound, indices, values, scratch, clear=False))
     return Selection(indices, values)
 
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.compressors.grid import Grid
-from mpicomp.kernels import cpu
 from mpicomp.registry import register
 
 
@@ -81,4 +81,4 @@ class Uniform(Grid):
         key: int | None,
     ) -> float:
         assert bases is not None
-        return cpu.pack_range(array, self.bucket, self.bits, bases, steps, words, sent, key)
+        return kernels.pack_range(array, self.bucket, self.bits, bases, steps, words, sent, key)

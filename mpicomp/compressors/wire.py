@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mpicomp.errors import ConfigurationError
-from mpicomp.kernels import cpu
+from mpicomp.kernels import sizes
 
 VALUES = (None, "fp16", "bf16", "signs")
 INDICES = ("plain", "elias-fano")
@@ -46,4 +46,4 @@ def compact(count: int, numel: int) -> str:
     >>> compact(63, 100_000), compact(64, 100_000), compact(64, 2**32 - 1)
     ('plain', 'elias-fano', 'plain')
     """
-    return "elias-fano" if count >= _FEW and cpu.index_bytes(count, numel) <= 3 * count else "plain"
+    return "elias-fano" if count >= _FEW and sizes.index_bytes(count, numel) <= 3 * count else "plain"

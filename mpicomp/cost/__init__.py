@@ -1,6 +1,6 @@
 """The cost model: predict the seconds of a plan from measured links, operations and kernels; learn at every step."""
 
-from mpicomp.cost.calibrate import calibrate, first_says, measure_kernels, share_model
+from mpicomp.cost.calibrate import calibrate, first_says, flags_of_first, measure_kernels, share_model
 from mpicomp.cost.formulas import Terms
 from mpicomp.cost.model import CostModel
 from mpicomp.cost.network import Network, seen_by_some
@@ -15,6 +15,7 @@ __all__ = [
     "Terms",
     "calibrate",
     "first_says",
+    "flags_of_first",
     "measure_kernels",
     "probe_link",
     "seen_by_some",

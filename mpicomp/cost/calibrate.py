@@ -13,6 +13,7 @@ from mpicomp.cost.model import CostModel, scheme_key
 from mpicomp.cost.network import Network
 from mpicomp.cost.probe import probe
 from mpicomp.errors import ConfigurationError
+from mpicomp.places import HOST, Place
 from mpicomp.rounds import Asked, Round
 from mpicomp.transport.base import Transport
 from mpicomp.transport.clocks import compare_clocks
@@ -66,13 +67,25 @@ def share_model(given: CostModel | str | None, transport: Transport) -> Generato
 
 def first_says(flag: bool, transport: Transport) -> Generator[Asked, Any, bool]:
     """Return rank 0's flag on all ranks. Collective over all ranks, as a round of a byte."""
-    send = np.array([flag], _BYTE) if transport.group.rank == 0 else None
-    said = yield Round("bcast", (1,), _BYTE, send=send, recv=np.empty(1, _BYTE))
-    return bool(said[0])
+    [said] = yield from flags_of_first([flag], transport)
+    return said
+
+
+def flags_of_first(flags: Sequence[bool], transport: Transport) -> Generator[Asked, Any, list[bool]]:
+    """Return rank 0's flags, as many as all ranks have, on all ranks. Collective over all ranks, as a round."""
+    send = np.array(flags, _BYTE) if transport.group.rank == 0 else None
+    said = yield Round("bcast", (len(flags),), _BYTE, send=send, recv=np.empty(len(flags), _BYTE))
+    return [bool(own) for own in said]
 
 
 def measure_kernels(
-    model: CostModel, schemes: Sequence[Scheme[Any]], feedback: bool, transport: Transport, ladder: bool = False
+    model: CostModel,
+    schemes: Sequence[Scheme[Any]],
+    feedback: bool,
+    transport: Transport,
+    ladder: bool = False,
+    place: Place = HOST,
+    on_device: bool = False,
 ) -> Generator[Asked, Any, None]:
     """Measure the own work of schemes that the model does not know; the slowest rank's counts.
 
@@ -90,10 +103,14 @@ def measure_kernels(
         Among the ranks.
     ladder : bool
         Whether what is measured at two ratios of a compressor shall do for all of them.
+    place : Place
+        Where this rank measures.
+    on_device : bool
+        Whether the seconds are kept as those of a device, the same on all ranks: some may measure on the host.
     """
     unknown: dict[str, list[Scheme[Any]]] = {}
     for scheme in schemes:
-        key = scheme_key(scheme, ladder)
+        key = scheme_key(scheme, ladder, on_device)
         if key not in model.kernels:
             unknown.setdefault(key, []).append(scheme)
     if not unknown:
@@ -102,7 +119,7 @@ def measure_kernels(
     for alike in unknown.values():
         ends = sorted(alike, key=lambda scheme: float(getattr(scheme.compressor, "ratio", 1.0)))
         apart = getattr(ends[0].compressor, "ratio", 1.0) < getattr(ends[-1].compressor, "ratio", 1.0)
-        alone.append(measure_alone(ends[0], ends[-1] if apart else None, feedback, transport.clock))
+        alone.append(measure_alone(ends[0], ends[-1] if apart else None, feedback, transport.clock, place))
     send = np.array(alone).reshape(-1)
     ranks = transport.group.size
     recv = np.empty(send.size * ranks)

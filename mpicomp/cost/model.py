@@ -18,6 +18,7 @@ from mpicomp.rounds import Group
 
 SCHEMA = 2
 
+_SUFFIX = " on cuda"  # behind the names of own work that is a device's; rounds are the same there
 _LATER = 1 << 30  # number of a step in the long run: first steps may have other rounds
 
 
@@ -46,7 +47,13 @@ class CostModel:
         self.rounds_learnt: dict[str, dict[int, Learnt]] = {}
 
     def candidates(
-        self, schemes: Sequence[Scheme[Any]], numel: int, dtype: np.dtype[Any], group: Group, ladder: bool = False
+        self,
+        schemes: Sequence[Scheme[Any]],
+        numel: int,
+        dtype: np.dtype[Any],
+        group: Group,
+        ladder: bool = False,
+        on_device: bool = False,
     ) -> Candidates:
         """Return the plans of one bucket, whose schemes' own work has been measured.
 
@@ -62,31 +69,36 @@ class CostModel:
             All ranks.
         ladder : bool
             Whether what is learnt of a compressor at one ratio shall count for its other ratios.
+        on_device : bool
+            Whether the bucket is on a device, the same on all ranks.
         """
+        speeds, kernels = self.speeds_learnt, self.kernels_learnt
+        keys = [scheme_key(scheme, ladder, on_device) for scheme in schemes]
+        compressors = [_config(scheme, ladder) + _SUFFIX * on_device for scheme in schemes]
         views = seen_by_some(group)
         shapes = [[scheme.rounds(numel, dtype, view, _LATER) for view in views] for scheme in schemes]
         alone = []
-        for scheme in schemes:
-            own = self.kernels[scheme_key(scheme, ladder)]
-            alone.append(own.seconds(numel, scheme.compressor.expected(numel)))
+        for scheme, key in zip(schemes, keys, strict=True):
+            alone.append(self.kernels[key].seconds(numel, scheme.compressor.expected(numel)))
         return Candidates(
             self.network,
             np.array([self.network.coefficients(of_plan, views) for of_plan in shapes]),
             alone,
-            [_learnt_of(self.speeds_learnt, _config(scheme, ladder), numel, Learnt.speed) for scheme in schemes],
-            [_learnt_of(self.kernels_learnt, scheme_key(scheme, ladder), numel, Learnt.kernels) for scheme in schemes],
+            [_learnt_of(speeds, key, numel, Learnt.speed) for key in compressors],
+            [_learnt_of(kernels, key, numel, Learnt.kernels) for key in keys],
             [_learnt_of(self.rounds_learnt, plan_key(scheme, ladder), numel, Learnt.rounds) for scheme in schemes],
         )
 
-    def own_work(self, scheme: Scheme[Any], numel: int) -> float:
+    def own_work(self, scheme: Scheme[Any], numel: int, on_device: bool = False) -> float:
         """Return the seconds of a scheme's own work on a ladder of ratios, from other compressors' where it never ran.
 
         What was not measured takes none.
         """
-        own = self.kernels.get(scheme_key(scheme, ladder=True))
+        own = self.kernels.get(scheme_key(scheme, True, on_device))
         if own is None:
             return 0.0
-        errors = [own.error for lengths in self.speeds_learnt.values() for own in lengths.values() if own.runs]
+        alike = [lengths for key, lengths in self.speeds_learnt.items() if key.endswith(_SUFFIX) == on_device]
+        errors = [own.error for lengths in alike for own in lengths.values() if own.runs]
         slower = math.exp(statistics.median(errors)) if errors else 1.0  # than alone: other ranks take memory and cores
         return slower * own.seconds(numel, scheme.compressor.expected(numel))
 
@@ -152,9 +164,9 @@ class CostModel:
         return cls.from_json(content)
 
 
-def scheme_key(scheme: Scheme[Any], ladder: bool = False) -> str:
+def scheme_key(scheme: Scheme[Any], ladder: bool = False, on_device: bool = False) -> str:
     """Name a scheme's own work: what it is built upon hardly matters to it, nor on a ladder of ratios the ratio."""
-    return f"{scheme.id.partition(':')[0]} {_config(scheme, ladder)}"
+    return f"{scheme.id.partition(':')[0]} {_config(scheme, ladder)}{_SUFFIX * on_device}"
 
 
 def plan_key(scheme: Scheme[Any], ladder: bool = False) -> str:

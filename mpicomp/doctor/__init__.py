@@ -7,8 +7,9 @@ pieces are there for others too, `cuda_aware` above all.
 from mpicomp.doctor.devices import gpus
 from mpicomp.doctor.installed import packages, wheels
 from mpicomp.doctor.job import SCHEMA, examine, local
-from mpicomp.doctor.loaded import library, origin
+from mpicomp.doctor.loaded import origin
 from mpicomp.doctor.text import render
 from mpicomp.system.cuda import cuda_aware
+from mpicomp.system.libraries import library
 
 __all__ = ["SCHEMA", "cuda_aware", "examine", "gpus", "library", "local", "origin", "packages", "render", "wheels"]

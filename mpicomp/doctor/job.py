@@ -13,7 +13,7 @@ from mpicomp.doctor import threads
 from mpicomp.doctor.devices import look, mask_of
 from mpicomp.doctor.forking import default_method, fork_notes, forking
 from mpicomp.doctor.installed import packages, two_libraries, wheels
-from mpicomp.doctor.loaded import describe, files, launcher_notes, library, load, thread_notes
+from mpicomp.doctor.loaded import describe, launcher_notes, load, thread_notes
 from mpicomp.doctor.measured import clock_notes, measure
 from mpicomp.doctor.names import name_notes, resolves
 from mpicomp.doctor.ranks import Rank, by_host, difference_problems, spans
@@ -21,6 +21,7 @@ from mpicomp.doctor.sharing import cpu_notes, gpu_notes
 from mpicomp.doctor.wires import adapters, wire_notes, wires
 from mpicomp.system import cuda, launcher
 from mpicomp.system.launcher import Problem
+from mpicomp.system.libraries import files, library
 
 SCHEMA = 1
 

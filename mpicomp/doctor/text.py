@@ -56,7 +56,7 @@ def _places(report: dict[str, Any]) -> list[Line]:
 def _network(report: dict[str, Any]) -> list[Line]:
     """Format the transports and links between the ranks."""
     aware, wires, link, clocks = (report[name] for name in ("cuda_aware", "transports", "link", "clocks"))
-    verdict = "yes" if aware["value"] else "no, GPU arrays go through the host"
+    verdict = "yes" if aware["value"] else "no, messages from a GPU go through the host"
     lines = [("CUDA-aware", f"{verdict} ({aware['reason']})")]
     lines.append(
         ("transports", f"{wires['inside']} inside a host, {wires['between']} between hosts ({wires['reason']})")

@@ -63,7 +63,7 @@ def wires(
     version
         The whole text of ``mpi4py.MPI.Get_library_version()``.
     files
-        The files mapped into this process, see `mpicomp.doctor.loaded.files`.
+        The files mapped into this process, see `mpicomp.system.libraries.files`.
     found
         The result of `adapters`.
     environ

@@ -11,6 +11,7 @@ import numpy as np
 from mpicomp.collectives import bind
 from mpicomp.compressors import Learner, get_compressor
 from mpicomp.cost import CostModel, measure_kernels, seen_by_some
+from mpicomp.places import HOST
 from mpicomp.policies.policy import Shape, model_of
 from mpicomp.policies.tradeoff import Balance
 from mpicomp.rounds import Asked, Group, Round
@@ -65,6 +66,7 @@ class Codes:
     def __init__(self, templates: Sequence[Learner]) -> None:
         self._templates = list(templates)
         self._agreed = False  # whether those are left that every rank can learn
+        self._on_device = False  # whether own work is that of a device: as rank 0 says
         self._code: Learner | None = None
         self._learnt: dict[str, int] = {}  # steps, by the first parameter of each bucket that has it
         self._steps = 0
@@ -124,7 +126,8 @@ class Codes:
         if best is not None:
             forms = [form for code in self._templates for form in (code.learning, code)]
             schemes = [bind(form, name) for form in forms for name in rivals.names(form)]
-            yield from measure_kernels(rivals.cost, schemes, True, transport, ladder=True)
+            place = next((shape.place for shape in self._shapes if shape.place is not HOST), HOST)
+            yield from measure_kernels(rivals.cost, schemes, True, transport, True, place, self._on_device)
             best = self._best(rivals, group)
         self._ask = _AGAIN * self._steps
         if best is not None:
@@ -146,13 +149,15 @@ class Codes:
         self._learnt = {str(name): int(steps) for name, steps in state["learnt"].items()}
 
     def _agree(self, transport: Transport) -> Generator[Asked, Any, None]:
-        """Leave out codes that need packages, where some rank lacks one. Collective: a round of a byte."""
+        """Leave out codes that need packages, where some rank lacks one. Collective: a round of two bytes."""
         ranks = transport.group.size
         there = all(find_spec(name) is not None for code in self._templates for name in code.needs)
-        own = np.array([there], np.uint8)
-        everyones = yield Round("allgatherv", [1] * ranks, own.dtype, send=own, recv=np.empty(ranks, np.uint8))
-        if not everyones.all():
+        own = np.array([there, any(shape.place is not HOST for shape in self._shapes)], np.uint8)
+        task = Round("allgatherv", [own.size] * ranks, own.dtype, send=own, recv=np.empty(2 * ranks, np.uint8))
+        everyones = (yield task).reshape(ranks, 2)
+        if not everyones[:, 0].all():
             self._templates = [own for own in self._templates if not own.needs]
+        self._on_device = bool(everyones[0, 1])
         self._agreed = True
 
     def _best(self, rivals: Rivals, group: Group) -> tuple[Learner, list[int]] | None:
@@ -199,9 +204,9 @@ class Codes:
                 of_ranks = [scheme.rounds(shape.numel, shape.dtype, view, step) for view in views]
                 return cost.network.seconds(cost.network.coefficients(of_ranks, views))
 
-            learning_s = rounds_s(0) + cost.own_work(learning, shape.numel)
+            learning_s = rounds_s(0) + cost.own_work(learning, shape.numel, self._on_device)
             giving_s = rounds_s(taught) - rounds_s(taught + 1)
-            coded_s = rounds_s(taught + 1) + cost.own_work(scheme, shape.numel)
+            coded_s = rounds_s(taught + 1) + cost.own_work(scheme, shape.numel, self._on_device)
             mean_s = (taught * learning_s + giving_s + (self._steps - taught) * coded_s) / self._steps
             seconds = min(seconds, mean_s)
         return seconds

@@ -17,11 +17,13 @@ from mpicomp.cost import (
     CostModel,
     Network,
     first_says,
+    flags_of_first,
     measure_kernels,
     probe_link,
     seen_by_some,
     share_model,
 )
+from mpicomp.places import HOST
 from mpicomp.policies.policy import Plan, Shape, StepReport
 from mpicomp.rounds import Asked, Group
 from mpicomp.transport.base import Transport
@@ -199,11 +201,16 @@ class PlanSelector:
             self._guesses = [_guess(table, shape, group) for table, shape in zip(self.tables, shapes, strict=True)]
             return
         self.cost = yield from share_model(self.cost or self._given, transport)
-        everything = [scheme for table in self.tables for scheme in table.schemes]
         ladder = any(table.kept.size > 2 for table in self.tables)
-        yield from measure_kernels(self.cost, everything, self._feedback, transport, ladder)
-        for table, shape in zip(self.tables, shapes, strict=True):
-            table.candidates = self.cost.candidates(table.schemes, shape.numel, shape.dtype, group, ladder)
+        # Ranks may have the same bucket in different places, and all must know its seconds by one name: rank 0's.
+        there = yield from flags_of_first([shape.place is not HOST for shape in shapes], transport)
+        for on_device in sorted(set(there)):
+            alike = [bucket for bucket, own in enumerate(there) if own == on_device]
+            schemes = [scheme for bucket in alike for scheme in self.tables[bucket].schemes]
+            place = shapes[alike[0]].place
+            yield from measure_kernels(self.cost, schemes, self._feedback, transport, ladder, place, on_device)
+        for table, shape, own in zip(self.tables, shapes, there, strict=True):
+            table.candidates = self.cost.candidates(table.schemes, shape.numel, shape.dtype, group, ladder, own)
         self._turns = [_Turn(-1) for _ in self.tables]
         self._curious = _CURIOUS[0]
         self._wake()

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -12,6 +12,7 @@ from mpicomp.collectives import Scheme
 from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel, Prediction
 from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.places import HOST, Place
 from mpicomp.policies.surveys import Survey
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
@@ -44,12 +45,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Shape:
-    """A bucket: names, lengths and shapes of its parameters, and the dtype in which they are exchanged."""
+    """A bucket: names, lengths and shapes of its parameters, the dtype in which they are exchanged, and where it lives.
+
+    Ranks may differ in the last, which is no part of what is compared.
+    """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: np.dtype[Any]
+    place: Place = field(default=HOST, compare=False)
 
     @property
     def numel(self) -> int:

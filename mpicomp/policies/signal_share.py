@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp.places import here
+
 _WIDTH = 256  # numbers in a sketch
 _SAMPLED = 1 << 18  # elements from which on only a part of a gradient is sketched
 _STRIDE = 64  # of a gradient that long one group of elements in this many is sketched
@@ -31,13 +33,13 @@ class SketchSurvey:
         groups = accumulated[:whole].reshape(-1, _WIDTH)
         stride = _STRIDE if accumulated.size >= _SAMPLED else 1
         groups = groups[step % stride :: stride]
-        signs = _signs(groups.size + _WIDTH, step)
+        place = here()
+        signs = place.bring(_signs(groups.size + _WIDTH, step))
         rest = accumulated[whole:]
         with np.errstate(over="ignore", invalid="ignore"):
             sketch = np.einsum("ij,ij->j", groups, signs[_WIDTH:].reshape(-1, _WIDTH)).astype(np.float32)
             sketch[: rest.size] += signs[: rest.size] * rest
-            scaled: NDArray[np.float32] = sketch * np.float32(np.sqrt(stride))
-        return scaled
+            return place.to_host(sketch * np.float32(np.sqrt(stride)))
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
         """See `Survey.energies`: of layers it tells nothing."""

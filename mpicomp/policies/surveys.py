@@ -1,15 +1,17 @@
 """Surveys: statistics of accumulated gradients that ranks measure and exchange now and then, equal on all ranks."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.algorithms.matrix_batches import Matrix, orthonormal
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.kernels import cpu
+from mpicomp.places import HOST, Place, here, numbers
 from mpicomp.workspace import Workspace
 
 BINS = 64
@@ -61,8 +63,7 @@ class SpectrumSurvey:
 
     def __init__(self, stride: int = 1) -> None:
         self._stride = stride
-        self._counts = np.empty(cpu.BINS, np.int64)
-        self._energies = np.empty(cpu.BINS)
+        self._workspaces: dict[Place, Workspace] = {}
 
     def width(self, sizes: Sequence[int]) -> int:
         """See `Survey.width`: a layer takes its top bin, counts and energies."""
@@ -71,24 +72,39 @@ class SpectrumSurvey:
     def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
         """See `Survey.measure`."""
         out = np.zeros((len(sizes), 1 + 2 * BINS), np.float32)
-        start = 0
-        for row, size in zip(out, sizes, strict=True):
-            layer = accumulated[start : start + size]
-            start += size
-            stride = self._stride if size >= _WHOLE * self._stride else 1
-            cpu.spectrum(layer[cpu.GROUP * (step % stride) :], self._counts, self._energies, stride)
-            counts = self._counts.reshape(_ALL, _PER_BIN).sum(axis=1)[:_FINITE]
-            energies = self._energies.reshape(_ALL, _PER_BIN).sum(axis=1)[:_FINITE]
-            filled = np.flatnonzero(energies)
+        for row, size, (counts, energies) in zip(out, sizes, self._bins(accumulated, sizes, step), strict=True):
+            filled = np.flatnonzero(energies[:_FINITE])
             top = int(filled[-1]) if filled.size else BINS - 1
             least = max(0, top + 1 - BINS)
-            share = size / max(1, int(self._counts.sum()))
+            share = size / max(1, int(counts.sum()))
+            counts, energies = counts[:_FINITE], energies[:_FINITE]
             with np.errstate(over="ignore"):
                 for place, of_bins in ((1, counts), (1 + BINS, energies)):
                     row[place : place + top + 1 - least] = share * of_bins[least : top + 1]
                     row[place] += share * of_bins[:least].sum()
             row[0] = least
         return out.reshape(-1)
+
+    def _bins(
+        self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
+        """Yield counts and energies of each layer's magnitudes in host memory, shape (_ALL,)."""
+        place = here()
+        workspace = self._workspaces.setdefault(place, Workspace(place))
+        # On the host one layer's bins stay in the cache; those of a device come to the host all at once.
+        together = 1 if place is HOST else len(sizes)
+        counts = workspace.array("counts", together * cpu.BINS, np.int64).reshape(together, cpu.BINS)
+        energies = workspace.array("energies", together * cpu.BINS, np.float64).reshape(together, cpu.BINS)
+        start = 0
+        for number, size in enumerate(sizes):
+            layer = accumulated[start : start + size]
+            start += size
+            stride = self._stride if size >= _WHOLE * self._stride else 1
+            row = number % together
+            kernels.spectrum(layer[cpu.GROUP * (step % stride) :], counts[row], energies[row], stride)
+            if row == together - 1:
+                both = [own.reshape(together, _ALL, _PER_BIN).sum(axis=2) for own in (counts, energies)]
+                yield from zip(*(place.to_host(own) for own in both), strict=True)
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
         """See `Survey.energies`; good to some percent where a stride has left elements out."""
@@ -110,7 +126,7 @@ class LossSurvey:
     def __init__(self, quantisers: Sequence[Quantiser], stride: int = 1) -> None:
         self._quantisers = tuple(quantisers)
         self._stride = stride
-        self._workspace = Workspace()
+        self._workspaces: dict[Place, Workspace] = {}
 
     def width(self, sizes: Sequence[int]) -> int:
         """See `Survey.width`: the energy of what was packed, then what each quantiser left out of it."""
@@ -118,14 +134,15 @@ class LossSurvey:
 
     def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
         """See `Survey.measure`."""
-        array = self._some(accumulated, step)
-        sent = self._workspace.array("sent", array.size, array.dtype)
-        energies = [cpu.energy(array)]
+        workspace = self._workspaces.setdefault(here(), Workspace(here()))
+        array = self._some(accumulated, step, workspace)
+        sent = workspace.array("sent", array.size, array.dtype)
+        energies = [kernels.energy(array)]
         for own in self._quantisers:
-            message = self._workspace.array("message", own.packed_bytes(array.size), np.uint8)
+            message = workspace.array("message", own.packed_bytes(array.size), np.uint8)
             energies.append(own.pack(array, message, sent, step))
         with np.errstate(over="ignore"):
-            return np.array(energies).astype(np.float32)
+            return np.array(numbers(*energies)).astype(np.float32)
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
         """See `Survey.energies`: nothing is known of layers."""
@@ -135,12 +152,12 @@ class LossSurvey:
         energy, *lost = told.astype(np.float64).sum(axis=0)
         return [float(own / energy) if energy != 0 else 0.0 for own in lost]
 
-    def _some(self, accumulated: NDArray[np.floating], step: int) -> NDArray[np.floating]:
+    def _some(self, accumulated: NDArray[np.floating], step: int, workspace: Workspace) -> NDArray[np.floating]:
         stride = self._stride if accumulated.size >= _WHOLE * self._stride else 1
         if stride == 1:
             return accumulated
         whole = accumulated.size // (_PART * stride) * _PART * stride
-        array = self._workspace.array("some", whole // stride, accumulated.dtype)
+        array: NDArray[np.floating] = workspace.array("some", whole // stride, accumulated.dtype)
         array.reshape(-1, _PART)[:] = accumulated[:whole].reshape(-1, stride, _PART)[:, step % stride]
         return array
 
@@ -192,7 +209,8 @@ class RankSurvey:
     def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
         """See `Survey.measure`; NaN for matrices that hold it or infinity."""
         bounds = np.cumsum([0, *sizes])
-        parts = [np.array([cpu.energy(accumulated[start:stop]) for start, stop in itertools.pairwise(bounds)])]
+        layers = [accumulated[start:stop] for start, stop in itertools.pairwise(bounds)]
+        parts = [np.array(numbers(*(kernels.energy(layer) for layer in layers)))]
         for matrix, (least, most) in zip(self._matrices, self._ranks, strict=True):
             own = accumulated[matrix.start : matrix.stop].reshape(matrix.rows, matrix.columns)
             parts.append(_beside(own, most)[least - 1 :])
@@ -211,17 +229,18 @@ class RankSurvey:
 
 def _beside(matrix: NDArray[np.floating], most: int) -> NDArray[np.float64]:
     """Return the energy beside the leading directions of a matrix, from 1 to ``most`` of them."""
-    energy = cpu.energy(matrix.reshape(-1))
+    place = here()
+    [energy] = numbers(kernels.energy(matrix.reshape(-1)))
     if not np.isfinite(energy):
         return np.full(most, np.nan)
     directions = min(*matrix.shape, most + _SPARE)
-    right = np.random.default_rng(0).standard_normal((matrix.shape[1], directions)).astype(matrix.dtype)
+    right = place.bring(np.random.default_rng(0).standard_normal((matrix.shape[1], directions)).astype(matrix.dtype))
     for _ in range(_ROUNDS):
         with np.errstate(over="ignore", invalid="ignore"):
             right = matrix.T @ orthonormal(matrix @ orthonormal(right))
-        if not np.isfinite(right).all():  # products of the largest numbers overflow
+        if not all(numbers(np.isfinite(right).all())):  # products of the largest numbers overflow
             return np.full(most, np.nan)
-    squares = np.linalg.svd(right.astype(np.float64), compute_uv=False) ** 2
+    squares = np.linalg.svd(place.to_host(right).astype(np.float64), compute_uv=False) ** 2
     left: NDArray[np.float64] = np.maximum(energy - np.cumsum(squares[:most]), 0.0)
     return left
 

@@ -1,18 +1,19 @@
 """Buckets: several arrays that are exchanged as one, with their residual."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.arrays import Described
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece, Velocity
 from mpicomp.compressors.base import Entry
 from mpicomp.compressors.kinds import Selection
 from mpicomp.errors import ConfigurationError
-from mpicomp.kernels import cpu
+from mpicomp.places import HOST, Place
 from mpicomp.policies import Shape
 from mpicomp.workspace import Workspace
 
@@ -32,10 +33,12 @@ class Bucket:
     feedback: bool
     entry: Entry = field(default_factory=Entry)
     threads: int = 1
-    workspace: Workspace = field(default_factory=Workspace)
+    place: Place = HOST
     memory: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.workspace = Workspace(self.place)
+        self._tables: dict[str, Any] = {}  # see `Accumulated`
         self.names = tuple(member.name for member in self.members)
         self.sizes = sizes = tuple(member.numel for member in self.members)
         self.numel = sum(sizes)
@@ -45,15 +48,15 @@ class Bucket:
             raise ConfigurationError(
                 f"reduce: '{self.members[0].name}' must have fewer than 2**32 elements, got {self.numel}; split it"
             )
-        self._accumulated = np.zeros(self.numel + TAIL, self.dtype)
-        self._residual = np.zeros(self.numel + TAIL if self.feedback else 0, self.dtype)
-        self._velocity = np.zeros(self.numel if self.entry.momentum else 0, self.dtype)
-        self._next_velocity = np.zeros_like(self._velocity)
+        self._accumulated = self.place.zeros(self.numel + TAIL, self.dtype)
+        self._residual = self.place.zeros(self.numel + TAIL if self.feedback else 0, self.dtype)
+        self._velocity = self.place.zeros(self.numel if self.entry.momentum else 0, self.dtype)
+        self._next_velocity = self.place.zeros(self._velocity.size, self.dtype)
 
     @property
     def shape(self) -> Shape:
-        """Names, sizes, shapes and dtype of the bucket, which policies choose by."""
-        return Shape(self.names, self.sizes, tuple(member.shape for member in self.members), self.dtype)
+        """Names, sizes, shapes, dtype and place of the bucket, which policies choose by."""
+        return Shape(self.names, self.sizes, tuple(member.shape for member in self.members), self.dtype, self.place)
 
     def accumulate(self, gradients: Sequence[NDArray[Any]] | None, scale: float = 1.0) -> Accumulated:
         """Return gradient plus residual.
@@ -67,17 +70,22 @@ class Bucket:
         """
         if gradients is None:
             return Accumulated(self._accumulated, None, [], stale=True)
-        pieces = [Piece(offset, array) for offset, array in zip(self.offsets, gradients, strict=True)]
+        pieces = self._pieces(gradients)
         residual = self._residual[: self.numel] if self.feedback else None
         velocity = None
         if self.entry.momentum:
             velocity = Velocity(self._velocity, self._next_velocity, self.entry.momentum, self.entry.nesterov)
-        return Accumulated(self._accumulated, residual, pieces, False, self.threads, scale, velocity)
+        tables = self._tables
+        return Accumulated(self._accumulated, residual, pieces, False, self.threads, scale, velocity, tables)
 
     def energy(self, gradients: Sequence[NDArray[Any]]) -> float:
         """Return the squared L2 norm of gradients; overwrites where `accumulate` puts its sum."""
-        pieces = [Piece(offset, array) for offset, array in zip(self.offsets, gradients, strict=True)]
-        return Accumulated(self._accumulated, None, pieces, threads=self.threads).energy
+        with self.place.current():
+            return Accumulated(self._accumulated, None, self._pieces(gradients), threads=self.threads).energy
+
+    def _pieces(self, gradients: Sequence[Any]) -> list[Piece]:
+        arrays = (self.place.bring(array) for array in gradients)
+        return [Piece(offset, array) for offset, array in zip(self.offsets, arrays, strict=True)]
 
     def commit(self, sent: NDArray[np.floating] | Selection, finite: bool) -> None:
         """Make ``accumulated - sent`` the residual; where something was not finite nothing of that is kept."""
@@ -86,7 +94,7 @@ class Bucket:
         left = self._accumulated[: self.numel]
         with np.errstate(invalid="ignore", over="ignore"):
             if isinstance(sent, Selection):
-                cpu.subtract_at(sent.indices, sent.values, left)
+                kernels.subtract_at(sent.indices, sent.values, left)
             elif sent.base is left.base:
                 left[:] = 0
             else:
@@ -95,11 +103,16 @@ class Bucket:
             left[~np.isfinite(left)] = 0
         if self.entry.momentum:
             if self.entry.masking and isinstance(sent, Selection):
-                cpu.clear_at(sent.indices, self._next_velocity)
+                kernels.clear_at(sent.indices, self._next_velocity)
             if not finite:
                 self._next_velocity[~np.isfinite(self._next_velocity)] = 0
             self._velocity, self._next_velocity = self._next_velocity, self._velocity
         self._accumulated, self._residual = self._residual, self._accumulated
+
+    def memory_on_host(self) -> dict[str, Any]:
+        """Return the memory with every array in it copied to the host."""
+        copied: dict[str, Any] = _on_host(self.memory, self.place)
+        return copied
 
     def residuals(self) -> Iterator[tuple[Described, NDArray[np.floating]]]:
         """Return every member with the flat part of the residual that is its own, writable."""
@@ -116,12 +129,17 @@ class Bucket:
 
 
 def make_buckets(
-    members: Sequence[Described], feedback: bool, limit_bytes: int, entry: Entry, threads: int
+    members: Sequence[Described],
+    feedback: bool,
+    limit_bytes: int,
+    entry: Entry,
+    threads: int,
+    place_of: Callable[[Sequence[Described]], Place] = lambda members: HOST,
 ) -> list[Bucket]:
     """Cut arrays into buckets, in their order; those of one work dtype stay together.
 
     A bucket is closed before it would pass the limit; an array that is larger has one of its own. Arrays without
-    elements are in no bucket.
+    elements are in no bucket. ``place_of`` returns where a bucket of some arrays lives.
     """
     groups: list[list[Described]] = []
     for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
@@ -135,4 +153,12 @@ def make_buckets(
                 filled = 0
             groups[-1].append(member)
             filled += nbytes
-    return [Bucket(index, group, feedback, entry, threads) for index, group in enumerate(groups)]
+    return [Bucket(index, group, feedback, entry, threads, place_of(group)) for index, group in enumerate(groups)]
+
+
+def _on_host(value: Any, place: Place) -> Any:
+    if isinstance(value, dict):
+        return {key: _on_host(own, place) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_host(own, place) for own in value)
+    return place.to_host(value) if hasattr(value, "dtype") and hasattr(value, "ndim") else value

@@ -9,6 +9,7 @@ from typing import Any
 from mpicomp.compressors.base import Entry
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
+from mpicomp.places import HOST
 from mpicomp.policies import Plan, Policy
 from mpicomp.reducer.layout import Layout
 from mpicomp.reducer.record import StepRecord, Tally
@@ -80,6 +81,19 @@ class Core:
     outside: Tally = field(default_factory=Tally)
     loaded: Loaded | None = None
     suspect: bool = False
+
+    def expect(self, gradients: Mapping[str, Any]) -> None:
+        """Begin to take gradients to where they are exchanged, in the thread that made them; nothing waits."""
+        for name, gradient in gradients.items():
+            place = self.layout.place_of(name)
+            if place is not HOST:
+                place.follow(gradient)
+            elif self.layout.has(name):
+                self.staging.start(name, gradient)
+
+    def input_of(self, name: str, gradient: Any) -> Any:
+        """Return a gradient where its bucket lives, or where it can be brought from at once."""
+        return self.staging.host(name, gradient) if self.layout.place_of(name) is HOST else gradient
 
     def loading(self) -> dict[str, Any]:
         """Return the parts of a loaded state, beside its step, that all ranks must share: plans follow from them."""

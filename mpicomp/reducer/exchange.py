@@ -15,6 +15,7 @@ from mpicomp.reducer.core import Core
 from mpicomp.reducer.layers import layers_of
 from mpicomp.reducer.record import BucketRecord
 from mpicomp.rounds import Asked, Group, Pending, dense_ring_bytes, observe
+from mpicomp.transport.routes import at
 
 
 @dataclass
@@ -129,22 +130,25 @@ def exchange(
     watch = _Watch(clock, group, start)
     arrays = None
     if gradients is not None:
-        host = core.staging.host
-        arrays = [host(member.name, own) for member, own in zip(bucket.members, gradients, strict=True)]
-    accumulated = bucket.accumulate(arrays, scale)
-    result = yield from observe(plan.scheme.exchange(accumulated, context), watch.before, watch.after)
+        pairs = zip(bucket.members, gradients, strict=True)
+        arrays = [core.input_of(member.name, own) for member, own in pairs]
+    with bucket.place.current():
+        accumulated = bucket.accumulate(arrays, scale)
+    result = yield from observe(at(bucket.place, plan.scheme.exchange(accumulated, context)), watch.before, watch.after)
     end = clock()
     decode_s = end - watch.last
     begin = time.perf_counter()
     asked_for = None if frozen else core.policy.survey(bucket.index)
     survey = energies = None
-    if asked_for is not None and not result.stale:
-        survey = asked_for.measure(accumulated.array(), bucket.sizes, core.count)
-        energies = asked_for.energies(survey, bucket.sizes)
-    choosing_s += time.perf_counter() - begin
-    layers = layers_of(
-        bucket.names, bucket.sizes, accumulated.array(), result.sent, energies, result.gain, result.thinned
-    )
+    with bucket.place.current():
+        if asked_for is not None and not result.stale:
+            survey = asked_for.measure(accumulated.array(), bucket.sizes, core.count)
+            energies = asked_for.energies(survey, bucket.sizes)
+        choosing_s += time.perf_counter() - begin
+        layers = layers_of(
+            bucket.names, bucket.sizes, accumulated.array(), result.sent, energies, result.gain, result.thinned,
+            bucket.workspace,
+        )  # fmt: skip
     compressor, prediction = plan.scheme.compressor, plan.prediction
     kept = "as before, since some rank has no gradients of its own" if frozen else ""
     record = BucketRecord(

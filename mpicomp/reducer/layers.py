@@ -1,6 +1,7 @@
 """Kept elements and gain of each parameter of a bucket."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.kinds import Selection
+from mpicomp.places import HOST, here, numbers
+from mpicomp.workspace import Workspace
 
 _WHOLE = 0.999  # gain from which on the gains of single parameters are not computed: each is nearly 1
 
@@ -20,16 +23,23 @@ class Layers:
     ----------
     names : tuple of str
         Names of the parameters.
-    sizes, kept : arrays of int64, shape (parameters,)
-        Elements, and those of them that were sent; of a matrix that travels as thin factors, their elements.
+    sizes : array of int64, shape (parameters,)
+        Elements.
+    counted : array of int64, shape (parameters,), or callable
+        What `kept` returns, or what returns it: on a device nobody waits for it until somebody asks.
     gains : array of float64, shape (parameters,), or None
         Share of the accumulated gradient's energy that was sent, on this rank; None where the step did not look at it.
     """
 
     names: tuple[str, ...]
     sizes: NDArray[np.int64]
-    kept: NDArray[np.int64]
+    counted: NDArray[np.int64] | Callable[[], NDArray[np.int64]]
     gains: NDArray[np.float64] | None
+
+    @functools.cached_property
+    def kept(self) -> NDArray[np.int64]:
+        """Elements that were sent, shape (parameters,); of a matrix that travels as thin factors, their elements."""
+        return self.counted() if callable(self.counted) else self.counted
 
     @property
     def ratios(self) -> NDArray[np.float64]:
@@ -52,6 +62,7 @@ def layers_of(
     energies: NDArray[np.float64] | None,
     gain: float,
     thinned: Sequence[tuple[int, int, int]] = (),
+    workspace: Workspace | None = None,
 ) -> Layers:
     """Return the kept elements and the gain of each parameter.
 
@@ -67,22 +78,31 @@ def layers_of(
         Of the bucket; where almost nothing was lost it stands for that of every parameter.
     thinned : sequence of (int, int, int)
         See `mpicomp.collectives.Result`; each part lies in one parameter.
+    workspace : Workspace, optional
+        The bucket's.
     """
     bounds = np.concatenate(([0], np.cumsum(sizes)))
-    # Bounds take the indices' dtype: searching for others would first convert all indices.
-    places = np.searchsorted(sent.indices, bounds.astype(np.uint32)) if isinstance(sent, Selection) else bounds
-    gains = None
+    place, there, gains = here(), None, None
+    if isinstance(sent, Selection):
+        # Bounds take the indices' dtype: searching for others would first convert all indices.
+        own = (workspace or Workspace(place)).made("bounds", lambda: place.bring(bounds.astype(np.uint32)))
+        there = np.searchsorted(sent.indices, own)
+
+    def count() -> NDArray[np.int64]:
+        kept = np.diff(bounds if there is None else place.to_host(there))
+        for start, stop, counted in thinned:
+            kept[np.searchsorted(bounds, start, side="right") - 1] -= stop - start - counted
+        return kept
+
     if energies is not None and gain > _WHOLE:
         gains = np.full(len(names), gain)
     elif energies is not None:
+        places = bounds if there is None else place.to_host(there)
         ends = zip(energies, bounds[:-1], bounds[1:], places[:-1], places[1:], strict=True)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            lost = np.array([_lost(accumulated, sent, *own) for own in ends])
+            lost = np.array(numbers(*(_lost(accumulated, sent, *own) for own in ends)))
             gains = np.clip(1 - np.where(energies > 0, lost / energies, 0.0), 0.0, 1.0)
-    kept = np.diff(places)
-    for start, stop, count in thinned:
-        kept[np.searchsorted(bounds, start, side="right") - 1] -= stop - start - count
-    return Layers(names, np.array(sizes), kept, gains)
+    return Layers(names, np.array(sizes), count if there is not None and place is not HOST else count(), gains)
 
 
 def _lost(
@@ -93,13 +113,13 @@ def _lost(
     stop: int,
     low: int,
     high: int,
-) -> float:
+) -> Any:
     """Return the energy not sent from ``start`` to ``stop``, where elements ``low`` to ``high`` of the selection lie.
 
     Of a selection that travels in 16 bits what rounding took is passed over: less than a hundred-thousandth.
     """
     if isinstance(sent, Selection):
         values = sent.values[low:high]
-        return energy - float(np.dot(values, values))
+        return energy - np.dot(values, values)
     left = accumulated[start:stop] - sent[start:stop]
-    return float(np.dot(left, left))
+    return np.dot(left, left)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from mpicomp.arrays import Described
 from mpicomp.compressors.base import Entry
 from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.places import HOST, Place, common_place
 from mpicomp.reducer.bucket import Bucket, make_buckets
 
 _STATES = ("residuals", "velocities")  # arrays that live from step to step, each a method of Bucket
@@ -42,6 +43,7 @@ class Layout:
         self.buckets: list[Bucket] = []
         self.delivered: dict[str, NDArray[np.uint16]] = {}
         self.conditional: list[str] = []
+        self._places: dict[str, Place] = {}
         self._feedback = feedback
         self._bucket_bytes = bucket_bytes
         self._entry = entry
@@ -63,38 +65,53 @@ class Layout:
         for member in members:
             _check_shape(member, shapes.get(member.name))
 
-    def make(self, members: Sequence[Described]) -> list[Bucket]:
-        """Make buckets for other arrays, and leave everything as it is."""
-        return make_buckets(members, self._feedback, self._bucket_bytes, self._entry, self._threads)
+    def make(self, members: Sequence[Described], arrays: Mapping[str, Any]) -> list[Bucket]:
+        """Make buckets for other arrays, each where its own are, and leave everything as it is."""
+
+        def place_of(group: Sequence[Described]) -> Place:
+            return common_place([arrays[member.name] for member in group])
+
+        return make_buckets(members, self._feedback, self._bucket_bytes, self._entry, self._threads, place_of)
 
     def adopt(self, members: list[Described], buckets: list[Bucket]) -> None:
         """Take these for the old ones; residuals follow their names."""
         for kind in _STATES:
-            self._kept[kind] = {name: own.copy() for name, own in self._states(kind).items()}
-        self._memories |= {bucket.members[0].name: bucket.memory for bucket in self.buckets}
+            self._kept[kind] = self._states(kind)
+        self._memories |= {bucket.members[0].name: bucket.memory_on_host() for bucket in self.buckets}
         self.members = members
         self.buckets = buckets
+        self._places = {name: bucket.place for bucket in buckets for name in bucket.names}
         self.delivered = {
-            member.name: np.empty(member.numel, np.uint16) for member in members if member.dtype.endswith("float16")
+            member.name: self.place_of(member.name).empty(member.numel, np.uint16)
+            for member in members
+            if member.dtype.endswith("float16")
         }
         self._restore()
+
+    def has(self, name: str) -> bool:
+        """Return whether some bucket has an array."""
+        return name in self._places
+
+    def place_of(self, name: str) -> Place:
+        """Return where the bucket of an array lives; the host for one that is in none."""
+        return self._places.get(name, HOST)
 
     def residual(self, name: str) -> NDArray[np.floating]:
         """Return a copy of an array's residual; see `mpicomp.Reducer.residual`."""
         for member in self.members or ():
             if member.name == name:
                 held = self._held("residuals").get(name)
-                return np.zeros(member.shape, member.work_dtype) if held is None else held.reshape(member.shape).copy()
+                if held is None:
+                    return np.zeros(member.shape, member.work_dtype)
+                return self._copied(name, held).reshape(member.shape)
         if name in self._kept["residuals"]:
             return self._kept["residuals"][name].copy()
         raise UnknownNameError("residual", name, [member.name for member in self.members or ()])
 
     def state(self) -> dict[str, Any]:
         """Return copies of residuals and velocities by name, and the memories of compressors."""
-        memories = {bucket.members[0].name: bucket.memory for bucket in self.buckets if bucket.memory}
-        return {"memories": copy.deepcopy(self._memories | memories)} | {
-            kind: {name: own.copy() for name, own in self._states(kind).items()} for kind in _STATES
-        }
+        memories = {bucket.members[0].name: bucket.memory_on_host() for bucket in self.buckets if bucket.memory}
+        return {"memories": copy.deepcopy(self._memories | memories)} | {kind: self._states(kind) for kind in _STATES}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load what `state` returned.
@@ -114,15 +131,17 @@ class Layout:
         self._kept = loaded
         self._memories = copy.deepcopy(dict(state.get("memories", {})))
         for kind in _STATES:
-            for own in self._held(kind).values():
-                own[:] = 0
+            for name, own in self._held(kind).items():
+                with self.place_of(name).current():
+                    own[:] = 0
         self._restore()
 
     def _restore(self) -> None:
         for kind in _STATES:
             for name, own in self._held(kind).items():
                 if name in self._kept[kind]:
-                    own[:] = self._kept[kind].pop(name).reshape(-1)
+                    values = self._kept[kind].pop(name).reshape(-1).astype(own.dtype, copy=False)
+                    self.place_of(name).assign(own, values)
         for bucket in self.buckets:
             bucket.memory = self._memories.pop(bucket.members[0].name, bucket.memory)
 
@@ -134,11 +153,19 @@ class Layout:
         return {member.name: part for members in parts for member, part in members}
 
     def _states(self, kind: str) -> dict[str, NDArray[np.floating]]:
-        """Return all arrays of a kind of state by name, in their shapes; those that wait for their names come last."""
+        """Return copies of all arrays of a kind of state by name, in their shapes and in host memory.
+
+        Those that wait for their names come last.
+        """
         shapes = {member.name: member.shape for member in self.members or ()}
-        held = {name: own.reshape(shapes[name]) for name, own in self._held(kind).items()}
+        held = {name: self._copied(name, own).reshape(shapes[name]) for name, own in self._held(kind).items()}
         empty = {name: np.zeros(shape) for name, shape in shapes.items() if 0 in shape and self._feedback}
-        return held | (empty if kind == "residuals" else {}) | self._kept[kind]
+        kept = {name: own.copy() for name, own in self._kept[kind].items()}
+        return held | (empty if kind == "residuals" else {}) | kept
+
+    def _copied(self, name: str, own: Any) -> NDArray[np.floating]:
+        place = self.place_of(name)
+        return own.copy() if place is HOST else place.to_host(own)
 
 
 def _check_shape(member: Described, shape: tuple[int, ...] | None) -> None:

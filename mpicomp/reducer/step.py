@@ -12,6 +12,7 @@ from mpicomp import plugins
 from mpicomp.arrays import Described, describe
 from mpicomp.collectives.scheme import cause_of
 from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFiniteError
+from mpicomp.places import HOST, on_device
 from mpicomp.policies import Delivered, StepReport
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside
@@ -20,6 +21,7 @@ from mpicomp.reducer.core import Core
 from mpicomp.reducer.exchange import Exchanged, exchange
 from mpicomp.reducer.record import StepRecord, Tally
 from mpicomp.rounds import Asked, Round
+from mpicomp.transport.route_probe import choose_routes
 
 Rounds = Generator[Asked, Any, Any]
 
@@ -48,6 +50,7 @@ class Step:
         self._gradients: Mapping[str, Any] = {}
         self._absent: Collection[str] = ()
         self._members: list[Described] | None = None
+        self._made: list[Bucket] | None = None  # for other arrays than those of the layout
         self._problem: MpicompError | None = None
         self._unread: MpicompError | None = None  # what is wrong with what is no array
         self._stale = False
@@ -115,13 +118,13 @@ class Step:
     def _look(self, gradients: Mapping[str, Any], absent: Collection[str]) -> None:
         layout = self._core.layout
         self._gradients, self._absent = gradients, absent
-        self._problem = self._unread
+        self._problem, self._made = self._unread, None
         try:
             self._members = describe(gradients)
             if not layout.knows(self._members):
                 layout.check(self._members)
-            for name, gradient in gradients.items():
-                self._core.staging.start(name, gradient)
+                self._made = layout.make(self._members, gradients)
+            self._core.expect(gradients)
         except MpicompError as error:
             self._problem = error
 
@@ -223,6 +226,10 @@ class Step:
         settings = core.settings | {"the step that follows": begins} | core.loading()
         settings["whether the last step was applied"] = not core.suspect
         settings["plugins"] = ", ".join(plugins.loaded()) or "none"
+        named = core.policy.compressor
+        if named.own_algebra:
+            where = "a GPU" if on_device(self._gradients.values()) else "the host"
+            settings[f"where gradients are, with compressor '{named.id}',"] = where
         signature = None if self._members is None else Signature(settings, self._members)
         before = core.policy.state_dict()
         try:
@@ -244,16 +251,19 @@ class Step:
         members = self._members
         assert members is not None
         absent = yield from self._absences([member.name for member in members])
+        # What only `absent` has made stale keeps its buckets, and with them what policies have learnt.
+        buckets = self._made
+        if buckets is not None:
+            yield from choose_routes([bucket.place for bucket in buckets], core.transport)
         record.agreed = True
         agreed_wire_bytes = sum(entry.wire_bytes for entry in log)
         record.overhead_bytes += cut_short.sent_bytes + sum(entry.sent_bytes for entry in log)
         record.overhead_wire_bytes += cut_short.wire_bytes + agreed_wire_bytes
         self._done.clear()
-        # What only `absent` has made stale keeps its buckets, and with them what policies have learnt.
-        if not layout.knows(members):
-            buckets = layout.make(members)
+        if buckets is not None:
             yield from core.policy.start([bucket.shape for bucket in buckets], core.transport)
             layout.adopt(members, buckets)
+            core.expect(self._gradients)
             core.plans = {}
         record.once_wire_bytes += sum(entry.wire_bytes for entry in log) - agreed_wire_bytes
         names = {member.name for member in members}
@@ -296,7 +306,7 @@ class Step:
         if core.entry.clip is None:
             return 1.0
         energy = self._scale**2 * sum(
-            bucket.energy([core.staging.host(own.name, self._gradients[own.name]) for own in bucket.members])
+            bucket.energy([core.input_of(own.name, self._gradients[own.name]) for own in bucket.members])
             for bucket in core.layout.buckets
         )
         limit = core.entry.clip / math.sqrt(core.transport.group.size)
@@ -322,14 +332,16 @@ class Step:
         means: dict[str, Any] = {}
         for bucket, done in buckets:
             begin = core.transport.clock()
-            if record.skipped:
-                done.result.mean[:] = 0
-            else:
-                bucket.commit(done.result.sent, finite=finite)
-            for member, mean in bucket.parts(done.result.mean):
+            with bucket.place.current():
+                if record.skipped:
+                    done.result.mean[:] = 0
+                else:
+                    bucket.commit(done.result.sent, finite=finite)
+                parts = list(bucket.parts(done.result.mean))
                 # What nobody has a gradient for is delivered all the same where the residual was sent.
-                if member.name not in unused or mean.any():
-                    means[member.name] = self._give(mean, member)
+                parts = [(member, mean) for member, mean in parts if member.name not in unused or mean.any()]
+            for member, mean in parts:
+                means[member.name] = self._give(mean, member)
             done.add(core.transport.clock() - begin)
         for member in layout.members or ():
             if member.numel == 0 and member.name not in unused:
@@ -337,8 +349,11 @@ class Step:
         return {name: means[name] for name in self._gradients if name in means}
 
     def _give(self, mean: NDArray[np.floating], member: Described) -> Any:
-        out = self._core.layout.delivered.get(member.name)
-        return self._core.staging.give(mean, member, self._gradients[member.name], out)
+        layout, like = self._core.layout, self._gradients[member.name]
+        out, place = layout.delivered.get(member.name), layout.place_of(member.name)
+        if place is HOST:
+            return self._core.staging.give(mean, member, like, out)
+        return place.give(mean, member.dtype, like, out)
 
 
 def _copied(memory: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Stream:
         Buckets are exchanged in their order, each as soon as it and those before it are complete. The last one waits
         for `finish`: with it goes what only then is known, such as arrays that are new. Other names are passed over.
         """
-        self._core.staging.start(name, gradient)  # in this thread, whose stream made it
+        self._core.expect({name: gradient})
         self._arrays[name] = gradient
         self._missing.discard(name)
         while len(self._left) > 1 and not self._missing:

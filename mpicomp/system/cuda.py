@@ -108,6 +108,8 @@ def _turned_off(vendor: str, cray: bool, environ: Mapping[str, str]) -> str | No
         environ.get(name, "").strip() == "1" for name in ("MV2_USE_CUDA", "MVP_USE_CUDA")
     ):
         return "MVAPICH takes GPU memory with MV2_USE_CUDA=1 (MVP_USE_CUDA=1) only, and that is not set"
+    if vendor == "Intel MPI" and environ.get("I_MPI_OFFLOAD", "0").strip() in ("", "0"):
+        return "Intel MPI takes GPU memory with I_MPI_OFFLOAD=1 only, and that is not set"
     switches = ["MPIR_CVAR_ENABLE_GPU"]
     if vendor == "Open MPI":
         switches = ["OMPI_MCA_opal_cuda_support", "OMPI_MCA_mpi_cuda_support"]

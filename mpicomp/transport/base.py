@@ -46,6 +46,8 @@ class Transport(ABC):
     """Whether the ranks run side by side, so that one may wait for the others wherever it is."""
     probes: bool = True
     """Whether time passes in rounds, so that it can be measured."""
+    takes_device_memory: bool = False
+    """Whether rounds may be given arrays in the memory of a GPU, as far as this rank knows."""
     cores: float = math.inf
     """Cores for each rank on the host where they are fewest; the same on all ranks."""
 

@@ -4,6 +4,7 @@ Only buffer operations are used, on communicators that are duplicated once, so t
 Importing this module imports mpi4py.MPI, which starts MPI, and sets the hooks that end the job when this rank fails.
 """
 
+import functools
 import traceback
 import weakref
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from mpicomp.errors import ClosedError, LaunchError
 from mpicomp.rounds import ACROSS, HOST, WORLD, Group, Pending, Round
-from mpicomp.system import abort, launcher
+from mpicomp.system import abort, cuda, launcher, libraries
 from mpicomp.transport import mpi_end
 from mpicomp.transport.base import Transport, received
 from mpicomp.transport.mpi_layout import cores_of_a_rank, hosts_of_ranks, sums_are_identical, takes_naps
@@ -106,6 +107,12 @@ class MPITransport(Transport):
         self._sets = list(dict.fromkeys((front, back)))
         self._finalizer = weakref.finalize(self, pool.put, self._sets, dropped=True)
         self._finalizer.atexit = False
+
+    @functools.cached_property
+    def takes_device_memory(self) -> bool:  # type: ignore[override]
+        """See `Transport.takes_device_memory`: as `mpicomp doctor` says."""
+        version = MPI.Get_library_version()
+        return cuda.cuda_aware(MPI.get_vendor()[0], libraries.library(), version=version).value
 
     def start(self, task: Round) -> Pending:
         """See `Transport.start`."""

@@ -9,8 +9,8 @@ import sys
 
 import numpy as np
 
+from mpicomp.places.driver import Driver, driver
 from mpicomp.system.cuda import NO_GPU
-from mpicomp.transport.device import Driver, driver
 
 _ELEMENTS = 1 << 18  # libraries take different paths for short and long messages; this is a long one
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import Described, empty_like, from_host, narrow, to_host
-from mpicomp.transport import device
-from mpicomp.transport.device import DeviceArray, Driver
+from mpicomp.places import driver as device
+from mpicomp.places.driver import DeviceArray, Driver
 
 CHUNK = 4 << 20
 """Bytes of a chunk on the way to the device."""

@@ -32,6 +32,7 @@ class Scripted:
     def __init__(self, plan, gradients, transport, residuals, model):
         self.plan, self.numel = plan, gradients.numel
         self.steps, self.checks, self.ran, self.predicted, self.gains = [], [], [], [], []
+        self.route = None
 
     def step(self, check=False):
         if self.numel == collectives._COMPILING:

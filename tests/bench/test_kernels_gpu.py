@@ -9,12 +9,13 @@ import types
 
 import numpy as np
 import pytest
-from gpu import standin
+from gpu import device, standin
 from mpicomp.bench import kernels_gpu
 from mpicomp.bench.kernels import Settings
 
 from mpicomp.cli import main
-from mpicomp.compressors import TopK, get_compressor, list_compressors
+from mpicomp.compressors import TopK, get_compressor
+from mpicomp.places.cuda import CudaPlace
 
 NUMEL = 3000
 
@@ -27,12 +28,14 @@ class Event:
         pass
 
 
-def copyto(out, source):
-    out._host[:] = source._host
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Give the folder of emulated kernels, which take longer to compile than to run."""
+    return tmp_path_factory.mktemp("emulated")
 
 
 @pytest.fixture(params=["emulated", "device"])
-def cupy(request, monkeypatch, tmp_path):
+def cupy(request, monkeypatch, built):
     """Put in place what stands for CuPy, with what the benchmark uses beyond the kernels."""
     if request.param == "device":
         cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
@@ -43,33 +46,25 @@ def cupy(request, monkeypatch, tmp_path):
         return cupy
     if shutil.which(standin.COMPILER) is None or platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("the emulation needs g++ and x86-64")
-    monkeypatch.setattr(standin, "folder", tmp_path, raising=False)
-    cupy = types.ModuleType("cupy")
-    vars(cupy).update({name: value for name, value in vars(standin).items() if not name.startswith("__")})
+    monkeypatch.setattr(standin, "folder", built)
+    cupy = device.install(monkeypatch, emulated=True)
     cupy.__version__ = "0"
-    cupy.copyto = copyto
-    runtime = types.SimpleNamespace(
-        getDevice=lambda: 0, getDeviceCount=lambda: 1, getDeviceProperties=lambda device: {"name": b"Emulated"}
+    cupy.cuda.runtime = types.SimpleNamespace(
+        getDevice=lambda: 0, getDeviceCount=lambda: 1, getDeviceProperties=lambda number: {"name": b"Emulated"}
     )
-    cupy.cuda = types.SimpleNamespace(
-        runtime=runtime,
-        Event=Event,
-        get_elapsed_time=lambda start, stop: 1e3 * (stop.seconds - start.seconds),
-    )
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    cupy.cuda.Event = Event
+    cupy.cuda.get_elapsed_time = lambda start, stop: 1e3 * (stop.seconds - start.seconds)
+    monkeypatch.setattr(device._Device, "use", lambda self: None, raising=False)
     monkeypatch.setattr(kernels_gpu, "_torch_sees_a_gpu", lambda: False)
     return cupy
 
 
 @pytest.mark.usefixtures("cupy")
 def test_everything_has_its_rows():
-    compressors = [TopK(ratio=0.1)]
-    if "sidco" in list_compressors():
-        compressors.append(get_compressor({"id": "sidco", "ratio": 0.1}))
+    compressors = [TopK(ratio=0.1), get_compressor({"id": "sidco", "ratio": 0.1})]
     rows = kernels_gpu.measure(Settings(NUMEL, (0.1,), compressors, repeats=2))
     names = [row["name"] for row in rows if row["name"] != "torch.topk"]
-    compressing = [f"{entry.id}.compress" for entry in compressors]
-    assert names == ["memcpy", *compressing, "spectrum", "spectrum.sampled", "decode"]
+    assert names == ["memcpy", "topk.compress", "sidco.compress", "spectrum", "spectrum.sampled", "decode"]
     for row in rows:
         assert row["copies"] == pytest.approx(row["median_s"] / rows[0]["median_s"])
         assert row["threads"] is None
@@ -92,14 +87,42 @@ def test_the_command(tmp_path):
 def test_nothing_is_lost_in_a_step(cupy):
     from mpicomp.bench.measure.gradients import Gradients
 
-    kernel = kernels_gpu.TopK("topk.compress", TopK(ratio=0.1), Gradients(NUMEL, put=cupy.asarray), ratio=0.1)
-    for _ in range(3):
-        kernel.prepare()
-        before = kernel.residual.get() + kernel.gradient.get()
+    place = CudaPlace(0)
+    kernel = kernels_gpu.compress_kernel(TopK(ratio=0.1), Gradients(NUMEL, place=place))
+    workspace = kernel.selecting.context.workspace
+    with place.current():
+        for _ in range(3):
+            kernel.prepare()
+            before = residual_of(kernel) + kernel.gradient.get()
+            kernel.run()
+            count = NUMEL // 10
+            sent = np.zeros(NUMEL, np.float32)
+            indices, values = (workspace.array(f"topk.{name}", count, kind) for name, kind in KINDS.items())
+            sent[indices.get()] = values.get()
+            np.testing.assert_array_equal(residual_of(kernel) + sent, before)
+
+
+KINDS = {"indices": np.uint32, "values": np.float32}
+
+
+def residual_of(kernel):
+    [(_, residual)] = kernel.bucket.residuals()
+    return residual.get()
+
+
+@pytest.mark.usefixtures("cupy")
+def test_a_step_waits_for_no_number():
+    """What a reducer reads comes with the messages that it receives."""
+    from mpicomp.bench.measure.gradients import Gradients
+
+    place = CudaPlace(0)
+    kernel = kernels_gpu.compress_kernel(TopK(ratio=0.1), Gradients(NUMEL, place=place))
+    with place.current():
         kernel.run()
-        sent = np.zeros(NUMEL, np.float32)
-        sent[kernel.indices.get()] = kernel.values.get()
-        np.testing.assert_array_equal(kernel.residual.get() + sent, before)
+        before = place.reads, place.to_host_bytes
+        kernel.prepare()
+        kernel.run()
+        assert (place.reads, place.to_host_bytes) == before
 
 
 @pytest.mark.usefixtures("cupy")

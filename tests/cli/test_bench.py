@@ -9,6 +9,7 @@ import pytest
 from marks import slow
 
 from mpicomp.cli import main
+from mpicomp.system import gpus
 
 KERNELS = ["bench", "kernels", "--numel", "3000", "--ratio", "0.1", "--repeats", "2"]
 COLLECTIVES = ["bench", "collectives", "--numel", "3000", "--ratio", "0.1", "--limit", "0.05"]
@@ -109,6 +110,28 @@ def test_bad_words_are_told_before_anything_is_measured(arguments, text, capsys)
 def test_a_gpu_needs_cupy(capsys):
     assert main([*KERNELS, "--device", "gpu"]) == 2
     assert "bench kernels: --device gpu needs CuPy" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
+def test_of_several_ranks_one_says_what_a_gpu_needs(mpiexec):
+    done = mpiexec(2, "-m", "mpicomp", *COLLECTIVES, "--device", "gpu")
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("mpicomp: ")]
+    assert line.startswith("mpicomp: bench collectives: --device gpu needs CuPy (")
+    assert "; pip install 'mpicomp[cuda12]'" in line
+
+
+@pytest.mark.skipif(bool(gpus.installed()), reason="there is a GPU")
+@pytest.mark.parametrize("words", [slow(TRAINING), ["train", "--task", "digits", "--steps", "1"]], ids=str)
+def test_of_several_ranks_one_says_that_there_is_no_gpu(words, mpiexec):
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    done = mpiexec(2, "-m", "mpicomp", *words, "--device", "gpu", timeout=100)
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("mpicomp: ")]
+    command = "train" if words[0] == "train" else "bench training"
+    assert line.startswith(f"mpicomp: {command}: --device gpu: gpu: a process that works on a GPU needs one")
+    assert line.endswith("; or use --device cpu")
 
 
 @pytest.mark.parametrize("arguments", [["bench"], ["bench", "kernel"], ["bench", "kernels", "--numel", "many"]])

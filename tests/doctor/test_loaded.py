@@ -1,5 +1,6 @@
 from mpicomp import doctor
-from mpicomp.doctor.loaded import files, thread_notes
+from mpicomp.doctor.loaded import thread_notes
+from mpicomp.system.libraries import files
 
 
 def test_which_library_is_loaded():

@@ -104,3 +104,9 @@ def joining_place(request, monkeypatch):
         kind = Joining
     monkeypatch.setitem(sys.modules, "cupy", kind.cupy)
     return Place(kind)
+
+
+@pytest.fixture
+def emulated(request, monkeypatch):
+    """Let sources be compiled for the emulation, for whoever brings arrays of its own."""
+    _emulate(request, monkeypatch)

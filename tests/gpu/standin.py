@@ -63,9 +63,17 @@ def _synchronise():
         raise RuntimeError("the host waits for the device")
 
 
-class _Memory:
+def room(nbytes):
+    """Return memory of the device, not cleared."""
+    return np.empty(nbytes, np.uint8)
+
+
+class Memory:
+    """Memory full of rubbish, between guards."""
+
     def __init__(self, size):
-        self._all = np.full(size + 2 * _GUARD + 512, _RUBBISH, np.uint8)
+        self._all = room(size + 2 * _GUARD + 512)
+        self._all.fill(_RUBBISH)
         start = _GUARD + -(self._all.ctypes.data + _GUARD) % 512  # aligned as CuPy's allocator does it
         self.inside = self._all[start : start + size]
         self._before, self._behind = self._all[:start], self._all[start + size :]
@@ -136,7 +144,7 @@ class ndarray:  # noqa: N801 (CuPy's name)
 
 
 def empty(size, dtype):
-    memory = _Memory(size * np.dtype(dtype).itemsize)
+    memory = Memory(size * np.dtype(dtype).itemsize)
     return ndarray(memory.inside.view(dtype), memory)
 
 

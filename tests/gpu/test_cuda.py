@@ -73,6 +73,8 @@ def test_what_is_not_known_is_no(vendor, path):
         ("MPICH", "CRAY MPICH version 8.1.30", {}, "MPICH_GPU_SUPPORT_ENABLED=1 only"),
         ("MPICH", "CRAY MPICH version 8.1.30", {"MPICH_GPU_SUPPORT_ENABLED": "0"}, "MPICH_GPU_SUPPORT_ENABLED=1 only"),
         ("MVAPICH2", "", {}, "MV2_USE_CUDA=1"),
+        ("Intel MPI", "", {}, "I_MPI_OFFLOAD=1"),
+        ("Intel MPI", "", {"I_MPI_OFFLOAD": "0"}, "I_MPI_OFFLOAD=1"),
         ("MPICH", "", {"MPIR_CVAR_ENABLE_GPU": "0"}, "MPIR_CVAR_ENABLE_GPU=0 turns it off"),
         ("Open MPI", "", {"OMPI_MCA_opal_cuda_support": "false"}, "OMPI_MCA_opal_cuda_support=false turns it off"),
         ("Open MPI", "", {"UCX_TLS": "rc,sm,self"}, "UCX_TLS=rc,sm,self leaves out cuda"),
@@ -163,7 +165,7 @@ def test_the_child_is_no_part_of_the_job():
 
 
 def test_the_real_child_where_there_is_no_gpu():
-    from mpicomp.transport.device import driver
+    from mpicomp.places.driver import driver
 
     if driver() is not None:
         pytest.skip("there is a GPU")
@@ -172,7 +174,7 @@ def test_the_real_child_where_there_is_no_gpu():
 
 def test_the_real_child_on_a_gpu():
     """What the library says is borne out: a yes by a child that survives."""
-    from mpicomp.transport.device import driver
+    from mpicomp.places.driver import driver
 
     if driver() is None:
         pytest.skip("no GPU")

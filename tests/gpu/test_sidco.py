@@ -225,6 +225,23 @@ def test_steps_of_error_feedback_select_what_the_cpu_does(place, dtype, sample, 
     assert hits > 0
 
 
+@pytest.mark.parametrize("size", [500, 9001])
+def test_selected_elements_may_stay(place, size):
+    array = np.random.default_rng(0).laplace(size=size).astype(np.float32)
+    workspace, bound, out = gpu.Workspace(size, size, np.float32), place.zeros(1, np.uint64), place.put(array)
+    indices, values = place.zeros(size, np.uint32), place.zeros(size, np.float32)
+    count = place.zeros(1, np.int64)
+    for _ in range(2):
+        with place.quiet():
+            gpu.sidco(
+                out, None, out, size // 100, "exponential", 1, bound, indices, values, count, workspace, clear=False
+            )
+        taken = indices.get()[: count.get()[0]]
+        assert taken.size > 0
+        np.testing.assert_array_equal(values.get()[: taken.size], array[taken])
+        np.testing.assert_array_equal(out.get(), array)
+
+
 def test_what_does_not_fit_is_refused(place):
     workspace, bound = gpu.Workspace(10, 10, np.float32), place.zeros(1, np.uint64)
     array, count = place.zeros(10, np.float32), place.zeros(1, np.int64)

@@ -14,8 +14,13 @@ from pathlib import Path
 import pytest
 from marks import slow
 from mpicomp.kernels import cpu, gpu
+from mpicomp.kernels.cpu.message import NONFINITE
 from mpicomp.kernels.gpu.compile import THREADS
 from mpicomp.kernels.gpu.countsketch import PART, ROWS
+from mpicomp.kernels.gpu.merge import PART as MERGED
+from mpicomp.kernels.gpu.merge import Operation
+from mpicomp.kernels.gpu.pieces import KINDS as KINDS_OF_PIECES
+from mpicomp.kernels.gpu.reduce import Word
 from mpicomp.kernels.gpu.select import Field, Rule, Source, Turn
 from mpicomp.kernels.gpu.sidco import CORRECTIONS, LIMIT, SAMPLE, SLACK, SMALL, seen
 from mpicomp.kernels.gpu.workspace import Fit
@@ -64,7 +69,11 @@ def test_every_source_compiles_without_a_spilled_register(architectures, source,
 
 @pytest.mark.parametrize("real", ["float", slow("double")])
 @pytest.mark.parametrize(
-    "source", [slow("blocks"), slow("convolution"), slow("exponents"), slow("fields"), "grid", "scatter", slow("signs")]
+    "source",
+    [
+        *(slow("blocks"), slow("convolution"), slow("exponents"), slow("fields"), "grid", slow("message")),
+        *("scatter", slow("signs")),
+    ],
 )
 def test_what_ranks_decode_is_rounded_after_every_product(architectures, source, real, tmp_path):
     """A mean must have the same bits on ranks whose processors cannot multiply and add in one go."""
@@ -75,7 +84,8 @@ def test_what_ranks_decode_is_rounded_after_every_product(architectures, source,
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     entries = (tmp_path / "source.ptx").read_text().split(".entry ")[1:]
-    decoders = [entry for entry in entries if entry.startswith(("unpack", "encode", "decode", "conv", "scatter"))]
+    decoding = "unpack", "encode", "decode", "conv", "scatter", "sparse"
+    decoders = [entry for entry in entries if entry.startswith(decoding)]
     assert decoders
     for entry in decoders:
         name = entry.partition("(")[0]
@@ -89,6 +99,8 @@ def test_what_kernels_name_is_what_the_host_names():
     common, select = (FOLDER / "common.cuh").read_text(), (FOLDER / "select.cu").read_text()
     fields = re.search(r"struct State \{(.*?)\};", common, re.DOTALL).group(1)
     assert [name.upper() for name in re.findall(r"u64 (\w+);", fields)] == [field.name for field in Field]
+    found = re.search(r"struct Partials \{(.*?)\};", common, re.DOTALL).group(1)
+    assert [*(name.upper() for name in re.findall(r"u64 (\w+);", found)), "TOTALS"] == [word.name for word in Word]
     estimate = (FOLDER / "sidco.cu").read_text()
     fields = re.search(r"struct Fit \{(.*?)\};", estimate, re.DOTALL).group(1)
     names = re.findall(r"(?:double|u64|i64) ([\w, ]+);", fields)
@@ -103,6 +115,14 @@ def test_what_kernels_name_is_what_the_host_names():
     sketch = (FOLDER / "countsketch.cu").read_text()
     assert f"constexpr int ROWS = {ROWS};" in sketch
     assert f"constexpr int PART = {PART};" in sketch
+    assert "enum Kind { AS_OUT = 0, FP16 = 1, BF16 = 2 };" in (FOLDER / "pieces.cu").read_text()
+    assert KINDS_OF_PIECES == {"fp16": 1, "bf16": 2}
+    assert NONFINITE == 1 << 8
+    assert "constexpr u64 NONFINITE = 1ull << 8;" in (FOLDER / "message.cu").read_text()
+    merge = (FOLDER / "merge.cu").read_text()
+    assert f"constexpr int PART = {MERGED};" in merge
+    body = re.search(r"enum Operation \{ (.*?) \}", merge).group(1)
+    assert body.split(", ") == [f"{member.name} = {member.value}" for member in Operation]
 
 
 def test_numbers_of_the_estimate_are_those_of_the_compressor():
@@ -128,20 +148,13 @@ def test_without_cupy_it_says_so(monkeypatch):
         gpu.Workspace(10, 10, "float32")
 
 
-ON_THE_HOST = {
-    *("ascending_below", "decode_indices", "encode_indices", "index_bytes"),
-    *("count_reaching", "intersect", "merge_add", "merge_subtract", "norm_change", "split_largest"),
-}
-"""Codes of indices, and sums of selections: what travels is made, checked and merged where MPI reads it."""
-
-
 def test_names_are_those_of_the_cpu():
-    """What a device has beyond them are whole compressions, and their results and scratch."""
-    assert set(cpu.__all__) - set(gpu.__all__) == ON_THE_HOST
-    assert set(gpu.__all__) - set(cpu.__all__) == {"Estimate", "Stats", "Workspace", "sidco", "topk"}
+    """What a device has beyond them are whole compressions, their results and scratch, and what saves copies."""
+    assert set(cpu.__all__) <= set(gpu.__all__)
+    assert set(gpu.__all__) - set(cpu.__all__) == {"Estimate", "Stats", "Workspace", "collect", "sidco", "topk"}
 
 
-@pytest.mark.parametrize("name", sorted(set(cpu.__all__) - ON_THE_HOST))
+@pytest.mark.parametrize("name", cpu.__all__)
 def test_parameters_are_those_of_the_cpu(name):
     own, there = getattr(cpu, name), getattr(gpu, name)
     if isinstance(own, int):

@@ -11,18 +11,21 @@ from gpu.lazy import Cupy, Driver
 import mpicomp
 from mpicomp import Reducer, TopK
 from mpicomp.errors import ArrayTypeError, MpicompError, NonFiniteError
-from mpicomp.transport import LocalWorld, device, staging
+from mpicomp.places import choose
+from mpicomp.places import driver as device
+from mpicomp.transport import LocalWorld, staging
 from mpicomp.transport.interleave import ProgressThread
 from mpicomp.transport.staging import Staging
 
 
 @pytest.fixture
 def cupy(monkeypatch):
-    """Give arrays on a device of a stand-in driver, to be taken for CuPy's."""
+    """Give arrays on a device of a stand-in driver, to be taken for CuPy's by a mpicomp that finds none."""
     driver = Driver()
     made = Cupy(driver)
     monkeypatch.setattr(device, "driver", lambda: driver)
     monkeypatch.setitem(sys.modules, "cupy", made)
+    monkeypatch.setattr(choose, "_has_cupy", lambda: False)
     return made
 
 

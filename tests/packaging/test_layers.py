@@ -22,7 +22,9 @@ LAYERS = [
     ["mpicomp.collectives"],
     ["mpicomp.compressors", "mpicomp.transport"],
     ["mpicomp.rounds"],
-    ["mpicomp.arrays", "mpicomp.workspace", "mpicomp.registry"],
+    ["mpicomp.workspace"],
+    ["mpicomp.places"],
+    ["mpicomp.arrays", "mpicomp.registry"],
     ["mpicomp.plugins", "mpicomp.kernels"],
     ["mpicomp.system", "mpicomp.deprecation"],
     ["mpicomp.errors", "mpicomp._version"],
@@ -38,7 +40,7 @@ HOMES = {
         "bench/gloo.py",
         "bench/tasks/",
     ),
-    "cupy": (),
+    "cupy": ("mpicomp/places/choose.py",),
 }
 
 FILES = [

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,3 +113,24 @@ def test_what_cannot_be_served_is_refused(comm, monkeypatch):
         with pytest.raises(ConfigurationError, match="on NCCL, which can wait for MPI, and MPI for it, forever"):
             mpicomp.torch.DDPState(model, comm=comm)
         mpicomp.torch.DDPState(model, comm=comm, allow_nccl=True).close()
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cpu"])
+def test_a_future_knows_the_device_of_its_value(device, monkeypatch):
+    """Without it the streams of torch would not wait for the mean; there is no such device here, so it only looks."""
+    told = []
+
+    class Recorded:
+        def __class_getitem__(cls, item):
+            return cls
+
+        def __init__(self, devices=None):
+            told.append(devices)
+
+    monkeypatch.setattr(torch.futures, "Future", Recorded)
+    state = object.__new__(mpicomp.torch.DDPState)
+    state._gradients, state._thread, state._stream, state._waiting = {}, None, None, []
+    buffer = SimpleNamespace(is_cuda=device != "cpu", device=torch.device(device))
+    empty = SimpleNamespace(buffer=lambda: buffer, parameters=list, gradients=list, is_last=lambda: False)
+    state.put(empty)
+    assert told == [[torch.device(device)] if device != "cpu" else None]

@@ -28,6 +28,13 @@ def test_it_trains_and_says_that_there_is_no_gpu(slurm, mpich, tmp_path):
     assert float(accuracy) > 0.3  # a guess is right one time in ten
 
 
+@pytest.mark.slow
+def test_without_a_script_it_trains_on_gpus_or_says_that_there_is_none(slurm, mpich, tmp_path):
+    job = submit(slurm, tmp_path, "train_gpu.sbatch", *NODES, ARGS="--task digits --steps 5")
+    assert (job.states, job.statuses) == (["FAILED"], [2])
+    assert job.printed.count("train: --device gpu: gpu: a process that works on a GPU needs one") == 1
+
+
 @pytest.mark.parametrize(
     ("launch", "bind", "seen"),
     [

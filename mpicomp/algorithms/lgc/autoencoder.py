@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.algorithms.lgc.learned_code import LearnedCode
-from mpicomp.kernels import cpu
+from mpicomp.places import here
 from mpicomp.workspace import Workspace
 
 _CHANNELS = 4  # of the code
@@ -83,13 +84,14 @@ class Autoencoder(LearnedCode):
         self._encoder = [*_convolutions([1, *encoder]), (_CHANNELS, encoder[-1])]
         # The taps of a transposed convolution stand behind its inputs first, then its outputs.
         self._decoder = [*((i, o, taps) for o, i, taps in _convolutions([_CHANNELS, *decoder])), (1, decoder[-1])]
-        self._room = cpu.conv_room(max(1, _CHANNELS, *encoder, *decoder))
+        self._room = kernels.conv_room(max(1, _CHANNELS, *encoder, *decoder))
         self._learning_rate = learning_rate
         self._passes = passes
         self._shift = 0
         self._weights: NDArray[np.float32] = np.zeros(0, np.float32)
         self._moments: NDArray[np.float32] = np.zeros((2, 0), np.float32)
         self._steps = 0
+        self._brought: Any = None  # weights, taken apart, where values are
         self._cut()
 
     @property
@@ -110,13 +112,13 @@ class Autoencoder(LearnedCode):
         places = self._padded(values.size)
         layer = self._array("values", 1, places, values.dtype)
         _move(values, self._shift, layer[0])
-        *convolutions, (weights, bias) = self._encoder_weights
+        *convolutions, (weights, bias) = self._there[0]
         scratch = self._scratch(values.dtype)
         for place, (own, own_bias) in enumerate(convolutions):
             places //= 2
             below, layer = layer, self._array(f"layer {place}", len(own), places, values.dtype)
-            cpu.conv_halve(below, own, own_bias, _SLOPE, layer, scratch, layer)
-        cpu.conv_mix(layer, weights, bias, out.reshape(_CHANNELS, places))
+            kernels.conv_halve(below, own, own_bias, _SLOPE, layer, scratch, layer)
+        kernels.conv_mix(layer, weights, bias, out.reshape(_CHANNELS, places))
 
     def decode(self, code: NDArray[np.floating], out: NDArray[np.floating], worker: int = 0) -> None:
         """Run a decoder; see `LearnedCode.decode`."""
@@ -158,6 +160,7 @@ class Autoencoder(LearnedCode):
                 (gradient,) = torch.autograd.grad(loss, flat)
             errors.append(float(error))
             self._step(gradient.numpy())
+        self._brought = None
         return errors[0]
 
     def size(self, ranks: int) -> int:
@@ -201,6 +204,14 @@ class Autoencoder(LearnedCode):
     def _cut(self) -> None:
         """Take the weights apart: views."""
         self._encoder_weights, self._decoder_weights = self._parts(self._weights)
+        self._brought = None
+
+    @property
+    def _there(self) -> Any:
+        """The weights of the encoder's layers and of each decoder's, at the current place."""
+        if self._brought is None:
+            self._brought = self._parts(here().bring(self._weights))
+        return self._brought
 
     def _parts(self, flat: Any) -> tuple[list[tuple[Any, Any]], list[list[tuple[Any, Any]]]]:
         """Return weights and bias of each layer of the encoder, and of each decoder, as views of a flat array."""
@@ -217,7 +228,7 @@ class Autoencoder(LearnedCode):
         dtype = codes[0].dtype
         layers = [code.reshape(_CHANNELS, -1) for code in codes]
         places = layers[0].shape[1]
-        *convolutions, (weights, bias) = self._decoder_weights[worker]
+        *convolutions, (weights, bias) = self._there[1][worker]
         scratch = self._scratch(dtype)
         for depth, (own, own_bias) in enumerate(convolutions):
             places *= 2
@@ -225,10 +236,10 @@ class Autoencoder(LearnedCode):
             layers = [self._array(f"layer {depth} of {n}", len(own_bias), places, dtype) for n in range(len(codes))]
             gate = layers[0]
             for values, layer in zip(below, layers, strict=True):
-                cpu.conv_double(values, own, own_bias, _SLOPE, gate, scratch, layer)
+                kernels.conv_double(values, own, own_bias, _SLOPE, gate, scratch, layer)
         whole = self._array("values", 1, places, dtype)
         for layer, out in zip(layers, outs, strict=True):
-            cpu.conv_mix(layer, weights, bias, whole)
+            kernels.conv_mix(layer, weights, bias, whole)
             _move_back(whole[0], self._shift, out)
 
     def _losses(self, torch: Any, flat: Any, values: Any, noise: Any, leader: int | None) -> tuple[Any, Any]:
@@ -286,7 +297,8 @@ class Autoencoder(LearnedCode):
         return -(-count // self._stride) * self._stride
 
     def _scratch(self, dtype: np.dtype[Any]) -> NDArray[np.floating]:
-        return self.workspace.array("autoencoder.scratch", self._room, dtype)
+        scratch: NDArray[np.floating] = self.workspace.array("autoencoder.scratch", self._room, dtype)
+        return scratch
 
     def _array(self, name: str, channels: int, places: int, dtype: np.dtype[Any]) -> NDArray[np.floating]:
         array: NDArray[np.floating] = self.workspace.array(f"autoencoder.{name}", channels * places, dtype)

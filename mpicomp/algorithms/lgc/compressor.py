@@ -19,7 +19,7 @@ from mpicomp.compressors.base import bound, check_choice, check_range, check_rat
 from mpicomp.compressors.kinds import Learner
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import ConfigurationError
-from mpicomp.kernels import cpu
+from mpicomp.kernels import sizes
 from mpicomp.registry import register
 from mpicomp.workspace import Workspace
 
@@ -172,6 +172,7 @@ class LGC(Learner):
     id: ClassVar[str] = "lgc"
     family: ClassVar[str] = "learned"
     selects_as: ClassVar[str] = "star-topk"
+    own_algebra: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Abrahamyan et al. 2021, arXiv 2103.08870; the code's own error stays in residuals, values relative to the "
         "selecting rank's signs and sizes, no server, Adam"
@@ -337,7 +338,7 @@ class LGC(Learner):
 
 def index_bytes(count: int, numel: int) -> int:
     """Return the length of the indices of ``count`` elements of ``numel`` as they travel, a multiple of 8."""
-    return -(-4 * count // 8) * 8 if compact(count, numel) == "plain" else cpu.index_bytes(count, numel)
+    return -(-4 * count // 8) * 8 if compact(count, numel) == "plain" else sizes.index_bytes(count, numel)
 
 
 def _layers(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, list[int]]]:

@@ -19,6 +19,7 @@ from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import MpicompError
+from mpicomp.places import here
 from mpicomp.registry import register
 from mpicomp.rounds import Asked, Group, Round
 from mpicomp.workspace import Workspace
@@ -251,11 +252,11 @@ def _collect(selected: Selected, dtype: np.dtype[Any], group: Group) -> Round:
 def _collected(
     values: NDArray[np.floating], selected: Selected, context: Context
 ) -> Generator[Round, NDArray[Any], NDArray[np.floating] | None]:
-    """Gather coded values on the trainer, shape (ranks, count); None on other ranks."""
+    """Gather coded values on the trainer, in host memory, shape (ranks, count); None on other ranks."""
     group = context.group
     task = _collect(selected, values.dtype, group)
-    task.send = values[selected.coded]
+    task.send = here().to_host(values[selected.coded])
     if group.rank == _TRAINER:
-        task.recv = context.workspace.array("everyones", sum(task.counts), values.dtype)
+        task.recv = context.workspace.host_array("everyones", sum(task.counts), values.dtype)
     received = yield task
     return received.reshape(group.size, -1) if group.rank == _TRAINER else None

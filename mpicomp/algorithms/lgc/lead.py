@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.algorithms.lgc.compressor import Selected, index_bytes
 from mpicomp.algorithms.lgc.learned_code import LearnedCode
 from mpicomp.compressors.accumulated import Accumulated
@@ -16,7 +17,7 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.topk import largest_of_parts
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import MessageError
-from mpicomp.kernels import cpu
+from mpicomp.places import here, numbers, received
 from mpicomp.rounds import Round
 from mpicomp.workspace import Workspace
 
@@ -133,28 +134,29 @@ def follow(
         task.send = workspace.array("lead", task.counts[0], _BYTE)
         _write(lead, accumulated, context, code, task.send)
     task.recv = workspace.array("led", task.counts[0], _BYTE)
-    received = yield task
-    scales, signs, told, indices = lead.cut(received)
+    scales, signs, told, indices = lead.cut((yield task))
     frame = workspace.array("frame", lead.selected.coded_count * lead.frame, accumulated.dtype)
     try:
-        listed = _listed(lead, _decoded(lead, indices, leader, workspace), workspace)
-        values = _gathered(listed, accumulated, workspace)
+        own, ascending = _decoded(lead, indices, workspace)
+        listed = _listed(lead, own, workspace)
+        values, known = _gathered(listed, accumulated, workspace)
+        _check_indices(lead, accumulated.numel, leader, *numbers(ascending, known))
         if lead.frame:
-            _check_scales(scales.view(np.float64), leader)
-            _unpack_frame(lead, scales.view(np.float64), signs.view(np.uint64), frame)
+            of_layers = received(scales).view(np.float64)
+            _check_scales(of_layers, leader)
+            _unpack_frame(lead, of_layers, signs.view(np.uint64), frame)
     except MessageError as error:
         frame[:] = 1
-        none = np.zeros(lead.selected.count, accumulated.dtype)
-        return Led(np.arange(none.size, dtype=np.uint32), none, frame, told, error)
+        count = lead.selected.count
+        none = here().bring(np.arange(count, dtype=np.uint32)), here().zeros(count, accumulated.dtype)
+        return Led(*none, frame, told, error)
     return Led(listed, values, frame, told)
 
 
 def make_frame(lead: Lead, values: NDArray[np.floating], frame: NDArray[np.floating]) -> None:
     """Write the divisors of coded values as if a rank with these values led; for the rank that learns."""
     words = np.empty(sum(-(-(layer.stop - layer.start) // _LANES) for layer in lead.layers), np.uint64)
-    scales = np.empty(len(lead.layers))
-    _pack_frame(lead, values, scales, words)
-    _unpack_frame(lead, scales, words, frame)
+    _unpack_frame(lead, _pack_frame(lead, values, words), words, frame)
 
 
 def relative(values: NDArray[np.floating], frame: NDArray[np.floating], out: NDArray[np.floating]) -> None:
@@ -175,14 +177,16 @@ def _write(
         indices[:] = 0  # and what is left of the last word
         indices.view(np.uint32)[: chosen.size] = chosen
     else:
-        cpu.encode_indices(chosen, lead.numel, indices)
+        kernels.encode_indices(chosen, lead.numel, indices)
     if not lead.frame:
         return
-    values = _gathered(_listed(lead, chosen, workspace), accumulated, workspace)[lead.selected.coded]
-    _pack_frame(lead, values, scales.view(np.float64), signs.view(np.uint64))
+    values, _ = _gathered(_listed(lead, chosen, workspace), accumulated, workspace)
+    values = values[lead.selected.coded]
+    of_layers = _pack_frame(lead, values, signs.view(np.uint64))
+    here().assign(scales.view(np.float64), of_layers)
     if code is not None:
         frame = workspace.array("frame", values.size, accumulated.dtype)
-        _unpack_frame(lead, scales.view(np.float64), signs.view(np.uint64), frame)
+        _unpack_frame(lead, of_layers, signs.view(np.uint64), frame)
         own = workspace.array("relative", values.size, accumulated.dtype)
         relative(values, frame, own)
         code.encode(own, told[: lead.code_bytes].view(accumulated.dtype))
@@ -193,17 +197,22 @@ def _plain(lead: Lead) -> bool:
     return compact(lead.selected.indices, lead.numel) == "plain"
 
 
-def _decoded(lead: Lead, message: NDArray[np.uint8], leader: int, workspace: Workspace) -> NDArray[np.uint32]:
+def _decoded(lead: Lead, message: NDArray[np.uint8], workspace: Workspace) -> tuple[NDArray[np.uint32], bool]:
+    """Return a message's indices, and whether they ascend below the length of the bucket, which nobody waits for."""
     count = lead.selected.indices
     if _plain(lead):
         indices: NDArray[np.uint32] = message.view(np.uint32)[:count]
-        right = cpu.ascending_below(indices, lead.numel)
-    else:
-        indices = workspace.array("lead.indices", count, np.uint32)
-        right = cpu.decode_indices(message, count, lead.numel, indices)
-    if not right:
+        return indices, kernels.ascending_below(indices, lead.numel)
+    indices = workspace.array("lead.indices", count, np.uint32)
+    return indices, kernels.decode_indices(message, count, lead.numel, indices)
+
+
+def _check_indices(lead: Lead, numel: int, leader: int, ascending: bool, known: bool) -> None:
+    """Raise where indices are wrong."""
+    if not ascending:
         raise MessageError(f"learned: from rank {leader}: indices do not ascend below {lead.numel}")
-    return indices
+    if not known:
+        raise MessageError(f"learned: an index that all ranks were told is not below {numel}")
 
 
 def _listed(lead: Lead, indices: NDArray[np.uint32], workspace: Workspace) -> NDArray[np.uint32]:
@@ -216,18 +225,24 @@ def _listed(lead: Lead, indices: NDArray[np.uint32], workspace: Workspace) -> ND
     for part, place in zip(selected.parts, selected.places, strict=True):
         if part.travels == "dense":
             bounds = part.start, part.stop
-            listed[place] = workspace.made(("dense", *bounds), partial(np.arange, *bounds, dtype=np.uint32))
+            listed[place] = workspace.made(("dense", *bounds), partial(_all_between, *bounds))
         else:
             listed[place] = indices[start : start + part.kept]
             start += part.kept
     return listed
 
 
-def _gathered(listed: NDArray[np.uint32], accumulated: Accumulated, workspace: Workspace) -> NDArray[np.floating]:
+def _all_between(start: int, stop: int) -> NDArray[np.uint32]:
+    indices: NDArray[np.uint32] = here().bring(np.arange(start, stop, dtype=np.uint32))
+    return indices
+
+
+def _gathered(
+    listed: NDArray[np.uint32], accumulated: Accumulated, workspace: Workspace
+) -> tuple[NDArray[np.floating], bool]:
+    """Return the values at some indices, and whether there are such values, which nobody waits for."""
     values: NDArray[np.floating] = workspace.array("listed.values", listed.size, accumulated.dtype)
-    if not cpu.gather(accumulated.array(), listed, values):
-        raise MessageError(f"learned: an index that all ranks were told is not below {accumulated.numel}")
-    return values
+    return values, kernels.gather(accumulated.array(), listed, values)
 
 
 def _check_scales(scales: NDArray[np.float64], leader: int) -> None:
@@ -237,20 +252,24 @@ def _check_scales(scales: NDArray[np.float64], leader: int) -> None:
             raise MessageError(f"learned: from rank {leader}: scales must be positive numbers, got {scale}")
 
 
-def _pack_frame(
-    lead: Lead, values: NDArray[np.floating], scales: NDArray[np.float64], signs: NDArray[np.uint64]
-) -> None:
-    """Write the root mean square of each layer's values, and their signs."""
-    start = 0
-    for number, layer in enumerate(lead.layers):
+def _pack_frame(lead: Lead, values: NDArray[np.floating], signs: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return the root mean square of each layer's values, in host memory, and write their signs."""
+    start, energies = 0, []
+    for layer in lead.layers:
         own = values[layer]
-        energy = cpu.energy(own)
-        scale = float(values.dtype.type(sqrt(energy / own.size))) if isfinite(energy) else 0.0
-        scales[number] = scale if scale > 0 else 1.0
+        energies.append(kernels.energy(own))
         if lead.signs:
             words = -(-own.size // _LANES)
-            cpu.pack_votes(own, signs[start : start + words])
+            kernels.pack_votes(own, signs[start : start + words])
             start += words
+    scales = np.ones(len(energies))
+    for number, (layer, energy) in enumerate(
+        zip(lead.layers, here().to_host(np.stack(energies)).tolist(), strict=True)
+    ):
+        scale = float(values.dtype.type(sqrt(energy / (layer.stop - layer.start)))) if isfinite(energy) else 0.0
+        if scale > 0:
+            scales[number] = scale
+    return scales
 
 
 def _unpack_frame(
@@ -259,8 +278,9 @@ def _unpack_frame(
     start = 0
     for layer, scale in zip(lead.layers, scales.tolist(), strict=True):
         own = frame[layer]
-        own[:] = scale
         if lead.signs:
             words = -(-own.size // _LANES)
-            cpu.unpack_votes(signs[start : start + words], scale, own)
+            kernels.unpack_votes(signs[start : start + words], scale, own)
             start += words
+        else:
+            own[:] = scale

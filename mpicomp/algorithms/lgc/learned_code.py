@@ -11,7 +11,7 @@ from mpicomp.workspace import Workspace
 
 
 class LearnedCode(ABC):
-    """Turns values into a code that ranks can average, and a code into values. NumPy in and out.
+    """Turns values into a code that ranks can average, and a code into values.
 
     Values are ``count`` numbers of float32 or float64, scaled so that their mean square is about 1; at every step they
     stand for other elements of the same layers, in the same order of layers and ascending by index within each. Codes
@@ -19,7 +19,8 @@ class LearnedCode(ABC):
 
     `encode`, `decode` and `decode_near` are part of every step: they allocate nothing, give the same bits for the same
     input on every processor (kernels of `mpicomp.kernels.cpu.compile.exact`), and infinity and NaN come out as
-    infinity or NaN and do no harm otherwise. They need no torch.
+    infinity or NaN and do no harm otherwise. They need no torch. Their arrays are those of the place that is current
+    (`mpicomp.places.here`); whatever is learnt is learnt in host memory, and weights and states are there.
 
     Parameters
     ----------

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.algorithms.lgc.learned_code import LearnedCode
-from mpicomp.kernels import cpu
+from mpicomp.places import here
 from mpicomp.workspace import Workspace
 
 _SEEN = 1e-12  # of the largest energy: directions with less were not in what was learnt
@@ -53,6 +54,7 @@ class LinearCode(LearnedCode):
         self._crossed = np.zeros((0, block, block))  # of every rank's values with the leader's, where there is one
         self._maps = np.zeros((1, block, block), np.float32)  # the basis, then a decoder for each rank, rows alike
         self._active = np.zeros((1, kept, block), np.float32)  # those of their rows that this step uses
+        self._brought: Any = None  # these, where values are
 
     @property
     def least(self) -> int:
@@ -70,11 +72,11 @@ class LinearCode(LearnedCode):
 
     def encode(self, values: NDArray[np.floating], out: NDArray[np.floating]) -> None:
         """Project; see `LearnedCode.encode`."""
-        cpu.encode_blocks(values, self._active[0], out)
+        kernels.encode_blocks(values, self._there[0], out)
 
     def decode(self, code: NDArray[np.floating], out: NDArray[np.floating], worker: int = 0) -> None:
         """Add up directions; see `LearnedCode.decode`."""
-        cpu.decode_blocks(code, self._active[1 + worker], out)
+        kernels.decode_blocks(code, self._there[1 + worker], out)
 
     def decode_near(
         self,
@@ -133,7 +135,15 @@ class LinearCode(LearnedCode):
         blocks.reshape(-1)[: values.size] = values
         return blocks
 
+    @property
+    def _there(self) -> Any:
+        """The rows that this step uses, at the current place."""
+        if self._brought is None:
+            self._brought = here().bring(self._active)
+        return self._brought
+
     def _choose(self) -> None:
+        self._brought = None
         leading = self._kept - 1
         self._active[:, :leading] = self._maps[:, :leading]
         self._active[:, leading] = self._maps[:, leading + self._turn]
@@ -146,10 +156,10 @@ class LinearCode(LearnedCode):
         if len(self._maps) == 1:
             return 1.0  # nothing was learnt so far
         code, decoded = np.empty(self.length(source.size)), np.empty(source.size)
-        self.encode(source, code)
+        kernels.encode_blocks(source, self._active[0], code)
         error = 0.0
-        for worker, target in enumerate(targets):
-            self.decode(code, decoded, worker)
+        for active, target in zip(self._active[1:], targets, strict=True):
+            kernels.decode_blocks(code, active, decoded)
             error += float(np.square(decoded - target).sum())
         return error / energy
 

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.algorithms.lgc.compressor import LGC
 from mpicomp.algorithms.lgc.lead import Lead, follow, leader_of, relative
 from mpicomp.algorithms.lgc.learned_code import LearnedCode
@@ -15,7 +16,7 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.message import DAMAGED
-from mpicomp.kernels import cpu
+from mpicomp.places import numbers
 from mpicomp.rounds import Group, Round
 
 _TOLD = np.dtype([("energy", "<f8"), ("sparse", "<f8"), ("match", "<f8"), ("decoded", "<f8")])
@@ -79,7 +80,8 @@ class CodeRing:
         code.encode(shares, travels[:length])
         travels[length : length + coded.start] = led.values[: coded.start]
         travels[length + coded.start : length + rest] = led.values[coded.stop :]
-        part = Accumulated.ready(travels, accumulated.energy, 0.0, accumulated.finite, accumulated.stale)
+        moments = accumulated.untold
+        part = Accumulated.ready(travels, moments.energy, 0.0, moments.finite, accumulated.stale)
         summed = yield from self._sum.exchange(part, context)
         assert not isinstance(summed.sent, Selection)
 
@@ -91,17 +93,20 @@ class CodeRing:
             np.multiply(decoded, led.frame, out=decoded)
         # 4. Gather how well decoded values fit, and scale them by the factor that leaves least over all ranks.
         task = _tell(group)
-        sparse = cpu.energy(travels[length : length + rest])
+        uncoded, rounded = travels[length : length + rest], 0.0
+        sparse = kernels.energy(uncoded)
         if self._compressor.wire is not None:
-            np.subtract(travels[length : length + rest], summed.sent[length:], out=travels[length : length + rest])
-            sparse -= cpu.energy(travels[length : length + rest])
-        coded_energy = cpu.energy(own)
-        told = (accumulated.energy, sparse, _product(own, shares), cpu.energy(shares))
+            np.subtract(uncoded, summed.sent[length:], out=uncoded)
+            rounded = kernels.energy(uncoded)
+        energy, sparse, rounded, match, decoded_energy, coded_energy = numbers(
+            moments.energy, sparse, rounded, product(own, shares), kernels.energy(shares), kernels.energy(own)
+        )
+        told = (energy, sparse - rounded, float(match), decoded_energy)
         problem = led.problem or summed.problem
         if problem is not None:
             told = (*told[:3], _DAMAGED)
         task.send = np.array([told], _TOLD).view(_BYTE)
-        task.recv = workspace.array("told", sum(task.counts), _BYTE)
+        task.recv = workspace.host_array("told", sum(task.counts), _BYTE)
         everyones = (yield task).view(_TOLD)
         check_undamaged("learned", DAMAGED * bool((everyones["decoded"] == _DAMAGED).any()), problem)
         factor = _best(everyones, dtype)
@@ -120,13 +125,14 @@ class CodeRing:
         sent[coded.stop :] = summed.sent[length + coded.start :]
         whole = SparseMean.cleared(workspace, accumulated.numel, dtype)
         whole.add(led.indices, mean, 1.0)
+        [mean_finite] = numbers(np.isfinite(mean).all())
         return Result(
             mean=whole.array,
             sent=Selection(led.indices, led.values if self._compressor.error == "selected" else sent),
             energy=summed.energy,
             gain=gain_of(lost, float(everyones["energy"].sum())),
             kept=float(led.values.size),
-            nonfinite=summed.nonfinite or not finite or not np.isfinite(mean).all(),
+            nonfinite=summed.nonfinite or not finite or not mean_finite,
             stale=summed.stale,
             code_error=1 - gain_of(missed, coded_energy),  # of this rank's share in what is decoded
         )
@@ -139,10 +145,11 @@ def _tell(group: Group) -> Round:
     return Round("allgatherv", [_TOLD.itemsize] * group.size, _BYTE)
 
 
-def _product(first: NDArray[np.floating], second: NDArray[np.floating]) -> float:
+def product(first: NDArray[np.floating], second: NDArray[np.floating]) -> float:
     """Return the product of two vectors, summed in float64; NaN and infinity come out as they do."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return float(np.einsum("i,i->", first, second, dtype=np.float64))
+        summed: float = np.einsum("i,i->", first, second, dtype=np.float64)
+    return summed
 
 
 def _best(everyones: NDArray[Any], dtype: np.dtype[Any]) -> float:

@@ -5,15 +5,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpicomp import kernels
 from mpicomp.algorithms.lgc.compressor import LGC
 from mpicomp.algorithms.lgc.lead import Lead, Led, follow, leader_of
 from mpicomp.algorithms.lgc.learned_code import LearnedCode
+from mpicomp.algorithms.lgc.ring import product
 from mpicomp.collectives.scheme import (
     Exchange,
     Result,
     check_undamaged,
     far_from_largest,
-    flags_of,
     gain_of,
     undelivered,
 )
@@ -33,7 +34,7 @@ from mpicomp.compressors.message import (
 )
 from mpicomp.compressors.wire import Wire, compact
 from mpicomp.errors import MessageError
-from mpicomp.kernels import cpu
+from mpicomp.places import numbers, received
 from mpicomp.rounds import Group, Round
 
 _BYTE = np.dtype(np.uint8)
@@ -86,7 +87,7 @@ class CodeServer:
         # 2. Decode it by this rank's own decoder, and select the innovation: the values that are missed most.
         decoded = workspace.array("decoded", count, dtype)
         self._decode(common, group.rank, led, decoded)
-        missed = self._write(lead, led, decoded, accumulated, context, task.send)
+        missed, coded_energy = self._write(lead, led, decoded, accumulated, context, task.send)
         # 3. Gather factors, innovations and what is not coded; decode for every rank, and average.
         messages = yield task
 
@@ -104,7 +105,7 @@ class CodeServer:
                 unread = unread or MessageError(f"learned: from rank {rank}: {error}")
                 continue
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-                np.multiply(values[coded], dtype.type(stored[0]), out=values[coded])
+                np.multiply(values[coded], dtype.type(received(stored)[0]), out=values[coded])
                 values[coded][told.selection.indices] = told.selection.values
                 values[: coded.start] = rest[: coded.start]
                 values[coded.stop :] = rest[coded.start :]
@@ -121,15 +122,16 @@ class CodeServer:
             np.multiply(mean, dtype.type(1 / group.size), out=mean)
         whole = SparseMean.cleared(workspace, accumulated.numel, dtype)
         whole.add(led.indices, mean, 1.0)
+        [mean_finite] = numbers(np.isfinite(mean).all())
         return Result(
             mean=whole.array,
             sent=Selection(led.indices, led.values if self._compressor.error == "selected" else sent),
             energy=energy,
             gain=gain_of(lost, energy),
             kept=float(led.values.size),
-            nonfinite=bool(flags & NONFINITE) or not np.isfinite(mean).all(),
+            nonfinite=bool(flags & NONFINITE) or not mean_finite,
             stale=bool(flags & STALE),
-            code_error=1 - gain_of(missed, cpu.energy(led.values[coded])),  # of this rank's values, innovation included
+            code_error=1 - gain_of(missed, coded_energy),  # of this rank's values, innovation included
         )
 
     def _decode(self, common: NDArray[np.floating], rank: int, led: Led, out: NDArray[np.floating]) -> None:
@@ -146,33 +148,38 @@ class CodeServer:
         accumulated: Accumulated,
         context: Context,
         message: NDArray[np.uint8],
-    ) -> float:
-        """Fill this rank's message; return the energy of its values that is in neither code nor innovation."""
+    ) -> tuple[float, float]:
+        """Fill this rank's message; return the energy of its coded values that is in neither code nor innovation.
+
+        And that of all of them.
+        """
         workspace, dtype, coded = context.workspace, accumulated.dtype, lead.selected.coded
         own = led.values[coded]
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            match = float(np.einsum("i,i->", own, decoded, dtype=np.float64))
-            energy = cpu.energy(decoded)
+            match, energy = map(float, numbers(product(own, decoded), kernels.energy(decoded)))
             factor = dtype.type(match / energy if match > 0 and energy > 0 else 0.0)  # loses least on this rank
             missed = workspace.array("missed", own.size, dtype)
             np.multiply(decoded, factor, out=missed)
             np.subtract(own, missed, out=missed)
         places = workspace.array("innovation.places", self._innovations(lead), np.uint32)
         off = workspace.array("innovation.off", places.size, dtype)
-        cpu.select_largest(missed, cpu.kth_magnitude(missed, places.size), places, off)
+        kernels.select_largest(missed, kernels.kth_magnitude(missed, places.size), places, off)
         # Lost is what is not listed, and what is missed of what is coded but for the innovation.
-        left_out = max(cpu.energy(missed) - cpu.energy(off), 0.0)  # NaN stays
-        left = cpu.energy(led.values) - left_out
+        energies = (kernels.energy(array) for array in (missed, off, led.values, own))
+        missed_energy, off_energy, listed_energy, coded_energy = numbers(*energies)
+        left_out = max(missed_energy - off_energy, 0.0)  # NaN stays
+        left = listed_energy - left_out
         innovation = workspace.array("innovation.values", places.size, dtype)
-        cpu.gather(own, places, innovation)
+        kernels.gather(own, places, innovation)
 
         stored, rest, sparse = self._parts(lead, message, dtype)
         stored[0] = factor
         rest[: coded.start] = led.values[: coded.start]
         rest[coded.start :] = led.values[coded.stop :]
-        selection = Selection(places, innovation)
-        write_message(sparse, selection, own.size, self._wire(lead), flags_of(accumulated), accumulated.energy, left)
-        return left_out
+        selection, moments = Selection(places, innovation), accumulated.untold
+        flags = STALE * accumulated.stale
+        write_message(sparse, selection, own.size, self._wire(lead), flags, moments.energy, left, moments.finite)
+        return left_out, coded_energy
 
     def _lead(self, numel: int, dtype: np.dtype[Any]) -> Lead:
         selected = self._compressor.selected(numel)

@@ -1,0 +1,106 @@
+"""The GPU of a rank, for benchmarks and trainings: each in a line says what is missing, and what to do."""
+
+import importlib
+from typing import Any
+
+from mpicomp.errors import ConfigurationError, LaunchError, MpicompError
+from mpicomp.places import driver as cuda
+from mpicomp.places.cuda import CudaPlace
+from mpicomp.system import gpus
+
+Found = int | MpicompError
+"""The number of a rank's GPU, or the reason for which it has none."""
+
+
+def find() -> Found:
+    """Look for the GPU of this process before MPI starts, as that calls another program."""
+    try:
+        return gpus.local_device()
+    except LaunchError as error:
+        return error
+
+
+def cupy_of(command: str) -> Any:
+    """Return the module cupy.
+
+    Raises
+    ------
+    ConfigurationError
+        Where it is not installed.
+    """
+    try:
+        return importlib.import_module("cupy")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{command}: --device gpu needs CuPy ({error}); pip install 'mpicomp[cuda12]' or 'mpicomp[cuda13]'"
+        ) from error
+
+
+def place_on(command: str, found: Found) -> CudaPlace:
+    """Return a place on a GPU, which is made the current one.
+
+    Raises
+    ------
+    ConfigurationError
+        Where there is no CuPy, no GPU or no driver.
+    """
+    cupy = cupy_of(command)
+    number = _number(command, found)
+    if cuda.driver() is None:
+        raise ConfigurationError(
+            f"{command}: --device gpu needs CUDA's driver, and libcuda.so.1 cannot be loaded; install NVIDIA's driver, "
+            "or use --device cpu"
+        )
+    try:
+        cupy.cuda.Device(number).use()
+    except RuntimeError as error:  # CuPy's own is one
+        raise ConfigurationError(f"{command}: --device gpu: {error}; use --device cpu") from error
+    return CudaPlace(number)
+
+
+def device_name(command: str) -> str:
+    """Return the name of the current GPU.
+
+    Raises
+    ------
+    ConfigurationError
+        Where there is none, or no CuPy.
+    """
+    runtime = cupy_of(command).cuda.runtime
+    try:
+        if runtime.getDeviceCount() == 0:
+            raise ConfigurationError(f"{command}: --device gpu: there is no GPU; use --device cpu")
+        name = runtime.getDeviceProperties(runtime.getDevice())["name"]
+    except RuntimeError as error:  # CuPy's own is one
+        raise ConfigurationError(f"{command}: --device gpu: {error}; use --device cpu") from error
+    return name.decode() if isinstance(name, bytes) else str(name)
+
+
+def torch_device(command: str, found: Found) -> Any:
+    """Return torch's device of a GPU, which is made the current one.
+
+    Raises
+    ------
+    ConfigurationError
+        Where there is no GPU, or this PyTorch has no CUDA.
+    """
+    torch = importlib.import_module("torch")
+    number = _number(command, found)
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            f"{command}: --device gpu needs a PyTorch with CUDA, and torch {torch.__version__} finds no GPU; install "
+            "one for your CUDA (https://pytorch.org/get-started), or use --device cpu"
+        )
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
+
+
+def torch_name(device: Any) -> str:
+    """Return the name of torch's device of a GPU."""
+    return str(importlib.import_module("torch").cuda.get_device_name(device))
+
+
+def _number(command: str, found: Found) -> int:
+    if isinstance(found, MpicompError):
+        raise ConfigurationError(f"{command}: --device gpu: {found}; or use --device cpu")
+    return found

@@ -1,0 +1,124 @@
+// Elias-Fano code of ascending indices: see the CPU's indices.py. A word of a code is made by one thread, which looks
+// for the indices that have a part of it.
+
+__device__ __forceinline__ i64 ones(u64 word) { return __popc((u32)word) + __popc((u32)(word >> 32)); }
+__device__ __forceinline__ i64 first_one(u64 word) { return ones(~word & (word - 1)); }
+
+// True on all threads of the block that ends last, to which `wrong` is what any thread of any block found. The state
+// was zero before.
+__device__ __forceinline__ bool gather_faults(bool& wrong, State* state) {
+  if (wrong) atomicAdd(&state->known, (u64)1);
+  if (!ends_last(state, gridDim.x)) return false;
+  wrong = state->known != 0;
+  return true;
+}
+
+// Whether one of this thread's indices is not above the one before it, or not below `numel`.
+__device__ __forceinline__ bool out_of_order(const u32* indices, i64 count, i64 numel) {
+  bool wrong = false;
+  for (i64 j = (i64)blockIdx.x * THREADS + threadIdx.x; j < count; j += (i64)gridDim.x * THREADS) {
+    const u32 index = indices[j];
+    wrong |= (i64)index >= numel || (j > 0 && indices[j - 1] >= index);
+  }
+  return wrong;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    ascending(const u32* indices, i64 count, i64 numel, State* state, u8* good) {
+  bool wrong = out_of_order(indices, count, numel);
+  if (gather_faults(wrong, state) && threadIdx.x == 0) *good = !wrong;
+}
+
+// The word of the low parts that begins at bit `start`.
+__device__ __forceinline__ u64 word_of_low_parts(const u32* indices, i64 count, i64 bits, i64 start) {
+  const u64 mask = ((u64)1 << bits) - 1;
+  u64 word = 0;
+  for (i64 j = start / bits; j < count && j * bits < start + 64; ++j) {
+    const u64 part = indices[j] & mask;
+    const i64 place = j * bits - start;
+    word |= place < 0 ? part >> -place : part << place;
+  }
+  return word;
+}
+
+// The word of the bitmap that begins at bit `start`. Where indices do not ascend it means nothing.
+__device__ __forceinline__ u64 word_of_bitmap(const u32* indices, i64 count, i64 bits, i64 start) {
+  i64 least = 0, most = count;  // the first index whose bit is not before this word
+  while (least < most) {
+    const i64 middle = (least + most) / 2;
+    if (((i64)indices[middle] >> bits) + middle < start)
+      least = middle + 1;
+    else
+      most = middle;
+  }
+  u64 word = 0;
+  for (i64 j = least; j < smaller(count, least + 64); ++j) {
+    const i64 place = ((i64)indices[j] >> bits) + j - start;
+    if (place < 0 || place >= 64) break;
+    word |= (u64)1 << place;
+  }
+  return word;
+}
+
+// The code is written before anybody knows whether the indices are right. Where they are not, the block that ends last
+// makes it all zeros.
+extern "C" __global__ void __launch_bounds__(THREADS) encode(
+    const u32* indices, i64 count, i64 numel, i64 bits, i64 low, i64 upper, u64* code, State* state, u8* good) {
+  for (i64 w = (i64)blockIdx.x * THREADS + threadIdx.x; w < low + upper; w += (i64)gridDim.x * THREADS)
+    code[w] = w < low ? word_of_low_parts(indices, count, bits, 64 * w)
+                      : word_of_bitmap(indices, count, bits, 64 * (w - low));
+  bool wrong = out_of_order(indices, count, numel);
+  if (!gather_faults(wrong, state)) return;
+  if (threadIdx.x == 0) *good = !wrong;
+  for (i64 w = threadIdx.x; wrong && w < low + upper; w += THREADS) code[w] = 0;
+}
+
+// A code among others. The host names the fields by their place.
+struct Code {
+  i64 start;  // its first word
+  i64 count;  // how many indices it has
+  i64 bits;   // low bits of an index
+  i64 low;    // words of low parts
+  i64 upper;  // words of the bitmap
+  i64 first;  // where the indices go
+};
+
+// The low part of the j-th index. Its second word may be the bitmap's first one: it is never behind the code, and where
+// there are no low parts both places are 0.
+__device__ __forceinline__ u64 low_part(const u64* words, i64 bits, i64 j) {
+  const i64 at = j * bits, place = at >> 6, shift = at & 63;
+  const u64 both = words[place] >> shift | words[place + (bits > 0)] << 1 << (63 - shift);
+  return both & (((u64)1 << bits) - 1);
+}
+
+// A block has a code. What the table does not say is the same for all, and they are `step` words apart.
+extern "C" __global__ void __launch_bounds__(THREADS) decode(
+    const u64* messages, i64 codes, const Code* table, i64 start, i64 step, i64 count, i64 bits, i64 low, i64 upper,
+    i64 numel, u32* out, State* state, u8* good) {
+  bool wrong = false;
+  if (blockIdx.x < codes) {
+    const i64 own = blockIdx.x;
+    const Code code = table ? table[own] : Code{start + own * step, count, bits, low, upper, own * count};
+    const u64* words = messages + code.start;
+    const u64* bitmap = words + code.low;
+    i64 before = 0;
+    for (i64 base = 0; base < code.upper; base += THREADS) {
+      const i64 w = base + threadIdx.x;
+      u64 word = w < code.upper ? bitmap[w] : 0, total;
+      i64 j = before + (i64)block_scan((u64)ones(word), total);
+      before += (i64)total;
+      if (before > code.count) break;  // on all threads
+      // Bits behind one that is set: there the high part is that of the index before, which has to be smaller below.
+      const u64 follows = word << 1 | (word && w > 0 ? bitmap[w - 1] >> 63 : 0);
+      for (; word; word &= word - 1, ++j) {
+        const i64 bit = first_one(word);
+        const u64 part = low_part(words, code.bits, j);
+        const u64 index = (u64)(64 * w + bit - j) << code.bits | part;
+        wrong |= index >= (u64)numel || ((follows >> bit & 1) && low_part(words, code.bits, j - 1) >= part);
+        out[code.first + j] = (u32)index;
+      }
+    }
+    wrong |= before != code.count;
+  }
+  if (gather_faults(wrong, state) && threadIdx.x == 0) *good = !wrong;
+}

@@ -1,0 +1,97 @@
+"""Elias-Fano code of ascending indices; see `mpicomp.kernels.cpu.indices`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpicomp.kernels.gpu.compile import launch, library, strides
+from mpicomp.kernels.gpu.select import Field
+from mpicomp.kernels.sizes import layout_of
+
+
+def ascending_below(indices: Any, numel: int) -> Any:
+    """Return, as a 0-d array, whether indices ascend without repetition and are below ``numel``."""
+    state, good = _results()
+    launch("indices", "ascending", np.float32, strides(indices.size), indices, indices.size, numel, state, good)
+    return good[0]
+
+
+def encode_indices(indices: Any, numel: int, out: Any) -> Any:
+    """Write the code of ``indices``; see `mpicomp.kernels.cpu.encode_indices`.
+
+    Returns
+    -------
+    0-d device array of bool
+        False where the indices do not ascend below ``numel``. That is decided on the device, and ``out`` is then all
+        zeros.
+    """
+    bits, low, upper = layout_of(indices.size, numel)
+    code = out.view(np.uint64)
+    if code.size != low + upper:
+        raise ValueError(f"encode_indices: the code has {8 * (low + upper)} bytes, out has {8 * code.size}")
+    state, good = _results()
+    launch(
+        "indices", "encode", np.float32, strides(max(code.size, indices.size)),
+        indices, indices.size, numel, bits, low, upper, code, state, good,
+    )  # fmt: skip
+    return good[0]
+
+
+def decode_indices(code: Any, count: int, numel: int, out: Any) -> Any:
+    """Read the code that `encode_indices` wrote; see `mpicomp.kernels.cpu.decode_indices`.
+
+    Damaged bytes never touch anything outside the arrays. The result is a 0-d device array.
+    """
+    if out.size != count:
+        raise ValueError(f"decode_indices: {count} indices do not fill an array of {out.size}")
+    _, low, upper = layout_of(count, numel)
+    if _bytes_of(code) != 8 * (low + upper):
+        return _refused()
+    return decode_indices_of(code, [0], [count], numel, out)
+
+
+def decode_indices_of(messages: Any, starts: Sequence[int], counts: Sequence[int], numel: int, out: Any) -> Any:
+    """Read several codes in one launch, each by a block; see `mpicomp.kernels.cpu.decode_indices_of`.
+
+    Codes of equal counts that are equally far apart are told by numbers. For others a table goes to the device.
+
+    Returns
+    -------
+    0-d device array of bool
+        True where all codes lie inside ``messages`` and are right.
+    """
+    if sum(counts) != out.size:
+        raise ValueError(f"decode_indices_of: {sum(counts)} indices do not fill an array of {out.size}")
+    if any(start % 8 for start in starts):
+        raise ValueError("decode_indices_of: a code begins at a multiple of 8")
+    rows, first, room = [], 0, _bytes_of(messages) // 8
+    for start, count in zip(starts, counts, strict=True):
+        bits, low, upper = layout_of(count, numel)
+        if start < 0 or start // 8 + low + upper > room:
+            return _refused()
+        rows.append((start // 8, count, bits, low, upper, first))
+        first += count
+    start, *same, _ = rows[0] if rows else (0,) * 6
+    step = rows[1][0] - start if len(rows) > 1 else 0
+    even = all(row == (start + place * step, *same, place * same[0]) for place, row in enumerate(rows))
+    table = 0 if even else library().asarray(np.array(rows, np.int64).reshape(-1))
+    state, good = _results()
+    launch(
+        "indices", "decode", np.float32, len(rows),
+        messages, len(rows), table, start, step, *same, numel, out, state, good,
+    )  # fmt: skip
+    return good[0]
+
+
+def _results() -> tuple[Any, Any]:
+    """Allocate what blocks tell each other, and the answer."""
+    memory = library().zeros(len(Field) + 1, np.uint64)
+    return memory[: len(Field)], memory[len(Field) :].view(np.bool_)
+
+
+def _refused() -> Any:
+    return library().zeros(1, np.bool_)[0]
+
+
+def _bytes_of(array: Any) -> int:
+    return int(array.size * array.dtype.itemsize)

@@ -1,0 +1,50 @@
+"""Arithmetic of sizes, which knows no place: what codes and packed fields need, on a host and on a device."""
+
+
+def index_bytes(count: int, numel: int) -> int:
+    """Return the length of the code of ``count`` indices below ``numel``, a multiple of 8.
+
+    Examples
+    --------
+    >>> index_bytes(0, 1000), index_bytes(1, 1), 8 * index_bytes(25_600, 25_600_000) / 25_600
+    (0, 8, 11.955)
+    """
+    _, low, upper = layout_of(count, numel)
+    return 8 * (low + upper)
+
+
+def layout_of(count: int, numel: int) -> tuple[int, int, int]:
+    """Return the number of low bits and the lengths of low parts and bitmap in words of 64 bits."""
+    if count == 0:
+        return 0, 0, 0
+    # One more low bit costs ``count`` and halves a bitmap of ``numel >> bits`` zeros, so that the logarithm of
+    # ``numel / count`` rounded down makes the shortest code.
+    bits = max(0, (numel // count).bit_length() - 1)
+    return bits, -(-count * bits // 64), -(-(count + ((numel - 1) >> bits) + 1) // 64)
+
+
+def fields_of(largest: int) -> int:
+    """Return the number of fields of a word when none may hold more than ``largest``.
+
+    Examples
+    --------
+    >>> fields_of(7), fields_of(8), fields_of(2**40)
+    (21, 16, 1)
+    """
+    return 64 // width_of(largest)
+
+
+def words_of(numel: int, largest: int) -> int:
+    """Return the number of words that ``numel`` fields fill.
+
+    Examples
+    --------
+    >>> words_of(0, 7), words_of(21, 7), words_of(22, 7)
+    (0, 1, 2)
+    """
+    return -(-numel // fields_of(largest))
+
+
+def width_of(largest: int) -> int:
+    """Return the number of bits of a field that holds up to ``largest``."""
+    return max(1, int(largest).bit_length())

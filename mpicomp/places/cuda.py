@@ -1,0 +1,241 @@
+"""A GPU as a place: CuPy's arrays, a stream of its own, and copies that are counted."""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from mpicomp import kernels
+from mpicomp.arrays import as_kind_of, to_host
+from mpicomp.places import driver as cuda
+from mpicomp.places.place import Place, entered
+
+_NUMBERS = 8
+"""Numbers that are read at once, of 8 bytes each."""
+
+
+class CudaPlace(Place):
+    """One GPU, for one bucket; CuPy has to be loaded.
+
+    Everything that is computed goes into a stream that no other one waits for. `follow` and `give` order it with the
+    streams of others, by events; the host waits in `numbers`, `to_host` and `received` alone.
+
+    Parameters
+    ----------
+    device : int
+        Number of the device.
+
+    Attributes
+    ----------
+    stream : int
+        Address of its stream.
+    reads : int
+        How often the host has waited for numbers.
+    to_host_bytes, from_host_bytes : int
+        Bytes that were copied between the device and the host.
+    """
+
+    def __init__(self, device: int) -> None:
+        driver = cuda.driver()
+        assert driver is not None, "an array on a GPU comes with its driver"
+        self._driver = driver
+        self._cupy = sys.modules["cupy"]
+        self.device: int = device
+        self.stream = driver.stream(device)
+        self.reads = self.to_host_bytes = self.from_host_bytes = 0
+        with self._cupy.cuda.Device(device):
+            self._as_cupy = self._cupy.cuda.ExternalStream(self.stream)
+        self._mark = driver.event(device)  # of this stream, for others
+        self._other = driver.event(device)  # of another stream, for this one
+        self._given: set[int] = set()  # streams that may still read the means
+        self._pinned: list[_Pinned] = []
+        self._landed: list[tuple[int, NDArray[np.uint8], _Pinned]] = []
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """See `Place.current`."""
+        with entered(self), self._cupy.cuda.Device(self.device), self._as_cupy:
+            yield
+
+    def empty(self, size: int, dtype: DTypeLike) -> Any:
+        """See `Place.empty`."""
+        with self.current():
+            return self._cupy.empty(size, dtype)
+
+    def zeros(self, size: int, dtype: DTypeLike) -> Any:
+        """See `Place.zeros`."""
+        with self.current():
+            return self._cupy.zeros(size, dtype)
+
+    def numbers(self, *values: Any) -> Sequence[Any]:
+        """See `Place.numbers`; 8 of a device in one read."""
+        there = [place for place, value in enumerate(values) if isinstance(value, self._cupy.ndarray)]
+        if not there:
+            return values
+        told = list(values)
+        for start in range(0, len(there), _NUMBERS):
+            own = there[start : start + _NUMBERS]
+            self.reads += 1
+            if len(own) == 1:
+                told[own[0]] = self.to_host(values[own[0]]).item()
+                continue
+            with self.current():
+                packed = kernels.of(values[own[0]]).collect([values[place] for place in own])
+            for place, word in zip(own, self.to_host(packed), strict=True):
+                told[place] = _number(word, values[place].dtype)
+        return told
+
+    def to_host(self, array: Any) -> NDArray[Any]:
+        """See `Place.to_host`."""
+        if isinstance(array, np.ndarray):
+            return array
+        host = np.empty(array.shape, array.dtype)
+        if not array.flags.c_contiguous:
+            with self.current():
+                array = array.copy()
+        if array.size:
+            pinned = self._take(array.nbytes)
+            self._fetch(array, pinned)
+            self.wait()
+            np.copyto(host, pinned.memory[: array.nbytes].view(array.dtype).reshape(array.shape))
+            pinned.busy = False
+        return host
+
+    def bring(self, array: Any) -> Any:
+        """See `Place.bring`."""
+        found = cuda.device_array(array)
+        if found is not None:
+            return self._view(array, found)
+        host = np.ascontiguousarray(to_host(array))
+        with self.current():
+            there = self._cupy.empty(host.shape, host.dtype)
+        self.assign(there, host)
+        return there
+
+    def assign(self, out: Any, values: NDArray[Any]) -> None:
+        """Copy values of the host to a contiguous array of the device, in this stream."""
+        if not out.size:
+            return
+        pinned = self._take(out.nbytes)
+        np.copyto(pinned.memory[: out.nbytes].view(out.dtype).reshape(out.shape), values.view(out.dtype))
+        self.send(pinned, 0, out)
+        self.release(pinned)
+
+    def received(self, array: Any) -> NDArray[Any]:
+        """See `Place.received`."""
+        if isinstance(array, np.ndarray):
+            return array
+        start, nbytes = array.data.ptr, array.nbytes
+        for address, host, _ in self._landed:
+            if address <= start and start + nbytes <= address + host.nbytes:
+                part: NDArray[Any] = host[start - address : start - address + nbytes].view(array.dtype)
+                return part.reshape(array.shape)
+        return self.to_host(array)
+
+    def follow(self, array: Any) -> None:
+        """See `Place.follow`; who was given the last means is waited for as well."""
+        found = cuda.device_array(array)
+        streams = set(self._given)
+        self._given.clear()
+        if found is not None and found.stream is not None:
+            streams.add(found.stream)
+        for stream in streams - {self.stream}:
+            self._driver.record(self.device, self._other, stream)
+            self._driver.follow(self.device, self.stream, self._other)
+
+    def give(self, mean: Any, dtype: str, like: Any, out: Any) -> Any:
+        """See `Place.give`; what is put into the current stream of its library from now on finds it there."""
+        found = cuda.device_array(like)
+        if found is None:
+            return self.to_host(mean).reshape(like.shape)
+        flat = mean
+        if out is not None:
+            with self.current():
+                kernels.narrow(mean, "fp16" if dtype == "float16" else "bf16", out)
+            flat = out.view(found.dtype)
+        if found.stream is not None:
+            self._driver.record(self.device, self._mark, self.stream)
+            self._driver.follow(self.device, found.stream, self._mark)
+            self._given.add(found.stream)
+        return as_kind_of(like, flat.reshape(like.shape))
+
+    def wait(self) -> None:
+        """Wait until the device has done all that its stream holds."""
+        self._driver.record(self.device, self._mark, self.stream)
+        self._driver.wait(self.device, self._mark)
+
+    # What routes need: pinned memory, and copies in parts.
+
+    def fetched(self, array: Any) -> "_Pinned":
+        """Return pinned memory into which an array is being copied; `wait` before it is read."""
+        pinned = self._take(array.nbytes)
+        self._fetch(array, pinned)
+        return pinned
+
+    def room(self, nbytes: int) -> "_Pinned":
+        """Return pinned memory of at least so many bytes."""
+        return self._take(nbytes)
+
+    def send(self, pinned: "_Pinned", start: int, out: Any) -> None:
+        """Begin to copy pinned memory, from a byte on, to a contiguous array."""
+        self.from_host_bytes += out.nbytes
+        address = pinned.memory.ctypes.data + start
+        self._driver.send(self.device, out.data.ptr, address, out.nbytes, self.stream)
+
+    def land(self, pinned: "_Pinned", out: Any) -> None:
+        """Note that an array was received by way of pinned memory, which `received` reads until the next round."""
+        self._landed.append((out.data.ptr, pinned.memory[: out.nbytes], pinned))
+
+    def depart(self) -> None:
+        """Give back the pinned memory of what has landed: another round begins."""
+        for *_, pinned in self._landed:
+            self.release(pinned)
+        self._landed.clear()
+
+    def release(self, pinned: "_Pinned") -> None:
+        """Give pinned memory back, to be written to when the copies that were begun have been made."""
+        self._driver.record(self.device, pinned.free, self.stream)
+        pinned.busy = False
+
+    def _fetch(self, array: Any, pinned: "_Pinned") -> None:
+        self.to_host_bytes += array.nbytes
+        self._driver.fetch(self.device, pinned.memory.ctypes.data, array.data.ptr, array.nbytes, self.stream)
+
+    def _take(self, nbytes: int) -> "_Pinned":
+        fitting = [own for own in self._pinned if not own.busy and own.memory.size >= nbytes]
+        if fitting:
+            pinned = min(fitting, key=lambda own: own.memory.size)
+            self._driver.wait(self.device, pinned.free)
+        else:
+            # A power of two, so that lengths that vary from step to step find room that was made before.
+            memory = self._driver.pinned(max(4096, 1 << (nbytes - 1).bit_length()))
+            pinned = _Pinned(memory, self._driver.event(self.device))
+            self._pinned.append(pinned)
+        pinned.busy = True
+        return pinned
+
+    def _view(self, array: Any, found: cuda.DeviceArray) -> Any:
+        """Return CuPy's array of a piece of memory, which keeps its owner alive."""
+        if isinstance(array, self._cupy.ndarray):
+            return array.view(found.dtype) if array.dtype != found.dtype else array
+        low, nbytes = found.span()
+        memory = self._cupy.cuda.UnownedMemory(found.address + low, nbytes, array, self.device)
+        pointer = self._cupy.cuda.MemoryPointer(memory, -low)
+        return self._cupy.ndarray(found.shape, found.dtype, pointer, found.strides)
+
+
+class _Pinned:
+    """Pinned memory, with the event after which it may be written to."""
+
+    def __init__(self, memory: NDArray[np.uint8], free: int) -> None:
+        self.memory = memory
+        self.free = free
+        self.busy = False
+
+
+def _number(word: np.uint64, dtype: np.dtype[Any]) -> Any:
+    """Return the number that the first bytes of a word hold."""
+    return np.array([word]).view(np.uint8)[: dtype.itemsize].view(dtype)[0].item()

@@ -1,0 +1,564 @@
+"""A GPU that is none: CUDA's driver and the module cupy over memory of the host, with streams that take their time.
+
+Arrays are opaque, as CuPy's are: NumPy gets at none of them but by what CuPy offers it, and what mixes them with arrays
+of the host fails. What is put into a stream is done at once (``eager``), when somebody waits for it and not before
+(``lazy``), or at some time in between (``random``): whoever forgets to wait, or takes the wrong stream, gets rubbish.
+
+Kernels are those of the host (`HostKernels`), or those of CUDA in an emulation (see `gpu.standin`).
+"""
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import random
+import sys
+import threading
+from collections import deque
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+from gpu import standin
+from mpicomp.kernels import cpu, gpu
+
+from mpicomp import kernels
+from mpicomp.places import driver as places_driver
+
+RUBBISH = 0xC9
+LEGACY = 1
+_numbers = itertools.count(1 << 20)
+
+
+class Driver:
+    """Streams, events, and copies between memory of the host that is pinned and that of a device."""
+
+    def __init__(self, schedule="eager", seed=0):
+        self.schedule = schedule
+        self.random = random.Random(seed)
+        self.streams = {1: deque(), 2: deque()}
+        self.events = {}
+        self.waits = 0
+        self.to_host_bytes = self.from_host_bytes = 0
+        self.largest_to_host = 0
+        self.lock = threading.RLock()
+
+    def count(self):
+        return 1
+
+    def device_of(self, address):
+        return 0
+
+    def pinned(self, nbytes):
+        return np.full(nbytes, RUBBISH, np.uint8)
+
+    def stream(self, device):
+        number = next(_numbers)
+        self.streams[number] = deque()
+        return number
+
+    def event(self, device):
+        number = next(_numbers)
+        self.events[number] = None
+        return number
+
+    def put(self, stream, work):
+        with self.lock:
+            self.streams[stream].append(work)
+            if self.schedule == "eager":
+                self.finish(stream)
+            elif self.schedule == "random" and self.random.random() < 0.3:
+                self.finish(self.random.choice(list(self.streams)))
+
+    def record(self, device, event, stream):
+        marker = object()
+        self.events[event] = stream, marker
+        self.put(stream, marker)
+
+    def follow(self, device, stream, event):
+        mark = self.events[event]
+        self.put(stream, lambda: self._come_to(mark))
+
+    def wait(self, device, event):
+        self.waits += 1
+        with self.lock:
+            self._come_to(self.events[event])
+
+    def _come_to(self, mark):
+        if mark is not None:
+            stream, marker = mark
+            work = self.streams[stream]
+            while marker in work:
+                self._next(work)
+
+    def finish(self, stream):
+        with self.lock:
+            work = self.streams[stream]
+            while work:
+                self._next(work)
+
+    @staticmethod
+    def _next(work):
+        done = work.popleft()
+        if callable(done):
+            done()
+
+    def fetch(self, device, host, address, nbytes, stream):
+        self.to_host_bytes += nbytes
+        self.largest_to_host = max(self.largest_to_host, nbytes)
+        self.put(stream, lambda: ctypes.memmove(host, address, nbytes))
+
+    def send(self, device, address, host, nbytes, stream):
+        self.from_host_bytes += nbytes
+        self.put(stream, lambda: ctypes.memmove(address, host, nbytes))
+
+
+_KNOWN = (
+    "concatenate copyto searchsorted dot flatnonzero where cumsum diff stack nonzero einsum may_share_memory "
+    "shares_memory matmul tensordot sum max min any all argsort sort zeros_like empty_like ones_like qr norm svd clip "
+    "round repeat split reshape ravel transpose count_nonzero amax amin mean outer vdot take unique isin append"
+)
+"""What NumPy's functions of these names do with arrays of CuPy."""
+
+
+class ndarray:  # noqa: N801 (CuPy's name)
+    """An array of the device."""
+
+    __module__ = "cupy"
+    cupy: "Cupy"  # set by it
+
+    def __init__(self, host, base=None, memory=None):
+        self._host = host
+        self.base = base
+        self._memory = memory if base is None else base._memory
+
+    dtype = property(lambda self: self._host.dtype)
+    size = property(lambda self: self._host.size)
+    shape = property(lambda self: self._host.shape)
+    ndim = property(lambda self: self._host.ndim)
+    nbytes = property(lambda self: self._host.nbytes)
+    itemsize = property(lambda self: self._host.itemsize)
+    strides = property(lambda self: self._host.strides)
+    flags = property(lambda self: self._host.flags)
+    data = property(lambda self: SimpleNamespace(ptr=self._host.ctypes.data))
+    device = property(lambda self: _Device(0))
+    T = property(lambda self: self._view(self._host.T))
+
+    def _view(self, host):
+        return ndarray(host, self if self.base is None else self.base)
+
+    def __array__(self, *args, **kwargs):
+        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
+
+    @property
+    def __cuda_array_interface__(self):
+        told = dict(self._host.__array_interface__)
+        return {"shape": told["shape"], "typestr": told["typestr"], "strides": self._host.strides, "version": 3} | {
+            "data": (self._host.ctypes.data if self.size else 0, False),
+            "stream": self.cupy.stream_in_use(),
+        }
+
+    # What NumPy is allowed.
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **settings):
+        if method != "__call__" or set(settings) - {"dtype", "casting"}:
+            return NotImplemented
+        outs = () if out is None else out
+        return self.cupy.compute(lambda *given, **how: ufunc(*given, **how, **settings), inputs, outs)
+
+    def __array_function__(self, function, types, args, kwargs):
+        if function.__name__ not in _KNOWN.split():
+            raise TypeError(f"CuPy has no {function.__name__}")
+        if function.__name__ in ("may_share_memory", "shares_memory"):
+            return function(*(_host_of(value) for value in args))
+        if function.__name__ == "copyto":
+            out, source, *rest = args
+            self.cupy.change(out, lambda host: np.copyto(host, _host_of(source), *rest, **kwargs), source)
+            return None
+        out = kwargs.pop("out", None)
+        hosts = _strictly((args, kwargs))
+        return self.cupy.compute(
+            lambda *given, out=None: function(*hosts[0], **hosts[1], **({} if out is None else {"out": out[0]})),
+            (),
+            () if out is None else (out,),
+        )
+
+    def __getitem__(self, key):
+        if _fancy(key):
+            return self.cupy.compute(_taken, (self, *_tuple(key)))
+        found = self._host[key]
+        if not isinstance(found, np.ndarray):  # a number: a 0-d array that shares memory
+            found = self._host[(*key, ...) if isinstance(key, tuple) else (key, ...)]
+        return self._view(found)
+
+    def __setitem__(self, key, value):
+        if isinstance(value, np.ndarray | list | tuple):
+            raise TypeError(f"cannot put a {type(value).__name__} of the host into an array of the device")
+        keys = key
+        if _fancy(key):
+            hosts = tuple(_host_of(part) for part in _tuple(key))
+            keys = hosts if len(hosts) > 1 else hosts[0]
+        self.cupy.change(self, lambda host: host.__setitem__(keys, _host_of(value)), value)
+
+    def __len__(self):
+        return len(self._host)
+
+    def __iter__(self):
+        return (self[place] for place in range(len(self)))
+
+    def view(self, dtype=None):
+        return self._view(self._host.view(dtype))
+
+    def reshape(self, *shape):
+        return self._view(self._host.reshape(*shape))
+
+    def ravel(self):
+        return self._view(self._host.reshape(-1))
+
+    def transpose(self, *axes):
+        return self._view(self._host.transpose(*axes))
+
+    def astype(self, dtype, copy=True):
+        if self.dtype == dtype and not copy:
+            return self
+        return self.cupy.compute(lambda host: host.astype(dtype), (self,))
+
+    def copy(self):
+        return self.cupy.compute(np.copy, (self,))
+
+    def fill(self, value):
+        self.cupy.change(self, lambda host: host.fill(_host_of(value)), value)
+
+    def partition(self, place):
+        self.cupy.change(self, lambda host: host.partition(place))
+
+    def _reduced(self, name, *args, **settings):
+        return self.cupy.compute(lambda host: getattr(host, name)(*args, **settings), (self,))
+
+    def any(self, *args, **settings):
+        return self._reduced("any", *args, **settings)
+
+    def all(self, *args, **settings):
+        return self._reduced("all", *args, **settings)
+
+    def sum(self, *args, **settings):
+        return self._reduced("sum", *args, **settings)
+
+    def max(self, *args, **settings):
+        return self._reduced("max", *args, **settings)
+
+    def min(self, *args, **settings):
+        return self._reduced("min", *args, **settings)
+
+    def dot(self, other):
+        return np.dot(self, other)
+
+    # What waits for the device.
+
+    def get(self, stream=None, order="C", out=None):
+        return self.cupy.read(self)
+
+    def item(self):
+        return self.cupy.read(self).item()
+
+    def tolist(self):
+        return self.cupy.read(self).tolist()
+
+    def __int__(self):
+        return int(self.item())
+
+    def __float__(self):
+        return float(self.item())
+
+    def __bool__(self):
+        return bool(self.item())
+
+    def __index__(self):
+        return self.item().__index__()
+
+
+def _operators():
+    names = {
+        "add": "add",
+        "sub": "subtract",
+        "mul": "multiply",
+        "truediv": "divide",
+        "matmul": "matmul",
+        "pow": "power",
+    }
+    names |= {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "mod": "remainder"}
+    names |= {"lshift": "left_shift", "rshift": "right_shift", "floordiv": "floor_divide"}
+    for name, ufunc in names.items():
+        of = getattr(np, ufunc)
+        setattr(ndarray, f"__{name}__", lambda self, other, of=of: of(self, other))
+        setattr(ndarray, f"__r{name}__", lambda self, other, of=of: of(other, self))
+        setattr(ndarray, f"__i{name}__", lambda self, other, of=of: of(self, other, out=self))
+    for name, ufunc in {
+        "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal", "ne": "not_equal"
+    }.items():  # fmt: skip
+        of = getattr(np, ufunc)
+        setattr(ndarray, f"__{name}__", lambda self, other, of=of: of(self, other))
+    for name, ufunc in {"neg": "negative", "invert": "invert", "abs": "absolute"}.items():
+        of = getattr(np, ufunc)
+        setattr(ndarray, f"__{name}__", lambda self, of=of: of(self))
+    ndarray.__hash__ = None
+
+
+_operators()
+
+
+def _tuple(key):
+    return key if isinstance(key, tuple) else (key,)
+
+
+def _fancy(key):
+    if any(isinstance(part, np.ndarray | list) for part in _tuple(key)):
+        raise TypeError("an array of the device is not indexed by one of the host")
+    return any(isinstance(part, ndarray) and part.ndim > 0 for part in _tuple(key))
+
+
+def _taken(host, *keys):
+    return host[keys if len(keys) > 1 else keys[0]]
+
+
+def _places(key):
+    return np.zeros_like(key) if isinstance(key, np.ndarray) and key.dtype != bool else key
+
+
+def _host_of(value):
+    return value._host if isinstance(value, ndarray) else value
+
+
+def _strictly(value):
+    """Give what the host has in the place of arrays of the device; arrays of the host are none of it."""
+    if isinstance(value, ndarray):
+        return value._host
+    if isinstance(value, np.ndarray) and value.ndim:
+        raise TypeError("Unsupported type <class 'numpy.ndarray'>")
+    if isinstance(value, tuple | list):
+        return type(value)(_strictly(part) for part in value)
+    if isinstance(value, dict):
+        return {key: _strictly(part) for key, part in value.items()}
+    return value
+
+
+class _Device:
+    def __init__(self, number):
+        self.id = number
+
+    def __eq__(self, other):
+        return self.id == other.id
+
+    def __hash__(self):
+        return self.id
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+
+class Cupy(ModuleType):
+    """The module, for one device."""
+
+    def __init__(self, driver):
+        super().__init__("cupy")
+        self.driver = driver
+        self._current = threading.local()
+        self.reads = 0
+        self.launches = []
+        self.ndarray = type("ndarray", (ndarray,), {"__module__": "cupy", "cupy": self})
+        ndarray.cupy = self
+        outer = self
+
+        class ExternalStream:
+            def __init__(self, ptr, device_id=-1):
+                self.ptr = ptr
+
+            def __enter__(self):
+                outer.stack().append(self.ptr)
+                return self
+
+            def __exit__(self, *exception):
+                outer.stack().pop()
+
+            def synchronize(self):
+                outer.driver.finish(self.ptr)
+
+        self.ndarray = ndarray
+        self.cuda = SimpleNamespace(
+            Device=_Device,
+            ExternalStream=ExternalStream,
+            get_current_stream=lambda: SimpleNamespace(ptr=self.stream_in_use()),
+            runtime=SimpleNamespace(getDevice=lambda: 0),
+        )
+
+    def stack(self):
+        if not hasattr(self._current, "stack"):
+            self._current.stack = [LEGACY]
+        return self._current.stack
+
+    def stream_in_use(self):
+        return self.stack()[-1]
+
+    @contextlib.contextmanager
+    def stream(self, number):
+        self.stack().append(number)
+        try:
+            yield
+        finally:
+            self.stack().pop()
+
+    def put(self, work):
+        self.driver.put(self.stream_in_use(), work)
+
+    def empty(self, shape, dtype=np.float64):
+        memory = standin.Memory(int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize)
+        return ndarray(memory.inside.view(dtype).reshape(shape), memory=memory)
+
+    def RawModule(self, code, options=()):  # noqa: N802 (CuPy's name)
+        return _Module(self, standin.RawModule(code, options))
+
+    def zeros(self, shape, dtype=np.float64):
+        made = self.empty(shape, dtype)
+        made.fill(0)
+        return made
+
+    def asarray(self, values, dtype=None):
+        if isinstance(values, ndarray):
+            return values
+        values = np.array(values, dtype)
+        self.driver.from_host_bytes += values.nbytes
+        made = self.empty(values.shape, values.dtype)
+        self.put(lambda: np.copyto(made._host, values))
+        return made
+
+    array = asarray
+
+    def compute(self, work, inputs, outs=()):
+        """Put work into the current stream; what it makes is there when the stream has come so far."""
+        hosts = [_strictly(value) for value in inputs]
+        into = tuple(_host_of(out) for out in outs)
+        assert all(isinstance(out, ndarray) for out in outs), "the result goes to an array of the host"
+
+        def done():
+            with np.errstate(all="ignore"):
+                return work(*hosts, out=into) if into else work(*hosts)
+
+        if into:
+            self.put(done)
+            return outs[0] if len(outs) == 1 else outs
+        if self.driver.schedule == "eager":
+            self.driver.finish(self.stream_in_use())
+            return _wrapped(done())
+        # Its shape and dtype are known now, its values later, and so are the places that elements are taken from.
+        kind = _taken(hosts[0], *map(_places, hosts[1:])) if work is _taken else done()
+        made = _wrapped(kind)
+        for one in made if isinstance(made, tuple | list) else (made,):
+            one._host.reshape(-1).view(np.uint8)[:] = RUBBISH
+        self.put(lambda: _copy(done(), made))
+        return made
+
+    def change(self, array, work, *inputs):
+        assert isinstance(array, ndarray), "an array of the host takes values of the device"
+        for value in inputs:
+            _strictly(value)
+        with np.errstate(all="ignore"):
+            self.put(lambda: work(array._host))
+
+    def read(self, array):
+        """Wait, and copy to the host by the way that is not counted as a batch."""
+        self.reads += 1
+        self.driver.to_host_bytes += array.nbytes
+        self.driver.largest_to_host = max(self.driver.largest_to_host, array.nbytes)
+        self.driver.finish(self.stream_in_use())
+        return array._host.copy()
+
+
+def _wrapped(value):
+    if isinstance(value, tuple | list):
+        return type(value)(*map(_wrapped, value)) if hasattr(value, "_fields") else tuple(map(_wrapped, value))
+    return ndarray(np.array(value) if not isinstance(value, np.ndarray) else value)
+
+
+def _copy(values, made):
+    for value, one in zip(values, made, strict=True) if isinstance(made, tuple) else [(values, made)]:
+        one._host[...] = value
+
+
+class HostKernels:
+    """The host's kernels for arrays of the device: numbers come back as 0-d arrays, which are waited for."""
+
+    def __init__(self, cupy):
+        self._cupy = cupy
+
+    def __getattr__(self, name):
+        found = getattr(cpu, name)
+        if not callable(found) or isinstance(found, type):
+            return found
+
+        return functools.partial(self.call, found)
+
+    def call(self, kernel, *args, **kwargs):
+        args, kwargs = _strictly(args), _strictly(kwargs)
+        args = tuple(_plain(value) for value in args)
+        self._cupy.driver.finish(self._cupy.stream_in_use())
+        made = kernel(*args, **{key: _plain(value) for key, value in kwargs.items()})
+        return None if made is None else _result(made)
+
+    def collect(self, values):
+        self._cupy.driver.finish(self._cupy.stream_in_use())
+        words = np.zeros(len(values), np.uint64)
+        for place, value in enumerate(values):
+            assert value.shape == ()
+            words[place : place + 1].view(np.uint8)[: value.dtype.itemsize] = value._host.reshape(1).view(np.uint8)
+        return ndarray(words)
+
+
+def _plain(value):
+    """Give a number where a 0-d array of the device was, as kernels read them there."""
+    return value[()].item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
+
+
+def _result(made):
+    if isinstance(made, tuple):
+        parts = [_result(part) for part in made]
+        return type(made)(*parts) if hasattr(made, "_fields") else tuple(parts)
+    return ndarray(np.array(made))
+
+
+class _Module:
+    """A source's kernels, which run when the stream that they were put into has come so far."""
+
+    def __init__(self, cupy, module):
+        self._cupy, self._module = cupy, module
+
+    def get_function(self, name):
+        kernel = self._module.get_function(name)
+
+        def launch(grid, block, arguments):
+            given = tuple(
+                standin.ndarray(own._host, own._memory or standin.Memory(0)) if isinstance(own, ndarray) else own
+                for own in arguments
+            )
+            self._cupy.launches.append(name)
+            self._cupy.put(lambda: kernel(grid, block, given))
+
+        return launch
+
+
+def install(monkeypatch, schedule="eager", seed=0, emulated=False, guarded=False):
+    """Put it in the place of CuPy and of the driver, with the host's kernels or emulated ones; give the module.
+
+    Where it is ``guarded``, whoever else touches its memory dies, see `gpu.guarded`.
+    """
+    if guarded:
+        from gpu import guarded as guards  # it changes this module
+
+        guards.install(monkeypatch)
+    driver = Driver(schedule, seed)
+    cupy = Cupy(driver)
+    monkeypatch.setattr(places_driver, "driver", lambda: driver)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(kernels._modules, ndarray, gpu if emulated else HostKernels(cupy))
+    return cupy

@@ -1,0 +1,215 @@
+"""Benchmarks and the measuring of own work with arrays on a device: in its stream, to its end, told from the host's."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from gpu import device
+from marks import once
+from mpicomp.bench import devices
+from mpicomp.bench.collectives import Settings, measure
+from mpicomp.bench.measure.gradients import Gradients
+from networks import Link
+from schemes import REPRESENTED
+from worlds import Ranks
+
+import mpicomp
+from mpicomp.cli import main
+from mpicomp.collectives import bind
+from mpicomp.cost import CostModel, Network
+from mpicomp.cost import kernels as alone
+from mpicomp.errors import ConfigurationError, LaunchError
+from mpicomp.places import HOST
+from mpicomp.places.cuda import CudaPlace
+from mpicomp.policies import Shape
+from mpicomp.transport import LocalWorld
+
+SCHEDULES = ["eager", "lazy", "random"]
+TOPK = mpicomp.TopK(ratio=0.1)
+SUFFIX = " on cuda"
+
+
+@pytest.fixture(params=SCHEDULES)
+def cupy(request, monkeypatch):
+    return device.install(monkeypatch, request.param)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    return device.install(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(alone, "_ON_DEVICE", (1 << 8, 1 << 10))
+
+
+def silent(*_):
+    pass
+
+
+def counting(place):
+    """Give a clock that looks whether the device has done all that it was given."""
+    readings = []
+
+    def clock():
+        assert not place._driver.streams[place.stream]
+        readings.append(None)
+        return float(len(readings))
+
+    return clock, readings
+
+
+@pytest.mark.parametrize(("compressor", "collective"), once(REPRESENTED), ids=str)
+def test_own_work_is_measured_on_the_device(compressor, collective, eager):
+    place = CudaPlace(0)
+    clock, readings = counting(place)
+    numbers = alone.measure_alone(bind(compressor, collective), None, compressor.contractive, clock, place)
+    assert all(number >= 0 and np.isfinite(number) for number in numbers)
+    assert len(readings) == 2 * 2 * (alone._WARM + alone._TIMED)
+
+
+def test_a_step_is_measured_to_its_end(cupy):
+    place = CudaPlace(0)
+    clock, _ = counting(place)
+    other = bind(mpicomp.TopK(ratio=0.5), "allgather")
+    assert alone.measure_alone(bind(TOPK, "allgather"), other, True, clock, place)
+
+
+def test_where_a_bucket_lives_is_no_part_of_what_is_compared(eager):
+    shape = ("w",), (4,), ((4,),), np.dtype(np.float32)
+    assert Shape(*shape) == Shape(*shape, CudaPlace(0))
+    assert hash(Shape(*shape)) == hash(Shape(*shape, CudaPlace(0)))
+
+
+def costs(brought, compressor=TOPK, given=None):
+    """Give the cost model of every rank after some steps, and the plans that ran; ``brought`` has one callable each."""
+    size = len(brought)
+    ranks = Ranks(size, compressor, network=Link(1e-5, 1e9), cost=given)
+    ran = []
+    for step in range(4):
+        random = np.random.default_rng(step)
+        ranks.reduce([{"w": bring(random.laplace(size=3000).astype(np.float32))} for bring in brought])
+        ran.append([reducer.last_step.buckets[0].collective for reducer in ranks.reducers])
+    assert all(len(set(names)) == 1 for names in ran)
+    return [reducer.cost for reducer in ranks.reducers]
+
+
+def test_figures_of_a_device_have_names_of_their_own(eager):
+    for model in costs([eager.asarray] * 2):
+        assert model.kernels
+        assert all(key.endswith(SUFFIX) for known in (model.kernels, model.kernels_learnt) for key in known)
+        assert all(key.endswith(SUFFIX) for key in model.speeds_learnt)
+        assert not any(key.endswith(SUFFIX) for key in model.rounds_learnt)
+        assert CostModel.from_json(model.to_json()).to_json() == model.to_json()
+
+
+def test_what_was_saved_of_the_host_stays_and_is_not_taken_for_a_device(eager):
+    saved = CostModel.from_json(costs([np.asarray] * 2)[0].to_json())
+    before = dict(saved.kernels)
+    assert not any(key.endswith(SUFFIX) for key in before)
+    found = costs([eager.asarray] * 2, given=saved)[0]
+    assert {key: own for key, own in found.kernels.items() if not key.endswith(SUFFIX)} == before
+    assert {key for key in found.kernels if key.endswith(SUFFIX)} == {key + SUFFIX for key in before}
+
+
+@pytest.mark.parametrize("first", ["host", "device"])
+def test_ranks_in_different_places_choose_alike(first, eager):
+    """All of them take the first one's word for where it is."""
+    brought = [np.asarray, eager.asarray] if first == "host" else [eager.asarray, np.asarray]
+    models = costs(brought)
+    assert models[0].to_json() == models[1].to_json()
+    assert all(key.endswith(SUFFIX) == (first == "device") for key in models[0].kernels)
+
+
+def test_gradients_can_be_used_in_any_stream(cupy):
+    there, here = Gradients(500, seed=3, place=CudaPlace(0)), Gradients(500, seed=3)
+    for _ in range(3):
+        np.testing.assert_array_equal(there.fresh().get(), here.fresh())
+
+
+def test_collectives_are_timed_on_the_device(cupy):
+    settings = Settings([700], [TOPK, mpicomp.QSGD()], ["allgather", "packed-allgather"], True, 0.02)
+    model = CostModel(Network(1))
+    rows = measure(settings, LocalWorld(1).transports[0], model, silent, silent, CudaPlace(0))
+    assert {"dense", "topk", "qsgd"} == {row["compressor"] for row in rows}
+    for row in rows:
+        assert (row["device"], row["route"]) == ("gpu", "staged")
+        assert row["correct"] is True
+        assert row["predicted_s"] is None or row["predicted_s"] > 0
+
+
+def test_on_the_host_rows_say_so():
+    rows = measure(Settings([50], [], None, False, 0.01), LocalWorld(1).transports[0], None, silent, silent)
+    assert {(row["device"], row["route"]) for row in rows} == {("cpu", None)}
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """Let commands run as a job of one rank, without MPI, that has found a GPU."""
+    monkeypatch.setattr("mpicomp.transport.mpi.MPITransport", lambda: LocalWorld(1).transports[0])
+    monkeypatch.setattr(devices, "find", lambda: 0)
+
+
+def test_the_command_for_collectives(eager, one_rank, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(device._Device, "use", lambda self: None, raising=False)
+    eager.cuda.runtime = SimpleNamespace(
+        getDevice=lambda: 0, getDeviceCount=lambda: 1, getDeviceProperties=lambda number: {"name": b"Stand-in"}
+    )
+    path = tmp_path / "rows.json"
+    words = ["--device", "gpu", "--numel", "500", "--ratio", "0.1", "--collective", "allgather", "--limit", "0.02"]
+    assert main(["bench", "collectives", *words, "--json", str(path)]) == 0
+    written = json.loads(path.read_text())
+    assert written["environment"]["device"] == "Stand-in"
+    assert {(row["device"], row["route"]) for row in written["rows"]} == {("gpu", "staged")}
+    assert "# gradients are in the memory of GPUs; rank 0 has one Stand-in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["train"], ["bench", "training", "--blocks", "1", "--warm-up", "1"]], ids=str)
+def test_the_commands_that_train_take_torchs_device(words, one_rank, monkeypatch):
+    """Its memory is the host's here: torch has no stand-in."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    asked = []
+    monkeypatch.setattr(devices, "torch_device", lambda *given: asked.append(given) or torch.device("cpu", 0))
+    monkeypatch.setattr(devices, "torch_name", str)
+    more = ["--exchange", "none,topk"] if "training" in words else ["--compressor", "topk", "--no-verdict"]
+    assert main([*words, "--task", "digits", "--steps", "2", *more, "--device", "gpu"]) == 0
+    assert [number for _, number in asked] == [0]
+
+
+# What is missing is told in a line.
+
+
+def test_no_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ConfigurationError, match=r"^bench x: --device gpu needs CuPy \(.*\); pip install 'mpicomp"):
+        devices.place_on("bench x", 0)
+
+
+def test_no_gpu(eager):
+    missing = LaunchError("gpu: there is none on n1; ask the job for one")
+    with pytest.raises(ConfigurationError, match=r"^bench x: --device gpu: gpu: there is none on n1; ask .*; or use"):
+        devices.place_on("bench x", missing)
+
+
+def test_no_driver(eager, monkeypatch):
+    monkeypatch.setattr("mpicomp.places.driver.driver", lambda: None)
+    with pytest.raises(ConfigurationError, match=r"needs CUDA's driver, and libcuda\.so\.1 cannot be loaded; install"):
+        devices.place_on("bench x", 0)
+
+
+def test_a_torch_without_cuda(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigurationError, match=r"^train: --device gpu needs a PyTorch with CUDA, and torch .* finds"):
+        devices.torch_device("train", 0)
+
+
+def test_the_gpu_of_a_rank_is_made_current(eager, monkeypatch):
+    used = []
+    monkeypatch.setattr(device._Device, "use", lambda self: used.append(self.id), raising=False)
+    assert devices.place_on("bench x", 0) is not HOST
+    assert used == [0]

@@ -1,0 +1,214 @@
+"""Rounds on arrays of a device that MPI is given as they are: it reads and writes memory that nobody else may look at.
+
+The device's memory is the host's, so any MPI takes it. What is put into streams is done late, so what is not waited for
+is rubbish; where the memory is guarded, whoever touches it at another time dies (see `gpu.guarded`).
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from exchanges import LAYOUTS, OPERATIONS, at_once, in_the_background, of
+from gpu import device
+
+import mpicomp
+from mpicomp.places import RouteTable
+from mpicomp.places.cuda import CudaPlace
+from mpicomp.rounds import Returned, Round, advance
+from mpicomp.transport import routes
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(params=["lazy", "random"])
+def cupy(request, monkeypatch):
+    return device.install(monkeypatch, request.param)
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    return device.install(monkeypatch, "lazy", guarded=True)
+
+
+@pytest.fixture(params=["0", "1"], ids=["blocking", "naps"])
+def naps(request, monkeypatch):
+    monkeypatch.setenv("MPICOMP_NAPS", request.param)
+
+
+@pytest.fixture(params=[("0", None), ("0", 9), ("1", 9)], ids=["whole", "cut to 9 bytes", "cut, naps"])
+def transports(comm, monkeypatch, request):
+    """Give a transport of each layout, with the layout."""
+    from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
+
+    naps, limit = request.param
+    monkeypatch.setenv("MPICOMP_NAPS", naps)
+    layouts = LAYOUTS.get(comm.size, [[0] * comm.size])
+    made = [(layout, MPITransport(comm, limit or COUNT_LIMIT, layout)) for layout in layouts]
+    yield made
+    for _, transport in made:
+        transport.close()
+
+
+def on_the_device(place, exchange):
+    """Run rounds on arrays of the host as rounds on arrays of a device, which are filled from these and copied back."""
+    pending, reply = {}, None
+    while not isinstance(asked := advance(exchange, reply), Returned):
+        if not isinstance(asked, Round):
+            reply = landed(place, pending.pop(asked), (yield asked))
+            continue
+        send, recv = (None if own is None else place.bring(own) for own in (asked.send, asked.recv))
+        if send is not None:
+            send += 0  # the last change is a kernel's
+        reply = yield replace(asked, send=send, recv=recv)
+        if asked.background:
+            pending[reply] = asked.recv
+        else:
+            reply = landed(place, asked.recv, reply)
+    return asked.value
+
+
+def landed(place, recv, there):
+    if recv is None:
+        return there
+    assert isinstance(there, device.ndarray)
+    recv[:] = place.to_host(there)
+    return recv
+
+
+def directly(exchange):
+    place = CudaPlace(0)
+    return routes.at(place, on_the_device(place, exchange), "direct")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_operation(operation, cupy, transports, comm):
+    dtypes = [np.uint8, np.uint32, np.int64, np.float64]
+    for layout, transport in transports:
+        transport.run(directly(at_once(layout, comm.rank, [operation], dtypes=dtypes)))
+
+
+def test_rounds_pending_while_others_run(cupy, transports, comm):
+    for layout, transport in transports:
+        assert transport.run(directly(in_the_background(layout, comm.rank))) > 0
+
+
+def test_in_a_thread_beside_other_rounds(cupy, transports, comm):
+    from mpicomp.transport.interleave import ProgressThread
+
+    for layout, transport in transports:
+        with ProgressThread(transport) as thread:
+            jobs = [thread.submit(directly(in_the_background(layout, comm.rank))) for _ in range(3)]
+            own = transport.run(directly(at_once(layout, comm.rank, dtypes=[np.float32])))
+            assert all(job.result(timeout=60) > 0 for job in jobs)
+        assert own > 0
+
+
+@pytest.mark.parametrize("numel", [0, 1, 70_000, 200_001])
+def test_parts_are_worked_on_as_they_arrive(cupy, comm, naps, numel):
+    from mpicomp.transport.mpi import MPITransport
+
+    transport, place, parts = MPITransport(comm), CudaPlace(0), []
+    rank, size = comm.rank, comm.size
+    peers = ((rank + 1) % size, (rank - 1) % size)
+
+    def exchange():
+        send, recv = place.bring(of(rank, numel, np.float64)), place.zeros(numel, np.float64)
+        doubled = place.zeros(numel, np.float64)
+
+        def arrived(start, stop):
+            parts.append(stop - start)
+            np.add(recv[start:stop], recv[start:stop], out=doubled[start:stop])
+
+        yield Round("sendrecv", (numel, numel), send.dtype, 0, send, recv, peers=peers, arrived=arrived)
+        return place.to_host(doubled)
+
+    doubled = transport.run(routes.at(place, exchange(), "direct"))
+    np.testing.assert_array_equal(doubled, 2 * of((rank - 1) % size, numel, np.float64))
+    assert sum(parts) == numel
+    assert len(parts) > 1 or numel < 70_000
+    transport.close()
+
+
+def test_one_array_on_the_device_and_one_on_the_host(cupy, transports, comm):
+    """What a rank copies to itself crosses between them, too."""
+    size = comm.size
+
+    def exchange(place, outward):
+        for operation in ("alltoallv", "allgatherv", "bcast"):
+            counts = [3] * (1 if operation == "bcast" else size)
+            sent = 3 * size if operation == "alltoallv" else 3
+            send = np.arange(sent, dtype=np.float32) + 100 * comm.rank
+            recv = np.zeros(sum(counts), np.float32)
+            there = place.bring(send if outward else recv)
+            task = Round(operation, counts, send.dtype, 0, *((there, recv) if outward else (send, there)))
+            found = place.to_host((yield task))
+            first = 3 * comm.rank if operation == "alltoallv" else 0
+            rows = np.arange(first, first + 3) + 100 * np.arange(sum(counts) // 3)[:, None]
+            np.testing.assert_array_equal(found, rows.reshape(-1))
+
+    for outward in (True, False):
+        for _, transport in transports:
+            place = CudaPlace(0)
+            transport.run(routes.at(place, exchange(place, outward), "direct"))
+
+
+SHAPES = {"first": (40, 25), "second": (7,), "third": (3, 5, 2)}
+STEPS = 3
+KINDS = [
+    (mpicomp.Dense(), "allreduce"),
+    (mpicomp.Dense(), "ring"),
+    (mpicomp.Dense(wire="bf16"), "scatter-reduce"),
+    (mpicomp.TopK(ratio=0.1), "allgather"),
+    (mpicomp.TopK(ratio=0.1), "star-topk"),
+    (mpicomp.TopK(ratio=0.1, wire="fp16"), "gtopk"),
+    (mpicomp.TopK(ratio=0.1), "oktopk"),
+    (mpicomp.OneBit(block=64), "two-phase"),
+    (mpicomp.PowerSGD(), "low-rank"),
+    (mpicomp.MaxNorm(bits=[4, 8], rounding="nearest"), "integer-sum"),
+]
+
+
+def gradients_of(rank, step):
+    random = np.random.default_rng([rank, step])
+    return {name: random.laplace(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def reduced(comm, compressor, collective, bring):
+    """Give the means of all steps and the residuals after each."""
+    reducer = mpicomp.Reducer(compressor, collective, comm=comm, feedback=None if compressor.contractive else False)
+    told = []
+    for step in range(STEPS):
+        means = reducer.reduce({name: bring(own) for name, own in gradients_of(comm.rank, step).items()})
+        told.append({name: own.get() if isinstance(own, device.ndarray) else own.copy() for name, own in means.items()})
+        told.append({name: reducer.residual(name).copy() for name in SHAPES})
+    reducer.close()
+    return told
+
+
+def compare(cupy, comm, compressor, collective, monkeypatch):
+    staged, direct = [], []
+    monkeypatch.setattr(CudaPlace, "routes", RouteTable((1,), {"direct": (1e-6,), "staged": (1.0,)}, True))
+    for kind, made in ((routes._Staged, staged), (routes._Direct, direct)):
+        begin = kind.__init__
+        monkeypatch.setattr(kind, "__init__", lambda *a, begin=begin, made=made: (made.append(0), begin(*a))[1])
+    expected = reduced(comm, compressor, collective, lambda own: own)
+    assert not direct
+    np.testing.assert_equal(reduced(comm, compressor, collective, cupy.asarray), expected)
+    assert direct or comm.size == 1
+    assert not staged
+
+
+@pytest.mark.parametrize(("compressor", "collective"), KINDS, ids=str)
+def test_reducers_have_the_bits_of_the_host(compressor, collective, cupy, comm, monkeypatch):
+    compare(cupy, comm, compressor, collective, monkeypatch)
+
+
+@pytest.mark.parametrize(("compressor", "collective"), KINDS, ids=str)
+def test_nobody_but_kernels_and_rounds_touches_the_device(compressor, collective, guarded, comm, monkeypatch):
+    compare(guarded, comm, compressor, collective, monkeypatch)
+
+
+def test_no_operation_touches_what_was_not_lent(guarded, transports, comm):
+    for layout, transport in transports:
+        transport.run(directly(at_once(layout, comm.rank, dtypes=[np.uint32])))
+        assert transport.run(directly(in_the_background(layout, comm.rank))) > 0

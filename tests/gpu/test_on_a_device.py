@@ -1,0 +1,67 @@
+"""Reducers whose arrays are on a device, opaque to NumPy: everything is computed there, with the bits of the host."""
+
+import numpy as np
+import pytest
+from gpu import device
+from schemes import OTHER_PAIRS, REPRESENTED
+from worlds import Ranks
+
+import mpicomp
+
+SHAPES = {"first": (40, 25), "second": (7,), "third": (3, 5, 2)}
+STEPS = 3
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    return device.install(monkeypatch)
+
+
+def gradients_of(rank, step, dtype=np.float32):
+    random = np.random.default_rng([rank, step])
+    return {name: random.laplace(size=shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def run(compressor, collective, size, bring, **settings):
+    """Give the means and the residuals of all steps."""
+    feedback = None if compressor.contractive else False
+    ranks = Ranks(size, compressor, collective, feedback=feedback, **settings)
+    told = []
+    for step in range(STEPS):
+        given = [gradients_of(rank, step) for rank in range(size)]
+        means = ranks.reduce([{name: bring(value) for name, value in own.items()} for own in given])
+        told.append(([dict(own) for own in means], [ranks.residuals(name) for name in SHAPES]))
+    return ranks, told
+
+
+def compare(compressor, collective, cupy, size=3, **settings):
+    _, expected = run(compressor, collective, size, lambda value: value, **settings)
+    ranks, found = run(compressor, collective, size, cupy.asarray, **settings)
+    for (_, residuals), (there, residuals_there) in zip(expected, found, strict=True):
+        for own_there in there:
+            assert all(isinstance(value, device.ndarray) for value in own_there.values())
+        np.testing.assert_equal(residuals_there, residuals)
+    last = [{name: value.get() for name, value in own.items()} for own in found[-1][0]]
+    np.testing.assert_equal(last, expected[-1][0])
+    return ranks
+
+
+@pytest.mark.parametrize(("compressor", "collective"), REPRESENTED + OTHER_PAIRS, ids=str)
+def test_the_same_bits_as_on_the_host(compressor, collective, cupy):
+    compare(compressor, collective, cupy)
+
+
+ON_HOSTS = [
+    (mpicomp.Dense(), "hierarchical:ring"),
+    (mpicomp.Dense(wire="bf16"), "hierarchical"),
+    (mpicomp.TopK(ratio=0.1), "hierarchical:allgather"),
+    (mpicomp.TopK(ratio=0.1, wire="fp16"), "hierarchical:star-topk"),
+    (mpicomp.OneBit(block=64), "hierarchical:packed-allgather"),
+    (mpicomp.MaxNorm(bits=[4, 8], rounding="nearest"), "hierarchical"),
+]
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1], [0, 1, 0, 0]], ids=str)
+@pytest.mark.parametrize(("compressor", "collective"), ON_HOSTS, ids=str)
+def test_the_same_bits_between_hosts(compressor, collective, hosts, cupy):
+    compare(compressor, collective, cupy, len(hosts), hosts=hosts)

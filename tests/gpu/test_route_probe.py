@@ -1,0 +1,68 @@
+"""The choice of a route: measured where every rank's MPI takes device memory, the same on all ranks."""
+
+import numpy as np
+import pytest
+from gpu import device
+from worlds import Ranks
+
+import mpicomp
+from mpicomp.places import RouteTable
+
+NUMEL = 3000
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    return device.install(monkeypatch)
+
+
+def run(cupy, compressor, size, on_device, takes):
+    ranks = Ranks(size, compressor)
+    for transport, own in zip(ranks.world.transports, takes, strict=True):
+        transport.takes_device_memory = own
+    values = [np.random.default_rng(rank).laplace(size=NUMEL).astype(np.float32) for rank in range(size)]
+    given = [{"w": cupy.asarray(own) if there else own} for own, there in zip(values, on_device, strict=True)]
+    means = [own["w"] for own in ranks.reduce(given)]
+    hosts = [own.get() if isinstance(own, device.ndarray) else own.copy() for own in means]
+    [expected] = {own["w"].tobytes() for own in Ranks(size, compressor).reduce([{"w": own} for own in values])}
+    assert {own.tobytes() for own in hosts} == {expected}
+    return [reducer._core.layout.buckets[0].place.routes for reducer in ranks.reducers]
+
+
+@pytest.mark.parametrize("compressor", [mpicomp.TopK(ratio=0.1), mpicomp.Dense(), mpicomp.OneBit()], ids=str)
+def test_both_are_measured_and_all_ranks_have_the_same_table(compressor, cupy):
+    first, second, third = run(cupy, compressor, 3, [True, True, True], [True, True, True])
+    assert isinstance(first, RouteTable)
+    assert first == second == third
+    assert set(first.seconds) == {"direct", "staged"}
+    assert first.identical_sums
+
+
+@pytest.mark.parametrize(
+    ("on_device", "takes"), [([True, True], [True, False]), ([True, False], [False, True]), ([False] * 2, [True] * 2)]
+)
+def test_messages_are_staged_where_some_rank_must(on_device, takes, cupy):
+    assert run(cupy, mpicomp.TopK(ratio=0.1), 2, on_device, takes) == [None, None]
+
+
+def test_a_rank_on_the_host_takes_part(cupy):
+    there, here = run(cupy, mpicomp.TopK(ratio=0.1), 2, [True, False], [True, False])
+    assert isinstance(there, RouteTable)
+    assert here is None
+
+
+def test_sums_that_differ_between_ranks_are_staged(cupy):
+    """Of floating numbers; integers have one sum."""
+    from mpicomp.places.cuda import CudaPlace
+    from mpicomp.rounds import Round
+    from mpicomp.transport.routes import _faster
+
+    place = CudaPlace(0)
+    place.routes = RouteTable((1,), {"direct": (1.0,), "staged": (2.0,)}, identical_sums=False)
+    for dtype, operation, route in [
+        ("f4", "allreduce", "staged"),
+        ("f4", "bcast", "direct"),
+        ("u8", "allreduce", "direct"),
+    ]:
+        array = place.zeros(4, dtype)
+        assert _faster(place, Round(operation, (4,), np.dtype(dtype), send=array, recv=array)) == route
