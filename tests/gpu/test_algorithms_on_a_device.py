@@ -79,7 +79,7 @@ def compare(compressor, bring, change=None, steps=STEPS, shapes=SHAPES, dtype=np
     return there
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(np.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compressor", ALGORITHMS, ids=str)
 def test_all_phases_have_the_bits_of_the_host(compressor, dtype, cupy):
     compare(compressor, cupy.asarray, dtype=dtype)
@@ -109,7 +109,7 @@ def leaves(value):
     return [leaf for own in value for leaf in leaves(own)] if isinstance(value, list | tuple) else [value]
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+@pytest.mark.parametrize("bad", [np.nan, *(pytest.param(bad, marks=pytest.mark.slow) for bad in (np.inf, 3e38))])
 @pytest.mark.parametrize("compressor", ALGORITHMS, ids=str)
 def test_what_is_not_finite_is_found_alike(compressor, bad, eager):
     def change(step, given):

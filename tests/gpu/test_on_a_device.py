@@ -46,7 +46,10 @@ def compare(compressor, collective, cupy, size=3, **settings):
     return ranks
 
 
-@pytest.mark.parametrize(("compressor", "collective"), REPRESENTED + OTHER_PAIRS, ids=str)
+CASES = [*REPRESENTED, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in OTHER_PAIRS)]
+
+
+@pytest.mark.parametrize(("compressor", "collective"), CASES, ids=str)
 def test_the_same_bits_as_on_the_host(compressor, collective, cupy):
     compare(compressor, collective, cupy)
 

@@ -20,6 +20,7 @@ NEED_A_GPU = {
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_all_of_it_on_stand_ins(tmp_path, clean_environ):
     path = tmp_path / "lines.json"
     command = [sys.executable, SCRIPT, "--emulated", "--quick", "--json", path]
