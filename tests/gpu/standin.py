@@ -2,7 +2,22 @@
 
 It has what `mpicomp.kernels.gpu` uses of CuPy and nothing more. Memory is handed out full of rubbish, between guards
 that are looked at after every launch; arguments are held to the kernel's parameters, which CuPy does not do; inside
-`no_synchronisation` whatever would wait for a device fails.
+`no_synchronisation` whatever would wait for a device fails. Every access of a kernel is watched: it fails where it is
+not in order with another thread's, outside the arrays, or a read of shared memory that the block has not written.
+
+What is not seen:
+
+- Races between blocks, but for two that write to one place without an atomic change: a block that reads what others
+  have not finished yet shows where the random order of the blocks changes the results. A block that has changed any
+  global memory atomically is taken to know of all that ran before it.
+- Memory ordering: a missing ``__threadfence`` does nothing, as blocks run one after the other.
+- Races that change nothing: two threads that write the same value to one place.
+- Accesses by ``memcpy`` and ``memset`` of more than a register; those further outside an array than its guards, in
+  another array that is passed as well, or of an array that was made by no function of this module.
+- Global memory that is read before it is written, but by the rubbish in its results.
+- Threads at different calls of the same function with the same arguments, such as two barriers in two branches, which
+  meet here and need not there.
+- Accesses that are not aligned, more registers or shared memory than a device has, and how long anything takes.
 """
 
 import contextlib
@@ -19,7 +34,8 @@ import numpy as np
 
 COMPILER = "g++"
 EMULATOR = Path(__file__).with_name("emulator.h")
-OPTIONS = ["-O1", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-w"]
+OPTIONS = ["-O1", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-w"]
+WATCH = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]  # what it calls is in the emulator
 APART = ["-ffp-contract=off"]  # a product and a sum are rounded twice, as on x86-64 without further options
 JOINED = [
     "-ffp-contract=fast",
@@ -30,6 +46,9 @@ JOINED = [
 folder = Path()  # where built kernels go; the fixtures set it
 launches: list[str] = []
 seeds = itertools.count(1)
+UNORDERED = {"sparse_add", "sparse_add_fp16", "sparse_add_bf16"}
+"""Kernels whose threads add to one element where indices repeat: that they report, and nobody uses the sums."""
+
 _GUARD = 512
 _RUBBISH = 0xC9
 _quiet = False
@@ -72,11 +91,11 @@ class Memory:
     """Memory full of rubbish, between guards."""
 
     def __init__(self, size):
-        self._all = room(size + 2 * _GUARD + 512)
-        self._all.fill(_RUBBISH)
-        start = _GUARD + -(self._all.ctypes.data + _GUARD) % 512  # aligned as CuPy's allocator does it
-        self.inside = self._all[start : start + size]
-        self._before, self._behind = self._all[:start], self._all[start + size :]
+        self.whole = room(size + 2 * _GUARD + 512)
+        self.whole.fill(_RUBBISH)
+        start = _GUARD + -(self.whole.ctypes.data + _GUARD) % 512  # aligned as CuPy's allocator does it
+        self.inside = self.whole[start : start + size]
+        self._before, self._behind = self.whole[:start], self.whole[start + size :]
 
     def check(self):
         for guard in (self._before, self._behind):
@@ -180,20 +199,27 @@ class RawModule:
             text += f'extern "C" const char* signature_{name}() {{ return emulator::signature(&{name}); }}\n'
             text += (
                 f'extern "C" const char* run_{name}(const uint64_t* words, unsigned blocks, unsigned threads, '
-                "uint64_t seed, int flushing) { "
-                f"return emulator::run(&{name}, words, blocks, threads, seed, flushing); }}\n"
+                "uint64_t seed, int flushing, const uint64_t* spans, unsigned count, int unordered) { "
+                f"return emulator::run(&{name}, words, blocks, threads, seed, flushing, spans, count, unordered); }}\n"
             )
         key = hashlib.sha256((text + str(options) + str(rounding) + EMULATOR.read_text()).encode()).hexdigest()[:16]
         library = folder / f"{key}.so"
         if not library.exists():
             (folder / f"{key}.cpp").write_text(text)
-            command = [COMPILER, *options, *OPTIONS, *rounding, str(folder / f"{key}.cpp"), "-o", str(library)]
-            built = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-            assert built.returncode == 0, built.stderr
+            # In two steps: what would look for races by itself is not linked.
+            compiled = folder / f"{key}.o"
+            compile_ = [COMPILER, *options, *OPTIONS, *WATCH, *rounding, "-c", folder / f"{key}.cpp", "-o", compiled]
+            for command in (compile_, [COMPILER, "-shared", compiled, "-o", library]):
+                built = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+                assert built.returncode == 0, built.stderr
         self._library = ctypes.CDLL(str(library))
 
     def get_function(self, name):
         return _Kernel(self._library, name)
+
+
+def _span(array):
+    return array.ctypes.data, array.ctypes.data + array.nbytes
 
 
 class _Kernel:
@@ -209,7 +235,7 @@ class _Kernel:
         assert len(grid) == len(block) == 1
         assert 0 < grid[0] < 2**31
         assert len(arguments) == len(self._signature), f"{self.name} has parameters {self._signature}"
-        words, memories = [], []
+        words, memories, spans = [], [], []
         for place, (letter, argument) in enumerate(zip(self._signature, arguments, strict=True)):
             where = f"{self.name}, argument {place}"
             if isinstance(argument, ndarray):
@@ -217,6 +243,7 @@ class _Kernel:
                 assert argument._host.flags.c_contiguous, f"{where}: not contiguous"
                 words.append(argument.data.ptr)
                 memories.append(argument._memory)
+                spans += [*_span(argument._host), *_span(argument._memory.whole)]
             elif isinstance(argument, float):
                 assert letter == "d", f"{where}: a double for {letter}"
                 words.append(struct.unpack("Q", struct.pack("d", argument))[0])
@@ -227,7 +254,10 @@ class _Kernel:
         launches.append(self.name)
         seed = next(seeds) * 0x9E3779B97F4A7C15 % 2**64
         given = (ctypes.c_uint64 * len(words))(*words)
-        error = self._run(given, grid[0], block[0], ctypes.c_uint64(seed), _flushing)
+        ends = (ctypes.c_uint64 * len(spans))(*spans)
+        error = self._run(
+            given, grid[0], block[0], ctypes.c_uint64(seed), _flushing, ends, len(spans) // 4, self.name in UNORDERED
+        )
         if error:
             raise RuntimeError(f"{self.name}: {error.decode()}")
         for memory in memories:

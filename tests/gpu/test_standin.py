@@ -1,5 +1,10 @@
 """What stands in for a device complains where a device would misbehave in silence."""
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from gpu import standin
@@ -13,11 +18,65 @@ extern "C" __global__ void __launch_bounds__(THREADS) alone(int* array) {
 extern "C" __global__ void __launch_bounds__(THREADS) apart(int* array) {
   if (threadIdx.x % 2) __ballot_sync(0xffffffffu, 1); else __shfl_sync(0xffffffffu, 1, 0);
 }
+extern "C" __global__ void __launch_bounds__(THREADS) shuffles(int* array) {
+  if (threadIdx.x % 2) __shfl_xor_sync(0xffffffffu, 1, 1); else __shfl_sync(0xffffffffu, 1, 0);
+}
+extern "C" __global__ void __launch_bounds__(THREADS) distances(int* array) {
+  __shfl_up_sync(0xffffffffu, 1, threadIdx.x % 2 + 1);
+}
+extern "C" __global__ void __launch_bounds__(THREADS) widths(int* array) {
+  if (threadIdx.x % 2) __shfl_sync(0xffffffffu, 1, 0); else __shfl_sync(0xffffffffu, 1.0, 0);
+}
 extern "C" __global__ void __launch_bounds__(THREADS) race(int* array) {
   __shared__ int last;
   last = threadIdx.x;
   __syncthreads();
   if (threadIdx.x == 0) array[blockIdx.x] = last;
+}
+extern "C" __global__ void __launch_bounds__(THREADS) increments(int* array) { array[0] = array[0] + 1; }
+extern "C" __global__ void __launch_bounds__(THREADS) increments_of_blocks(int* array) {
+  if (threadIdx.x == 0) array[0] = array[0] + 1;
+}
+extern "C" __global__ void __launch_bounds__(THREADS) half_atomic(int* array) {
+  if (threadIdx.x < 32) atomicAdd(array, 1); else array[0] = array[0] + 1;
+}
+extern "C" __global__ void __launch_bounds__(THREADS) no_barrier(int* array) {
+  __shared__ int told[64];
+  told[threadIdx.x] = threadIdx.x;
+  array[blockIdx.x * 64 + threadIdx.x] = told[threadIdx.x ^ 32];
+}
+extern "C" __global__ void __launch_bounds__(THREADS) no_second_barrier(int* array) {
+  __shared__ int told[64];
+  for (int turn = 0; turn < 2; ++turn) {
+    told[threadIdx.x] = threadIdx.x + turn;
+    __syncthreads();
+    array[blockIdx.x * 64 + threadIdx.x] = told[threadIdx.x ^ 32];
+  }
+}
+extern "C" __global__ void __launch_bounds__(THREADS) in_order(int* array) {
+  __shared__ int told[64], any;
+  __shared__ char bytes[64];
+  if (threadIdx.x == 0) any = 0;
+  __syncthreads();
+  for (int turn = 0; turn < 2; ++turn) {
+    told[threadIdx.x] = threadIdx.x;
+    bytes[threadIdx.x] = 1;
+    __ballot_sync(0xffffffffu, 1);
+    int near = told[threadIdx.x ^ 1];
+    __syncthreads();
+    array[blockIdx.x * 64 + threadIdx.x] = told[threadIdx.x ^ 32] + near + bytes[threadIdx.x ^ 33];
+    if (threadIdx.x % 2) any = 1;  // the same by all of them
+    __syncthreads();
+  }
+}
+extern "C" __global__ void __launch_bounds__(THREADS) left_over(int* array) {
+  __shared__ int told[64];
+  if (blockIdx.x == 3) told[threadIdx.x] = 7;
+  __syncthreads();
+  array[blockIdx.x * 64 + threadIdx.x] = told[threadIdx.x];
+}
+extern "C" __global__ void __launch_bounds__(THREADS) beside(int* array, i64 size) {
+  if (threadIdx.x == 0) array[0] = array[size];
 }
 extern "C" __global__ void __launch_bounds__(THREADS) order(int* array) {
   if (threadIdx.x == 0) array[1 + atomicAdd(array, 1)] = blockIdx.x;
@@ -52,8 +111,49 @@ def test_collective_functions(kernel):
 
 
 def test_writing_outside_an_array(kernel):
-    with pytest.raises(RuntimeError, match="wrote outside an array"):
+    with pytest.raises(RuntimeError, match=r"outside: block 0, thread [0-9]+: a write outside the arrays"):
         kernel("outside", 1, standin.zeros(5, np.int32), 5)
+
+
+@pytest.mark.parametrize("index", [-1, 5, 100])
+def test_reading_outside_an_array(kernel, index):
+    with pytest.raises(RuntimeError, match="beside: block 0, thread 0: a read outside the arrays"):
+        kernel("beside", 1, standin.zeros(5, np.int32), index)
+
+
+def test_reading_behind_a_part_of_an_array(kernel):
+    """What is behind it is the array's, but the kernel was not given that."""
+    array = standin.zeros(9, np.int32)
+    kernel("beside", 1, array, 5)
+    with pytest.raises(RuntimeError, match="a read outside the arrays"):
+        kernel("beside", 1, array[:5], 5)
+
+
+@pytest.mark.parametrize(
+    "name", ["race", "increments", "increments_of_blocks", "half_atomic", "no_barrier", "no_second_barrier"]
+)
+def test_accesses_that_are_not_in_order(kernel, name):
+    """Whatever the order is in which they happen to come: every launch fails."""
+    found = "is not ordered with another thread's"
+    if name == "no_barrier":
+        found = f"({found}|is read before it is written)"
+    for _ in range(8):
+        with pytest.raises(RuntimeError, match=rf"{name}: .* {found}"):
+            kernel(name, 8, standin.zeros(512, np.int32))
+
+
+def test_accesses_that_are_in_order(kernel):
+    array = standin.zeros(512, np.int32)
+    for _ in range(8):
+        kernel("in_order", 8, array)
+    thread = np.arange(512) % 64
+    np.testing.assert_array_equal(array.get(), (thread ^ 32) + (thread ^ 1) + 1)
+
+
+def test_shared_memory_that_another_block_has_written(kernel):
+    for _ in range(8):
+        with pytest.raises(RuntimeError, match=r"left_over: .*: shared memory is read before it is written"):
+            kernel("left_over", 8, standin.zeros(512, np.int32))
 
 
 def test_threads_that_do_not_come(kernel):
@@ -61,17 +161,17 @@ def test_threads_that_do_not_come(kernel):
         kernel("alone", 1, standin.zeros(1, np.int32))
 
 
-def test_threads_that_meet_in_different_functions(kernel):
+@pytest.mark.parametrize("name", ["apart", "shuffles", "distances", "widths"])
+def test_threads_that_meet_in_different_functions(kernel, name):
     with pytest.raises(RuntimeError, match="threads meet in different functions"):
-        kernel("apart", 1, standin.zeros(1, np.int32))
+        kernel(name, 1, standin.zeros(1, np.int32))
 
 
-@pytest.mark.parametrize("name", ["race", "order"])
-def test_what_depends_on_the_order_differs_from_call_to_call(kernel, name):
+def test_what_depends_on_the_order_differs_from_call_to_call(kernel):
     seen = set()
     for _ in range(8):
         array = standin.zeros(9, np.int32)
-        kernel(name, 8, array)
+        kernel("order", 8, array)
         seen.add(tuple(array.get()))
     assert len(seen) > 1
 
@@ -104,6 +204,57 @@ def test_waiting_for_the_device(place):
 
 def test_memory_is_not_zero_to_begin_with():
     assert standin.empty(3, np.uint32).get().tolist() == [0xC9C9C9C9] * 3
+
+
+CHILD = """
+import numpy as np, pytest
+from gpu import device
+cupy = device.install(pytest.MonkeyPatch(), "lazy", guarded=True)
+array = cupy.asarray(np.arange(5.0))
+array += 1
+made = np.sort(array[::-1])
+assert made.get().tolist() == [1, 2, 3, 4, 5]
+assert float(made.sum()) == 15
+print("nobody has touched it", flush=True)
+"""
+TOUCHES = {
+    "nobody": "",
+    "an array": "array._host[0]",
+    "what was computed": "made._host.tolist()",
+    "a round that is over": """
+from mpicomp.places.cuda import CudaPlace
+from mpicomp.rounds import Round
+from mpicomp.transport import routes
+place = CudaPlace(0)
+def exchange():
+    yield Round("bcast", (5,), array.dtype, send=array, recv=array)
+rounds = routes.at(place, exchange(), "direct")
+task = next(rounds)
+view = memoryview(array._host)
+assert view[0] == 1
+print("MPI may touch it", flush=True)
+try: rounds.send(None)
+except StopIteration: pass
+view[0]
+""",
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_memory_that_the_host_may_not_touch(touch):
+    """Whoever does dies, by a segmentation fault."""
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD + TOUCHES[touch]],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "nobody has touched it" in done.stdout, done.stderr
+    assert ("MPI may touch it" in done.stdout) == (touch == "a round that is over"), done.stderr
+    assert done.returncode == (0 if touch == "nobody" else -signal.SIGSEGV), done.stderr
 
 
 def test_kernels_run_on_a_device_too():
