@@ -19,9 +19,10 @@ from mpicomp.rounds import Returned, Round, advance
 from mpicomp.transport import routes
 
 pytestmark = pytest.mark.mpi
+slow = pytest.mark.slow  # what guarded memory and four kinds of messages leave over
 
 
-@pytest.fixture(params=["lazy", "random"])
+@pytest.fixture(params=["lazy", pytest.param("random", marks=slow)])
 def cupy(request, monkeypatch):
     return device.install(monkeypatch, request.param)
 
@@ -31,7 +32,7 @@ def guarded(monkeypatch):
     return device.install(monkeypatch, "lazy", guarded=True)
 
 
-@pytest.fixture(params=["0", "1"], ids=["blocking", "naps"])
+@pytest.fixture(params=[pytest.param("0", marks=slow), "1"], ids=["blocking", "naps"])
 def naps(request, monkeypatch):
     monkeypatch.setenv("MPICOMP_NAPS", request.param)
 
@@ -91,6 +92,7 @@ def directly(exchange):
     return routes.at(place, on_the_device(place, exchange), "direct")
 
 
+@slow
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_operation(operation, transports, comm):
     dtypes = [np.uint8, np.int64, np.float32]
@@ -98,11 +100,13 @@ def test_every_operation(operation, transports, comm):
         transport.run(directly(at_once(layout, comm.rank, [operation], dtypes=dtypes)))
 
 
+@slow
 def test_rounds_pending_while_others_run(transports, comm):
     for layout, transport in transports:
         assert transport.run(directly(in_the_background(layout, comm.rank))) > 0
 
 
+@slow
 def test_in_a_thread_beside_other_rounds(transports, comm):
     from mpicomp.transport.interleave import ProgressThread
 
@@ -114,7 +118,7 @@ def test_in_a_thread_beside_other_rounds(transports, comm):
     assert own > 0
 
 
-@pytest.mark.parametrize("numel", [0, 1, 70_000, 200_001])
+@pytest.mark.parametrize("numel", [0, 70_000, *(pytest.param(numel, marks=slow) for numel in (1, 200_001))])
 def test_parts_are_worked_on_as_they_arrive(cupy, comm, naps, numel):
     from mpicomp.transport.mpi import MPITransport
 
@@ -209,12 +213,20 @@ def compare(cupy, comm, compressor, collective, monkeypatch):
     assert not staged
 
 
+@slow
 @pytest.mark.parametrize(("compressor", "collective"), KINDS, ids=str)
 def test_reducers_have_the_bits_of_the_host(compressor, collective, cupy, comm, monkeypatch):
     compare(cupy, comm, compressor, collective, monkeypatch)
 
 
-@pytest.mark.parametrize(("compressor", "collective"), KINDS, ids=str)
+FEW = ("ring", "allgather", "gtopk", "two-phase")
+
+
+@pytest.mark.parametrize(
+    ("compressor", "collective"),
+    [pytest.param(*kind, marks=[] if kind[1] in FEW else [slow]) for kind in KINDS],
+    ids=str,
+)
 def test_nobody_but_kernels_and_rounds_touches_the_device(compressor, collective, guarded, comm, monkeypatch):
     compare(guarded, comm, compressor, collective, monkeypatch)
 
