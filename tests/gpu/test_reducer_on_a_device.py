@@ -7,6 +7,7 @@ from worlds import Ranks
 
 import mpicomp
 from mpicomp.errors import DisagreementError, NonFiniteError
+from mpicomp.transport.interleave import ProgressThread
 
 SHAPES = {"first": (30, 20), "second": (9,)}
 SCHEDULES = ["eager", "lazy", "random"]
@@ -163,3 +164,24 @@ def test_algebra_of_its_own_is_not_mixed(compressor, cupy):
         ranks.reduce(given)
     for means in ranks.reduce([gradients_of(rank, 0) for rank in range(2)]):
         assert isinstance(means["first"], np.ndarray)
+
+
+def test_a_thread_exchanges_what_other_streams_still_compute(cupy):
+    """The thread has a current device and stream of its own; what counts is those of the thread that made an array."""
+    reducer = Ranks(1, mpicomp.TopK(ratio=1.0), bucket_bytes=100).reducers[0]
+    stream = cupy.driver.stream(0)
+    with ProgressThread(reducer.transport, lanes=1) as thread:
+        for step in range(4):
+            with cupy.stream(stream):
+                given = {name: cupy.asarray(np.full(20, step + 1, np.float32)) * 3 for name in "abc"}
+                begun = reducer.stream(thread)
+                assert (begun is None) == (step == 0)
+                if begun is None:
+                    means = reducer.reduce(given)
+                else:
+                    for name, own in given.items():
+                        begun.put(name, own)
+                    means = begun.finish(given)
+                for own in means.values():
+                    np.testing.assert_array_equal((own + 1).get(), np.full(20, 3 * step + 4))
+    reducer.close()
