@@ -59,6 +59,7 @@ def cupy(request, monkeypatch, built):
     return cupy
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cupy")
 def test_everything_has_its_rows():
     compressors = [TopK(ratio=0.1), get_compressor({"id": "sidco", "ratio": 0.1})]

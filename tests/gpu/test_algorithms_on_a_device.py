@@ -31,7 +31,7 @@ ALGORITHMS = [
 STEPS = 5
 
 
-@pytest.fixture(params=["eager", "lazy", "random"])
+@pytest.fixture(params=["lazy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "random"))])
 def cupy(request, monkeypatch):
     return device.install(monkeypatch, request.param)
 

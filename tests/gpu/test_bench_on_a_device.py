@@ -26,7 +26,7 @@ from mpicomp.places.cuda import CudaPlace
 from mpicomp.policies import Shape
 from mpicomp.transport import LocalWorld
 
-SCHEDULES = ["eager", "lazy", "random"]
+SCHEDULES = ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lazy", "random"))]
 TOPK = mpicomp.TopK(ratio=0.1)
 SUFFIX = " on cuda"
 

@@ -10,7 +10,7 @@ from mpicomp.errors import DisagreementError, NonFiniteError
 from mpicomp.transport.interleave import ProgressThread
 
 SHAPES = {"first": (30, 20), "second": (9,)}
-SCHEDULES = ["eager", "lazy", "random"]
+SCHEDULES = ["lazy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "random"))]
 
 
 @pytest.fixture(params=SCHEDULES)

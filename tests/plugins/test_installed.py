@@ -92,6 +92,7 @@ def test_list_shows_where_names_come_from(mpicomp):
     assert "plugin" not in mpicomp("list")
 
 
+@pytest.mark.slow
 def test_a_task_a_compressor_and_a_policy_train(mpicomp, tmp_path):
     files = [TASK, EXAMPLES / "sign_topk.py", EXAMPLES / "flush.py"]
     words = [
