@@ -4,6 +4,8 @@ What is written here are numbers that a device knows and the host does not: `mpi
 anybody waiting for them.
 """
 
+import contextlib
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +17,10 @@ from numpy.typing import NDArray
 
 NONFINITE = 1 << 8  # the bit of the first word that says so
 HALVES = ("fp16", "bf16")
+
+_HEADER = struct.Struct("<Qdd")
+_FAR_BELOW = 1e38  # the largest float32
+_DTYPES = {"float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
 
 
 def write_header(
@@ -55,11 +61,11 @@ def write_header(
     >>> message[8:].view(np.float64).tolist()
     [5.0, 3.25]
     """
-    message[:8].view(np.uint64)[0] = (lead | (0 if finite else NONFINITE)) % 2**64
     left = 0.0
     if kept is not None:
         left = float(energy) - (energy_of(kept) if isinstance(kept, np.ndarray) and kept.ndim else float(kept))
-    message[8:24].view(np.float64)[:] = energy, (0.0 if left < 0 else left) + float(rounding)
+    word = (lead | (0 if finite else NONFINITE)) % 2**64
+    _HEADER.pack_into(message, 0, word, energy, (0.0 if left < 0 else left) + float(rounding))
 
 
 def write_tail(out: NDArray[np.floating], finite: bool, stale: bool, energy: float, lost: float) -> None:
@@ -82,8 +88,9 @@ def write_tail(out: NDArray[np.floating], finite: bool, stale: bool, energy: flo
     >>> out.tolist()
     [0.0, 0.0, inf, 0.5]
     """
-    with np.errstate(over="ignore"):
-        out[:] = np.array([not finite, stale, energy, lost], np.float64)
+    out[0], out[1] = not finite, stale
+    with contextlib.nullcontext() if max(energy, lost) < _FAR_BELOW else np.errstate(over="ignore"):
+        out[2], out[3] = energy, lost
 
 
 def sparse_add(
@@ -151,7 +158,7 @@ def sparse_add(
 
 def check_stored(name: str, stored: str, dtype: np.dtype[np.floating]) -> None:
     """Refuse values of another dtype than that of the array that they are added to, unless they have 16 bits."""
-    if stored not in HALVES and stored != dtype.name:
+    if stored not in HALVES and _DTYPES.get(stored) != dtype:
         raise ValueError(f"{name}: values must be stored as {dtype.name}, fp16 or bf16, got {stored!r}")
 
 

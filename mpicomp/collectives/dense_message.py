@@ -15,6 +15,7 @@ offset  bytes  what
 Numbers are little-endian.
 """
 
+import struct
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from mpicomp.places import received
 VERSION = 1
 HEADER_BYTES = 24  # bytes of the header of a message
 
-_FIELDS = np.dtype([("version", "u1"), ("flags", "u1"), ("words", "<u2"), ("count", "<u4")])
+_PACKED = struct.Struct("<BBHIdd")  # version, flags, words, elements, energy, lost
 _WORD = 8  # bytes of a word; the header counts the words of a message
 _KNOWN = NONFINITE | STALE | DAMAGED
 
@@ -78,8 +79,7 @@ def read_header(message: NDArray[np.uint8], count: int) -> tuple[int, float, flo
     """
     if message.size < HEADER_BYTES:
         raise MessageError(f"message: at least {HEADER_BYTES} bytes are needed, got {message.size}")
-    header = received(message[:HEADER_BYTES])
-    version, flags, words, elements = header[: _FIELDS.itemsize].view(_FIELDS)[0].tolist()
+    version, flags, words, elements, energy, lost = _PACKED.unpack_from(received(message[:HEADER_BYTES]))
     if version != VERSION:
         raise MessageError(f"message: version must be {VERSION}, got {version}; run one mpicomp on all ranks")
     if flags > _KNOWN:
@@ -91,7 +91,6 @@ def read_header(message: NDArray[np.uint8], count: int) -> tuple[int, float, flo
             f"message: it has {message.size} bytes, of which its sender has written {words} words of {_WORD} "
             f"(modulo {1 << 16})"
         )
-    energy, lost = header[_FIELDS.itemsize :].view("<f8").tolist()
     return flags, energy, lost
 
 

@@ -20,8 +20,9 @@ then        ..     indices, ascending: c x 4 bytes, unsigned and padded to 8 byt
 Numbers are little-endian, and padding is zero. Every field is aligned where the message is to 8 bytes.
 """
 
+import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,17 +40,21 @@ NONFINITE = 1  # flag: some element was NaN or infinite
 STALE = 2  # flag: this rank asks all ranks to agree anew
 DAMAGED = 4  # flag: this rank could not read a message
 
-_HEADER = np.dtype(
-    [
-        ("version", "u1"),
-        ("flags", "u1"),
-        ("values", "u1"),
-        ("indices", "u1"),
-        ("count", "<u4"),
-        ("energy", "<f8"),
-        ("lost", "<f8"),
-    ]
-)
+HEADER_BYTES = 24  # bytes of the header of a message
+_PACKED = struct.Struct("<BBBBIdd")
+
+
+class _Header(NamedTuple):
+    version: int
+    flags: int
+    values: int
+    indices: int
+    count: int
+    energy: float
+    lost: float
+
+
+_FULL = {np.dtype(np.float32): "float32", np.dtype(np.float64): "float64"}
 _KNOWN = NONFINITE | STALE | DAMAGED
 _VALUES = {"float32": 1, "float64": 2, "fp16": 3, "bf16": 4, "signs": 5}
 _INDICES = {"plain": 1, "elias-fano": 2}
@@ -200,17 +205,17 @@ def write_message(
     middle, end = _parts(indices.size, numel, value_bytes(values.size, values.dtype, wire.values), wire.indices)
     if out.size != end:
         raise ValueError(f"write_message: the message has {end} bytes, out has {out.size}")
-    filled = _HEADER.itemsize + value_bytes(values.size, values.dtype, wire.values)
+    filled = HEADER_BYTES + value_bytes(values.size, values.dtype, wire.values)
     _clear(out, filled, middle)
 
     rounding = 0.0
     if wire.values is None:
-        _payload(out, _HEADER.itemsize, values.size, values.dtype)[:] = values
+        _payload(out, HEADER_BYTES, values.size, values.dtype)[:] = values
     elif wire.values == "signs":
-        signs, magnitude = signs_at(out, _HEADER.itemsize, values.size)
+        signs, magnitude = signs_at(out, HEADER_BYTES, values.size)
         rounding = kernels.pack_signs(values, SIGNS * signs.size, magnitude, signs, values)
     else:
-        halves = _payload(out, _HEADER.itemsize, values.size, np.uint16)
+        halves = _payload(out, HEADER_BYTES, values.size, np.uint16)
         rounding = kernels.narrow(values, wire.values, halves)
         kernels.widen(halves, wire.values, values)
     if wire.indices == "plain":
@@ -218,7 +223,7 @@ def write_message(
         _clear(out, middle + 4 * indices.size, end)
     else:
         kernels.encode_indices(indices, numel, out[middle:])
-    stored, coding = _VALUES[wire.values or values.dtype.name], _INDICES[wire.indices]
+    stored, coding = _VALUES[wire.values or _FULL[values.dtype]], _INDICES[wire.indices]
     lead = VERSION | flags << 8 | stored << 16 | coding << 24 | indices.size << 32
     kernels.write_header(out, lead, finite, energy, kept, rounding)
     return rounding
@@ -278,14 +283,14 @@ def read_message(
     if not right:
         raise MessageError(f"message: indices do not ascend below {numel}")
     if stored in ("float32", "float64"):
-        values = _payload(message, _HEADER.itemsize, count, dtype)
+        values = _payload(message, HEADER_BYTES, count, dtype)
     else:
         values = workspace.array("decoded.values", count, dtype)
         if stored == "signs":
-            signs, magnitude = signs_at(message, _HEADER.itemsize, count)
+            signs, magnitude = signs_at(message, HEADER_BYTES, count)
             kernels.unpack_signs(magnitude, signs, SIGNS * signs.size, values)
         else:
-            kernels.widen(_payload(message, _HEADER.itemsize, count, np.uint16), stored, values)
+            kernels.widen(_payload(message, HEADER_BYTES, count, np.uint16), stored, values)
     return Sparse(Selection(indices, values), told.flags, told.energy, told.lost)
 
 
@@ -297,18 +302,17 @@ def look_at(
     ``start`` is where the message begins in the memory that the result's places are counted in.
     """
     header = _header_of(message)
-    flags = int(header["flags"])
-    if flags & DAMAGED:
-        return Told(flags, 0.0, 0.0)
+    if header.flags & DAMAGED:
+        return Told(header.flags, 0.0, 0.0)
     stored, coding = _layout_of(header, numel, dtype)
-    count = int(header["count"])
+    count = header.count
     if expected is not None and count != expected:
         raise MessageError(f"message: {expected} values are expected, got {count}")
     middle, end = _parts(count, numel, value_bytes(count, dtype, stored), coding)
     if message.size != end:
         raise MessageError(f"message: {count} values make {end} bytes, got {message.size}")
-    places = start + _HEADER.itemsize, start + middle
-    return Told(flags, float(header["energy"]), float(header["lost"]), stored, coding, count, *places)
+    values_at, indices_at = start + HEADER_BYTES, start + middle
+    return Told(header.flags, header.energy, header.lost, stored, coding, count, values_at, indices_at)
 
 
 def read_padded(room: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], workspace: Workspace) -> Sparse:
@@ -317,45 +321,45 @@ def read_padded(room: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], works
     How many values there have to be is not known here, so that padding is looked at: it has to be zero.
     """
     header = _header_of(room)
-    if header["flags"] & DAMAGED:
+    if header.flags & DAMAGED:
         return read_message(room, numel, dtype, workspace)
     stored, coding = _layout_of(header, numel, dtype)
-    count = int(header["count"])
+    count = header.count
     filled = value_bytes(count, dtype, stored)
     middle, end = _parts(count, numel, filled, coding)
     sparse = read_message(room[:end], numel, dtype, workspace)
     behind = middle + 4 * count if coding == "plain" else end
-    if room[_HEADER.itemsize + filled : middle].any() or room[behind:end].any():
+    if room[HEADER_BYTES + filled : middle].any() or room[behind:end].any():
         raise MessageError(f"message: it has more than {count} values")
     return sparse
 
 
-def _header_of(message: NDArray[np.uint8]) -> Any:
+def _header_of(message: NDArray[np.uint8]) -> _Header:
     """Return a message's header; see `read_message` for the messages that are refused."""
-    if message.size < _HEADER.itemsize:
-        raise MessageError(f"message: at least {_HEADER.itemsize} bytes are needed, got {message.size}")
-    header = received(message[: _HEADER.itemsize]).view(_HEADER)[0]
-    if header["version"] != VERSION:
-        raise MessageError(f"message: version must be {VERSION}, got {header['version']}; run one mpicomp on all ranks")
-    if header["flags"] > _KNOWN:
-        raise MessageError(f"message: flags must be below {_KNOWN + 1}, got {header['flags']}")
+    if message.size < HEADER_BYTES:
+        raise MessageError(f"message: at least {HEADER_BYTES} bytes are needed, got {message.size}")
+    header = _Header(*_PACKED.unpack_from(received(message[:HEADER_BYTES])))
+    if header.version != VERSION:
+        raise MessageError(f"message: version must be {VERSION}, got {header.version}; run one mpicomp on all ranks")
+    if header.flags > _KNOWN:
+        raise MessageError(f"message: flags must be below {_KNOWN + 1}, got {header.flags}")
     return header
 
 
-def _layout_of(header: Any, numel: int, dtype: np.dtype[Any]) -> tuple[str, str]:
+def _layout_of(header: _Header, numel: int, dtype: np.dtype[Any]) -> tuple[str, str]:
     """Return the storage format of a message's values and indices; see `read_message` for refused messages."""
-    stored = _name_of(header["values"], _VALUES, "values")
-    coding = _name_of(header["indices"], _INDICES, "indices")
-    if stored in ("float32", "float64") and stored != dtype.name:
+    stored = _name_of(header.values, _VALUES, "values")
+    coding = _name_of(header.indices, _INDICES, "indices")
+    if stored in ("float32", "float64") and stored != _FULL[dtype]:
         raise MessageError(f"message: values must be {dtype.name} or have 16 bits, got {stored}")
-    if header["count"] > numel:
-        raise MessageError(f"message: {header['count']} values do not come from {numel} elements")
+    if header.count > numel:
+        raise MessageError(f"message: {header.count} values do not come from {numel} elements")
     return stored, coding
 
 
 def _parts(count: int, numel: int, values: int, coding: str) -> tuple[int, int]:
     """Return the bytes at which the indices begin and the message ends, of so many bytes of values."""
-    middle = _HEADER.itemsize + _padded(values)
+    middle = HEADER_BYTES + _padded(values)
     return middle, middle + (_padded(4 * count) if coding == "plain" else sizes.index_bytes(count, numel))
 
 

@@ -81,11 +81,12 @@ def layers_of(
     workspace : Workspace, optional
         The bucket's.
     """
-    bounds = np.concatenate(([0], np.cumsum(sizes)))
     place, there, gains = here(), None, None
+    workspace = Workspace(place) if workspace is None else workspace
+    bounds, elements = workspace.made("bounds", lambda: (np.concatenate(([0], np.cumsum(sizes))), np.array(sizes)))
     if isinstance(sent, Selection):
         # Bounds take the indices' dtype: searching for others would first convert all indices.
-        own = (workspace or Workspace(place)).made("bounds", lambda: place.bring(bounds.astype(np.uint32)))
+        own = workspace.made("bounds of indices", lambda: place.bring(bounds.astype(np.uint32)))
         there = np.searchsorted(sent.indices, own)
 
     def count() -> NDArray[np.int64]:
@@ -102,7 +103,7 @@ def layers_of(
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             lost = np.array(numbers(*(_lost(accumulated, sent, *own) for own in ends)))
             gains = np.clip(1 - np.where(energies > 0, lost / energies, 0.0), 0.0, 1.0)
-    return Layers(names, np.array(sizes), count if there is not None and place is not HOST else count(), gains)
+    return Layers(names, elements, count if there is not None and place is not HOST else count(), gains)
 
 
 def _lost(
