@@ -65,7 +65,7 @@ def write_header(
     if kept is not None:
         left = float(energy) - (energy_of(kept) if isinstance(kept, np.ndarray) and kept.ndim else float(kept))
     word = (lead | (0 if finite else NONFINITE)) % 2**64
-    _HEADER.pack_into(message, 0, word, energy, (0.0 if left < 0 else left) + float(rounding))
+    _HEADER.pack_into(message.data, 0, word, energy, (0.0 if left < 0 else left) + float(rounding))
 
 
 def write_tail(out: NDArray[np.floating], finite: bool, stale: bool, energy: float, lost: float) -> None:

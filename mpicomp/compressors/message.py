@@ -49,7 +49,7 @@ class _Header(NamedTuple):
     flags: int
     values: int
     indices: int
-    count: int
+    elements: int
     energy: float
     lost: float
 
@@ -305,7 +305,7 @@ def look_at(
     if header.flags & DAMAGED:
         return Told(header.flags, 0.0, 0.0)
     stored, coding = _layout_of(header, numel, dtype)
-    count = header.count
+    count = header.elements
     if expected is not None and count != expected:
         raise MessageError(f"message: {expected} values are expected, got {count}")
     middle, end = _parts(count, numel, value_bytes(count, dtype, stored), coding)
@@ -324,7 +324,7 @@ def read_padded(room: NDArray[np.uint8], numel: int, dtype: np.dtype[Any], works
     if header.flags & DAMAGED:
         return read_message(room, numel, dtype, workspace)
     stored, coding = _layout_of(header, numel, dtype)
-    count = header.count
+    count = header.elements
     filled = value_bytes(count, dtype, stored)
     middle, end = _parts(count, numel, filled, coding)
     sparse = read_message(room[:end], numel, dtype, workspace)
@@ -338,7 +338,7 @@ def _header_of(message: NDArray[np.uint8]) -> _Header:
     """Return a message's header; see `read_message` for the messages that are refused."""
     if message.size < HEADER_BYTES:
         raise MessageError(f"message: at least {HEADER_BYTES} bytes are needed, got {message.size}")
-    header = _Header(*_PACKED.unpack_from(received(message[:HEADER_BYTES])))
+    header = _Header(*_PACKED.unpack_from(received(message[:HEADER_BYTES]).data))
     if header.version != VERSION:
         raise MessageError(f"message: version must be {VERSION}, got {header.version}; run one mpicomp on all ranks")
     if header.flags > _KNOWN:
@@ -352,8 +352,8 @@ def _layout_of(header: _Header, numel: int, dtype: np.dtype[Any]) -> tuple[str, 
     coding = _name_of(header.indices, _INDICES, "indices")
     if stored in ("float32", "float64") and stored != _FULL[dtype]:
         raise MessageError(f"message: values must be {dtype.name} or have 16 bits, got {stored}")
-    if header.count > numel:
-        raise MessageError(f"message: {header.count} values do not come from {numel} elements")
+    if header.elements > numel:
+        raise MessageError(f"message: {header.elements} values do not come from {numel} elements")
     return stored, coding
 
 
