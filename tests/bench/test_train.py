@@ -40,6 +40,7 @@ def train(mpiexec, tmp_path, ranks, *arguments, timeout=90):
     return done, json.loads(out.read_text()), lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "arguments", "collective", "numel_sent"),
     [

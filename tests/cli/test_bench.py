@@ -121,6 +121,7 @@ def test_of_several_ranks_one_says_what_a_gpu_needs(mpiexec):
     assert "; pip install 'mpicomp[cuda12]'" in line
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(gpus.installed()), reason="there is a GPU")
 @pytest.mark.parametrize("words", [slow(TRAINING), ["train", "--task", "digits", "--steps", "1"]], ids=str)
 def test_of_several_ranks_one_says_that_there_is_no_gpu(words, mpiexec):

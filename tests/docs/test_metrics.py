@@ -48,6 +48,7 @@ def run(mpiexec, tmp_path_factory):
     return json.loads((folder / "o.json").read_text()), lines
 
 
+@pytest.mark.slow
 def test_the_lines_of_a_run(run):
     _, lines = run
     assert [line["step"] for line in lines] == [0, 1, 2]

@@ -53,6 +53,7 @@ def test_what_the_page_does_not_have_is_made_from_the_class():
     assert f"\n| `ring` | {collective_class('ring').__doc__.splitlines()[0]} | see" in choosing[0]
 
 
+@pytest.mark.slow
 def test_the_blocks_run(mpiexec, tmp_path):
     script = tmp_path / "script.py"
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -303,7 +303,8 @@ for training in (first, second) if rank == 0 else (second, first):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [slow("plain", "MPI has come to its end on this rank"), ("overlap", "submit nothing after stop")]
+    ("kind", "said"),
+    [slow("plain", "MPI has come to its end on this rank"), slow("overlap", "submit nothing after stop")],
 )
 def test_finalizing_mpi_with_an_open_reducer(job, kind, said):
     body = """

@@ -141,6 +141,7 @@ def test_collectives_are_timed_on_the_device(cupy):
         assert row["predicted_s"] is None or row["predicted_s"] > 0
 
 
+@pytest.mark.slow
 def test_on_the_host_rows_say_so():
     rows = measure(Settings([50], [], None, False, 0.01), LocalWorld(1).transports[0], None, silent, silent)
     assert {(row["device"], row["route"]) for row in rows} == {("cpu", None)}
@@ -153,6 +154,7 @@ def one_rank(monkeypatch):
     monkeypatch.setattr(devices, "find", lambda: 0)
 
 
+@pytest.mark.slow
 def test_the_command_for_collectives(eager, one_rank, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(device._Device, "use", lambda self: None, raising=False)
     eager.cuda.runtime = SimpleNamespace(

@@ -178,6 +178,7 @@ def test_several_models_and_optimizers_in_one_script(comm):
         optimizer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_a_compiled_model(comm):
     model = network()

@@ -121,6 +121,7 @@ def test_a_table_of_many_shows_what_counts():
     assert lines[-1] == "  and 16 smaller ones"
 
 
+@pytest.mark.slow
 def test_what_a_reducer_has_run():
     reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.1, layers={"b": 1.0}), comm=LocalWorld(1).transports[0])
     choices = Choices()
