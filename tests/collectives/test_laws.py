@@ -21,9 +21,9 @@ RANKS = [1, 2, 3, 4, 5]
 MANY = [8, slow(16), slow(33), slow(64)]
 """Each collective among so many with some compressors: what depends on the number of ranks is the collective's."""
 
-SUMS = [(1, True), (2, True), (3, True), (4, True), (3, False)]
+SUMS = [(1, True), (2, True), (3, True), (3, False)]
 """Numbers of ranks, and whether an Allreduce gives all of them the same bits."""
-MORE_SUMS = [(5, True), (2, False), (5, False)]
+MORE_SUMS = [(4, True), (5, True), (2, False), (5, False)]
 SOME_SUMS = [(1, True), (3, True), (3, False)]
 OTHER_SUMS = [(2, True), (4, True)]
 
@@ -146,7 +146,7 @@ def test_bytes_on_hosts_are_those_of_rounds(compressor, collective, layout):
 
 @pytest.mark.parametrize(
     ("compressor", "collective", "ranks", "identical_sums"),
-    everywhere([(3, True)], SOME_SUMS, [*OTHER_SUMS, *MORE_SUMS]),
+    everywhere([(3, True)], SOME_SUMS, [(2, True), *MORE_SUMS]),
     ids=str,
 )
 def test_bytes_executed_are_those_of_rounds(compressor, collective, ranks, identical_sums):
