@@ -37,11 +37,6 @@ def of(array: Any) -> Any:
     return module
 
 
-def provide(kind: type, module: Any) -> None:
-    """Let `of` return a module of kernels for arrays of another type."""
-    _modules[kind] = module
-
-
 def _module_of(kind: type) -> Any:
     """Return the kernels for arrays of a type, None where it is none of an array."""
     if kind not in _modules:

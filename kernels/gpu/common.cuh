@@ -240,6 +240,21 @@ __device__ __forceinline__ u64 block_scan(u64 value, u64& total) {
   return before + inclusive - value;
 }
 
+// Makes of every block's number the sum of those before it, and returns the sum of all: by the block that ends last.
+__device__ __forceinline__ u64 scan_blocks(u64* before) {
+  const i64 blocks = gridDim.x, own = (blocks + THREADS - 1) / THREADS;
+  const i64 from = smaller((i64)threadIdx.x * own, blocks), to = smaller(from + own, blocks);
+  u64 sum = 0, total;
+  for (i64 b = from; b < to; ++b) sum += before[b];
+  u64 next = block_scan(sum, total);
+  for (i64 b = from; b < to; ++b) {
+    const u64 of_that = before[b];
+    before[b] = next;
+    next += of_that;
+  }
+  return total;
+}
+
 // Sums of a block go to sums[column * gridDim.x + blockIdx.x]: they are added up later in an order that does not
 // depend on which block ends first.
 template <int COLUMNS>

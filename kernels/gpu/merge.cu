@@ -115,16 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_parts(
   if (threadIdx.x == 0) before[blockIdx.x] = of_block;
   if (!ends_last(state, gridDim.x)) return;
 
-  const i64 blocks = gridDim.x, own = (blocks + THREADS - 1) / THREADS;
-  const i64 from = smaller((i64)threadIdx.x * own, blocks), to = smaller(from + own, blocks);
-  u64 sum = 0, total;
-  for (i64 b = from; b < to; ++b) sum += before[b];
-  u64 next = block_scan(sum, total);
-  for (i64 b = from; b < to; ++b) {
-    const u64 of_that = before[b];
-    before[b] = next;
-    next += of_that;
-  }
+  const u64 total = scan_blocks(before);
   if (threadIdx.x == 0) state->end = smaller(total, (u64)room);
 }
 

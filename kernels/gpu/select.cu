@@ -141,16 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_tiles(
   if (threadIdx.x == 0) before[blockIdx.x] = of_block;
   if (!ends_last(state, gridDim.x)) return;
 
-  const i64 blocks = gridDim.x, own = (blocks + THREADS - 1) / THREADS;
-  const i64 from = smaller((i64)threadIdx.x * own, blocks), to = smaller(from + own, blocks);
-  u64 sum = 0, total;
-  for (i64 b = from; b < to; ++b) sum += before[b];
-  u64 next = block_scan(sum, total);
-  for (i64 b = from; b < to; ++b) {
-    const u64 both = before[b];
-    before[b] = next;
-    next += both;
-  }
+  const u64 total = scan_blocks(before);
   if (threadIdx.x == 0) {
     const u64 above = total >> 32, equal = total & 0xffffffffu;
     u64 ties = rule == REACH ? equal : 0;

@@ -32,7 +32,7 @@ from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.wire import Wire
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
-from mpicomp.places import received
+from mpicomp.places import numbers, received
 from mpicomp.workspace import Workspace
 
 VERSION = 2  # version of the message format
@@ -280,7 +280,7 @@ def read_message(
     else:
         indices = workspace.array("decoded.indices", count, np.uint32)
         right = kernels.decode_indices(message[middle:], count, numel, indices)
-    if not right:
+    if not all(numbers(right)):
         raise MessageError(f"message: indices do not ascend below {numel}")
     if stored in ("float32", "float64"):
         values = _payload(message, HEADER_BYTES, count, dtype)

@@ -10,15 +10,13 @@ Kernels are those of the host (`HostKernels`), or those of CUDA in an emulation 
 import contextlib
 import ctypes
 import functools
-import itertools
 import random
 import sys
 import threading
-from collections import deque
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
-from gpu import standin
+from gpu import lazy, standin
 from mpicomp.kernels import cpu, gpu
 
 from mpicomp import kernels
@@ -26,20 +24,16 @@ from mpicomp.places import driver as places_driver
 
 RUBBISH = 0xC9
 LEGACY = 1
-_numbers = itertools.count(1 << 20)
 
 
-class Driver:
-    """Streams, events, and copies between memory of the host that is pinned and that of a device."""
+class Driver(lazy.Driver):
+    """The lazy driver with other schedules, for several threads, and with copies by address alone."""
 
     def __init__(self, schedule="eager", seed=0):
+        super().__init__()
         self.schedule = schedule
         self.random = random.Random(seed)
-        self.streams = {1: deque(), 2: deque()}
-        self.events = {}
-        self.waits = 0
         self.to_host_bytes = self.from_host_bytes = 0
-        self.largest_to_host = 0
         self.lock = threading.RLock()
 
     def count(self):
@@ -51,16 +45,6 @@ class Driver:
     def pinned(self, nbytes):
         return np.full(nbytes, RUBBISH, np.uint8)
 
-    def stream(self, device):
-        number = next(_numbers)
-        self.streams[number] = deque()
-        return number
-
-    def event(self, device):
-        number = next(_numbers)
-        self.events[number] = None
-        return number
-
     def put(self, stream, work):
         with self.lock:
             self.streams[stream].append(work)
@@ -69,42 +53,16 @@ class Driver:
             elif self.schedule == "random" and self.random.random() < 0.3:
                 self.finish(self.random.choice(list(self.streams)))
 
-    def record(self, device, event, stream):
-        marker = object()
-        self.events[event] = stream, marker
-        self.put(stream, marker)
-
-    def follow(self, device, stream, event):
-        mark = self.events[event]
-        self.put(stream, lambda: self._come_to(mark))
-
     def wait(self, device, event):
-        self.waits += 1
         with self.lock:
-            self._come_to(self.events[event])
-
-    def _come_to(self, mark):
-        if mark is not None:
-            stream, marker = mark
-            work = self.streams[stream]
-            while marker in work:
-                self._next(work)
+            super().wait(device, event)
 
     def finish(self, stream):
         with self.lock:
-            work = self.streams[stream]
-            while work:
-                self._next(work)
-
-    @staticmethod
-    def _next(work):
-        done = work.popleft()
-        if callable(done):
-            done()
+            super().finish(stream)
 
     def fetch(self, device, host, address, nbytes, stream):
         self.to_host_bytes += nbytes
-        self.largest_to_host = max(self.largest_to_host, nbytes)
         self.put(stream, lambda: ctypes.memmove(host, address, nbytes))
 
     def send(self, device, address, host, nbytes, stream):
@@ -470,7 +428,6 @@ class Cupy(ModuleType):
         """Wait, and copy to the host by the way that is not counted as a batch."""
         self.reads += 1
         self.driver.to_host_bytes += array.nbytes
-        self.driver.largest_to_host = max(self.driver.largest_to_host, array.nbytes)
         self.driver.finish(self.stream_in_use())
         return array._host.copy()
 
