@@ -92,10 +92,12 @@ def run(command: list[str], limit_s: float, env: dict[str, str] | None = None) -
     """Run a command with a time limit and return its exit status."""
     say(" ".join(command))
     started = time.monotonic()
+    # Compiled files are kept, whatever the shell says: every rank and every process of a test would compile them all.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, **(env or {})},
+        env={**inherited, **(env or {})},
         stdin=subprocess.DEVNULL,
         stderr=subprocess.STDOUT,  # what a rank says before it gives up belongs among the results
         start_new_session=True,

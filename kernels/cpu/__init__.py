@@ -31,7 +31,7 @@ from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_
 from mpicomp.kernels.cpu.signs import pack_signs, unpack_signs, unpack_signs_add
 from mpicomp.kernels.cpu.spectrum import BINS, GROUP, edges, spectrum
 from mpicomp.kernels.cpu.sweep import energy, momentum, scale, share_rounding
-from mpicomp.kernels.cpu.tail import Tail, select_above, select_listed, tail
+from mpicomp.kernels.cpu.tail import Tail, counts_above, select_above, select_listed, tail
 from mpicomp.kernels.cpu.votes import majority, pack_votes, unpack_votes
 from mpicomp.kernels.sizes import fields_of, index_bytes, words_of
 
@@ -51,6 +51,7 @@ __all__ = [
     "conv_mix",
     "conv_room",
     "count_reaching",
+    "counts_above",
     "decode_blocks",
     "decode_indices",
     "decode_indices_of",

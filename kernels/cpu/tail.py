@@ -1,5 +1,6 @@
 """Kernels for the elements above a threshold: count them, sum their excess, and select them."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +55,27 @@ def tail(array: NDArray[np.floating], threshold: float, stride: int = 1, threads
         limit = np.float64(threshold).astype(array.dtype)
     parts = spread(lambda part: _tail(array[part], limit, stride), strided(array.size, stride, threads))
     return Tail(sum(int(part[0]) for part in parts), sum(part[1] for part in parts), sum(part[2] for part in parts))
+
+
+def counts_above(array: NDArray[np.floating], thresholds: Sequence[float], threads: int = 1) -> list[int]:
+    """Count the elements above each of a few thresholds; on a device in one sweep, and nothing waits.
+
+    Parameters
+    ----------
+    array : array, shape (n,)
+        float32 or float64, contiguous.
+    thresholds : sequence of float
+        As in `tail`.
+    threads : int
+        Number of threads that share a sweep.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> counts_above(np.array([1, -3, 2, 5], np.float32), [0, 2, 7])
+    [4, 2, 0]
+    """
+    return [tail(array, threshold, 1, threads).count for threshold in thresholds]
 
 
 def select_above(

@@ -38,7 +38,7 @@ from mpicomp.kernels.gpu.sidco import Estimate, sidco
 from mpicomp.kernels.gpu.signs import pack_signs, unpack_signs, unpack_signs_add
 from mpicomp.kernels.gpu.spectrum import spectrum
 from mpicomp.kernels.gpu.sweep import energy, momentum, scale, share_rounding
-from mpicomp.kernels.gpu.tail import Tail, select_above, select_listed, tail
+from mpicomp.kernels.gpu.tail import Tail, counts_above, select_above, select_listed, tail
 from mpicomp.kernels.gpu.topk import Stats, topk
 from mpicomp.kernels.gpu.votes import majority, pack_votes, unpack_votes
 from mpicomp.kernels.gpu.workspace import Workspace
@@ -67,6 +67,7 @@ __all__ = [
     "conv_mix",
     "conv_room",
     "count_reaching",
+    "counts_above",
     "decode_blocks",
     "decode_indices",
     "decode_indices_of",

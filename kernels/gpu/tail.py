@@ -1,5 +1,6 @@
 """Kernels for the elements above a threshold: count them, sum their excess, and select them."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpicomp.kernels.gpu.bits import given, magnitude_bits
@@ -7,6 +8,8 @@ from mpicomp.kernels.gpu.compile import launch, remaining, sweeps
 from mpicomp.kernels.gpu.reduce import Partials
 from mpicomp.kernels.gpu.select import Rule, compact
 from numpy import float64
+
+_AT_ONCE = 8  # thresholds of a launch
 
 
 class Tail(NamedTuple):
@@ -42,6 +45,25 @@ def tail(array: Any, threshold: Any, stride: int = 1, threads: int = 1) -> Tail:
         array, array.size, seen, stride, *given(threshold, float64), partials.memory,
     )  # fmt: skip
     return Tail(partials.count(), partials.total(1), partials.total(2))
+
+
+def counts_above(array: Any, thresholds: Sequence[float], threads: int = 1) -> list[Any]:
+    """Count the elements above each of a few thresholds, eight in a launch; see `mpicomp.kernels.cpu.counts_above`.
+
+    Returns
+    -------
+    list of 0-d device arrays of float64
+        Integers, exact.
+    """
+    blocks = sweeps(array.size, array.dtype)
+    counts: list[Any] = []
+    for first in range(0, len(thresholds), _AT_ONCE):
+        own = [float(threshold) for threshold in thresholds[first : first + _AT_ONCE]]
+        partials = Partials(blocks, _AT_ONCE)
+        given_ones = own + [own[0]] * (_AT_ONCE - len(own))
+        launch("tail", "counts_above", array.dtype, blocks, array, array.size, *given_ones, partials.memory)
+        counts += [partials.total(column) for column in range(len(own))]
+    return counts
 
 
 def select_above(array: Any, threshold: Any, base: int, indices: Any, values: Any, count: Any) -> Any:

@@ -1,11 +1,12 @@
 """A threshold from a sample, with momentum correction and a ratio that falls at the beginning."""
 
+import itertools
 import math
 from dataclasses import dataclass
+from operator import mul
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
@@ -15,7 +16,6 @@ from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
-from mpicomp.places import numbers
 from mpicomp.registry import register
 
 _FEW = 0.8  # times k; with fewer than that the threshold is lowered
@@ -117,10 +117,12 @@ class DGC(Sparsifier):
         search = Search("dgc", accumulated, context, kept(ratio, accumulated.numel))
         size = math.ceil(max(self.sample * search.numel, min(search.numel, 2 / ratio)))
         stride = max(1, search.numel // size - 1) | 1
-        if stride == 1 or search.k == search.numel or not accumulated.finite:
+        if stride == 1 or search.k == search.numel:
             return search.largest()
-        start = int(context.random(shared=False).integers(stride))
-        threshold = self._estimate(accumulated.array()[start::stride], ratio, context)
+        threshold = self._estimate(accumulated, stride, ratio, context)
+        if not accumulated.finite:
+            return search.largest()
+        search.foresee(itertools.accumulate(itertools.repeat(_LOWER, _CORRECTIONS), mul, initial=threshold))
         count = search.count(threshold, search.k + 1)
         for _ in range(_CORRECTIONS):
             if count >= _FEW * search.k:
@@ -129,9 +131,11 @@ class DGC(Sparsifier):
             count = search.count(threshold, search.k + 1)
         return search.largest() if count > search.k else search.above(threshold)
 
-    def _estimate(self, sample: NDArray[np.floating], ratio: float, context: Context) -> float:
+    def _estimate(self, accumulated: Accumulated, stride: int, ratio: float, context: Context) -> float:
         """Return the smallest of a sample's largest magnitudes."""
+        start = int(context.random(shared=False).integers(stride))
+        sample = accumulated.array()[start::stride]
         magnitudes = context.workspace.array("dgc.sample", sample.size, sample.dtype)
         np.abs(sample, out=magnitudes)
-        [bits] = numbers(kernels.kth_magnitude(magnitudes, kept(ratio, sample.size)))
+        [bits] = accumulated.read(kernels.kth_magnitude(magnitudes, kept(ratio, sample.size)))
         return cpu.magnitude_of(bits, sample.dtype)

@@ -2,10 +2,14 @@
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import ClassVar
 
 import numpy as np
 
+from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import check_ratio, kept
 from mpicomp.compressors.candidates import Candidates
@@ -21,6 +25,7 @@ _WIDEST = 0.5  # largest gap, as a share of the threshold
 _NARROWEST = 1e-6  # smallest gap, as a share of the threshold
 _LIMIT = 4  # times k: more elements than that and _SLACK are never sent
 _SLACK = 1024  # elements: sending so many too many costs nothing
+_FORESEEN = 8  # thresholds that are counted in one sweep
 
 
 def most_of(k: int) -> int:
@@ -31,8 +36,10 @@ def most_of(k: int) -> int:
 class Search:
     """Count and select the elements of an array above a threshold, for a compressor that is to send k of them.
 
-    Elements are listed in the sweep that makes the sum, by a bound that is carried over from the step before, and
-    answers come from that list where they can. They never depend on it.
+    On the host elements are listed in the sweep that makes the sum, by a bound that is carried over from the step
+    before, and answers come from that list where they can. They never depend on it. On a device the host waits for
+    every number, longer than a sweep takes: there nothing is listed, and what is likely to be asked for is computed
+    beforehand and read at once.
 
     Parameters
     ----------
@@ -44,9 +51,13 @@ class Search:
         Holds the memory of the bucket.
     k : int
         From 1 to the array's length.
+    ranks : sequence of int
+        Of the magnitudes that `magnitude` will be asked for; read with the moments.
     """
 
-    def __init__(self, name: str, accumulated: Accumulated, context: Context, k: int) -> None:
+    def __init__(
+        self, name: str, accumulated: Accumulated, context: Context, k: int, ranks: Sequence[int] = ()
+    ) -> None:
         self.accumulated = accumulated
         self.k = k
         self.room = _ROOM * k
@@ -54,11 +65,19 @@ class Search:
         self._name = name
         self.memory = context.memory
         """The bucket's, from step to step."""
-        self._bound = context.memory.get(f"{name}.bound", 0.0)
+        self.waits = here().device is not None
+        """Whether the host waits for every number."""
+        self._bound = 0.0 if self.waits else context.memory.get(f"{name}.bound", 0.0)
         self.candidates = Candidates(accumulated, context, self._bound, self.room)
         if not accumulated.done:
             accumulated.sweep([self.candidates.region] if self._bound > 0 else [])
         self._found = self.candidates.region.found
+        self._counts: dict[float, int] = {}  # by threshold
+        self._magnitudes: dict[int, float] = {}  # by rank
+        if self.waits and ranks:
+            array, dtype = accumulated.array(), accumulated.dtype
+            bits = accumulated.read(*(kernels.kth_magnitude(array, rank) for rank in ranks))
+            self._magnitudes = {rank: cpu.magnitude_of(own, dtype) for rank, own in zip(ranks, bits, strict=True)}
 
     @property
     def numel(self) -> int:
@@ -70,14 +89,23 @@ class Search:
         """Mean magnitude."""
         return self.accumulated.moments.total / self.numel
 
-    def top(self) -> float:
-        """Return the largest magnitude."""
-        return self.candidates.top()
+    def magnitude(self, rank: int) -> float:
+        """Return the magnitude of a rank; 1, the largest, is the only one that is known on the host."""
+        return self._magnitudes[rank] if self.waits else self.candidates.top()
+
+    def foresee(self, thresholds: Iterable[float]) -> None:
+        """Count above the first eight thresholds that may be asked about, where numbers are waited for."""
+        if self.waits:
+            fitted = [self._fitted(threshold) for threshold in islice(thresholds, _FORESEEN)]
+            counts = self.accumulated.read(*kernels.counts_above(self.accumulated.array(), fitted))
+            self._counts.update(zip(fitted, map(int, counts), strict=True))
 
     def count(self, threshold: float, enough: int) -> int:
         """Count the elements above a threshold; any number from ``enough`` on may stand for a larger one."""
         listed, dtype = self.candidates.listed, self.accumulated.dtype
         threshold = self._fitted(threshold)
+        if threshold in self._counts:
+            return self._counts[threshold]
         if listed >= enough and cpu.magnitude_bits(threshold, dtype) < self.candidates.region.bound:
             return listed
         return self.candidates.count(threshold)
@@ -99,6 +127,12 @@ class Search:
         k = min(self.k, self.accumulated.moments.nonzero)
         if k == 0:
             return Selection(here().empty(0, np.uint32), here().empty(0, self.accumulated.dtype))
+        return self.exactly(k)
+
+    def exactly(self, k: int) -> Selection:
+        """Select the k largest, exactly; zeros if there are not enough others."""
+        if self.waits:  # the threshold bounds nothing there, and nobody waits for it
+            return self.candidates.select(k)[0]
         selection, threshold = self.candidates.largest(k)
         self.remember(threshold, k)
         return selection
@@ -135,6 +169,9 @@ class Estimator(Sparsifier):
         Kept fraction in (0, 1] that is aimed at; k is the nearest integer to ``ratio * numel``, at least 1.
     """
 
+    ranks: ClassVar[Sequence[int]] = ()
+    """Ranks of the magnitudes that `threshold` asks for."""
+
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
@@ -143,7 +180,7 @@ class Estimator(Sparsifier):
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
         """Select the elements above the estimated threshold; see `Sparsifier.select`."""
-        search = Search(self.id, accumulated, context, kept(self.ratio, accumulated.numel))
+        search = Search(self.id, accumulated, context, kept(self.ratio, accumulated.numel), self.ranks)
         if not accumulated.finite:
             return search.largest()
         return search.above(self.threshold(search))

@@ -48,6 +48,8 @@ class GaussianK(Estimator):
         k = search.k
         quantile = -NormalDist().inv_cdf(max(self.ratio / 2, _LEAST))
         threshold = quantile * math.sqrt(search.accumulated.energy / search.numel)
+        more = 1.5 * threshold
+        search.foresee((threshold, threshold / 2, more, threshold / 4, more / 2, 1.5 * more, threshold / 8, more / 4))
         for _ in range(_CORRECTIONS):
             count = search.count(threshold, 4 * k // 3 + 1)
             if 3 * count < 2 * k:

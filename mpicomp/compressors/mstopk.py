@@ -65,44 +65,77 @@ class MSTopK(Sparsifier):
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
         """Bisect, and select k; see `Sparsifier.select`."""
-        search = Search("mstopk", accumulated, context, self.count(accumulated.numel))
+        k, numel = self.count(accumulated.numel), accumulated.numel
+        search = Search("mstopk", accumulated, context, k, (1, k, min(k + 1, numel)))
         selection = self._bracketed(search, context) if accumulated.finite else None
-        if selection is None:
-            selection, threshold = search.candidates.largest(search.k)
-            search.remember(threshold, search.k)
-        return selection
+        return search.exactly(k) if selection is None else selection
 
     def _bracketed(self, search: Search, context: Context) -> Selection | None:
         """Return the selection that bisection finds; None where it is of no use."""
-        k, mean, top = search.k, search.mean, search.top()
+        mean, top = search.mean, search.magnitude(1)
         if not 0 <= mean < top:
             return None
-        # Where no list covers what is asked for, what exceeds the lower threshold is gathered as soon as it is little.
-        pool: Selection | None = None
+        counted: _Counted | _Ranked = _Ranked(search) if search.waits else _Counted(search)
         low, high, lower, upper = 0.0, 1.0, math.nan, top
         for _ in range(self.samplings):
             middle = (low + high) / 2
             threshold = mean + middle * (top - mean)
-            if pool is None:
-                count = search.count(threshold, k + 1)
-            else:
-                [count] = numbers(kernels.tail(pool.values, threshold).count)
-            if count > k:
+            excess = counted.excess(threshold)
+            if excess > 0:
                 low, lower = middle, threshold
-                if pool is None and count <= search.room and search.candidates.listed <= k:
-                    pool = search.candidates.above(threshold, count)
-            else:
-                high, upper = middle, threshold
-                if count == k:
-                    pool = pool or search.candidates.above(threshold, k)
-                    break
+                continue
+            high, upper = middle, threshold
+            if excess == 0:
+                break
+        if excess == 0:
+            bottom = upper
+        elif math.isnan(lower):
+            return None
+        else:
+            bottom = lower
+        pool = counted.pool
         if pool is None:
-            count = 0 if math.isnan(lower) else search.count(lower, search.room + 1)
+            count = search.count(bottom, search.room + 1)
             if not 0 < count <= search.room:
                 return None
-            pool = search.candidates.above(lower, count)
-        search.remember(upper if math.isnan(lower) else lower, k)
-        return _run(pool, lower, upper, k, context)
+            pool = search.candidates.above(bottom, count, known=True)
+        search.remember(upper if math.isnan(lower) else lower, search.k)
+        return _run(pool, lower, upper, search.k, context)
+
+
+class _Counted:
+    """How many elements more than k exceed a threshold, by counting them.
+
+    Where no list covers what is asked for, what exceeds the lower threshold is gathered as soon as it is little.
+    """
+
+    def __init__(self, search: Search) -> None:
+        self._search = search
+        self.pool: Selection | None = None
+
+    def excess(self, threshold: float) -> int:
+        search, k = self._search, self._search.k
+        if self.pool is not None:
+            return kernels.tail(self.pool.values, threshold).count - k
+        count = search.count(threshold, k + 1)
+        if k < count <= search.room and search.candidates.listed <= k:
+            self.pool = search.candidates.above(threshold, count)
+        return count - k
+
+
+class _Ranked:
+    """The sign of that number, by the magnitudes of ranks k and k + 1, which are read once."""
+
+    pool = None
+
+    def __init__(self, search: Search) -> None:
+        self._number = search.accumulated.dtype.type
+        self._kth = search.magnitude(search.k)
+        self._next = search.magnitude(search.k + 1) if search.k < search.numel else -1.0
+
+    def excess(self, threshold: float) -> int:
+        limit = self._number(threshold)
+        return int(self._kth > limit) + int(self._next > limit) - 1
 
 
 def _run(pool: Selection, lower: float, upper: float, k: int, context: Context) -> Selection:
@@ -110,15 +143,17 @@ def _run(pool: Selection, lower: float, upper: float, k: int, context: Context) 
     number = pool.values.dtype.type
     magnitudes = context.workspace.array("mstopk.magnitudes", pool.values.size, pool.values.dtype)
     np.abs(pool.values, out=magnitudes)
-    sent = magnitudes > number(upper)
-    between = np.flatnonzero((magnitudes > number(lower)) & ~sent)
-    [above] = numbers(np.count_nonzero(sent))
+    chosen = magnitudes > number(upper)
+    between = (magnitudes > number(lower)) & ~chosen
+    above, among = numbers(np.count_nonzero(chosen), np.count_nonzero(between))
     missing = k - above
     if missing:
-        start = context.random(shared=False).integers(between.size - missing + 1)
-        sent[between[start : start + missing]] = True
-    chosen = np.flatnonzero(sent)
-    return Selection(
-        np.take(pool.indices, chosen, out=context.workspace.array("mstopk.indices", k, np.uint32)),
-        np.take(pool.values, chosen, out=context.workspace.array("mstopk.values", k, pool.values.dtype)),
-    )
+        start = context.random(shared=False).integers(among - missing + 1)
+        place = np.cumsum(between)
+        chosen |= between & (place > start) & (place <= start + missing)
+    indices = context.workspace.array("mstopk.indices", k, np.uint32)
+    values = context.workspace.array("mstopk.values", k, pool.values.dtype)
+    # Positions of the chosen ones, by a kernel that does not wait for their number, which is k.
+    positions = context.workspace.array("mstopk.positions", k, np.uint32)
+    kernels.select_above(chosen.astype(pool.values.dtype), 0.5, 0, positions, values, 0)
+    return Selection(np.take(pool.indices, positions, out=indices), np.take(pool.values, positions, out=values))

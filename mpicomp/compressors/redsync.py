@@ -1,5 +1,6 @@
 """A threshold between the mean and the largest magnitude, found in a few coarse steps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,6 +9,7 @@ from mpicomp.compressors.estimator import Estimator, Search
 from mpicomp.registry import register
 
 _WIDTH = 0.2  # width of the interval at which the binary search ends
+_HALVES = (0.5, 0.25, 0.75, 0.125, 0.375, 0.625, 0.875)  # places that the binary search can come to
 _TRIMS = (0.8, 0.6, 0.4, 0.2, 0.0)  # places of the thresholds tried by trimming, from the mean (0) to the largest (1)
 
 
@@ -45,6 +47,8 @@ class RedSync(Estimator):
     id: ClassVar[str] = "redsync"
     paper: ClassVar[str] = "RedSync, Fang et al. 2018, arXiv 1808.04357; bounded by 4 k + 1024, values in full"
 
+    ranks: ClassVar[Sequence[int]] = (1,)
+
     search: str = "binary"
 
     def __post_init__(self) -> None:
@@ -53,10 +57,11 @@ class RedSync(Estimator):
 
     def threshold(self, search: Search) -> float:
         """Search between the mean and the largest; see `Estimator.threshold`."""
-        mean, span = search.mean, search.top() - search.mean
+        mean, span = search.mean, search.magnitude(1) - search.mean
         if not 0 < span < float("inf"):
             return float("nan")
         k, place = search.k, 0.0
+        search.foresee(mean + t * span for t in (_TRIMS if self.search == "trimmed" else _HALVES))
         if self.search == "trimmed":
             return next((mean + t * span for t in _TRIMS if search.count(mean + t * span, k) >= k), mean)
         low, high = 0.0, 1.0

@@ -215,6 +215,18 @@ def test_every_so_many_groups(place, dtype, size, stride, shift):
     np.testing.assert_allclose(told, ours, rtol=1e-5, atol=1e-6 * size)
 
 
+@pytest.mark.parametrize("size", [0, 1, 4097, 30_011])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_counts_above_several_thresholds(place, dtype, size, shift):
+    array = np.random.default_rng(size).laplace(size=size).astype(dtype)
+    array[::11], array[1::11] = np.nan, 2.5
+    thresholds = [2.5, 0.0, 0.7, 1e3, 3.0, 1e-3, 5.0, 2.0, 1.0, 0.1]
+    with place.quiet():
+        counts = gpu.counts_above(place.put(array, shift), thresholds)
+    expected = [int(np.sum(~(np.abs(array) <= dtype(threshold)))) for threshold in thresholds]
+    assert [int(count.item()) for count in counts] == expected == cpu.counts_above(array, thresholds)
+
+
 def test_nan_is_above_every_threshold(place, dtype):
     array = np.array([1, np.nan, 5, np.inf], dtype)
     assert gpu.tail(place.put(array), 2.0).count.item() == cpu.tail(array, 2.0).count == 3
@@ -448,6 +460,7 @@ SWEEPS = {
     "accumulate_candidates": ["accumulate", "count_tiles", "write_tiles"],
     "logarithms": ["logarithms"],
     "tail": ["tail"],
+    "counts_above": ["counts_above"],
     "energy": ["energy"],
     "scale": ["scale"],
     "share_rounding": ["share_rounding"],
@@ -473,6 +486,7 @@ def arguments_of(place, name, array):
         ),
         "logarithms": lambda: (there, 2),
         "tail": lambda: (there, 0.5),
+        "counts_above": lambda: (there, [0.5, 1.0]),
         "energy": lambda: (there,),
         "scale": lambda: (there, 1.0),
         "share_rounding": lambda: (there, place.put(array), 3, other, place.put(array)),
@@ -499,7 +513,7 @@ def test_sums_have_the_same_bits_at_every_call(place, dtype, name):
             told = getattr(gpu, name)(*arguments)
         assert not place.emulated or standin.launches == SWEEPS[name]
         told = told[1] if name == "accumulate_candidates" else told
-        runs.add(tuple(number.item() for number in (told if isinstance(told, tuple) else (told,))))
+        runs.add(tuple(number.item() for number in (told if isinstance(told, tuple | list) else (told,))))
     assert len(runs) == 1
     assert all(np.isfinite(runs.pop()))
 
