@@ -3,6 +3,8 @@
 torch and CuPy are never imported here: who passes their arrays has loaded them.
 """
 
+import functools
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,12 +36,17 @@ class Described:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def work_dtype(self) -> np.dtype[Any]:
         """The dtype that the array is summed in."""
         return WORK_DTYPES[self.dtype]
+
+
+@functools.cache  # which takes a tenth of the time that NumPy takes to make a name
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _library(array: Any) -> str | None:
@@ -73,7 +80,7 @@ def describe(arrays: Mapping[str, Any]) -> list[Described]:
             )
         if library == "torch" and str(array.layout) != "torch.strided":
             raise ArrayTypeError(f"reduce: '{name}' must be a dense tensor, got {array.layout}; use .to_dense()")
-        dtype = str(array.dtype).removeprefix("torch.")
+        dtype = _name_of(array.dtype)
         if library == "numpy" and not array.dtype.isnative:
             dtype = array.dtype.newbyteorder("=").name
         if dtype not in WORK_DTYPES:
@@ -101,7 +108,7 @@ def to_host(array: Any) -> NDArray[Any]:
             host: NDArray[Any] = array.get()
         case _:
             host = array
-    return host.view(np.uint16) if host.dtype.name == "bfloat16" else host
+    return host.view(np.uint16) if _name_of(host.dtype) == "bfloat16" else host
 
 
 def from_host(mean: NDArray[np.floating], described: Described, like: Any, out: NDArray[Any] | None) -> Any:

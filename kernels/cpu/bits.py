@@ -1,5 +1,7 @@
 """Floats seen as integers, so that magnitudes can be compared, binned and checked without rounding."""
 
+import math
+import struct
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,13 @@ from numpy.typing import NDArray
 _INTEGER: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float32): np.dtype(np.uint32),
     np.dtype(np.float64): np.dtype(np.uint64),
+}
+
+_MASK = {dtype: integer.type(np.iinfo(integer).max >> 1) for dtype, integer in _INTEGER.items()}
+# One number is packed by struct: an array for it would take longer than most kernels do on short arrays.
+_PACKED = {
+    np.dtype(np.float32): (struct.Struct("=f"), struct.Struct("=I")),
+    np.dtype(np.float64): (struct.Struct("=d"), struct.Struct("=Q")),
 }
 
 
@@ -37,19 +46,23 @@ def magnitude_bits(value: float, dtype: np.dtype[Any]) -> int:
     >>> magnitude_bits(1.0, np.dtype(np.float32)) == 0x3F800000
     True
     """
-    with np.errstate(over="ignore"):  # beyond the largest number stands infinity
-        return int(as_bits(np.array([value]).astype(dtype))[0])
+    number, integer = _PACKED[dtype]
+    try:
+        packed = number.pack(value)
+    except OverflowError:  # beyond the largest number stands infinity
+        packed = number.pack(math.inf)
+    return int(integer.unpack(packed)[0])
 
 
 def magnitude_of(bits: int, dtype: np.dtype[Any]) -> float:
     """Return the magnitude that an integer of `magnitude_bits` stands for."""
-    return float(np.array([bits], dtype=_INTEGER[dtype]).view(dtype)[0])
+    number, integer = _PACKED[dtype]
+    return float(number.unpack(integer.pack(bits))[0])
 
 
 def mask_of(dtype: np.dtype[Any]) -> Any:
     """Return the integer that takes the sign away from the bits of a float of ``dtype``."""
-    integer = _INTEGER[dtype].type
-    return integer(np.iinfo(integer).max >> 1)
+    return _MASK[dtype]
 
 
 def infinity_of(dtype: np.dtype[Any]) -> int:

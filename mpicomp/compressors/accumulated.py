@@ -13,7 +13,6 @@ from mpicomp.places import numbers
 
 TAIL = 4
 """Elements behind the array in its buffer: room for flags and energies that travel with it through a sum."""
-_AT_ONCE = 8  # numbers that are read at once
 
 
 @dataclass
@@ -241,14 +240,11 @@ class Accumulated:
 
     def read(self, *more: Any) -> list[Any]:
         """Return Python numbers for what kernels have returned; moments that nobody has read are read with them."""
-        untold = () if self._moments is not None else self.untold
-        values = [*untold, *more]
-        told: list[Any] = []
-        for first in range(0, len(values), _AT_ONCE):
-            told += numbers(*values[first : first + _AT_ONCE])
-        if self._moments is None:
-            self._moments = cpu.Moments(*told[: len(untold)])
-        return told[len(untold) :]
+        if self._moments is not None:
+            return list(numbers(*more))
+        nonzero, total, energy, finite, *told = numbers(*self.untold, *more)
+        self._moments = cpu.Moments(nonzero, total, energy, finite)
+        return told
 
     def with_tail(self, *own: float) -> NDArray[np.floating]:
         """Return the sum with four numbers behind it, a contiguous array of shape (numel + TAIL,).

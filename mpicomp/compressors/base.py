@@ -1,5 +1,6 @@
 """The base class of compressors: a frozen set of parameters with a name, that turns an array into a message."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -70,7 +71,7 @@ class Compressor(OldHooks, ABC):
 
     def __repr__(self) -> str:
         """Name the parameters that are not at their defaults."""
-        values = {entry.name: (getattr(self, entry.name), entry.default) for entry in _parameters(self)}
+        values = {entry.name: (getattr(self, entry.name), entry.default) for entry in _parameters(type(self))}
         shown = [f"{name}={value!r}" for name, (value, default) in values.items() if value != default]
         return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -166,7 +167,7 @@ class Compressor(OldHooks, ABC):
 
     def get_config(self) -> dict[str, Any]:
         """Return a JSON-able configuration that `mpicomp.get_compressor` turns into an equal compressor."""
-        return {"id": self.id} | {field.name: getattr(self, field.name) for field in _parameters(self)}
+        return {"id": self.id} | {field.name: getattr(self, field.name) for field in _parameters(type(self))}
 
     @classmethod
     def from_config(cls, parameters: Mapping[str, Any]) -> Self:
@@ -180,7 +181,8 @@ class Compressor(OldHooks, ABC):
         return cls(**parameters)
 
 
-def _parameters(compressor: Compressor | type[Compressor]) -> list[Field[Any]]:
+@functools.cache
+def _parameters(compressor: type[Compressor]) -> list[Field[Any]]:
     """Return a compressor's parameters: its own first, then those that many have."""
     parameters = [entry for entry in fields(compressor) if _BOUND not in entry.metadata]
     return sorted(parameters, key=lambda entry: bool(entry.kw_only))
