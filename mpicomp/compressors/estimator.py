@@ -89,9 +89,13 @@ class Search:
         """Mean magnitude."""
         return self.accumulated.moments.total / self.numel
 
+    def top(self) -> float:
+        """Return the largest magnitude; `ranks` is to name 1."""
+        return self.magnitude(1) if self.waits else self.candidates.top()
+
     def magnitude(self, rank: int) -> float:
-        """Return the magnitude of a rank; 1, the largest, is the only one that is known on the host."""
-        return self._magnitudes[rank] if self.waits else self.candidates.top()
+        """Return the magnitude of one of `ranks`, of which 1 is the largest; known where numbers are waited for."""
+        return self._magnitudes[rank]
 
     def foresee(self, thresholds: Iterable[float]) -> None:
         """Count above the first eight thresholds that may be asked about, where numbers are waited for."""

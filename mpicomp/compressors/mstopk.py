@@ -72,7 +72,7 @@ class MSTopK(Sparsifier):
 
     def _bracketed(self, search: Search, context: Context) -> Selection | None:
         """Return the selection that bisection finds; None where it is of no use."""
-        mean, top = search.mean, search.magnitude(1)
+        mean, top = search.mean, search.top()
         if not 0 <= mean < top:
             return None
         counted: _Counted | _Ranked = _Ranked(search) if search.waits else _Counted(search)

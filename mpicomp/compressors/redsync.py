@@ -57,7 +57,7 @@ class RedSync(Estimator):
 
     def threshold(self, search: Search) -> float:
         """Search between the mean and the largest; see `Estimator.threshold`."""
-        mean, span = search.mean, search.magnitude(1) - search.mean
+        mean, span = search.mean, search.top() - search.mean
         if not 0 < span < float("inf"):
             return float("nan")
         k, place = search.k, 0.0
