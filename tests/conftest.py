@@ -1,7 +1,7 @@
 """Options and fixtures of the test suite, and what a parallel run needs so that a failure ends it.
 
-Parallel tests are marked ``@pytest.mark.mpi`` (``min_size=`` where they need so many ranks) and take the
-`comm` fixture. They run under ``mpiexec -n N python -m pytest --only-mpi``; `tests/run.py` does that for
+Parallel tests are marked ``@pytest.mark.mpi`` (``min_size=`` where they need so many ranks, ``max_size=`` where more
+of them show nothing new, so that these are for ``--slow``) and take the `comm` fixture. They run under ``mpiexec -n N python -m pytest --only-mpi``; `tests/run.py` does that for
 several N. A parallel test must run the same on all ranks; where it cannot run at all, say so with
 ``skipif`` and not with ``pytest.skip`` in its body, so that the number of tests to expect can be told.
 """
@@ -42,7 +42,7 @@ def pytest_addoption(parser):
     group.addoption(
         "--mpi-census",
         metavar="FILE",
-        help="write which parallel tests were collected: a JSON object, name to number of ranks it needs",
+        help="write which parallel tests were collected: a JSON object, name to least and most number of ranks",
     )
 
 
@@ -103,6 +103,9 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("--slow"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        world = _world(config)
+        if world is not None:
+            items[:] = [item for item in items if world.size <= most_ranks(item)]
     items.sort(key=lambda item: not starts_processes(_file(item)))  # they take longest: the worker that has them begins
 
 
@@ -115,15 +118,22 @@ def _file(item):
     return item.nodeid.partition("::")[0]
 
 
+def most_ranks(item):
+    """Return the largest number of ranks that a parallel test is worth: ``max_size`` of its mark, without --slow."""
+    return min((mark.kwargs.get("max_size", sys.maxsize) for mark in item.iter_markers("mpi")), default=sys.maxsize)
+
+
 def pytest_collection_finish(session):
-    name = session.config.getoption("--mpi-census")
+    config = session.config
+    name = config.getoption("--mpi-census")
     if not name:
         return
     census = {}
     for item in session.items:
         sizes = [mark.kwargs.get("min_size") or 1 for mark in item.iter_markers("mpi")]
         if sizes and not evaluate_skip_marks(item):
-            census[item.nodeid] = max(sizes)
+            most = sys.maxsize if config.getoption("--slow") else most_ranks(item)
+            census[item.nodeid] = max(sizes), most
     with open(name, "w") as file:
         json.dump(census, file)
 

@@ -156,12 +156,15 @@ def test_parallel_tests_are_counted(suite, tmp_path, monkeypatch):
         monkeypatch.delenv(name)
     body = (
         PASSING + "@pytest.mark.mpi(min_size=2)\ndef test_two(comm):\n    pass\n"
+        "@pytest.mark.mpi(max_size=1)\ndef test_alone(comm):\n    assert comm.size == 1\n"
         "@pytest.mark.mpi\n@pytest.mark.skipif(True, reason='never')\ndef test_never(comm):\n    pass\n"
         "def test_serial():\n    pass\n"
     )
     folder = suite(body)
-    assert sorted(run.census([str(folder)], tmp_path).values()) == [1, 2]
-    assert run.parallel([str(folder)], [1, 2], tmp_path) == run.Count(3, 0)
+    counts = sorted(run.census([str(folder)], tmp_path).values())
+    assert [(least, min(most, 9)) for least, most in counts] == [(1, 1), (1, 9), (2, 9)]
+    assert run.parallel([str(folder)], [1, 2], tmp_path) == run.Count(4, 0)
+    assert run.parallel(["--slow", str(folder)], [1, 2], tmp_path).failed > 0
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def test_no_mpi4py(alone, tmp_path):
     assert ended.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_measured_link(mpiexec):
     report = json.loads(mpiexec(2, "-m", "mpicomp", "doctor", "--json", timeout=60).stdout)
     assert report["link"]["between"] == "ranks"

@@ -105,6 +105,7 @@ def test_the_launcher_on_the_path_is_another_ones(environment, examine):
     assert note["fix"].endswith(str(ours.with_name("mpiexec")))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root, to name a host")
 def test_a_node_name_that_does_not_resolve(mpiexec, tmp_path):
     program = tmp_path / "program.py"

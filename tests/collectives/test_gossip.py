@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from marks import slow
 
 from mpicomp.algorithms.power_gossip import Gossip
 from mpicomp.errors import NonFiniteError
@@ -103,7 +104,7 @@ def cut(models, number):
 
 
 @pytest.mark.parametrize(("edges", "size"), GRAPHS, ids=str)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
 def test_models_come_together_geometrically(edges, size, dtype):
     graph = make_graph(edges, size)
     world = LocalWorld(size)

@@ -8,7 +8,7 @@ from mpicomp.collectives import bind
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.rounds import Group
 
-DTYPES = [np.float32, np.float64]
+DTYPES = [np.float32, slow(np.float64)]
 SINGLE = np.dtype(np.float32)
 
 

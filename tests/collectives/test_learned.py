@@ -204,7 +204,7 @@ def test_it_is_what_was_written_out(settings, ranks, inner, made):
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("ranks", [1, slow(2), 3, slow(4)])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
 def test_bytes_executed_are_those_of_rounds_in_every_phase(settings, ranks, dtype):
     world = LocalWorld(ranks)
     reducers = [mpicomp.Reducer(lgc(**settings), "learned", comm=end) for end in world.transports]

@@ -2,6 +2,7 @@ import numpy as np
 import oracle
 import pytest
 from lockstep import dense, gradients, run
+from marks import slow
 from schemes import Above
 from worlds import Ranks
 
@@ -14,7 +15,7 @@ from mpicomp.transport import LocalWorld
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
 def test_dense_bits_are_those_of_a_sum_in_rank_order(ranks, dtype):
     arrays = gradients(ranks, 50, dtype)
     total = np.zeros(50, dtype)

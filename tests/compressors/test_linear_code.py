@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from marks import slow
 
 from mpicomp.algorithms.lgc.linear_code import LinearCode
 from mpicomp.workspace import Workspace
@@ -70,7 +71,7 @@ def test_a_code_has_a_quarter_of_the_numbers():
     assert code.least == 16
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
 def test_values_of_few_dimensions_come_back(dtype):
     code, errors = taught()
     values = rows(320, np.random.default_rng(5))[0][0].astype(dtype)
@@ -90,7 +91,7 @@ def test_values_that_have_nothing_in_common_keep_a_quarter_of_their_energy():
     assert all(0.75 - 0.025 < error < 0.75 + 0.025 for error in errors[1:])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_the_mean_of_codes_is_decoded_to_the_mean(dtype, ranks):
     code, _ = taught(noise=1.0)

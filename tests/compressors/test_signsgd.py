@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 from lockstep import run
+from marks import slow
 from worlds import Ranks
 
 import mpicomp
@@ -26,7 +27,7 @@ def test_scale_is_a_positive_number(scale):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("numel", [1, 63, 64, 65, 1000])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
 def test_the_majority_wins_and_ties_are_plus(ranks, numel, dtype):
     rng = np.random.default_rng([ranks, numel])
     arrays = [rng.normal(size=numel).astype(dtype) for _ in range(ranks)]

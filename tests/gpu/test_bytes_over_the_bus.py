@@ -60,7 +60,7 @@ def mpi_reads_the_device(monkeypatch):
     monkeypatch.setattr(Lent, "__setitem__", write)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [slow(2), 3])
 @pytest.mark.parametrize("parameters", [1, 5])
 def test_topk_by_allgather(size, parameters, cupy):
     up, down, reads, launches, sent = counted(cupy, mpicomp.TopK(ratio=0.01), "allgather", size, parameters)
@@ -70,7 +70,7 @@ def test_topk_by_allgather(size, parameters, cupy):
     assert launches <= 12
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [slow(2), 3])
 def test_topk_on_the_direct_route(size, cupy, mpi_reads_the_device):
     up, down, reads, _, _ = counted(cupy, mpicomp.TopK(ratio=0.01), "allgather", size, route="direct")
     assert up <= 64 + 24 * size
@@ -78,7 +78,7 @@ def test_topk_on_the_direct_route(size, cupy, mpi_reads_the_device):
     assert reads <= 1
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [slow(2), 3])
 def test_dense_is_as_it_was(size, cupy):
     """The gradient and four numbers up, the mean and four down."""
     up, down, reads, launches, _ = counted(cupy, mpicomp.Dense(), "allreduce", size)

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
+from marks import slow
 from mpicomp.kernels import cpu
 
-DTYPES = [np.float32, np.float64]
+DTYPES = [np.float32, slow(np.float64)]
 SHAPES = [(1, 2), (2, 4), (4, 16), (7, 8)]
 SIZES = [1, 2, 7, 15, 16, 17, 31, 32, 100, 1000]
 

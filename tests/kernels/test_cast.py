@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import slow
 from mpicomp.kernels import cpu
 
 ALL = np.arange(1 << 16, dtype=np.uint16)
@@ -35,7 +36,7 @@ def nearest(value, wire, numbers):
     return numbers[even[0]]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
 def test_every_number_widens_to_what_it_means(table, dtype):
     wire, numbers = table
     out = np.empty(ALL.size, dtype)
@@ -46,7 +47,7 @@ def test_every_number_widens_to_what_it_means(table, dtype):
     np.testing.assert_array_equal(total, numbers.astype(dtype) + dtype(1))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
 def test_every_number_survives(table, dtype):
     wire, numbers = table
     out, sent = np.empty(ALL.size, np.uint16), np.empty(ALL.size, dtype)

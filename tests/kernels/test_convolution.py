@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
+from marks import slow
 from mpicomp.kernels import cpu
 from mpicomp.kernels.cpu import convolution
 
 TILE = convolution._TILE
-DTYPES = [np.float32, np.float64]
+DTYPES = [np.float32, slow(np.float64)]
 PLACES = [1, 2, 7, TILE - 1, TILE, TILE + 1, 2 * TILE + 3]
 
 

@@ -3,10 +3,11 @@ import statistics
 
 import numpy as np
 import pytest
+from marks import slow
 from mpicomp.kernels import cpu
 from sketches import cells_of, estimates_of, table_of
 
-DTYPES = [np.float32, np.float64]
+DTYPES = [np.float32, slow(np.float64)]
 SIZES = [0, 1, 5, 1023, 1024, 1025, 3000]
 KEY = 0x0123456789ABCDEF
 

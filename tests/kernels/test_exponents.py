@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
+from marks import slow
 from mpicomp.kernels import cpu
 
-DTYPES = [np.float32, np.float64]
+DTYPES = [np.float32, slow(np.float64)]
 SIZES = [0, 1, 63, 64, 65, 1000, 1024, 1025, 5000]
 
 

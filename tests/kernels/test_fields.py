@@ -2,9 +2,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from marks import slow
 from mpicomp.kernels import cpu
 
-DTYPES = [np.float32, np.float64]
+DTYPES = [np.float32, slow(np.float64)]
 SIZES = [0, 1, 2, 31, 255, 256, 257, 2600, 5003]
 LIMITS = [1, 7, 127, 32767]
 

@@ -2,9 +2,10 @@ import math
 
 import numpy as np
 import pytest
+from marks import slow
 from mpicomp.kernels import cpu
 
-DTYPES = [np.float32, np.float64]
+DTYPES = [np.float32, slow(np.float64)]
 SIZES = [0, 1, 63, 64, 65, 127, 128, 1000, 1024, 1025, 5000]
 SYMMETRIC = [(bits, norm) for bits in range(2, 9) for norm in ("max", "l2")]
 KEY = 0x123456789ABCDEF

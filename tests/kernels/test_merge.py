@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import slow
 from mpicomp.kernels import cpu
 
-DTYPES = [np.float32, np.float64]
+DTYPES = [np.float32, slow(np.float64)]
 GUARD = 4
 
 numbers = st.integers(-3, 3).map(float) | st.sampled_from([0.5, -1e30, np.inf, -np.inf, np.nan])

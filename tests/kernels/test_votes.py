@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from marks import slow
 from mpicomp.kernels import cpu
 
 SIZES = [0, 1, 63, 64, 65, 1000]
@@ -9,7 +10,7 @@ def bits_of(words, size):
     return np.unpackbits(words.view(np.uint8), bitorder="little")[:size].astype(bool)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
 @pytest.mark.parametrize("size", SIZES)
 def test_votes_are_sign_bits(dtype, size):
     array = np.random.default_rng(size).normal(size=size).astype(dtype)

@@ -15,7 +15,7 @@ from uneven import BATCHES, Uneven, assert_same_state, loop, steps_of  # noqa: E
 torch.set_num_threads(1)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("batches", [BATCHES, [0, 0, 3, 1], [3, 3, 3, 3], [0, 0, 0, 0]], ids=str)
 def test_means_are_of_the_ranks_that_have_batches(comm, batches, overlap):
@@ -33,7 +33,7 @@ def test_means_are_of_the_ranks_that_have_batches(comm, batches, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_one_context_after_another_and_steps_between(comm, overlap):
     model = network()
@@ -62,7 +62,7 @@ def test_one_context_after_another_and_steps_between(comm, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("batches", [BATCHES, [0, 3, 6, 1]], ids=str)
 def test_nothing_is_lost(comm, batches, overlap):
@@ -116,7 +116,7 @@ def test_nothing_is_lost(comm, batches, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_clipping_of_the_mean(comm, overlap):
     def clip(model):
@@ -140,7 +140,7 @@ def test_clipping_of_the_mean(comm, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_a_mean_that_the_loop_replaces_or_drops(comm):
     """With decay a parameter whose gradient was dropped has to stay as it is, also on ranks that are done."""
 
@@ -167,7 +167,7 @@ def test_a_mean_that_the_loop_replaces_or_drops(comm):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_a_learning_rate_that_changes_in_the_loop(comm, overlap):
     """In whatever place: before forward, between the mean and the step, after the step."""
@@ -202,7 +202,7 @@ def test_a_learning_rate_that_changes_in_the_loop(comm, overlap):
         optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_a_scheduler_in_a_hook_steps_on_all_ranks(comm):
     model = network()
     own = sgd(model)
@@ -218,7 +218,7 @@ def test_a_scheduler_in_a_hook_steps_on_all_ranks(comm):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 def test_rates_that_have_come_apart_are_found_at_the_next_context(comm):
     model = network()
     optimizer = distribute(model, comm)
@@ -230,7 +230,7 @@ def test_rates_that_have_come_apart_are_found_at_the_next_context(comm):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_accumulation(comm, overlap):
     model = network()
@@ -255,7 +255,7 @@ def test_accumulation(comm, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("clips", [False, True], ids=["plain", "clips"])
 def test_a_gradient_scaler(comm, clips, overlap):
@@ -304,7 +304,7 @@ class Words(torch.nn.Module):
         return self.head(self.words(tokens).mean(1)).square().sum()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("changes", [False, True], ids=["plain", "changes"])
 def test_sparse_gradients(comm, changes, overlap):
@@ -333,7 +333,7 @@ def test_sparse_gradients(comm, changes, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_parameters_that_nobody_uses(comm, overlap):
     """With momentum and decay a parameter that no rank with batches used has to stay as it is."""
@@ -362,7 +362,7 @@ def test_parameters_that_nobody_uses(comm, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_closures(comm, overlap):
     model = network()
@@ -384,7 +384,7 @@ def test_closures(comm, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop], ids=lambda m: m.__name__)
 def test_other_optimizers_and_wrapped_steps(comm, make):
     def own(model):
@@ -419,7 +419,7 @@ def test_other_optimizers_and_wrapped_steps(comm, make):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("policy", ["accordion", "lgreco", "gravac", "flexible", "schedule", "auto"])
 def test_policies_leave_plans_as_they_are(comm, monkeypatch, policy, overlap):

@@ -18,7 +18,7 @@ from uneven import BATCHES, loop, steps_of  # noqa: E402
 torch.set_num_threads(1)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("some", [0, 2])
@@ -50,7 +50,7 @@ def test_a_rank_that_steps_without_it(comm, steps, some, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_an_error_that_leaves_the_block_communicates_nothing(comm, overlap):
     model = network()
@@ -105,7 +105,7 @@ def test_an_error_of_one_rank_ends_the_job(mpiexec, ranks, overlap):
     assert "KeyError: 'of this rank alone'" in job.stderr
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_errors_of_a_step_reach_ranks_that_have_no_batches(comm, overlap):
     model = network()
@@ -121,7 +121,7 @@ def test_errors_of_a_step_reach_ranks_that_have_no_batches(comm, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 def test_a_loop_that_ends_between_backward_and_step(comm):
     model = network()
     optimizer = distribute(model, comm)
@@ -140,7 +140,7 @@ def test_a_loop_that_ends_between_backward_and_step(comm):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 def test_parameters_that_were_changed_beside_the_steps(comm):
     model = network()
     optimizer = distribute(model, comm)
@@ -172,7 +172,7 @@ def test_contexts_within_one_another():
     assert steps_of(first) == steps_of(second) == 1
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_another_optimizer_in_the_loop(comm, overlap):
     one, two = network(), network(1)
@@ -189,7 +189,7 @@ def test_another_optimizer_in_the_loop(comm, overlap):
     second.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_bytes_are_in_the_record(comm, monkeypatch):
     model = network()
     count = Count(monkeypatch)

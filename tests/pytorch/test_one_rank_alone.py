@@ -34,7 +34,7 @@ def train(model, optimizer, loss, steps):
         optimizer.step()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("compressor", ["dense", "topk"])
@@ -58,7 +58,7 @@ def test_a_group_added_on_one_rank(comm, compressor, steps, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 def test_a_group_of_another_value(comm, overlap):
     model = network()
@@ -74,7 +74,7 @@ def test_a_group_of_another_value(comm, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("part", ["words", "head"])
 def test_a_part_that_is_frozen_on_one_rank(comm, part, overlap):
@@ -93,7 +93,7 @@ def test_a_part_that_is_frozen_on_one_rank(comm, part, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize("whose", ["all", "one"])
 def test_a_parameter_that_was_put_into_a_group_by_hand(comm, whose, overlap):
@@ -109,7 +109,7 @@ def test_a_parameter_that_was_put_into_a_group_by_hand(comm, whose, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_gradient_that_one_rank_has_changed(comm, steps):
     model = network()
@@ -126,7 +126,7 @@ def test_a_gradient_that_one_rank_has_changed(comm, steps):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -152,7 +152,7 @@ def test_what_is_refused_on_one_rank_is_refused_on_all(comm, wrong):
         plain.step()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize(
     "make",
     [
@@ -172,7 +172,7 @@ def test_what_others_refuse_on_one_rank_is_refused_on_all(comm, make):
         make(model, comm, comm.rank == comm.size - 1)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, slow(False)])
 @pytest.mark.parametrize(
     "lr",
@@ -208,7 +208,7 @@ def test_learning_rates_of_every_kind(comm, monkeypatch, lr, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD], ids=lambda m: m.__name__)
 def test_optimizers_whose_learning_rate_is_a_tensor(comm, make, capturable):

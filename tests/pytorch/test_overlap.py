@@ -15,7 +15,7 @@ from replicas import Branches, Reference, assert_replicas, assert_same, batch, d
 torch.set_num_threads(1)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_it_is_training_on_one_large_batch(comm, overlap):
     model = network()
@@ -28,7 +28,7 @@ def test_it_is_training_on_one_large_batch(comm, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize(
     ("compressor", "collective"),
     [(mpicomp.TopK(ratio=0.1), "allgather"), (mpicomp.TopK(ratio=0.1), "oktopk"), ("sidco", "star-topk"),
@@ -53,7 +53,7 @@ def test_overlap_changes_no_bit(comm, compressor, collective):
     assert all(np.array_equal(kept[name], also[name]) for name in kept)
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 def test_buckets_are_under_way_before_backward_ends(comm):
     model = network()
     optimizer = distribute(model, comm)
@@ -70,7 +70,7 @@ def test_buckets_are_under_way_before_backward_ends(comm):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_whatever_order_backward_takes_on_each_rank(comm):
     def loss(model, rank, step):
         return model(batch(step, rank), np.random.default_rng((7, rank, step)).permutation(4)).square().mean()
@@ -87,7 +87,7 @@ def test_whatever_order_backward_takes_on_each_rank(comm):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 def test_parameters_that_differ_at_the_start(comm):
     model = network()
     if comm.rank == comm.size - 1:
@@ -100,7 +100,7 @@ def test_parameters_that_differ_at_the_start(comm):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 def test_a_second_backward_before_the_step(comm):
     model = network()
     optimizer = distribute(model, comm)
@@ -112,7 +112,7 @@ def test_a_second_backward_before_the_step(comm):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("steps", [0, 1])
 def test_gradients_that_are_changed_while_they_are_exchanged(comm, steps):
     model = network()
@@ -130,7 +130,7 @@ def test_gradients_that_are_changed_while_they_are_exchanged(comm, steps):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 def test_zero_grad_while_gradients_are_exchanged(comm):
     model = network()
     optimizer = distribute(model, comm)
@@ -141,7 +141,7 @@ def test_zero_grad_while_gradients_are_exchanged(comm):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_after_close(comm):
     model = network()
     optimizer = distribute(model, comm)
@@ -154,7 +154,7 @@ def test_after_close(comm):
         optimizer.step()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize(
     ("layout", "cores", "wanted", "expected"),
     [
@@ -187,7 +187,7 @@ def test_a_thread_is_worth_it_where_something_is_waited_for_or_a_core_is_free(co
         transport.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 def test_one_rank_that_asks_for_no_thread_is_enough(comm):
     model = network()
     reference = Reference(model, sgd, comm.size)
@@ -198,7 +198,7 @@ def test_one_rank_that_asks_for_no_thread_is_enough(comm):
     optimizer.close()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 def test_a_thread_level_that_is_too_low_on_some_rank(comm, monkeypatch):
     from mpicomp.transport.mpi import MPITransport
 

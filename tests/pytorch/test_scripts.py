@@ -12,7 +12,7 @@ from replicas import Reference, assert_same, batch, distribute, network, sgd, sq
 torch.set_num_threads(1)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_accumulation_with_a_short_last_window(comm, overlap):
     model = network()
@@ -41,7 +41,7 @@ def test_accumulation_with_a_short_last_window(comm, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_clipping_of_the_mean(comm):
     def clip(model):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -61,7 +61,7 @@ def test_clipping_of_the_mean(comm):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("unscale", [True, False])
 def test_a_gradient_scaler_and_an_overflow_on_one_rank(comm, overlap, unscale):
@@ -88,7 +88,7 @@ def test_a_gradient_scaler_and_an_overflow_on_one_rank(comm, overlap, unscale):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_residuals_are_in_units_of_the_unscaled_gradient(comm):
     """Whatever the scaler does to the scale, the run is the one without a scaler."""
     runs = []
@@ -110,7 +110,7 @@ def test_residuals_are_in_units_of_the_unscaled_gradient(comm):
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad(comm, set_to_none):
     model = network()
@@ -126,7 +126,7 @@ def test_zero_grad(comm, set_to_none):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_mean_that_was_not_used(comm, overlap):
     """Whoever averages and then does not step has not averaged what backward brings next."""
@@ -143,7 +143,7 @@ def test_a_mean_that_was_not_used(comm, overlap):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_several_models_and_optimizers_in_one_script(comm):
     """As a GAN has them: each backward goes through both, one optimizer steps."""
 
@@ -179,7 +179,7 @@ def test_several_models_and_optimizers_in_one_script(comm):
 
 
 @pytest.mark.slow
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_a_compiled_model(comm):
     model = network()
     reference = Reference(model, sgd, comm.size)
@@ -194,7 +194,7 @@ def test_a_compiled_model(comm):
     optimizer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_learning_rates_change_with_a_residual_in_hand(comm):
     """Residuals are of gradients: a rate applies to what is delivered, whenever it was held back."""
     model = torch.nn.Linear(6, 1, bias=False)

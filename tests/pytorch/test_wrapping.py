@@ -118,7 +118,7 @@ def test_a_step_that_something_was_put_around_exchanges_once(way, when, closure)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_ranks_stay_together_whatever_was_put_into_the_optimizer(comm, way, overlap):
@@ -223,7 +223,7 @@ def test_what_a_plain_optimizer_passed_is_the_one_that_exchanges():
     assert optimizer.reducer.last_step.step == 0
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("loaded", [False, True], ids=["new", "loaded"])
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
 def test_hooks_come_once_and_see_means(comm, patched, loaded):
@@ -403,7 +403,7 @@ def test_a_dropped_optimizer_is_collected():
         model.zero_grad()
 
 
-@pytest.mark.mpi(min_size=2)
+@pytest.mark.mpi(min_size=2, max_size=3)
 def test_a_dropped_optimizer_leaves_no_thread(comm):
     import threading
 
