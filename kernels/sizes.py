@@ -48,3 +48,23 @@ def words_of(numel: int, largest: int) -> int:
 def width_of(largest: int) -> int:
     """Return the number of bits of a field that holds up to ``largest``."""
     return max(1, int(largest).bit_length())
+
+
+SQUARES_BLOCK = 256
+"""Elements of a few bits that share a base and a step; see `mpicomp.kernels.cpu.squares`."""
+
+
+def squares_bytes(count: int, bits: int) -> int:
+    """Return the bytes that ``count`` elements of 2, 4 or 8 bits take, with the scales of their blocks; 8 times some.
+
+    Examples
+    --------
+    >>> squares_bytes(0, 4), squares_bytes(1, 4), squares_bytes(257, 2), 8 * squares_bytes(25_600, 4) / 25_600
+    (0, 16, 88, 4.25)
+    """
+    return code_bytes(count, bits) + 8 * -(-count // SQUARES_BLOCK)
+
+
+def code_bytes(count: int, bits: int) -> int:
+    """Return the bytes of their codes alone, the last word of 8 bytes filled up."""
+    return 8 * -(-count * bits // 64)

@@ -232,3 +232,28 @@ def two_phase_step(gradients, residuals, block):
         left[owner][part] = ranks * (exact - mean[part])
         start = part.stop
     return mean, left
+
+
+def levels_of(values, bits):
+    """The levels of a block of few-bit values: from the mean of those nearest to the least one to the largest ones'."""
+    magnitudes, last = np.abs(np.asarray(values, np.float64)), 2 ** (bits - 1) - 1
+    laid = [magnitudes.min() + (magnitudes.max() - magnitudes.min()) * (j / last) ** 2 for j in range(last + 1)]
+    nearest = [np.argmin([abs(magnitude - level) for level in laid]) for magnitude in magnitudes]
+    low = [magnitude for magnitude, j in zip(magnitudes, nearest, strict=True) if j == 0]
+    high = [magnitude for magnitude, j in zip(magnitudes, nearest, strict=True) if j == last]
+    base = np.float32(sum(low) / len(low))
+    end = sum(high) / len(high) if high else sum(low) / len(low)
+    step = np.float32((end - float(base)) / last**2)
+    return [float(base) + j**2 * float(step) for j in range(last + 1)]
+
+
+def few_bits(values, bits):
+    """Every value's sign, times the nearest level of its block of 256."""
+    out = []
+    for start in range(0, len(values), 256):
+        part = values[start : start + 256]
+        levels = levels_of(part, bits)
+        for value in part:
+            place = np.argmin([abs(abs(float(value)) - level) for level in levels])
+            out.append(math.copysign(levels[place], float(value)))
+    return np.array(out)

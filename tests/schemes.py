@@ -33,6 +33,7 @@ REPRESENTATIVES = [
     mpicomp.TopK(ratio=0.05),
     mpicomp.TopK(ratio=0.5, wire="fp16"),
     mpicomp.TopK(ratio=0.1, wire="bf16", indices="elias-fano"),
+    mpicomp.TopK(ratio=0.5, wire="q4"),
     mpicomp.SIDCo(ratio=0.05),
     mpicomp.RandomK(ratio=0.05),
     mpicomp.BlockRandomK(ratio=0.05, wire="bf16"),
@@ -49,6 +50,8 @@ not: what depends on the number of ranks or on the collective depends on nothing
 
 OTHERS = [
     mpicomp.TopK(ratio=1.0, indices="plain"),
+    mpicomp.TopK(ratio=0.3, wire="q8", indices="plain"),
+    mpicomp.SIDCo(ratio=0.3, wire="q2"),
     mpicomp.SIDCo(ratio=0.02, distribution="gamma", wire="fp16"),
     mpicomp.SIDCo(ratio=0.1, distribution="pareto", stages=2),
     mpicomp.DGC(ratio=0.05),

@@ -59,8 +59,8 @@ class Selecting:
         gradient : array, shape (numel,)
             Of this step.
         message : bool
-            Whether to write what would be sent: plain 32-bit pairs, or the values alone where all ranks select the same
-            positions. What packs does so in any case.
+            Whether to write what would be sent: plain 32-bit indices with values as the compressor's wire has them, or
+            the values alone where all ranks select the same positions. What packs does so in any case.
         """
         accumulated = bucket.accumulate([gradient])
         if isinstance(self.compressor, Quantiser):
@@ -90,14 +90,19 @@ class Selecting:
             return Selection(indices, values)
         selection = compressor.select(accumulated, context)
         if message:
-            write_plain(selection, accumulated, context)
+            if compressor.wire is not None and np.may_share_memory(selection.values, accumulated.array()):
+                selection = Selection(selection.indices, selection.values.copy())  # rounded in place
+            write_plain(selection, accumulated, context, Wire(compressor.wire))
         return selection
 
 
-def write_plain(selection: Selection, accumulated: Accumulated, context: Context) -> NDArray[np.uint8]:
-    """Write the message of a selection as plain 32-bit pairs, into the workspace."""
+def write_plain(
+    selection: Selection, accumulated: Accumulated, context: Context, wire: Wire = _PLAIN
+) -> NDArray[np.uint8]:
+    """Write the message of a selection into the workspace, as plain 32-bit pairs if not said otherwise."""
     numel, dtype = accumulated.numel, accumulated.dtype
-    out = context.workspace.array("message", message_bytes(selection.indices.size, numel, dtype, _PLAIN), np.uint8)
+    out = context.workspace.array("message", message_bytes(selection.indices.size, numel, dtype, wire), np.uint8)
     flags, moments = STALE * accumulated.stale, accumulated.untold
-    write_message(out, selection, numel, _PLAIN, flags, moments.energy, selection.values, moments.finite)
+    kept = selection.values if wire.values is None else kernels.energy(selection.values)
+    write_message(out, selection, numel, wire, flags, moments.energy, kept, moments.finite)
     return out

@@ -30,10 +30,11 @@ from mpicomp.kernels.cpu.scatter import clear_at, gather, scatter_add, subtract_
 from mpicomp.kernels.cpu.select import kth_magnitude, select_candidates, select_largest
 from mpicomp.kernels.cpu.signs import pack_signs, unpack_signs, unpack_signs_add
 from mpicomp.kernels.cpu.spectrum import BINS, GROUP, edges, spectrum
+from mpicomp.kernels.cpu.squares import pack_squares, unpack_squares
 from mpicomp.kernels.cpu.sweep import energy, momentum, scale, share_rounding
 from mpicomp.kernels.cpu.tail import Tail, counts_above, select_above, select_listed, tail
 from mpicomp.kernels.cpu.votes import majority, pack_votes, unpack_votes
-from mpicomp.kernels.sizes import fields_of, index_bytes, words_of
+from mpicomp.kernels.sizes import fields_of, index_bytes, squares_bytes, words_of
 
 __all__ = [
     "BINS",
@@ -81,6 +82,7 @@ __all__ = [
     "pack_objections",
     "pack_range",
     "pack_signs",
+    "pack_squares",
     "pack_votes",
     "scale",
     "scatter_add",
@@ -96,6 +98,7 @@ __all__ = [
     "sparse_add",
     "spectrum",
     "split_largest",
+    "squares_bytes",
     "subtract_at",
     "tail",
     "unpack_exponents",
@@ -105,6 +108,7 @@ __all__ = [
     "unpack_grid_add",
     "unpack_signs",
     "unpack_signs_add",
+    "unpack_squares",
     "unpack_votes",
     "widen",
     "widen_add",

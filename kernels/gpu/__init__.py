@@ -37,12 +37,13 @@ from mpicomp.kernels.gpu.select import kth_magnitude, select_candidates, select_
 from mpicomp.kernels.gpu.sidco import Estimate, sidco
 from mpicomp.kernels.gpu.signs import pack_signs, unpack_signs, unpack_signs_add
 from mpicomp.kernels.gpu.spectrum import spectrum
+from mpicomp.kernels.gpu.squares import pack_squares, unpack_squares
 from mpicomp.kernels.gpu.sweep import energy, momentum, scale, share_rounding
 from mpicomp.kernels.gpu.tail import Tail, counts_above, select_above, select_listed, tail
 from mpicomp.kernels.gpu.topk import Stats, topk
 from mpicomp.kernels.gpu.votes import majority, pack_votes, unpack_votes
 from mpicomp.kernels.gpu.workspace import Workspace
-from mpicomp.kernels.sizes import fields_of, index_bytes, words_of
+from mpicomp.kernels.sizes import fields_of, index_bytes, squares_bytes, words_of
 
 GATHERS = True
 """Whether many pieces are best put one behind the other before they are summed: launches cost more than that does."""
@@ -97,6 +98,7 @@ __all__ = [
     "pack_objections",
     "pack_range",
     "pack_signs",
+    "pack_squares",
     "pack_votes",
     "scale",
     "scatter_add",
@@ -113,6 +115,7 @@ __all__ = [
     "sparse_add",
     "spectrum",
     "split_largest",
+    "squares_bytes",
     "subtract_at",
     "tail",
     "topk",
@@ -123,6 +126,7 @@ __all__ = [
     "unpack_grid_add",
     "unpack_signs",
     "unpack_signs_add",
+    "unpack_squares",
     "unpack_votes",
     "widen",
     "widen_add",

@@ -65,7 +65,7 @@ def sparse_add(
         raise ValueError(
             f"sparse_add: {len(counts)} selections, with values at {len(values_at)} and indices at {len(indices_at)}"
         )
-    values, places, lengths = _steps(values_at), _steps(indices_at), _steps(counts)
+    values, places, lengths = steps_of(values_at), steps_of(indices_at), steps_of(counts)
     table: Any = 0
     if values is None or places is None or lengths is None or lengths[1] != 0:
         table = library().asarray(np.array([values_at, indices_at, counts], np.int64).T.copy())
@@ -80,7 +80,7 @@ def sparse_add(
     return memory[2:].view(np.bool_)[0]
 
 
-def _steps(numbers: Sequence[int]) -> tuple[int, int] | None:
+def steps_of(numbers: Sequence[int]) -> tuple[int, int] | None:
     """Return the first number and the distance to the next one, or None where distances differ."""
     if len(numbers) == 0:
         return 0, 0

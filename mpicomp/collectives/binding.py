@@ -9,6 +9,7 @@ from mpicomp.collectives.two_phase import TwoPhase
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import SharedSparsifier
+from mpicomp.compressors.wire import SHARING
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.registry import COLLECTIVES
 
@@ -83,11 +84,13 @@ use allgather, star-topk, ...
     if isinstance(compressor, SharedSparsifier) and cls.carries(_values_of(compressor)):
         return SharedPositions(compressor, bind(_values_of(compressor), collective))
     if not cls.carries(compressor):
-        verb = "sums" if cls.messages == "dense" else "carries"
+        what = f"{'sums' if cls.messages == 'dense' else 'carries'} {cls.messages} messages"
+        if not cls.intact and getattr(compressor, "wire", None) in SHARING and cls.carries(type(compressor)):
+            what = "cuts messages or adds to them, whose values share scales here"
         *others, last = fitting(compressor)
         subject = repr(compressor) if name in fitting(type(compressor)) else compressor.id
         raise IncompatiblePairError(
-            f"{subject}: does not fit collective '{name}', which {verb} {cls.messages} messages; "
+            f"{subject}: does not fit collective '{name}', which {what}; "
             f"use {', '.join(others) + ' or ' if others else ''}{last}"
         )
     carried = cls.upon(compressor)

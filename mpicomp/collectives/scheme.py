@@ -14,6 +14,7 @@ from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
+from mpicomp.compressors.wire import SHARING
 from mpicomp.errors import MessageError
 from mpicomp.places import here
 from mpicomp.rounds import Asked, Group, Round
@@ -92,8 +93,8 @@ class Scheme(ABC, Generic[CompressorType]):
     """
 
     intact: ClassVar[bool] = False
-    """Whether a sparse message is read as it was written; where it is cut, added to or summed, values cannot share a
-    magnitude, as they do in a `mpicomp.Sparsifier` with ``wire="signs"``.
+    """Whether a sparse message is read as it was written; where it is cut, added to or summed, values cannot share
+    scales, as they do in a `mpicomp.Sparsifier` with ``wire="signs"``, ``"q8"``, ``"q4"`` or ``"q2"``.
     """
 
     leaves_out: bool = False
@@ -107,7 +108,7 @@ class Scheme(ABC, Generic[CompressorType]):
     @classmethod
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
         """Return whether a compressor's messages fit; asked of a class, whether they do for some of its parameters."""
-        whole = cls.intact or getattr(compressor, "wire", None) != "signs"
+        whole = cls.intact or getattr(compressor, "wire", None) not in SHARING
         return whole and (cls.messages == "any" or compressor.message in cls.messages.split(" or "))
 
     @classmethod

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.message import SIGNS, Told, signs_at
+from mpicomp.compressors.message import Told, unpack_sharing
+from mpicomp.compressors.wire import SHARING
 from mpicomp.places import here
 from mpicomp.workspace import Workspace
 
@@ -68,8 +69,8 @@ class SparseMean:
         Returns
         -------
         bool
-            Whether all indices ascend below the length of the mean, which else may hold anything. On a device a 0-d
-            array, or True where there are no messages.
+            Whether all indices ascend below the length of the mean and all scales of values are sound; else the mean
+            may hold anything. On a device a 0-d array, or True where there are no messages.
         """
         right = True
         for (stored, coding), group in groupby(told, key=lambda own: (own.stored, own.coding)):
@@ -79,15 +80,17 @@ class SparseMean:
             if coding != "plain":
                 decoded = self._workspace.array("decoded", sum(counts), np.uint32)
                 sound = kernels.decode_indices_of(messages, indices_at, counts, self.array.size, decoded)
-                right = sound if right is True else right & sound
-                if self._on_host and not right:
-                    break
+                right = _both(right, sound)
                 indices, indices_at = decoded, [4 * start for start in accumulate(counts[:-1], initial=0)]
             values, values_at = messages, [each.values_at for each in own]
-            if stored == "signs":
-                values, stored = self._with_signs(messages, own).view(np.uint8), self.array.dtype.name
+            if stored in SHARING:
+                unpacked = self._workspace.array("values", sum(counts), self.array.dtype)
+                right = _both(right, unpack_sharing(messages, own, unpacked))
+                values, stored = unpacked.view(np.uint8), self.array.dtype.name
                 values_at = [self.array.dtype.itemsize * start for start in accumulate(counts[:-1], initial=0)]
             if self._on_host:
+                if not right:
+                    break
                 for start, count in zip(indices_at, counts, strict=True):
                     part = indices.view(np.uint8)[start : start + 4 * count]
                     self._touch(part.view(np.uint32))
@@ -98,16 +101,6 @@ class SparseMean:
             self._touched.clear()  # which may be out of range
             self.array.fill(0)
         return right
-
-    def _with_signs(self, messages: NDArray[np.uint8], told: Sequence[Told]) -> NDArray[np.floating]:
-        """Return the values of messages that hold signs and a magnitude each, one after the other."""
-        values = self._workspace.array("values", sum(each.count for each in told), self.array.dtype)
-        start = 0
-        for each in told:
-            signs, magnitude = signs_at(messages, each.values_at, each.count)
-            kernels.unpack_signs(magnitude, signs, SIGNS * signs.size, values[start : start + each.count])
-            start += each.count
-        return values
 
     def _touch(self, indices: NDArray[np.uint32]) -> None:
         if self._on_host:
@@ -122,3 +115,10 @@ class SparseMean:
             for touched in self._touched:
                 kernels.clear_at(touched, self.array)
         self._touched.clear()
+
+
+def _both(first: bool, second: bool) -> bool:
+    """Return whether two answers are yes, of which each may be known on a device only."""
+    if first is True:
+        return second
+    return first if second is True else first & second

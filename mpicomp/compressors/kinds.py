@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor, check_choice, kept
 from mpicomp.compressors.context import Context
-from mpicomp.compressors.wire import INDICES, VALUES, Wire, compact
+from mpicomp.compressors.wire import INDICES, VALUES, Wire, compact, value_bytes
 from mpicomp.kernels import sizes
 
 
@@ -31,13 +31,21 @@ class Sparsifier(Compressor):
 
     Parameters
     ----------
-    wire : {None, "fp16", "bf16", "signs"}
+    wire : {None, "fp16", "bf16", "q8", "q4", "q2", "signs"}
         How values travel. The 16-bit forms are rounded at the sender, and the error stays in the residual. So does that
-        of ``"signs"``: a bit a value and one mean magnitude for a whole message, which only those collectives carry
-        that deliver messages as they are.
+        of ``"q8"``, ``"q4"`` and ``"q2"``, which take a sign and 7, 3 or 1 bits of magnitude a value, and two scales
+        for every 256; and that of ``"signs"``: a bit a value and one mean magnitude for a whole message. Only those
+        collectives carry these that deliver messages as they are.
     indices : {"auto", "plain", "elias-fano"}
         How indices travel: as 32-bit integers, in a code near their entropy, or in what `mpicomp.compressors.message`
         finds worth it for their number.
+
+    Notes
+    -----
+    What was selected is sent in few bits by Qsparse-local-SGD, Basu et al. 2019, arXiv 1906.02367, and by SparseLoCo,
+    Sarfi et al. 2025, arXiv 2508.15706, whose two bits stand for levels that are not symmetric. Here they are, and lie
+    apart like squares: they are dense where most values are, just above the threshold, see
+    `mpicomp.kernels.cpu.squares`. No block of values loses more energy than it has.
     """
 
     family: ClassVar[str] = "sparsifier"
@@ -73,8 +81,7 @@ class Sparsifier(Compressor):
         count = self.expected(numel)
         coded = self.wire_for(count, numel).indices != "plain"
         indices = sizes.index_bytes(count, numel) if coded else 4 * count
-        value = {None: itemsize, "signs": 1 / 8}.get(self.wire, 2)
-        return (indices + count * value) / numel
+        return (indices + value_bytes(count, np.dtype(f"f{itemsize}"), self.wire)) / numel
 
     @abstractmethod
     def select(self, accumulated: Accumulated, context: Context) -> Selection:

@@ -6,13 +6,15 @@ offset      bytes  what
 0           1      version, 2
 1           1      flags: 1 non-finite, 2 stale (see `mpicomp.reducer`), 4 damaged: the sender could not read what it
                    was sent, and nothing but flags is to be read of this
-2           1      values: 1 float32, 2 float64, 3 fp16, 4 bf16, 5 signs
+2           1      values: 1 float32, 2 float64, 3 fp16, 4 bf16, 5 signs, 6 q8, 7 q4, 8 q2
 3           1      indices: 1 plain, 2 elias-fano
 4           4      count c, unsigned
 8           8      energy: squared L2 norm of the accumulated gradient
 16          8      lost: energy of what is not sent, and of what rounding takes away from what is
 24          c x v  values, of v = 4, 8, 2 or 2 bytes; padded to 8 bytes. Of signs, where there are values: a bit each,
                    in words of 8 bytes, set where one is negative; then their mean magnitude, float32, padded to 8 bytes
+                   as well. Of q8, q4 and q2: codes of 8, 4 or 2 bits, from the lowest bits of bytes on, padded to 8
+                   bytes; then for every 256 values a base and a step, float32, see `mpicomp.kernels.cpu.squares`
 then        ..     indices, ascending: c x 4 bytes, unsigned and padded to 8 bytes; or their code, see
                    `mpicomp.kernels.cpu.index_bytes`
 ==========  =====  =======================================================================================
@@ -21,6 +23,7 @@ Numbers are little-endian, and padding is zero. Every field is aligned where the
 """
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +32,7 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.compressors.kinds import Selection
-from mpicomp.compressors.wire import Wire
+from mpicomp.compressors.wire import BITS, SHARING, SIGNS, Wire, value_bytes
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
 from mpicomp.places import numbers, received
@@ -56,10 +59,8 @@ class _Header(NamedTuple):
 
 _FULL = {np.dtype(np.float32): "float32", np.dtype(np.float64): "float64"}
 _KNOWN = NONFINITE | STALE | DAMAGED
-_VALUES = {"float32": 1, "float64": 2, "fp16": 3, "bf16": 4, "signs": 5}
+_VALUES = {"float32": 1, "float64": 2, "fp16": 3, "bf16": 4, "signs": 5, "q8": 6, "q4": 7, "q2": 8}
 _INDICES = {"plain": 1, "elias-fano": 2}
-SIGNS = 64
-"""Signs in a word."""
 
 
 @dataclass
@@ -115,20 +116,6 @@ def message_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> i
     return _parts(count, numel, value_bytes(count, dtype, wire.values), wire.indices)[1]
 
 
-def value_bytes(count: int, dtype: np.dtype[Any], stored: str | None) -> int:
-    """Return the bytes that ``count`` values take, stored as `mpicomp.compressors.wire.Wire` says; without padding.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> [value_bytes(100, np.dtype(np.float32), stored) for stored in (None, "fp16", "signs")]
-    [400, 200, 20]
-    """
-    if stored == "signs":
-        return 8 * -(-count // SIGNS) + 4 * (count > 0)
-    return count * (2 if stored in ("fp16", "bf16") else dtype.itemsize)
-
-
 def capacity_bytes(count: int, numel: int, dtype: np.dtype[Any], wire: Wire) -> int:
     """Return a length that holds any message with at most ``count`` elements of an array of ``numel``.
 
@@ -167,7 +154,8 @@ def write_message(
     numel : int
         Length of the array that was selected from.
     wire : Wire
-        How to store it: of `"signs"`, the signs and the mean magnitude, which of all magnitudes loses least.
+        How to store it: of ``"signs"``, the signs and the mean magnitude, which of all magnitudes loses least; of
+        ``"q8"``, ``"q4"`` and ``"q2"`` see `mpicomp.kernels.cpu.pack_squares`.
     flags : int
         `NONFINITE` and `STALE`.
     energy, kept : float
@@ -212,8 +200,10 @@ def write_message(
     if wire.values is None:
         _payload(out, HEADER_BYTES, values.size, values.dtype)[:] = values
     elif wire.values == "signs":
-        signs, magnitude = signs_at(out, HEADER_BYTES, values.size)
+        signs, magnitude = _signs_at(out, HEADER_BYTES, values.size)
         rounding = kernels.pack_signs(values, SIGNS * signs.size, magnitude, signs, values)
+    elif wire.values in BITS:
+        rounding = kernels.pack_squares(values, BITS[wire.values], out[HEADER_BYTES:filled], values)
     else:
         halves = _payload(out, HEADER_BYTES, values.size, np.uint16)
         rounding = kernels.narrow(values, wire.values, halves)
@@ -267,7 +257,7 @@ def read_message(
     Raises
     ------
     MessageError
-        Where a field, the length or an index is not what it has to be.
+        Where a field, the length, an index or a scale is not what it has to be.
     """
     told = look_at(message, numel, dtype, expected)
     stored, coding, count, middle = told.stored, told.coding, told.count, told.indices_at
@@ -280,18 +270,52 @@ def read_message(
     else:
         indices = workspace.array("decoded.indices", count, np.uint32)
         right = kernels.decode_indices(message[middle:], count, numel, indices)
-    if not all(numbers(right)):
-        raise MessageError(f"message: indices do not ascend below {numel}")
+    sound: bool = True
     if stored in ("float32", "float64"):
         values = _payload(message, HEADER_BYTES, count, dtype)
     else:
         values = workspace.array("decoded.values", count, dtype)
-        if stored == "signs":
-            signs, magnitude = signs_at(message, HEADER_BYTES, count)
-            kernels.unpack_signs(magnitude, signs, SIGNS * signs.size, values)
+        if stored in SHARING:
+            sound = unpack_sharing(message, [told], values)
         else:
             kernels.widen(_payload(message, HEADER_BYTES, count, np.uint16), stored, values)
+    ascend, sound = numbers(right, sound)
+    if not ascend:
+        raise MessageError(f"message: indices do not ascend below {numel}")
+    if not sound:
+        raise MessageError("message: scales of values are negative, or no finite numbers")
     return Sparse(Selection(indices, values), told.flags, told.energy, told.lost)
+
+
+def unpack_sharing(memory: NDArray[np.uint8], told: Sequence[Told], out: NDArray[np.floating]) -> bool:
+    """Write the values of messages that store them in one of the forms `mpicomp.compressors.wire.SHARING`.
+
+    Parameters
+    ----------
+    memory : array of uint8
+        Holds the messages.
+    told : sequence of Told
+        Of each, with its places in ``memory``; all are stored in the same form.
+    out : array
+        Receives one message's values after the other's.
+
+    Returns
+    -------
+    bool
+        False where a scale of two to eight bits is negative or no finite number, though nobody said that elements are
+        not finite. On a device a 0-d array, or True.
+    """
+    stored = told[0].stored
+    if stored in BITS:
+        places, counts = [each.values_at for each in told], [each.count for each in told]
+        sound: bool = kernels.unpack_squares(memory, places, counts, BITS[stored], out)
+        return True if any(each.flags & NONFINITE for each in told) else sound
+    start = 0
+    for each in told:
+        signs, magnitude = _signs_at(memory, each.values_at, each.count)
+        kernels.unpack_signs(magnitude, signs, SIGNS * signs.size, out[start : start + each.count])
+        start += each.count
+    return True
 
 
 def look_at(
@@ -351,7 +375,7 @@ def _layout_of(header: _Header, numel: int, dtype: np.dtype[Any]) -> tuple[str, 
     stored = _name_of(header.values, _VALUES, "values")
     coding = _name_of(header.indices, _INDICES, "indices")
     if stored in ("float32", "float64") and stored != _FULL[dtype]:
-        raise MessageError(f"message: values must be {dtype.name} or have 16 bits, got {stored}")
+        raise MessageError(f"message: values must be {dtype.name} or have at most 16 bits, got {stored}")
     if header.elements > numel:
         raise MessageError(f"message: {header.elements} values do not come from {numel} elements")
     return stored, coding
@@ -363,7 +387,7 @@ def _parts(count: int, numel: int, values: int, coding: str) -> tuple[int, int]:
     return middle, middle + (_padded(4 * count) if coding == "plain" else sizes.index_bytes(count, numel))
 
 
-def signs_at(memory: NDArray[np.uint8], start: int, count: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+def _signs_at(memory: NDArray[np.uint8], start: int, count: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
     """Return the words of ``count`` signs that begin at a byte, and the magnitude behind them; none for no values."""
     words = -(-count // SIGNS)
     return _payload(memory, start, words, np.uint64), _payload(memory, start + 8 * words, min(count, 1), np.float32)

@@ -1,12 +1,21 @@
 """The storage format of the values and indices of a sparse message, and the choice between plain and coded indices."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from mpicomp.errors import ConfigurationError
+import numpy as np
+
+from mpicomp.compressors.base import check_choice
 from mpicomp.kernels import sizes
 
-VALUES = (None, "fp16", "bf16", "signs")
+BITS = {"q8": 8, "q4": 4, "q2": 2}
+"""Bits of a value; see `mpicomp.kernels.cpu.squares`."""
+SHARING = ("signs", *BITS)
+"""Forms in which values share a scale with others: they can neither be cut out of a message nor added in it."""
+VALUES = (None, "fp16", "bf16", *SHARING)
 INDICES = ("plain", "elias-fano")
+SIGNS = 64
+"""Signs in a word."""
 
 _FEW = 64  # indices: fewer are never coded, see `compact`
 
@@ -17,8 +26,9 @@ class Wire:
 
     Parameters
     ----------
-    values : {None, "fp16", "bf16", "signs"}
-        None: in the dtype of the array; ``"signs"``: a bit each, with one magnitude for all.
+    values : {None, "fp16", "bf16", "signs", "q8", "q4", "q2"}
+        None: in the dtype of the array; ``"signs"``: a bit each, with one magnitude for all; ``"q8"``, ``"q4"`` and
+        ``"q2"``: in so many bits each, with two scales for every 256.
     indices : {"plain", "elias-fano"}
         As integers of 32 bits, or coded; `compact` tells what is worth it.
     """
@@ -27,10 +37,8 @@ class Wire:
     indices: str = "plain"
 
     def __post_init__(self) -> None:
-        if self.values not in VALUES:
-            raise ConfigurationError(f"message: values must be None, 'fp16', 'bf16' or 'signs', got {self.values!r}")
-        if self.indices not in INDICES:
-            raise ConfigurationError(f"message: indices must be 'plain' or 'elias-fano', got {self.indices!r}")
+        check_choice("message", "values", self.values, VALUES)
+        check_choice("message", "indices", self.indices, INDICES)
 
 
 def compact(count: int, numel: int) -> str:
@@ -47,3 +55,18 @@ def compact(count: int, numel: int) -> str:
     ('plain', 'elias-fano', 'plain')
     """
     return "elias-fano" if count >= _FEW and sizes.index_bytes(count, numel) <= 3 * count else "plain"
+
+
+def value_bytes(count: int, dtype: np.dtype[Any], stored: str | None) -> int:
+    """Return the bytes that ``count`` values take, stored as `Wire` says; without padding.
+
+    Examples
+    --------
+    >>> [value_bytes(100, np.dtype(np.float32), stored) for stored in (None, "fp16", "q8", "q4", "q2", "signs")]
+    [400, 200, 112, 64, 40, 20]
+    """
+    if stored in BITS:
+        return sizes.squares_bytes(count, BITS[stored])
+    if stored == "signs":
+        return 8 * -(-count // SIGNS) + 4 * (count > 0)
+    return count * (2 if stored in ("fp16", "bf16") else dtype.itemsize)

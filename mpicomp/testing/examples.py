@@ -1,5 +1,6 @@
 """Something to try laws on, of everything that is registered: nobody keeps a list."""
 
+import contextlib
 from dataclasses import fields
 from typing import Any
 
@@ -25,7 +26,7 @@ def example(cls: type[Compressor]) -> Compressor:
 
 
 def representatives() -> list[Compressor]:
-    """Return a built-in compressor of each kind of message, of known or unknown length, in 16 bits or not."""
+    """Return a built-in compressor of each kind of message, of known or unknown length, with each kind of numbers."""
     found: dict[Any, Compressor] = {}
     for name in COMPRESSORS.names():
         if COMPRESSORS.plugin(name) is not None:
@@ -39,8 +40,9 @@ def representatives() -> list[Compressor]:
 
 
 def _narrow(compressor: Compressor) -> list[Compressor]:
-    """Return a compressor whose values travel in 16 bits, where it has such a form."""
-    try:
-        return [get_compressor(compressor.get_config() | {"wire": "bf16"})]
-    except ConfigurationError:
-        return []
+    """Return the compressor with values in 16 bits, and in few bits that share scales, where it has such forms."""
+    found = []
+    for wire in ("bf16", "q4"):
+        with contextlib.suppress(ConfigurationError):
+            found.append(get_compressor(compressor.get_config() | {"wire": wire}))
+    return found

@@ -19,6 +19,7 @@ SAME_BITS = [
     (mpicomp.Dense(), "ring"),
     (mpicomp.TopK(ratio=0.1), "allgather"),
     (mpicomp.TopK(ratio=0.1, wire="fp16", indices="plain"), "allgather"),
+    (mpicomp.TopK(ratio=0.5, wire="q4"), "allgather"),
     (mpicomp.TopK(ratio=0.1), "star-topk"),
     (mpicomp.TopK(ratio=0.1), "gtopk"),
     (mpicomp.TopK(ratio=0.1), "oktopk"),

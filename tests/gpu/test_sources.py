@@ -72,7 +72,7 @@ def test_every_source_compiles_without_a_spilled_register(architectures, source,
     "source",
     [
         *(slow("blocks"), slow("convolution"), slow("exponents"), slow("fields"), "grid", slow("message")),
-        *("scatter", slow("signs")),
+        *("scatter", slow("signs"), slow("squares")),
     ],
 )
 def test_what_ranks_decode_is_rounded_after_every_product(architectures, source, real, tmp_path):

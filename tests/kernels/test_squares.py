@@ -1,0 +1,220 @@
+import numpy as np
+import oracle
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from marks import slow
+from mpicomp.kernels import cpu
+
+DTYPES = [np.float32, np.float64]
+BITS = [2, 4, 8]
+SIZES = [0, 1, 2, 3, 7, 8, 9, 255, 256, 257, 600]
+LARGEST = np.finfo(np.float32).max
+
+
+def pack(array, bits):
+    # Rubbish first: all that is packed has to be written.
+    out, sent = np.full(cpu.squares_bytes(array.size, bits), 0xA5, np.uint8), np.full(array.size, np.nan, array.dtype)
+    lost = cpu.pack_squares(array, bits, out, sent)
+    return out, sent, lost
+
+
+def scales_of(out, size, bits):
+    return out[8 * -(-size * bits // 64) :].view(np.float32).reshape(-1, 2)
+
+
+def energies(array, sent):
+    """The energy of each block, and what it loses, in units of the largest element: nothing vanishes or overflows."""
+    top = np.abs(array.astype(np.float64)).max(initial=0.0) or 1.0
+    exact, seen = array.astype(np.float64) / top, sent.astype(np.float64) / top
+    starts = range(0, array.size, 256)
+    return [(np.sum(exact[s : s + 256] ** 2), np.sum((exact - seen)[s : s + 256] ** 2)) for s in starts]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_packing_is_what_the_definition_says(dtype, bits, size, shift):
+    array = np.random.default_rng(size).standard_t(3, size + shift).astype(dtype)[shift:]
+    array += np.copysign(1, array)
+    array[3::50] = 0
+    out, sent, lost = pack(array, bits)
+    # A base is told from sums, whose last bits depend on their order.
+    np.testing.assert_allclose(sent, oracle.few_bits(array, bits), rtol=3e-7)
+    np.testing.assert_array_equal(np.signbit(sent), np.signbit(array))
+    np.testing.assert_allclose(lost, np.square(array.astype(np.float64) - sent).sum(), rtol=1e-12)
+    codes = np.unpackbits(out[: 8 * -(-size * bits // 64)], bitorder="little")
+    assert not codes[size * bits :].any()
+    codes = codes[: size * bits].reshape(-1, bits)
+    np.testing.assert_array_equal(codes[:, -1], np.signbit(array))
+    j = codes[:, :-1] @ (1 << np.arange(bits - 1))
+    base, step = np.repeat(scales_of(out, size, bits).astype(np.float64), 256, axis=0)[:size].T
+    np.testing.assert_array_equal(np.abs(sent), (base + j**2 * step).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_unpacking_gives_what_was_sent(dtype, bits):
+    rng = np.random.default_rng(bits)
+    counts, starts, gap = [0, 1, 600, 256, 7], [], np.zeros(24, np.uint8)
+    parts, sent = [], []
+    for count in counts:
+        packed, seen, _ = pack(rng.laplace(size=count).astype(dtype), bits)
+        starts.append(sum(part.size for part in parts) + gap.size)
+        parts += [gap, packed]
+        sent.append(seen)
+    messages, expected = np.concatenate(parts), np.concatenate(sent)
+    out = np.full(sum(counts), np.nan, dtype)
+    assert cpu.unpack_squares(messages, starts, counts, bits, out)
+    assert out.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+def test_in_place(dtype, bits):
+    array = np.random.default_rng(0).laplace(size=700).astype(dtype)
+    out, sent, lost = pack(array, bits)
+    again = np.empty_like(out)
+    assert cpu.pack_squares(array, bits, again, array) == lost
+    assert (array.tobytes(), again.tobytes()) == (sent.tobytes(), out.tobytes())
+
+
+def awkward(dtype):
+    """Blocks that quantisers stumble over: one each."""
+    tiny, largest = float(np.finfo(dtype).smallest_subnormal), float(np.finfo(dtype).max)
+    few = np.arange(256)
+    return {
+        "zeros": np.zeros(256),
+        "negative zeros": np.full(256, -0.0),
+        "equal": np.where(few % 3, 2.5, -2.5),
+        "one element": np.array([-3.0]),
+        "two elements": np.array([1e-3, 1e3]),
+        "one huge": np.where(few == 9, 1e30, 1.0),
+        "one small": np.where(few == 9, 1e-30, 1.0),
+        "one that is not zero": np.where(few == 9, -1.0, 0.0),
+        "half zeros": np.where(few % 2, 1.0 + few, 0.0),
+        "all sizes": 10.0 ** ((few - 128) / 4),
+        "smallest": np.full(256, tiny),
+        "subnormal": tiny * (few + 1),
+        "around the least normal": 2.0**-126 * (0.5 + few / 100),
+        "largest float32": np.where(few % 2, LARGEST, -LARGEST),
+        "near the largest float32": float(LARGEST) * (1 - few / 1000),
+        "largest": np.where(few % 2, largest, -largest),
+        "smallest and largest": np.where(few % 2, tiny, largest),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", awkward(np.float32))
+def test_no_awkward_block_loses_more_than_it_has(name, bits, dtype):
+    array = awkward(dtype)[name].astype(dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        out, sent, _ = pack(array, bits)
+    scales = scales_of(out, array.size, bits)
+    assert np.isfinite(scales).all()
+    assert ((scales == 0) | (scales >= np.finfo(np.float32).tiny)).all()
+    assert np.isfinite(sent).all()
+    assert all(lost <= energy for energy, lost in energies(array, sent))
+    if name in ("zeros", "equal", "one element", "largest float32", "one that is not zero"):
+        np.testing.assert_allclose(sent, array, rtol=3e-7)
+    back = np.empty_like(array)
+    assert cpu.unpack_squares(out, [0], [array.size], bits, back)
+    assert back.tobytes() == sent.tobytes()
+
+
+blocks = st.sampled_from(DTYPES).flatmap(
+    lambda dtype: arrays.arrays(
+        dtype,
+        st.integers(0, 300),
+        elements=st.floats(width=8 * np.dtype(dtype).itemsize, allow_nan=False, allow_infinity=False),
+    )
+)
+
+
+@given(array=blocks, bits=st.sampled_from(BITS))
+@example(array=np.array([1, 1e-30, 0, 0, 5e-39], np.float32), bits=2)
+@example(array=np.array([1e308, 1e300, 1e-300]), bits=4)
+def test_no_block_loses_more_than_it_has(array, bits):
+    """Values are what receivers see, finite, and together no further from those that were given than zeros are."""
+    out, sent, _ = pack(array, bits)
+    assert np.isfinite(sent).all()
+    assert all(lost <= energy for energy, lost in energies(array, sent))
+    back = np.empty_like(array)
+    assert cpu.unpack_squares(out, [0], [array.size], bits, back)
+    assert back.tobytes() == sent.tobytes()
+
+
+DRAWN = {
+    "gaussian": lambda rng, size: rng.normal(size=size),
+    "laplace": lambda rng, size: rng.laplace(size=size),
+    "student 3": lambda rng, size: rng.standard_t(3, size),
+    "student 1.5": lambda rng, size: rng.standard_t(1.5, size),
+}
+MOST = {8: [2e-5, 2e-5, 5e-5, 1e-4], 4: [2e-3, 2e-3, 1e-2, 2e-2], 2: [6e-3, 2e-2, 0.12, 0.25]}
+"""Share of a selection's energy that may be lost, for each of these."""
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("kind", DRAWN)
+@pytest.mark.parametrize("ratio", [0.01, slow(0.1), slow(0.001)])
+def test_what_selections_lose(kind, bits, ratio):
+    """On the average over blocks, of which each counts as much: a few elements have most of a heavy tail's energy."""
+    array = DRAWN[kind](np.random.default_rng(7), 1 << 20).astype(np.float32)
+    chosen = array[np.abs(array) > np.quantile(np.abs(array), 1 - ratio)]
+    sent = pack(chosen, bits)[1]
+    lost = np.mean([lost / energy for energy, lost in energies(chosen, sent)])
+    most = MOST[bits][list(DRAWN).index(kind)]
+    assert lost <= most * (3 if ratio > 0.01 else 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_spoils_its_block_and_no_other(dtype, bits, bad):
+    array = np.random.default_rng(0).laplace(size=700).astype(dtype)
+    array[300] = bad
+    out, sent, lost = pack(array, bits)
+    assert np.flatnonzero(~np.isfinite(sent)).tolist() == list(range(256, 512))
+    assert np.isnan(lost)
+    back = np.empty_like(array)
+    assert not cpu.unpack_squares(out, [0], [array.size], bits, back)
+    np.testing.assert_array_equal(back, sent)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("place", [0, 1, 4, 5])
+@pytest.mark.parametrize("scale", [-1.0, -np.inf, np.inf, np.nan])
+def test_scales_that_cannot_be_are_told(bits, place, scale):
+    out, _, _ = pack(np.random.default_rng(0).uniform(1, 2, 700).astype(np.float32), bits)
+    scales_of(out, 700, bits).reshape(-1)[place] = scale
+    assert not cpu.unpack_squares(out, [0], [700], bits, np.empty(700, np.float32))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_levels_beyond_float32_are_told(bits):
+    out, _, _ = pack(np.ones(10, np.float32), bits)
+    for base, step, sound in ((LARGEST, 0, True), (LARGEST / 2, LARGEST / 2, bits == 2), (LARGEST, LARGEST, False)):
+        scales_of(out, 10, bits)[0] = base, step
+        assert cpu.unpack_squares(out, [0], [10], bits, np.empty(10, np.float32)) == sound
+
+
+@pytest.mark.parametrize(("bits", "middle", "codes"), [(2, 1.0, 0b01_10_00), (4, 5.5, 0x7D0), (8, 5.5, 0x7FDA00)])
+def test_the_bytes_by_hand(bits, middle, codes):
+    """Levels go from 1 to 10 as 1 + 9 (j / 7)**2 does: 5.5 is nearest to j = 5, and to 90 where 127 stands for 7."""
+    out, _, _ = pack(np.array([1, -middle, 10], np.float32), bits)
+    assert int(out[:8].view(np.uint64)[0]) == codes
+    np.testing.assert_allclose(out[8:].view(np.float32), [1, 9 / (2 ** (bits - 1) - 1) ** 2], rtol=1e-6)
+
+
+def test_arrays_that_do_not_fit_are_told_to_the_caller():
+    array, out = np.ones(9, np.float32), np.zeros(32, np.uint8)
+    with pytest.raises(ValueError, match="9 elements take 16 bytes, got 32"):
+        cpu.pack_squares(array, 4, out, array)
+    with pytest.raises(ValueError, match="9 elements do not fill an array of 8"):
+        cpu.unpack_squares(out, [0], [9], 4, array[:8])
+    for start in (-8, 4, 24):
+        with pytest.raises(ValueError, match=f"9 elements from byte {start} on are not in 32 bytes, aligned"):
+            cpu.unpack_squares(out, [start], [9], 4, array)
