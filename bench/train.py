@@ -16,6 +16,7 @@ from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.probe import Probe, probe, probe_dense
 from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.tasks import Task
+from mpicomp.bench.tasks.updating import Updater
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor
@@ -207,8 +208,8 @@ def train(
         bucket_bytes=settings.bucket_bytes,
         seed=settings.seed,
     )
-    parameters = [parameter for group_ in optimizer.param_groups for parameter in group_["params"]]
-    numel = sum(parameter.numel() for parameter in parameters)
+    updater = Updater(task, optimizer, settings.steps)
+    numel = sum(parameter.numel() for group_ in optimizer.param_groups for parameter in group_["params"])
 
     timings, choices = _Timings(), Choices()
     comparison = Comparison(settings.compare_every, settings.seed, group) if settings.compare_every else None
@@ -217,7 +218,7 @@ def train(
     collectives: dict[str, None] = {}
     with progress.over(settings.steps):
         for step in range(settings.steps):
-            loss, seconds, phases = _step(task, model, optimizer, parameters, step, transport, comparison)
+            loss, seconds, phases = _step(task, model, optimizer, updater, step, transport, comparison)
             record = optimizer.reducer.last_step
             timings.add(seconds, phases, record.choosing_s)
             sent += record.sent_bytes
@@ -319,7 +320,7 @@ def _step(
     task: Task,
     model: torch.nn.Module,
     optimizer: Any,
-    parameters: list[torch.Tensor],
+    updater: Updater,
     step: int,
     transport: Transport,
     comparison: Comparison | None,
@@ -341,9 +342,7 @@ def _step(
     optimizer.synchronize()
     finish(loss.device)
     synchronized = time.perf_counter()
-    if task.clip is not None:
-        torch.nn.utils.clip_grad_norm_(parameters, task.clip)
-    optimizer.step()
+    updater.update()
     value = float(loss.detach())
     finish(loss.device)
     end = time.perf_counter()

@@ -13,6 +13,7 @@ from mpicomp.bench.gloo import process_group
 from mpicomp.bench.measure.exchanges import name_of
 from mpicomp.bench.replay import Replay
 from mpicomp.bench.tasks import Task
+from mpicomp.bench.tasks.updating import Updater
 from mpicomp.bench.train import CPU, finish, threads_of_rank
 from mpicomp.bench.training import (
     BACKWARD,
@@ -51,9 +52,19 @@ class Alone:
         Among the ranks.
     device : torch.device
         Where the model is.
+    steps : int, optional
+        Number of steps of the whole training, for a task whose rate follows it. None stands for as many as the task is
+        tuned for.
     """
 
-    def __init__(self, exchange: Exchange, task: Task, transport: Transport, device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        task: Task,
+        transport: Transport,
+        device: torch.device = CPU,
+        steps: int | None = None,
+    ) -> None:
         self.exchange = exchange
         self._device = device
         self._task = task
@@ -63,6 +74,7 @@ class Alone:
         self._parameters = list(self._model.parameters())
         self._network = self._model
         self._optimizer: Any = task.optimizer(self._model)
+        self._updater = Updater(task, self._optimizer, steps or task.steps)
 
     @property
     def overlaps(self) -> bool:
@@ -87,9 +99,7 @@ class Alone:
             finish(self._device)
             backward = time.perf_counter()
             self._synchronize()
-            if self._task.clip is not None:
-                torch.nn.utils.clip_grad_norm_(self._parameters, self._task.clip)
-            self._optimizer.step()
+            self._updater.update()
             finish(self._device)
             end = time.perf_counter()
             own[[SECONDS, FORWARD, BACKWARD]] = end - begin, forward - begin, backward - forward
@@ -136,7 +146,7 @@ class Ours(Alone):
         settings: Settings | None = None,
         device: torch.device = CPU,
     ) -> None:
-        super().__init__(exchange, task, transport, device)
+        super().__init__(exchange, task, transport, device, None if settings is None else settings.total)
         broadcast_parameters(self._model, comm=transport)
         replay = _replay(exchange, settings)
         self._optimizer = DistributedOptimizer(
@@ -186,8 +196,15 @@ def _replay(exchange: Exchange, settings: Settings | None) -> Replay | None:
 class PyTorchs(Alone):
     """Trains with DistributedDataParallel over torch.distributed's default group."""
 
-    def __init__(self, exchange: Exchange, task: Task, transport: Transport, device: torch.device = CPU) -> None:
-        super().__init__(exchange, task, transport, device)
+    def __init__(
+        self,
+        exchange: Exchange,
+        task: Task,
+        transport: Transport,
+        device: torch.device = CPU,
+        steps: int | None = None,
+    ) -> None:
+        super().__init__(exchange, task, transport, device, steps)
         self._network = DistributedDataParallel(self._model)
         self._bytes = dense_ring_bytes(self.numel, self._ranks)
         self._powersgd: PowerSGDState | None = None
@@ -256,11 +273,11 @@ def train_all(
         trainers: list[Alone] = []
         for exchange in exchanges:
             if exchange.name == NONE:
-                trainers.append(Alone(exchange, task, transport, device))
+                trainers.append(Alone(exchange, task, transport, device, settings.total))
             elif exchange.ours:
                 trainers.append(Ours(exchange, task, transport, seed, settings, device))
             else:
-                trainers.append(PyTorchs(exchange, task, transport, device))
+                trainers.append(PyTorchs(exchange, task, transport, device, settings.total))
         trained = train_in_turn(trainers, settings, transport, say)
         numel = trainers[0].numel
         while trainers:  # none is left when the process group goes

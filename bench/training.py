@@ -78,6 +78,11 @@ class Settings:
     blocks: int
     warm_up: int
 
+    @property
+    def total(self) -> int:
+        """Steps that each exchange does in all."""
+        return self.warm_up + self.steps * self.blocks
+
 
 class Trainer(Protocol):
     """A training with one exchange. All that it does is collective."""

@@ -252,7 +252,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data",
         metavar="D[,..]",
-        help="laplace, gamma, normal, student; digits, text-lstm and vgg for the gradients of their training (all)",
+        help="laplace, gamma, normal, student; a task of mpicomp train for the gradients of its training (all)",
     )
     parser.add_argument(
         "--gradients", metavar="F.npz", help="gradients of your own, in place of --data: arrays of (steps, elements)"

@@ -21,8 +21,14 @@ _HELD_OUT = 0.05  # share of the held-out part
 _BLOCK = 16_384
 
 
-def standard_library() -> list[str]:
-    """Return the standard library's sources, one string a file, in the order of their paths."""
+def standard_library(task: str) -> list[str]:
+    """Return the standard library's sources, one string a file, in the order of their paths.
+
+    Parameters
+    ----------
+    task : str
+        Name of the task, for messages.
+    """
     root = os.path.dirname(os.__file__)
     documents = [
         _decoded(_content(path))
@@ -31,15 +37,17 @@ def standard_library() -> list[str]:
         if path.endswith(".py") and not os.path.basename(path).startswith("_sysconfigdata")
     ]
     if sum(map(len, documents)) < 1_000_000:
-        raise ValueError("text-lstm: the standard library of this Python has no sources; expected a text file as data")
+        raise ValueError(f"{task}: the standard library of this Python has no sources; expected a text file as data")
     return documents
 
 
-def from_path(path: str) -> list[str]:
+def from_path(task: str, path: str) -> list[str]:
     """Return the user's text: one string a file of a folder, or blocks of lines of a single file.
 
     Parameters
     ----------
+    task : str
+        Name of the task, for messages.
     path : str
         Text file, or folder whose text files are read in the order of their paths. Hidden and binary files of
         a folder are passed over. Bytes that are not UTF-8 are replaced.
@@ -50,7 +58,7 @@ def from_path(path: str) -> list[str]:
         When the text is cut to `LIMIT_BYTES`.
     """
     if not os.path.exists(path):
-        raise ValueError(f"text-lstm: data: {path!r} does not exist; expected a text file or a folder of text files")
+        raise ValueError(f"{task}: data: {path!r} does not exist; expected a text file or a folder of text files")
     folder = os.path.isdir(path)
     documents = []
     left = LIMIT_BYTES
@@ -65,11 +73,11 @@ def from_path(path: str) -> list[str]:
             if left < 0:
                 break
     except OSError as error:
-        raise ValueError(f"text-lstm: data: cannot read {error.filename or path!r}: {error.strerror}") from error
+        raise ValueError(f"{task}: data: cannot read {error.filename or path!r}: {error.strerror}") from error
     if left < 0:
-        warnings.warn(f"text-lstm: data: {path!r} is cut to its first {LIMIT_BYTES // 1_000_000} MB", stacklevel=2)
+        warnings.warn(f"{task}: data: {path!r} is cut to its first {LIMIT_BYTES // 1_000_000} MB", stacklevel=2)
     if not any(document.strip() for document in documents):
-        raise ValueError(f"text-lstm: data: no text in {path!r}; expected a text file or a folder of text files")
+        raise ValueError(f"{task}: data: no text in {path!r}; expected a text file or a folder of text files")
     # Too few files to hold some of them out: cut them up.
     if len(documents) < 1 / _HELD_OUT:
         documents = [block for text in documents for block in _blocks(text)]

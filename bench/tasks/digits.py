@@ -8,7 +8,7 @@ import zipfile
 
 import numpy as np
 import torch
-from mpicomp.bench.tasks.sampling import Sampler, evenly
+from mpicomp.bench.tasks.sampling import Sampler, Shards, evenly
 from mpicomp.bench.tasks.seeding import seeded
 from mpicomp.bench.tasks.task import Task
 from torch import nn
@@ -84,7 +84,7 @@ class Digits(Task):
         self._shape = x.shape[1:]
         self._train = torch.from_numpy(x[train]), torch.from_numpy(y[train])
         self._test = torch.from_numpy(x[test]), torch.from_numpy(y[test])
-        self._sampler = Sampler(self.name, len(train), self.batch_size, seed)
+        self._sampler: Sampler | Shards = Sampler(self.name, len(train), self.batch_size, seed)
 
     def model(self) -> nn.Module:
         """Return a new network, initialised from the seed."""
@@ -113,6 +113,11 @@ class Digits(Task):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the setting that TUNING.md found best for dense exchange."""
         return torch.optim.Adam(model.parameters(), lr=8e-3)
+
+    def shard(self) -> None:
+        """Give every rank classes of its own; with more ranks than classes, a part of a class."""
+        self.shards = True
+        self._sampler = Shards(self.name, self._train[1].numpy(), self.batch_size, self.seed)
 
     def batch(self, step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return images and labels of one rank in one step."""

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 from mpicomp.bench.tasks.task import Task
+from mpicomp.bench.tasks.updating import Updater
 from numpy.typing import NDArray
 
 
@@ -17,7 +17,7 @@ def gradients_of(task: Task) -> Iterator[NDArray[np.float32]]:
     Parameters
     ----------
     task : Task
-        With its own model, batches and optimiser.
+        With its own model, batches and optimiser. A schedule is that of the steps for which the task was tuned.
 
     Yields
     ------
@@ -26,6 +26,7 @@ def gradients_of(task: Task) -> Iterator[NDArray[np.float32]]:
     """
     model = task.model()
     optimizer = task.optimizer(model)
+    updater = Updater(task, optimizer, task.steps)
     parameters = list(model.parameters())
     flat = np.zeros(sum(parameter.numel() for parameter in parameters), np.float32)
     for step in itertools.count():
@@ -37,6 +38,4 @@ def gradients_of(task: Task) -> Iterator[NDArray[np.float32]]:
                 flat[place : place + parameter.numel()] = parameter.grad.numpy().reshape(-1)
             place += parameter.numel()
         yield flat
-        if task.clip is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, task.clip)
-        optimizer.step()
+        updater.update()

@@ -31,6 +31,8 @@ class Task(Protocol):
     """Largest L2 norm of the averaged gradient, applied between exchange and update; None for no clipping."""
     glance: float
     """Share of the held-out samples that suffices to follow the quality during training."""
+    shards: bool = False
+    """Whether every rank has samples of its own to draw from: see `shard`."""
 
     def model(self) -> torch.nn.Module:
         """Return a new model, initialised from the seed: the same bits on every rank."""
@@ -39,6 +41,18 @@ class Task(Protocol):
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """Return the optimiser with the setting tuned for dense exchange."""
         ...
+
+    def schedule(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """Return what sets the optimiser's rate after every step; None where it stays as it is.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer
+            What `optimizer` has returned, before its first step.
+        steps : int
+            Number of steps of the whole training.
+        """
+        return None
 
     def batch(self, step: int, rank: int, ranks: int) -> Any:
         """Return the samples of one rank in one step; no sample goes to two ranks of a step.
@@ -50,6 +64,18 @@ class Task(Protocol):
             ranks raise.
         """
         ...
+
+    def shard(self) -> None:
+        """Have every rank draw its samples from a part of its own: its classes, or its part of the text.
+
+        To be called before the first batch. It sets `shards`. Held-out data stay those of all.
+
+        Raises
+        ------
+        ValueError
+            Where the task has no such parts.
+        """
+        raise ValueError(f"{self.name}: this task has no shards; its batches are what it gives each rank")
 
     def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Return the mean loss of the model on a batch, ready for backward."""

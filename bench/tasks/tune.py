@@ -11,42 +11,63 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from mpicomp.bench.tasks.registry import get_task, list_tasks
 from mpicomp.bench.tasks.task import Task
+from mpicomp.bench.tasks.updating import Updater
 
-Factory = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+Factory = Callable[[Task, torch.nn.Module], torch.optim.Optimizer]
+"""Makes the optimiser of a task's model."""
 
 
 def _settings() -> dict[str, Factory]:
     optim = torch.optim
-    settings: dict[str, Factory] = {}
+    settings: dict[str, Factory] = {"task": _own}
+    for lr in (1e-3, 2e-3, 3e-3, 4e-3):
+        settings[f"task lr={lr:g}"] = partial(_own, lr=lr)
+        settings[f"task99 lr={lr:g}"] = partial(_own, lr=lr, betas=(0.9, 0.99))
     for lr in (0.1, 0.3, 1.0, 3.0):
-        settings[f"sgd lr={lr:g}"] = partial(optim.SGD, lr=lr)
+        settings[f"sgd lr={lr:g}"] = partial(_other, optim.SGD, lr=lr)
     for lr in (0.03, 0.1, 0.3, 1.0, 2.0):
-        settings[f"momentum lr={lr:g}"] = partial(optim.SGD, lr=lr, momentum=0.9)
-        settings[f"nesterov lr={lr:g}"] = partial(optim.SGD, lr=lr, momentum=0.9, nesterov=True)
+        settings[f"momentum lr={lr:g}"] = partial(_other, optim.SGD, lr=lr, momentum=0.9)
+        settings[f"nesterov lr={lr:g}"] = partial(_other, optim.SGD, lr=lr, momentum=0.9, nesterov=True)
     for lr in (1e-3, 2e-3, 3e-3, 4e-3, 5e-3, 6e-3, 8e-3, 16e-3):
-        settings[f"adam lr={lr:g}"] = partial(optim.Adam, lr=lr)
-        settings[f"adamw lr={lr:g}"] = partial(optim.AdamW, lr=lr, weight_decay=0.1)
+        settings[f"adam lr={lr:g}"] = partial(_other, optim.Adam, lr=lr)
+        settings[f"adamw lr={lr:g}"] = partial(_other, optim.AdamW, lr=lr, weight_decay=0.1)
         # A shorter memory of magnitudes suits runs of a few hundred steps.
-        settings[f"adam99 lr={lr:g}"] = partial(optim.Adam, lr=lr, betas=(0.9, 0.99))
+        settings[f"adam99 lr={lr:g}"] = partial(_other, optim.Adam, lr=lr, betas=(0.9, 0.99))
     return settings
 
 
-def train(task: Task, factory: Factory | None, ranks: int, steps: int, ratio: float = 1.0) -> tuple[float, float]:
+def _own(task: Task, model: torch.nn.Module, **changed: Any) -> torch.optim.Optimizer:
+    """Return the task's own optimiser, with other settings in every group of parameters."""
+    optimizer = task.optimizer(model)
+    for group in optimizer.param_groups:
+        group.update(changed)
+    return optimizer
+
+
+def _other(
+    optimizer: Callable[..., torch.optim.Optimizer], task: Task, model: torch.nn.Module, **settings: Any
+) -> torch.optim.Optimizer:
+    """Return an optimiser that is not the task's, with the same settings for all parameters."""
+    return optimizer(model.parameters(), **settings)
+
+
+def train(task: Task, factory: Factory, ranks: int, steps: int, ratio: float = 1.0) -> tuple[float, float]:
     """Train a task with simulated ranks.
 
     Parameters
     ----------
     task : Task
         What to train.
-    factory : callable or None
-        Makes the optimiser from the parameters; None for the task's own.
+    factory : callable
+        Makes the optimiser of the task's model. Clipping and schedule are the task's.
     ranks, steps : int
         Simulated ranks, and steps of training.
     ratio : float
@@ -59,7 +80,8 @@ def train(task: Task, factory: Factory | None, ranks: int, steps: int, ratio: fl
     """
     model = task.model()
     parameters = list(model.parameters())
-    optimizer = task.optimizer(model) if factory is None else factory(parameters)
+    optimizer = factory(task, model)
+    updater = Updater(task, optimizer, steps)
     numel = sum(parameter.numel() for parameter in parameters)
     residuals = np.zeros((ranks if ratio < 1 else 0, numel), np.float32)
     keep = max(1, round(ratio * numel))
@@ -81,9 +103,7 @@ def train(task: Task, factory: Factory | None, ranks: int, steps: int, ratio: fl
                 optimizer.zero_grad()
         if ratio < 1:
             _deliver(mean, parameters)
-        if task.clip is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, task.clip)
-        optimizer.step()
+        updater.update()
     return task.evaluate(model), float(np.median(seconds))
 
 
@@ -120,10 +140,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="default: the task's")
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0])
     parser.add_argument("--ratio", type=float, default=1.0, help="kept fraction; 1 is dense")
-    parser.add_argument("--setting", action="append", help="a name as printed, or 'task'; default: all")
+    parser.add_argument("--setting", action="append", help="a name as printed; default: all that are not the task's")
     arguments = parser.parse_args(argv)
-    settings: dict[str, Factory | None] = {"task": None, **_settings()}
-    chosen = arguments.setting or [name for name in settings if name != "task"]
+    settings = _settings()
+    chosen = arguments.setting or [name for name in settings if not name.startswith("task")]
     unknown = [name for name in chosen if name not in settings]
     if unknown:
         parser.error(f"unknown setting {unknown[0]!r}; known: {', '.join(settings)}")

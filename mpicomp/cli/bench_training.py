@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpicomp.cli.options import add_device
+from mpicomp.cli.options import add_device, add_task
 
 if TYPE_CHECKING:
     from mpicomp.bench.training import Exchange
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"{HELP[0].upper()}{HELP[1:]}. Start it with mpiexec or srun, or on an emulated cluster with mpicomp lab run."
     )
-    parser.add_argument("--task", default="text-lstm", help="digits, text-lstm or vgg (%(default)s)")
+    add_task(parser)
     parser.add_argument(
         "--exchange",
         default=_EXCHANGES,
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         from mpicomp.bench.train import CPU
         from mpicomp.bench.trainers import train_all
 
-        task = get_task(arguments.task, arguments.seed)
+        task = get_task(arguments.task, arguments.seed, shards=arguments.shards)
         task.batch(0, group.rank, group.size)
     except ImportError as error:
         raise ConfigurationError(
@@ -141,6 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
         return int(any(own.is_wrong for own in trained))
     facts = {
         "task": task.name,
+        "shards": task.shards,
         "ranks": group.size,
         "hosts": hosts,
         "parameters": numel,

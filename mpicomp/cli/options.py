@@ -21,6 +21,17 @@ def add_plugin(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_task(parser: argparse.ArgumentParser) -> None:
+    """Declare the options for what is trained, and for whose samples are whose."""
+    tasks = "digits, text-gpt, text-gpt-10m, text-lstm or vgg"
+    parser.add_argument("--task", default="text-lstm", help=f"{tasks} (%(default)s)")
+    parser.add_argument(
+        "--shards",
+        action="store_true",
+        help="give every rank samples of its own throughout: its classes (digits, vgg), or its part of the text",
+    )
+
+
 def add_device(parser: argparse.ArgumentParser, what: str) -> None:
     """Declare the option for where something lives."""
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help=f"{what} (%(default)s)")

@@ -5,7 +5,7 @@ import json
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from mpicomp.cli.options import add_device, add_plugin
+from mpicomp.cli.options import add_device, add_plugin, add_task
 
 if TYPE_CHECKING:
     from mpicomp.bench.tasks import Task
@@ -19,7 +19,7 @@ HELP = "train a real model on real data with compressed exchange, and say whethe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_plugin(parser)
-    parser.add_argument("--task", default="text-lstm", help="digits, text-lstm or vgg (default: text-lstm)")
+    add_task(parser)
     parser.add_argument("--compressor", help="a name from `mpicomp list`, or its configuration as JSON")
     parser.add_argument("--ratio", type=float, help="kept fraction in (0, 1], where the compressor has one (0.01)")
     parser.add_argument("--collective", default="auto", help="a name from `mpicomp list`, or auto (default)")
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, help="number of steps (default: what the task is tuned for)")
     parser.add_argument("--seed", type=int, default=0, help="of the model, the batches and the schemes (0)")
-    parser.add_argument("--data", metavar="PATH", help="your own text (text-lstm) or npz (digits, vgg)")
+    parser.add_argument("--data", metavar="PATH", help="your own text (text-gpt, text-lstm) or npz (digits, vgg)")
     parser.add_argument(
         "--evaluate-every",
         type=int,
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         from mpicomp.bench.train import CPU, Settings, train
         from mpicomp.bench.verdict import judge, table
 
-        task = get_task(arguments.task, arguments.seed, arguments.data)
+        task = get_task(arguments.task, arguments.seed, arguments.data, arguments.shards)
     except ImportError as error:
         raise ConfigurationError(
             f"train: {error}; install what it needs with pip install 'mpicomp[torch,bench]'"
@@ -175,6 +175,7 @@ def _result(task: "Task", settings: "Settings", outcome: "Outcome") -> dict[str,
     return {
         "schema": 1,
         "task": task.name,
+        "shards": task.shards,
         "compressor": outcome.compressor.id,
         "compressor_config": outcome.compressor.get_config(),
         "ratio": getattr(outcome.compressor, "ratio", 1.0),

@@ -276,6 +276,17 @@ def test_own_data(mpiexec, tmp_path):
     assert result["quality"]["value"] > 0.5
 
 
+@pytest.mark.slow
+def test_shards_are_told_and_are_other_samples(mpiexec, tmp_path):
+    arguments = ["--task", "digits", "--steps", "4", "--compressor", "topk", "--collective", "allgather"]
+    done, result, lines = train(mpiexec, tmp_path, 2, *arguments, "--shards")
+    assert done.returncode == 0, done.stderr
+    assert result["shards"] is True
+    _, result, without = train(mpiexec, tmp_path, 2, *arguments)
+    assert result["shards"] is False
+    assert lines[0]["loss"] != without[0]["loss"]
+
+
 def test_a_file_that_cannot_be_written_is_said_before_the_training(mpiexec, tmp_path):
     done = mpiexec(
         2,

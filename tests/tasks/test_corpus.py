@@ -8,12 +8,12 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(scope="module")
 def library():
-    return corpus.standard_library()
+    return corpus.standard_library("text-lstm")
 
 
 def test_standard_library_is_large_and_always_the_same(library):
     assert sum(len(text.encode()) for text in library) >= 5_000_000
-    assert library == corpus.standard_library()
+    assert library == corpus.standard_library("text-lstm")
 
 
 def test_nothing_is_held_out_and_trained_on(library):
@@ -37,23 +37,23 @@ def test_works_without_optional_folders(tmp_path, monkeypatch):
     (tmp_path / "lib").mkdir()
     monkeypatch.setattr(os, "__file__", str(tmp_path / "lib" / "os.py"))
     (tmp_path / "lib" / "os.py").write_text("x = 1\n" * 200_000)
-    assert len(corpus.standard_library()) == 1
+    assert len(corpus.standard_library("text-lstm")) == 1
     (tmp_path / "lib" / "test").mkdir()
     (tmp_path / "lib" / "test" / "test_os.py").write_text("y = 2\n")
     (tmp_path / "lib" / "_sysconfigdata_linux.py").write_text("z = 3\n")
-    assert len(corpus.standard_library()) == 1
+    assert len(corpus.standard_library("text-lstm")) == 1
 
 
 def test_library_without_sources(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "__file__", str(tmp_path / "os.py"))
     with pytest.raises(ValueError, match="text-lstm: the standard library of this Python has no sources"):
-        corpus.standard_library()
+        corpus.standard_library("text-lstm")
 
 
 def test_blocks_put_together_are_the_text(tmp_path):
     text = "".join(f"line {number}\n" for number in range(10_000)) + "x" * 100_000
     (tmp_path / "a.txt").write_text(text)
-    blocks = corpus.from_path(str(tmp_path / "a.txt"))
+    blocks = corpus.from_path("text-lstm", str(tmp_path / "a.txt"))
     assert "".join(blocks) == text
     assert max(map(len, blocks)) <= 2 * corpus._BLOCK
 
@@ -65,21 +65,21 @@ def test_folder(tmp_path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
     os.mkfifo(tmp_path / "pipe")
-    assert corpus.from_path(str(tmp_path)) == [f"file {number}\n" for number in range(30)]
+    assert corpus.from_path("text-lstm", str(tmp_path)) == [f"file {number}\n" for number in range(30)]
 
 
 def test_other_encodings_are_replaced(tmp_path):
     (tmp_path / "latin.txt").write_bytes("gr\xfc\xdfe\n".encode("latin-1"))
-    assert corpus.from_path(str(tmp_path / "latin.txt")) == ["gr\ufffd\ufffde\n"]
+    assert corpus.from_path("text-lstm", str(tmp_path / "latin.txt")) == ["gr\ufffd\ufffde\n"]
 
 
 def test_large_text_is_cut_and_said_so(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "LIMIT_BYTES", 1000)
     (tmp_path / "a.txt").write_text("a" * 1000)
-    assert len(corpus.from_path(str(tmp_path))[0]) == 1000  # no warning: all of it was read
+    assert len(corpus.from_path("text-lstm", str(tmp_path))[0]) == 1000  # no warning: all of it was read
     (tmp_path / "b.txt").write_text("b")
     with pytest.warns(UserWarning, match="cut to its first"):
-        corpus.from_path(str(tmp_path))
+        corpus.from_path("text-lstm", str(tmp_path))
 
 
 @pytest.mark.parametrize("content", [None, b"", b" \n \n"])
@@ -87,4 +87,4 @@ def test_no_text(tmp_path, content):
     if content is not None:
         (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(ValueError, match="text-lstm: data: no text in"):
-        corpus.from_path(str(tmp_path))
+        corpus.from_path("text-lstm", str(tmp_path))

@@ -8,14 +8,14 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_names():
-    assert list_tasks() == ["digits", "text-lstm", "vgg"]
+    assert list_tasks() == ["digits", "text-gpt", "text-gpt-10m", "text-lstm", "vgg"]
 
 
 @pytest.mark.parametrize(("name", "nearest"), [("digit", "digits"), ("lstm", "text-lstm"), ("vg", "vgg")])
 def test_unknown_name_is_answered_with_the_nearest(name, nearest):
     with pytest.raises(ValueError, match=f"^task: unknown name '{name}'; did you mean '{nearest}'") as error:
         get_task(name)
-    assert str(error.value).endswith("Known: digits, text-lstm, vgg")
+    assert str(error.value).endswith("Known: digits, text-gpt, text-gpt-10m, text-lstm, vgg")
 
 
 def test_negative_seed():
@@ -27,6 +27,16 @@ def test_tasks_keep_the_protocol():
     task = get_task("digits")
     assert isinstance(task, Task)
     assert task.better in ("higher", "lower")
+    assert task.schedule(task.optimizer(task.model()), 10) is None
+
+
+def test_a_task_without_shards_says_so():
+    class Plain(Task):
+        name = "plain"
+
+    assert not Plain().shards
+    with pytest.raises(ValueError, match=r"^plain: this task has no shards"):
+        Plain().shard()
 
 
 @pytest.mark.parametrize("module", ["mpicomp.bench", "mpicomp.bench.tasks"])

@@ -116,3 +116,16 @@ def test_too_short_for_the_ranks(tmp_path):
     task = get_task("text-lstm", data=tmp_path)
     with pytest.raises(ValueError, match=r"are too few for 1000 ranks with batches of 8: at most .* ranks"):
         task.batch(0, 0, 1000)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_with_shards_every_rank_reads_a_stretch_of_its_own(tmp_path, ranks):
+    (tmp_path / "a.txt").write_text("".join(f"line {number} of the text\n" for number in range(4000)))
+    task = get_task("text-lstm", data=tmp_path, shards=True)
+    samples, last = len(task._train), -1
+    for rank in range(ranks):
+        seen = np.concatenate([task._sampler.indices(step, rank, ranks) for step in range(samples // ranks // 8)])
+        assert len(np.unique(seen)) == len(seen) > samples / ranks - 8
+        assert seen.min() > last
+        last = seen.max()
+    assert task.batch(0, 0, ranks).shape == (8, 21)

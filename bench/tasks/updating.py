@@ -1,0 +1,36 @@
+"""The end of a step, when the gradient is averaged: clipping, the update, the next step's rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from mpicomp.bench.tasks.task import Task
+
+
+class Updater:
+    """Updates a model as its task wants it.
+
+    Parameters
+    ----------
+    task : Task
+        Tells what is clipped, and how the rate changes.
+    optimizer : torch.optim.Optimizer
+        The task's, before its first step. It may be wrapped, now or later, by one that exchanges gradients.
+    steps : int
+        Number of steps of the whole training.
+    """
+
+    def __init__(self, task: Task, optimizer: Any, steps: int) -> None:
+        self._optimizer = optimizer
+        self._clip = task.clip
+        self._schedule = task.schedule(optimizer, steps)
+
+    def update(self) -> None:
+        """Clip the gradients, which must be the mean over ranks by now, do the step, and set the rate of the next."""
+        if self._clip is not None:
+            parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, self._clip)
+        self._optimizer.step()
+        if self._schedule is not None:
+            self._schedule.step()

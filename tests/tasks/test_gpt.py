@@ -1,0 +1,265 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from mpicomp.bench import train as train_command
+from mpicomp.bench.measure.metrics import MetricsWriter
+from mpicomp.bench.measure.progress import Progress
+from mpicomp.bench.tasks import get_task
+from mpicomp.bench.tasks.gpt import GPT, TextGPT, TextGPT10M
+from mpicomp.bench.tasks.updating import Updater
+from mpicomp.bench.trainers import train_all
+from mpicomp.bench.training import Exchange, Settings
+
+import mpicomp
+from mpicomp.policies import get_policy
+from mpicomp.transport import LocalWorld
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Tiny(TextGPT):
+    """The task with a model that is trained in milliseconds; it is not registered."""
+
+    name = "tiny"
+    width = 64
+    layers = 2
+    length = 16
+    vocabulary = 300
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "numbers.txt"
+    path.write_text("".join(f"line {number} of {number % 7} and {number % 11}\n" for number in range(4000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(text):
+    return Tiny(seed=1, data=text)
+
+
+@pytest.fixture(scope="module")
+def task():
+    return get_task("text-gpt", seed=1)
+
+
+def train(task, model, optimizer, updater, steps):
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = task.loss(model, task.batch(step, 0, 1))
+        loss.backward()
+        updater()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+def test_describes_itself(task):
+    assert (task.name, task.quality_name, task.better) == ("text-gpt", "held-out loss", "lower")
+    assert task.batch(0, 0, 1).shape == (12, 65)
+    assert task.tokens == 2048
+
+
+def test_same_seed_same_bits(tiny, text):
+    model, same, other = (Tiny(seed, text).model().state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(model[name], same[name]) for name in model)
+    assert {name for name in model if torch.equal(model[name], other[name])} == {
+        name for name in model if "norm" in name
+    }
+    assert torch.equal(tiny.batch(5, 1, 4), Tiny(1, text).batch(5, 1, 4))
+    assert not torch.equal(tiny.batch(5, 1, 4), Tiny(2, text).batch(5, 1, 4))
+
+
+def test_the_callers_random_state_is_left_alone(tiny):
+    state = torch.get_rng_state()
+    tiny.model()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("task", "least", "most"), [(TextGPT, 2.8e6, 3.3e6), (TextGPT10M, 9.5e6, 11e6)])
+def test_size_of_the_model(task, least, most):
+    width, layers = task.width, task.layers
+    model = GPT(task.vocabulary, task.length, width, layers)
+    numels = [parameter.numel() for parameter in model.parameters()]
+    # Twelve matrices' worth of width x width and two norms a layer; the embeddings and the last norm.
+    assert sum(numels) == layers * (12 * width**2 + 2 * width) + (task.vocabulary + task.length + 1) * width
+    assert least < sum(numels) < most
+    assert task.vocabulary * width < 0.15 * sum(numels)
+
+
+def test_there_are_buckets_to_choose_for():
+    model = GPT(TextGPT.vocabulary, TextGPT.length, TextGPT.width, TextGPT.layers)
+    gradients = {name: own.detach().numpy() for name, own in model.named_parameters()}
+    reducer = mpicomp.Reducer("dense", comm=LocalWorld(1).transports[0], bucket_bytes=2 << 20)
+    reducer.reduce(gradients)
+    assert len(reducer.last_step.buckets) >= 5
+    reducer.close()
+
+
+def test_initial_weights(tiny):
+    model = GPT(1000, 64, 128, 8)
+    deviations = {name: own.std().item() for name, own in model.named_parameters() if own.ndim > 1}
+    for name, deviation in deviations.items():
+        added = name.endswith(("attended.weight", "contract.weight"))
+        assert deviation == pytest.approx(0.02 / 4 if added else 0.02, rel=0.03), name  # 4 is sqrt(2 * 8)
+    assert sum(name.endswith(("attended.weight", "contract.weight")) for name in deviations) == 16
+    assert all((own == 1).all() for own in model.parameters() if own.ndim == 1)
+    # Nothing is known of the next token: the loss is that of any of them, equally likely.
+    assert tiny.loss(tiny.model(), tiny.batch(0, 0, 1)).item() == pytest.approx(math.log(tiny.tokens), abs=0.3)
+
+
+def test_logits_are_those_of_plain_arithmetic():
+    torch.manual_seed(0)
+    model = GPT(tokens=30, length=10, width=128, layers=2)
+    for own in model.parameters():
+        torch.nn.init.normal_(own, std=0.3)
+    tokens = torch.randint(0, 30, (2, 7))
+    weights = {name: own.detach().double().numpy() for name, own in model.named_parameters()}
+
+    def norm(values, scale):
+        centred = values - values.mean(axis=-1, keepdims=True)
+        return scale * centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-5)
+
+    erf = np.vectorize(math.erf)
+    expected = np.empty((2, 7, 30))
+    for sample, own in enumerate(tokens.numpy()):
+        hidden = weights["embedding.weight"][own] + weights["positions.weight"][:7]
+        for layer in range(2):
+            block = {
+                name.removeprefix(f"blocks.{layer}."): value
+                for name, value in weights.items()
+                if name.startswith(f"blocks.{layer}.")
+            }
+            packed = norm(hidden, block["attention_norm.weight"]) @ block["queries_keys_values.weight"].T
+            attended = np.empty((7, 128))
+            for head in range(2):
+                queries, keys, values = (packed[:, 128 * kind + 64 * head :][:, :64] for kind in range(3))
+                for place in range(7):
+                    scores = np.exp(keys[: place + 1] @ queries[place] / 8)  # 8 is the root of 64
+                    attended[place, 64 * head :][:64] = scores @ values[: place + 1] / scores.sum()
+            hidden = hidden + attended @ block["attended.weight"].T
+            wide = norm(hidden, block["perceptron_norm.weight"]) @ block["expand.weight"].T
+            hidden = hidden + (wide * (1 + erf(wide / 2**0.5)) / 2) @ block["contract.weight"].T
+        expected[sample] = norm(hidden, weights["norm.weight"]) @ weights["embedding.weight"].T
+    np.testing.assert_allclose(model(tokens).detach().numpy(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_later_token_changes_no_earlier_logits(tiny):
+    model = tiny.model()
+    tokens = tiny.batch(0, 0, 1)[:, :-1]
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % tiny.tokens
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert (before[:, 9:] != after[:, 9:]).any(dim=-1).all()
+
+
+def test_matrices_decay_and_scales_do_not(tiny):
+    model = tiny.model()
+    matrices, scales = tiny.optimizer(model).param_groups
+    assert (matrices["weight_decay"], scales["weight_decay"]) == (0.1, 0)
+    assert all(own.ndim == 2 for own in matrices["params"])
+    assert all(own.ndim == 1 for own in scales["params"])
+    assert len(matrices["params"]) + len(scales["params"]) == len(list(model.parameters()))
+
+
+def test_loss_falls(tiny):
+    model = tiny.model()
+    optimizer = tiny.optimizer(model)
+    before = tiny.evaluate(model)
+    losses = train(tiny, model, optimizer, Updater(tiny, optimizer, 40).update, range(40))
+    assert losses[0] > 4
+    assert losses[-1] < losses[0] - 1
+    assert tiny.evaluate(model) < before - 1
+
+
+def test_the_rate_of_a_training_is_the_schedule_and_its_gradient_is_clipped(tiny):
+    model = tiny.model()
+    optimizer = tiny.optimizer(model)
+    updater = Updater(tiny, optimizer, 20)
+    rates, norms = [], []
+
+    def update():
+        rates.append({group["lr"] for group in optimizer.param_groups})
+        for own in model.parameters():
+            own.grad *= 100
+        updater.update()
+        norms.append(math.hypot(*(own.grad.norm().item() for own in model.parameters())))
+
+    train(tiny, model, optimizer, update, range(20))
+    shares = [0.5, 1, *(0.55 + 0.45 * math.cos(math.pi * step / 18) for step in range(1, 19))]
+    assert [own for [own] in rates] == pytest.approx([tiny.rate * share for share in shares])
+    assert norms == pytest.approx([1] * 20, rel=1e-3)
+
+
+@pytest.fixture
+def threads():
+    """Restore the number of threads, which a training sets."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_rate_of_the_command_follows_its_steps(tiny, tmp_path):
+    settings = train_command.Settings(mpicomp.Dense(), "auto", get_policy("static"), 10, 0, probes=False)
+    with MetricsWriter(str(tmp_path / "m.jsonl")) as metrics:
+        train_command.train(tiny, settings, LocalWorld(1).transports[0], Progress(False), metrics)
+    rates = [json.loads(line)["lr"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    expected = [tiny.rate * (0.55 + 0.45 * math.cos(math.pi * step / 9)) for step in range(10)]
+    assert rates == pytest.approx(expected)
+
+
+@pytest.mark.usefixtures("threads")
+def test_every_exchange_has_the_same_rates(tiny):
+    exchanges = [Exchange("none"), Exchange("dense", mpicomp.Dense())]
+    given = tiny, Settings(steps=2, blocks=3, warm_up=4), 0, LocalWorld(1).transports[0]
+    trained, _, _ = train_all(exchanges, *given, lambda _: None)
+    model = tiny.model()
+    optimizer = tiny.optimizer(model)
+    train(tiny, model, optimizer, Updater(tiny, optimizer, 10).update, range(10))
+    assert [own.quality for own in trained] == [tiny.evaluate(model)] * 2
+
+
+def test_a_training_that_resumes_ends_with_the_bits_of_one_that_did_not(tiny, tmp_path):
+    """As a script does it, with mpicomp's optimizer and checkpoint."""
+    transport = LocalWorld(1).transports[0]
+
+    def start():
+        model = tiny.model()
+        optimizer = mpicomp.torch.DistributedOptimizer(
+            tiny.optimizer(model), model.named_parameters(), "dense", comm=transport
+        )
+        return model, optimizer, tiny.schedule(optimizer, 12)
+
+    def go_on(model, optimizer, schedule, steps):
+        def update():
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), tiny.clip)
+            optimizer.step()
+            schedule.step()
+
+        return train(tiny, model, optimizer, update, steps)
+
+    straight = start()
+    losses = go_on(*straight, range(12))
+    stopped = start()
+    assert go_on(*stopped, range(5)) == losses[:5]
+    names = ("model", "optimizer", "schedule")
+    state = {name: own.state_dict() for name, own in zip(names, stopped, strict=True)}
+    mpicomp.save_checkpoint(tmp_path, state, transport)
+    resumed = start()
+    saved = mpicomp.load_checkpoint(tmp_path, transport)
+    for name, own in zip(names, resumed, strict=True):
+        own.load_state_dict(saved[name])
+    assert go_on(*resumed, range(5, 12)) == losses[5:]
+    assert all(map(torch.equal, resumed[0].parameters(), straight[0].parameters()))
+    assert resumed[2].get_last_lr() == straight[2].get_last_lr()
+    for _, optimizer, _ in (straight, stopped, resumed):
+        optimizer.close()
