@@ -1,9 +1,10 @@
 """Options and fixtures of the test suite, and what a parallel run needs so that a failure ends it.
 
 Parallel tests are marked ``@pytest.mark.mpi`` (``min_size=`` where they need so many ranks, ``max_size=`` where more
-of them show nothing new, so that these are for ``--slow``) and take the `comm` fixture. They run under ``mpiexec -n N python -m pytest --only-mpi``; `tests/run.py` does that for
-several N. A parallel test must run the same on all ranks; where it cannot run at all, say so with
-``skipif`` and not with ``pytest.skip`` in its body, so that the number of tests to expect can be told.
+of them show nothing new, so that these are for ``--slow``) and take the `comm` fixture. They run under
+``mpiexec -n N python -m pytest --only-mpi``; `tests/run.py` does that for several N. A parallel test must run the same
+on all ranks; where it cannot run at all, say so with ``skipif`` and not with ``pytest.skip`` in its body, so that the
+number of tests to expect can be told.
 """
 
 import contextlib
