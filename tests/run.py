@@ -24,8 +24,10 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (1, 2, 3, 4)  # 3 catches what only works for powers of two
@@ -88,8 +90,8 @@ def kill(pid: int, stacks_s: float = STACKS_S) -> None:
             os.kill(victim, signal.SIGKILL)
 
 
-def run(command: list[str], limit_s: float, env: dict[str, str] | None = None) -> int:
-    """Run a command with a time limit and return its exit status."""
+def run(command: list[str], limit_s: float, env: dict[str, str] | None = None, output: IO[str] | None = None) -> int:
+    """Run a command with a time limit, its output going to a file where one is given, and return its exit status."""
     say(" ".join(command))
     started = time.monotonic()
     # Compiled files are kept, whatever the shell says: every rank and every process of a test would compile them all.
@@ -99,6 +101,7 @@ def run(command: list[str], limit_s: float, env: dict[str, str] | None = None) -
         cwd=ROOT,
         env={**inherited, **(env or {})},
         stdin=subprocess.DEVNULL,
+        stdout=output,
         stderr=subprocess.STDOUT,  # what a rank says before it gives up belongs among the results
         start_new_session=True,
     )
@@ -116,12 +119,17 @@ def run(command: list[str], limit_s: float, env: dict[str, str] | None = None) -
     return status
 
 
-def checks() -> Count:
-    """Run the linters and the type checker. Each is configured in the repository."""
+def lint() -> Count:
+    """Run the linters, as the repository configures them."""
     total = Count()
     for step in (["ruff", "check"], ["ruff", "format", "--check"]):
         ok = run([sys.executable, "-m", *step], LIMIT_S["check"]) == 0
         total += Count(int(ok), int(not ok))
+    return total
+
+
+def types(output: IO[str]) -> Count:
+    """Run the type checker, as the repository configures it."""
     # mypy goes by folders: it needs to see the packages where they are installed, not where they stand.
     cache = ROOT / ".mypy_cache"
     package = cache / "tree" / "mpicomp"
@@ -133,8 +141,9 @@ def checks() -> Count:
     if not studies.is_symlink():
         studies.symlink_to(ROOT / "studies")
     settings = ["--config-file", str(ROOT / "setup.cfg"), "--cache-dir", str(cache)]
-    ok = run([sys.executable, "-m", "mypy", *settings, str(package), str(studies)], LIMIT_S["check"]) == 0
-    return total + Count(int(ok), int(not ok))
+    command = [sys.executable, "-m", "mypy", *settings, str(package), str(studies)]
+    ok = run(command, LIMIT_S["check"], output=output) == 0
+    return Count(int(ok), int(not ok))
 
 
 def files_with(*texts: str) -> list[str]:
@@ -258,11 +267,20 @@ def main() -> int:
     total = Count()
     with tempfile.TemporaryDirectory(prefix="mpicomp-tests-") as name:
         folder = Path(name)
+        beside = contextlib.ExitStack()
         if "lint" in parts:
-            total += checks()
+            total += lint()
+            # It takes one core for half a minute, and tests that start processes leave one free.
+            log = beside.enter_context((folder / "types.log").open("w+"))
+            typed = beside.enter_context(ThreadPoolExecutor(1)).submit(types, log)
         if "serial" in parts:
             options = [*SIDE_BY_SIDE, "-r", "fEs", "-m", f"not mpi{marked}", *passed_on, *paths]
             total += pytest(options, folder / "serial.xml", LIMIT_S["serial"], [], ALONE)
+        if "lint" in parts:
+            total += typed.result()
+            log.seek(0)
+            print(log.read(), flush=True)
+        beside.close()
         if "parallel" in parts:
             ranks = [int(size) for size in arguments.ranks.split(",")]
             total += parallel([*passed_on, *(paths or files_with("mark.mpi"))], ranks, folder, f"mpi{marked}")

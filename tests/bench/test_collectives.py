@@ -209,6 +209,7 @@ def rows():
     return run(Settings([50, 3000], [TOPK, TopK(ratio=0.01)], ["allgather", "star-topk"], True, 0.05))
 
 
+@pytest.mark.slow
 def test_everything_has_its_row(rows):
     dense = [name for name in variants(Dense()) if "hierarchical" not in name]
     for numel in (50, 3000):
@@ -233,6 +234,7 @@ def test_speed_ups_are_over_the_best_dense_plan(rows):
             assert row["compress_s"] + row["exchange_s"] + row["decode_s"] < 2 * row["median_s"]
 
 
+@pytest.mark.slow
 def test_what_is_kept_in_the_steady_state_is_small(rows):
     for row in rows:
         if row["ratio"] == 0.01 and row["numel"] == 3000:
@@ -270,6 +272,7 @@ def test_rows_are_handed_over_cell_by_cell():
     assert seen[-1] == [(row["numel"], row["compressor"]) for row in found]
 
 
+@pytest.mark.slow
 def test_text_that_reads_like_osu(rows):
     text = blocks(rows, "1 rank on 1 host")
     assert HEADER == "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"

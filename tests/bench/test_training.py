@@ -179,7 +179,7 @@ def test_one_rank_trains_the_same_with_and_without_an_exchange():
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
 def test_ranks_train_with_each_exchange(comm):
     from mpicomp.transport.mpi import MPITransport
@@ -205,7 +205,7 @@ def test_ranks_train_with_each_exchange(comm):
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
 def test_recorded_plans_are_run_in_the_steps_that_count(comm, tmp_path):
     from mpicomp.bench.measure.metrics import MetricsWriter
@@ -245,7 +245,7 @@ def test_recorded_plans_are_run_in_the_steps_that_count(comm, tmp_path):
     assert len(set(recorded)) == (1 if comm.size == 1 else 6)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
 def test_ddp_among_mpi_ranks_averages_as_mpicomp_does(comm):
     from mpicomp.bench.gloo import process_group

@@ -96,6 +96,7 @@ def test_mpich_under_the_launcher_of_open_mpi(environment, examine):
     assert problem["fix"].startswith(f"{ours.with_name('mpiexec')} -n 2 {ours} -m mpicomp doctor")
 
 
+@pytest.mark.slow
 def test_the_launcher_on_the_path_is_another_ones(environment, examine):
     ours, theirs = environment("mpich"), environment("openmpi")
     status, report = examine(ours, ["env", f"PATH={theirs.parent}{os.pathsep}{os.defpath}"])

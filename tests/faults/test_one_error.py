@@ -22,7 +22,7 @@ def still_works(comm, reducer, names=("w",)):
     assert sorted(means) == sorted(names)
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize(
     ("wrong", "kind", "said"),
     [
@@ -52,7 +52,7 @@ def test_a_setting(comm, wrong, kind, said, first):
     reducer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_a_policy_whose_reducer_was_refused_serves_another_one(comm):
     policy = Static()
     wrong = "nosuch" if comm.rank == comm.size - 1 else "topk"
@@ -104,7 +104,7 @@ def test_a_state_of_another_step(comm, compressor, collective, running):
     reducer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_all_ranks_go_back_to_an_earlier_step_in_mid_run(comm):
     reducer = mpicomp.Reducer({"id": "randomk", "ratio": 0.1}, "ring", comm=comm)
 
@@ -123,7 +123,7 @@ def test_all_ranks_go_back_to_an_earlier_step_in_mid_run(comm):
     reducer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_a_state_without_a_step_loads_nothing(comm):
     reducer = mpicomp.Reducer({"id": "topk", "ratio": 0.1}, comm=comm)
     still_works(comm, reducer)
@@ -136,7 +136,7 @@ def test_a_state_without_a_step_loads_nothing(comm):
     reducer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_a_state_of_another_policy_on_one_rank(comm):
     reducer = mpicomp.Reducer({"id": "topk"}, policy="gravac", comm=comm)
     still_works(comm, reducer)
@@ -149,7 +149,7 @@ def test_a_state_of_another_policy_on_one_rank(comm):
     reducer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("policy", ["static", "accordion", "auto"])
 def test_learning_rates_of_any_type(comm, policy):
     torch = pytest.importorskip("torch")
@@ -174,7 +174,7 @@ def test_learning_rates_of_any_type(comm, policy):
     reducer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 @pytest.mark.parametrize("lr", ["0.1", [1.0, 2.0], np.ones(2), 1j], ids=str)
 def test_a_learning_rate_that_is_none_on_one_rank(comm, lr):
     reducer = mpicomp.Reducer({"id": "topk"}, "allgather", comm=comm)
@@ -186,7 +186,7 @@ def test_a_learning_rate_that_is_none_on_one_rank(comm, lr):
     reducer.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_numbers_of_numpy_are_settings_too(comm):
     reducer = mpicomp.Reducer(
         {"id": "randomk", "ratio": 0.1},
@@ -203,7 +203,7 @@ def test_numbers_of_numpy_are_settings_too(comm):
     same.close()
 
 
-@pytest.mark.mpi
+@pytest.mark.mpi(max_size=3)
 def test_an_error_of_ours_leaves_the_reducer_usable(comm):
     reducer = mpicomp.Reducer({"id": "topk", "ratio": 0.1}, comm=comm)
     for wrong in ({"w": "text"}, {"w": np.ones(7)}, {"other": np.ones(100, np.float32)}, {}):

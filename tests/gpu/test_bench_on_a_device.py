@@ -130,6 +130,7 @@ def test_gradients_can_be_used_in_any_stream(cupy):
         np.testing.assert_array_equal(there.fresh().get(), here.fresh())
 
 
+@pytest.mark.slow
 def test_collectives_are_timed_on_the_device(cupy):
     settings = Settings([700], [TOPK, mpicomp.QSGD()], ["allgather", "packed-allgather"], True, 0.02)
     model = CostModel(Network(1))

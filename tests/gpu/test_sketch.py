@@ -14,7 +14,7 @@ KEY = 0x0123456789ABCDEF
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 3, 7])
+@pytest.mark.parametrize("rows", [slow(1), 3, slow(7)])
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_tables(place, dtype, rows, columns):
     """Added to what is there, in the order of the elements."""

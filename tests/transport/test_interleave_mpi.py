@@ -9,7 +9,7 @@ from exchanges import DTYPES, LAYOUTS, OPERATIONS, allreduce, at_once, in_the_ba
 from mpicomp.errors import MessageError
 from mpicomp.rounds import Round, observe
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.mpi(max_size=3)
 
 
 @pytest.fixture(params=["0", "1"], ids=["blocking", "naps"])
