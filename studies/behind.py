@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import get_task, list_tasks
 from mpicomp.bench.tasks.updating import Updater
@@ -185,7 +184,8 @@ def train(task_name: str, seed: int, exchange: str, steps: int) -> dict[str, Any
             if (ratio := getattr(compressor, "ratio", None)) is not None and step % 10 == 0:
                 waits.append(by_waits(*elements.scales_and_signals(), ratio))
         for name, parameter in parameters.items():
-            parameter.grad = torch.from_numpy(np.array(means[0][name])).view_as(parameter)
+            if parameter.grad is not None:
+                parameter.grad.numpy()[...] = means[0][name]
         updater.update()
     for reducer in reducers:
         reducer.close()
@@ -242,7 +242,6 @@ def run(arguments: argparse.Namespace) -> int:
     path = None if arguments.rows is None else Path(arguments.rows)
     if path is not None:
         check_writable(_STUDY, str(path))
-    torch.set_num_threads(1)
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path is not None and path.exists() else []
     for task, seed in itertools.product(tasks, seeds):
         steps = arguments.steps or get_task(task).steps

@@ -11,7 +11,9 @@ from marks import slow
 STUDIES = Path(__file__).resolve().parents[2] / "studies"
 
 
-@pytest.mark.parametrize("name", ["policies", slow("learned"), slow("regret"), slow("change"), slow("estimators"), slow("behind")])
+@pytest.mark.parametrize(
+    "name", ["policies", slow("learned"), slow("regret"), slow("change"), slow("estimators"), slow("behind")]
+)
 def test_the_help_of_each(name, tmp_path, clean_environ):
     command = [sys.executable, STUDIES / f"{name}.py", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=clean_environ, check=False)
