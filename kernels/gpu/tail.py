@@ -60,8 +60,8 @@ def counts_above(array: Any, thresholds: Sequence[float], threads: int = 1) -> l
     for first in range(0, len(thresholds), _AT_ONCE):
         own = [float(threshold) for threshold in thresholds[first : first + _AT_ONCE]]
         partials = Partials(blocks, _AT_ONCE)
-        given_ones = own + [own[0]] * (_AT_ONCE - len(own))
-        launch("tail", "counts_above", array.dtype, blocks, array, array.size, *given_ones, partials.memory)
+        filled = own + [own[0]] * (_AT_ONCE - len(own))
+        launch("tail", "counts_above", array.dtype, blocks, array, array.size, *filled, partials.memory)
         counts += [partials.total(column) for column in range(len(own))]
     return counts
 

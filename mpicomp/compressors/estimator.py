@@ -90,11 +90,11 @@ class Search:
         return self.accumulated.moments.total / self.numel
 
     def top(self) -> float:
-        """Return the largest magnitude; `ranks` is to name 1."""
+        """Return the largest magnitude; 1 has to be among the ranks that the search was made with."""
         return self.magnitude(1) if self.waits else self.candidates.top()
 
     def magnitude(self, rank: int) -> float:
-        """Return the magnitude of one of `ranks`, of which 1 is the largest; known where numbers are waited for."""
+        """Return the magnitude of one of the search's ranks, of which 1 is the largest; only where it `waits`."""
         return self._magnitudes[rank]
 
     def foresee(self, thresholds: Iterable[float]) -> None:

@@ -87,12 +87,9 @@ class MSTopK(Sparsifier):
             high, upper = middle, threshold
             if excess == 0:
                 break
-        if excess == 0:
-            bottom = upper
-        elif math.isnan(lower):
+        bottom = upper if excess == 0 else lower
+        if math.isnan(bottom):
             return None
-        else:
-            bottom = lower
         pool = counted.pool
         if pool is None:
             count = search.count(bottom, search.room + 1)
@@ -104,7 +101,7 @@ class MSTopK(Sparsifier):
 
 
 class _Counted:
-    """How many elements more than k exceed a threshold, by counting them.
+    """Says how many elements more than k exceed a threshold, by counting them.
 
     Where no list covers what is asked for, what exceeds the lower threshold is gathered as soon as it is little.
     """
@@ -124,7 +121,7 @@ class _Counted:
 
 
 class _Ranked:
-    """The sign of that number, by the magnitudes of ranks k and k + 1, which are read once."""
+    """Says the sign of that number, by the magnitudes of ranks k and k + 1, which are read once."""
 
     pool = None
 
