@@ -1,8 +1,10 @@
 """Pairs of ranks exchange all they have, then pairs of pairs, until all ranks have the sum."""
 
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.segmented_mean import SegmentedMean
@@ -55,12 +57,13 @@ class RecursiveDoubling(Scheme[Dense]):
         tasks = self.rounds(accumulated.numel, dtype, group)
         mean = workspace.array("mean", whole, dtype)
         spare = workspace.array("spare", whole if len(tasks) > 1 else 0, dtype)
+        own = accumulated.with_tail()  # only read: the part that was sent is subtracted later
         beyond = group.rank >= _power_of_two(group.size)
         last = len(tasks) - 1 - (group.size > _power_of_two(group.size))
-        total = segments.own
+        total = own
         if not tasks:
             total = mean
-            total[:] = segments.own
+            total[:] = own
             segments.divide(total, 0, whole)
         for place, task in enumerate(tasks):
             received = spare if total is mean else mean
@@ -68,11 +71,15 @@ class RecursiveDoubling(Scheme[Dense]):
             if beyond:
                 task.arrived = segments.sees(received, 0)
             else:
-                task.arrived = segments.adds(received, 0, total, complete=place == last)
+                task.arrived = segments.adds(received, 0, partial(_cut, total), complete=place == last)
             yield task
             if task.peers[1] is not None:
                 total = received
         return segments.result(total)
+
+
+def _cut(array: NDArray[np.floating], start: int, stop: int) -> NDArray[np.floating]:
+    return array[start:stop]
 
 
 def _power_of_two(size: int) -> int:

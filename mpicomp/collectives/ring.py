@@ -1,5 +1,6 @@
 """Every rank passes parts on to its right neighbour: first their sums grow, then the means go round."""
 
+from collections import deque
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +12,10 @@ from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.registry import register
-from mpicomp.rounds import Group, Round, parts_of
+from mpicomp.rounds import Group, Pending, Round, parts_of
+
+HALF = 1 << 20
+"""Bytes of half a part from which on the halves travel apart: two segments of a transport's, so that some follow."""
 
 
 @register
@@ -21,6 +25,11 @@ class Ring(Scheme[Dense]):
     As few bytes as can be, in many steps: it suits long arrays. Sums are made of segments as they arrive, so that only
     the last segment's is waited for, and the rank that completes a part divides it before it goes round. Each
     part is summed in ring order from another rank on, once, so all ranks hold the same bits.
+
+    Long parts travel in two halves: while one comes to the end of its step the other one is under way, so that the link
+    is not idle until the next step begins, and a rank that is late by less than a half keeps nobody waiting. They begin
+    when the first half is accumulated, and the rest is accumulated when it is added; so the numbers behind the array,
+    which are not known before that, do not travel with it but are gathered while the means go round.
 
     16-bit wires are refused: they would round at every step.
     """
@@ -36,38 +45,90 @@ class Ring(Scheme[Dense]):
         return super().carries(compressor) and getattr(compressor, "wire", None) is None
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return ``2 (ranks - 1)`` exchanges with the neighbours; see `Scheme.rounds`."""
+        """Return ``2 (ranks - 1)`` exchanges with the neighbours, or two of halves for each and one of the tails."""
         size, rank = group.size, group.rank
-        parts = parts_of(numel + TAIL, size)
+        halved = _halved(numel, dtype, size)
         neighbours = ((rank + 1) % size, (rank - 1) % size)
-        return [
-            Round("sendrecv", (parts[(first - turn) % size], parts[(first - turn - 1) % size]), dtype, peers=neighbours)
-            for first in (rank, rank + 1)
-            for turn in range(size - 1)
+        tasks = [
+            Round(
+                "sendrecv",
+                (out.stop - out.start, into.stop - into.start),
+                dtype,
+                peers=neighbours,
+                background=halved,
+            )
+            for out, into in _spans(numel, halved, group)
         ]
+        if halved:
+            # The last sum is made by then, and there is something left behind which it can travel unnoticed.
+            tasks.insert(len(tasks) // 2 + 1, Round("allgatherv", [TAIL] * size, dtype, background=True))
+        return tasks
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         """Sum on the way round, divide, pass round; see `Scheme.exchange`."""
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
-        size, rank = group.size, group.rank
+        size, workspace = group.size, context.workspace
         segments = SegmentedMean(accumulated, size)
-        mean = context.workspace.array("mean", numel + TAIL, dtype)
-        parts = parts_of(numel + TAIL, size)
-        bounds = np.concatenate(([0], np.cumsum(parts)))
+        mean = workspace.array("mean", numel + TAIL, dtype)
+        halved = _halved(numel, dtype, size)
+        tails = workspace.array("tails", size * TAIL if halved else 0, dtype)
+        if not halved:
+            accumulated.with_tail()
         if size == 1:
-            mean[:] = segments.own
+            mean[:] = accumulated.with_tail()
             segments.divide(mean, 0, numel)
-        source = segments.own
-        for place, task in enumerate(self.rounds(numel, dtype, group)):
-            growing = place < size - 1
-            first, turn = (rank, place) if growing else (rank + 1, place - (size - 1))
-            out, into = (first - turn) % size, (first - turn - 1) % size
-            task.send = source[bounds[out] : bounds[out + 1]]
-            task.recv = mean[bounds[into] : bounds[into + 1]]
-            if growing:
-                task.arrived = segments.adds(mean, bounds[into], segments.own, complete=turn == size - 2)
+        turns = 1 + halved  # exchanges of a step
+        spans = iter(_spans(numel, halved, group))
+        under_way: deque[Pending] = deque()
+        begun = 0
+        for task in self.rounds(numel, dtype, group):
+            if len(under_way) == 2:
+                yield under_way.popleft()
+            if task.operation == "allgatherv":
+                task.send, task.recv = accumulated.with_tail()[numel:], tails
+                told = yield task
+                continue
+            out, into = next(spans)
+            place, begun = begun // turns, begun + 1
+            task.send = accumulated.part(out.start, out.stop) if place == 0 else mean[out]
+            task.recv = mean[into]
+            if place < size - 1:
+                task.arrived = segments.adds(mean, into.start, accumulated.part, complete=place == size - 2)
             else:
-                task.arrived = segments.sees(mean, bounds[into])
-            yield task
-            source = mean
+                task.arrived = segments.sees(mean, into.start)
+            reply = yield task
+            if halved:
+                under_way.append(reply)
+        if halved:
+            while under_way:
+                yield under_way.popleft()
+            yield told
+            with np.errstate(over="ignore", invalid="ignore"):
+                mean[numel:] = tails.reshape(size, TAIL).sum(axis=0)
         return segments.result(mean)
+
+
+def _halved(numel: int, dtype: np.dtype[Any], size: int) -> bool:
+    """Return whether parts travel in halves."""
+    return size > 1 and numel * dtype.itemsize >= 2 * HALF * size
+
+
+def _spans(numel: int, halved: bool, group: Group) -> list[tuple[slice, slice]]:
+    """Return which elements a rank sends and which ones it receives, exchange by exchange.
+
+    What it receives in a step it sends in the next one, from the first to the last.
+    """
+    size = group.size
+    parts = parts_of(numel if halved else numel + TAIL, size)
+    pieces: list[list[slice]] = []
+    stop = 0
+    for part in parts:
+        pieces.append([])
+        for length in parts_of(part, 2) if halved else [part]:
+            pieces[-1].append(slice(stop, stop + length))
+            stop += length
+    return [
+        spans
+        for place in range(2 * (size - 1))
+        for spans in zip(pieces[(group.rank - place) % size], pieces[(group.rank - place - 1) % size], strict=True)
+    ]

@@ -30,13 +30,15 @@ class SegmentedMean:
         self._accumulated = accumulated
         self._ranks = ranks
         self._finite: Any = True
-        self.own = accumulated.with_tail()
-        """The accumulated array and its tail. It is only read: the part that was sent is subtracted later."""
 
     def adds(
-        self, array: NDArray[np.floating], offset: int, other: NDArray[np.floating], complete: bool
+        self,
+        array: NDArray[np.floating],
+        offset: int,
+        other: Callable[[int, int], NDArray[np.floating]],
+        complete: bool,
     ) -> Callable[[int, int], None]:
-        """Return a function that adds ``other`` to segments of ``array`` and, where sums are complete, divides them.
+        """Return a function that adds to segments of ``array`` and, where sums are complete, divides them.
 
         Parameters
         ----------
@@ -44,8 +46,8 @@ class SegmentedMean:
             Where segments arrive.
         offset : int
             Where the part that they are segments of begins.
-        other : array, shape (numel + TAIL,)
-            The array that is added.
+        other : callable
+            Returns the part of the array that is added, between two places.
         complete : bool
             Whether that was the last rank's share.
         """
@@ -53,7 +55,7 @@ class SegmentedMean:
         def arrived(start: int, stop: int) -> None:
             segment = array[offset + start : offset + stop]
             with np.errstate(over="ignore", invalid="ignore"):
-                np.add(segment, other[offset + start : offset + stop], out=segment)
+                np.add(segment, other(offset + start, offset + stop), out=segment)
             if complete:
                 self.divide(array, offset + start, offset + stop)
 

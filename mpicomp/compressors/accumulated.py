@@ -98,6 +98,8 @@ class Accumulated:
         self._tables = {} if tables is None else tables
         self._untold: cpu.Moments | None = None  # as the kernels give them: on a device, numbers to be read
         self._moments: cpu.Moments | None = None
+        self._made = 0  # elements of the sum that were made part by part
+        self._made_moments: cpu.Moments | None = None
         self.stale = stale
         self.threads = threads
         self.lost = 0.0
@@ -127,6 +129,11 @@ class Accumulated:
         made.lost = lost
         made._untold = cpu.Moments(0, 0.0, energy, finite)
         return made
+
+    @property
+    def residual(self) -> NDArray[np.floating] | None:
+        """What is in it of earlier steps; not to be written to."""
+        return self._residual
 
     @property
     def numel(self) -> int:
@@ -183,6 +190,22 @@ class Accumulated:
             self.sweep()
         return self._buffer[: self.numel]
 
+    def part(self, start: int, stop: int) -> NDArray[np.floating]:
+        """Return a part of the sum, which is made only now where gradients can be cut.
+
+        Whoever asks for a part asks for all of them, once each, before anything else: a collective that sends the first
+        part before it needs the others lets the network wait for that one alone.
+        """
+        if not self.done and not self._divisible:
+            self.sweep()
+        if not self.done:
+            moments = self._sum(start, stop)
+            self._made += stop - start
+            self._made_moments = moments if self._made_moments is None else self._made_moments + moments
+            if self._made == self.numel:
+                self._untold = self._made_moments
+        return self._buffer[start:stop]
+
     def sweep(self, regions: Sequence[Region] = ()) -> None:
         """Make the sum, and list large elements in the same sweep.
 
@@ -192,24 +215,8 @@ class Accumulated:
             Where elements are listed: ascending, apart from each other. They receive what is found.
         """
         assert not self.done, "the sum was made before"
-        out = self._buffer[: self.numel]
-        moments: cpu.Moments | None = None
-        if not self._pieces:
-            out[:] = 0
-        for part, gradient in self._parts(out):
-            residual = None if self._residual is None else self._residual[part]
-            for cut, region in _cuts(part, regions):
-                own = slice(part.start + cut.start, part.start + cut.stop)
-                behind = None if residual is None else residual[cut]
-                if region is None:
-                    added = kernels.accumulate(gradient[cut], behind, out[own], self.threads)
-                else:
-                    region.found, added = kernels.accumulate_candidates(
-                        gradient[cut], behind, out[own], region.bound, own.start, region.index, region.bits,
-                        region.found, self.threads,
-                    )  # fmt: skip
-                moments = added if moments is None else moments + added
-        self._untold = cpu.Moments(0, 0.0, 0.0, True) if moments is None else moments
+        assert self._made == 0, "parts of the sum were made before"
+        self._untold = self._sum(0, self.numel, regions)
         if regions:
             for region, found in zip(regions, self.read(*(region.found for region in regions)), strict=True):
                 region.found = found
@@ -261,6 +268,33 @@ class Accumulated:
             kernels.write_tail(tail, moments.finite, self.stale, moments.energy, self.lost)
         return self._buffer
 
+    @property
+    def _divisible(self) -> bool:
+        """Whether a part of the sum can be made by itself."""
+        gathers = getattr(self.kernels, "GATHERS", False)
+        return not gathers and bool(self._pieces) and all(own.gradient.flags.c_contiguous for own in self._pieces)
+
+    def _sum(self, start: int, stop: int, regions: Sequence[Region] = ()) -> cpu.Moments:
+        """Make a part of the sum and return its moments."""
+        out = self._buffer[: self.numel]
+        moments: cpu.Moments | None = None
+        if not self._pieces:
+            out[start:stop] = 0
+        for part, gradient in self._parts(out, start, stop):
+            residual = None if self._residual is None else self._residual[part]
+            for cut, region in _cuts(part, regions):
+                own = slice(part.start + cut.start, part.start + cut.stop)
+                behind = None if residual is None else residual[cut]
+                if region is None:
+                    added = kernels.accumulate(gradient[cut], behind, out[own], self.threads)
+                else:
+                    region.found, added = kernels.accumulate_candidates(
+                        gradient[cut], behind, out[own], region.bound, own.start, region.index, region.bits,
+                        region.found, self.threads,
+                    )  # fmt: skip
+                moments = added if moments is None else moments + added
+        return cpu.Moments(0, 0.0, 0.0, True) if moments is None else moments
+
     def _gathered(self, out: NDArray[np.floating]) -> NDArray[np.floating]:
         """Return the input to the sum as one flat array; where there are several pieces it stands in ``out``."""
         flats: list[NDArray[Any]] = []
@@ -282,16 +316,23 @@ class Accumulated:
             flat = out
         return flat
 
-    def _parts(self, out: NDArray[np.floating]) -> Iterator[tuple[slice, NDArray[np.floating]]]:
-        """Return the slice of every piece and its flat input to the sum; of all at once where kernels prefer that."""
+    def _parts(self, out: NDArray[np.floating], start: int, stop: int) -> Iterator[tuple[slice, NDArray[np.floating]]]:
+        """Return the slice of every piece between two places and its flat input to the sum.
+
+        Where kernels prefer that it is all pieces at once.
+        """
         if self._pieces and getattr(self.kernels, "GATHERS", False):
             yield slice(0, self.numel), self._gathered(out)
             return
         for piece in self._pieces:
-            part = slice(piece.offset, piece.offset + piece.gradient.size)
+            part = slice(max(start, piece.offset), min(stop, piece.offset + piece.gradient.size))
+            if part.start >= part.stop:
+                continue
             gradient = piece.gradient
+            if gradient.flags.c_contiguous:
+                gradient = gradient.reshape(-1)[part.start - piece.offset : part.stop - piece.offset]
             if gradient.dtype == self.dtype and gradient.dtype.isnative and gradient.flags.c_contiguous:
-                flat: NDArray[Any] = gradient.reshape(-1)
+                flat: NDArray[Any] = gradient
             else:
                 # Widened or packed where the sum will stand, which the kernel then adds to in place.
                 flat = out[part]

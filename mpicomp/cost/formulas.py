@@ -69,7 +69,8 @@ def terms(task: Round, group: Group) -> Terms:
     """Return the cost of a round of one of its ranks; the slowest rank's is the round's.
 
     A library chooses by itself how it sums and broadcasts: here it is taken to know the best way for large arrays.
-    What is not so is in the factor that is measured for each operation.
+    What is not so is in the factor that is measured for each operation. In the background latencies pass while others
+    are under way.
 
     Parameters
     ----------
@@ -102,7 +103,8 @@ def terms(task: Round, group: Group) -> Terms:
             cost = Terms(float(neighbours > 0), neighbours * task.counts[0])
         case _:
             cost = Terms(float(task.peers != (None, None)), max(task.counts))
-    return Terms(cost.latency, cost.volume * itemsize * _through_one_link(task, group))
+    latency = 0.0 if task.background else cost.latency
+    return Terms(latency, cost.volume * itemsize * _through_one_link(task, group))
 
 
 def slowest(costs: Iterable[Terms]) -> Terms:

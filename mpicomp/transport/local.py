@@ -19,10 +19,17 @@ Network = Callable[[Round, Group], float]
 
 
 class _Done(Pending):
-    """A round in lockstep is done when all ranks have asked for it."""
+    """A round in lockstep is done when all ranks have asked for it.
 
-    def __init__(self, task: Round) -> None:
+    Attributes
+    ----------
+    end : float
+        When it ends on the clock of a simulated network.
+    """
+
+    def __init__(self, task: Round, end: float = 0.0) -> None:
         self.task = task
+        self.end = end
 
     def test(self) -> bool:
         return True
@@ -41,6 +48,8 @@ class LocalTransport(Transport):
         self.probes = network is not None
         self.seconds = 0.0
         """This rank's time on the clock of a simulated network."""
+        self.busy_until = 0.0
+        """When its rounds in the background end on that clock: they pass its link one after the other."""
 
     def start(self, task: Round) -> Pending:
         """Run a round of a world of one rank."""
@@ -83,7 +92,7 @@ class LocalWorld:
     >>> import numpy as np
     >>> from mpicomp import Reducer, TopK
     >>> world = LocalWorld(2)
-    >>> reducers = [Reducer(TopK(ratio=0.5), comm=transport) for transport in world.transports]
+    >>> reducers = [Reducer(TopK(ratio=0.5), warmup=0, comm=transport) for transport in world.transports]
     >>> gradients = [np.array([4, 1], np.float32), np.array([0, 2], np.float32)]
     >>> means = world.run([r.rounds({"w": g}) for r, g in zip(reducers, gradients)])
     >>> means[0]["w"].tolist(), means[1]["w"].tolist()
@@ -122,7 +131,9 @@ class LocalWorld:
             for rank, reply in replies.items():
                 try:
                     ask = advance(exchanges[rank], reply)
-                    while isinstance(ask, Pending):
+                    while isinstance(ask, _Done):
+                        end = self.transports[rank]
+                        end.seconds = max(end.seconds, ask.end)
                         ask = advance(exchanges[rank], received(ask.task))
                 except Exception as error:
                     failures[rank] = error
@@ -130,6 +141,7 @@ class LocalWorld:
                 if isinstance(ask, Returned):
                     values[rank] = ask.value
                 else:
+                    assert isinstance(ask, Round)
                     asked[rank] = ask
             replies = self._perform_met(asked)
         if failures:
@@ -158,10 +170,10 @@ class LocalWorld:
                 continue
             tasks = [asked.pop(other) for other in members]
             perform_together(tasks)
-            self._pass_time(members, tasks[0])
+            end = self._pass_time(members, tasks[0])
             for other, own in zip(members, tasks, strict=True):
                 if own.background:
-                    replies[other] = _Done(own)
+                    replies[other] = _Done(own, end)
                 else:
                     replies[other] = received(own)
                     self.transports[other].note(own, 0.0)
@@ -170,15 +182,23 @@ class LocalWorld:
     def _members(self, rank: int, task: Round) -> tuple[int, ...]:
         return self.transports[rank].members[task.group]
 
-    def _pass_time(self, members: Sequence[int], task: Round) -> None:
+    def _pass_time(self, members: Sequence[int], task: Round) -> float:
+        """Let the seconds of a round pass, in the background those of the links alone; return when it ends."""
         ends = [self.transports[rank] for rank in members]
         network, group = ends[0].network, ends[0].group.part(task.group)
-        if network is None or task.background:
-            return
+        if network is None:
+            return 0.0
         assert group is not None
-        after = max(end.seconds for end in ends) + network(task, group)
+        after = max(end.seconds for end in ends)
+        if task.background:
+            after = max(after, *(end.busy_until for end in ends))
+        after += network(task, group)
         for end in ends:
-            end.seconds = after
+            if task.background:
+                end.busy_until = after
+            else:
+                end.seconds = after
+        return after
 
 
 def perform_together(tasks: Sequence[Round]) -> None:

@@ -17,11 +17,16 @@ class Naps:
         Number of rests that only yield the core, after the start and after each `reset`.
     meanwhile : callable, optional
         Called before every nap.
+    longest : float
+        Seconds up to which naps double.
     """
 
-    def __init__(self, eager: int = 200, meanwhile: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, eager: int = 200, meanwhile: Callable[[], None] | None = None, longest: float = LONGEST_S
+    ) -> None:
         self._eager = eager
         self._meanwhile = meanwhile
+        self._longest = longest
         self.reset()
 
     def reset(self) -> None:
@@ -38,7 +43,7 @@ class Naps:
             if self._meanwhile is not None:
                 self._meanwhile()
             time.sleep(self._nap)
-            self._nap = min(2 * self._nap, LONGEST_S)
+            self._nap = min(2 * self._nap, self._longest)
 
 
 def wait(done: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:

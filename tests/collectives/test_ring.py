@@ -4,8 +4,18 @@ import pytest
 from lockstep import run
 
 import mpicomp
-from mpicomp.collectives import bind
+from mpicomp.collectives import Context, bind, ring
+from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.rounds import Pending, Round, observe
 from mpicomp.transport import LocalWorld
+
+NUMEL = 61
+
+
+@pytest.fixture
+def halved(monkeypatch):
+    """Let parts of arrays of `NUMEL` travel in halves among up to seven ranks."""
+    monkeypatch.setattr(ring, "HALF", 4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7])
@@ -60,3 +70,80 @@ def test_every_rank_sends_what_a_ring_must(ranks):
         least = 2 * (ranks - 1) * (numel + 4) * 4
         np.testing.assert_allclose(sum(task.sent_bytes(end.group) for task in rounds), least / ranks)
         assert all(task.peers == ((end.group.rank + 1) % ranks, (end.group.rank - 1) % ranks) for task in rounds)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("segment", [None, 1, 3])
+def test_halves_come_to_the_same_sums(ranks, dtype, segment, halved):
+    rng = np.random.default_rng(ranks)
+    arrays = [rng.normal(size=NUMEL).astype(dtype) for _ in range(ranks)]
+    expected = oracle.ring_step(arrays, behind=0)
+    together = run(mpicomp.Dense(), "ring", arrays, segment=segment)
+    energy = sum(float(np.sum(array.astype(np.float64) ** 2)) for array in arrays)
+    for result, accumulated, array in zip(together.results, together.accumulated, arrays, strict=True):
+        assert result.mean.tobytes() == expected.tobytes()
+        assert accumulated.tobytes() == array.tobytes()
+        assert result.energy == together.results[0].energy == pytest.approx(energy, rel=1e-5)
+        assert not result.stale
+        assert not result.nonfinite
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_one_rank_of_halves_is_heard_by_all(ranks, halved):
+    for culprit in range(ranks):
+        arrays = [np.ones(NUMEL, np.float32) for _ in range(ranks)]
+        for result in run(mpicomp.Dense(), "ring", arrays, stale=[culprit]).results:
+            assert result.stale
+            assert not result.nonfinite
+        arrays[culprit][33] = np.nan
+        for result in run(mpicomp.Dense(), "ring", arrays).results:
+            assert result.nonfinite
+            assert not result.stale
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_rounds_of_halves_are_what_is_asked_for_and_two_are_under_way(ranks, halved):
+    world, scheme = LocalWorld(ranks), bind(mpicomp.Dense(), "ring")
+    asked = [[] for _ in range(ranks)]
+    exchanges = []
+    for end, own in zip(world.transports, asked, strict=True):
+        array = np.ones(NUMEL, np.float32)
+        accumulated = Accumulated(np.full(NUMEL + TAIL, np.nan, np.float32), None, [Piece(0, array)])
+        exchanges.append(observe(scheme.exchange(accumulated, Context(group=end.group)), before=own.append))
+    world.run(exchanges)
+    for end, own in zip(world.transports, asked, strict=True):
+        begun = [task for task in own if isinstance(task, Round)]
+        expected = scheme.rounds(NUMEL, np.dtype(np.float32), end.group)
+        assert [(task.operation, tuple(task.counts), task.peers, task.background) for task in begun] == [
+            (task.operation, tuple(task.counts), task.peers, True) for task in expected
+        ]
+        assert len(begun) == 4 * (ranks - 1) + 1
+        sent = sum(task.counts[0] for task in begun if task.operation == "sendrecv")
+        assert abs(sent - 2 * (ranks - 1) * NUMEL / ranks) <= 2 * ranks
+        waited = [task.task for task in own if isinstance(task, Pending)]
+        assert sorted(map(id, waited)) == sorted(map(id, begun))
+        exchanged = [task.task if isinstance(task, Pending) else task for task in own]
+        halves = [task for task in exchanged if task.operation == "sendrecv"]
+        under_way = set()
+        for place, task in enumerate(halves):
+            under_way ^= {id(task)}
+            assert place < 1 or place == len(halves) - 1 or 1 <= len(under_way) <= 2
+
+
+def test_only_the_first_half_is_accumulated_before_something_is_sent(halved):
+    size = 4
+    group = LocalWorld(size).transports[1].group
+    buffer = np.full(NUMEL + TAIL, np.nan, np.float32)
+    accumulated = Accumulated(buffer, None, [Piece(0, np.ones(NUMEL, np.float32))])
+    first = next(bind(mpicomp.Dense(), "ring").exchange(accumulated, Context(group=group)))
+    assert first.send.size == np.count_nonzero(~np.isnan(buffer)) == 8
+    assert not accumulated.done
+
+
+def test_short_parts_travel_whole():
+    group = LocalWorld(4).transports[0].group
+    scheme, single = bind(mpicomp.Dense(), "ring"), np.dtype(np.float32)
+    long = 2 * ring.HALF  # elements of four bytes: two halves for each of four ranks
+    assert [task.background for task in scheme.rounds(long - 1, single, group)] == [False] * 6
+    assert [task.background for task in scheme.rounds(long, single, group)] == [True] * 13

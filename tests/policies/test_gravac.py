@@ -181,7 +181,7 @@ def replay(timed, paper, gradients, pauses=()):
 RECORDS = {
     "ends": (
         [(22, 6.0), (4, 0.2), (6, 2.0), (15, 5.0)],
-        {"least": 0.005, "window": 4, "omega": 0.15, "epsilon": 0.6, "smoothing": 0.5},
+        {"least": 0.005, "window": 4, "omega": 0.15, "epsilon": 0.65, "smoothing": 0.5},
         {"candidate", "dense", "raise", "end"},
     ),
     "goes on": (

@@ -66,3 +66,22 @@ def test_several_ranks_do_not_step_alone():
     with pytest.raises(MpicompError, match=r"use LocalWorld\.run"):
         LocalWorld(2).transports[0].run(ask("allreduce", 1.0))
     assert LocalWorld(1).transports[0].run(ask("allreduce", 4.0)) == [4.0]
+
+
+def test_rounds_in_the_background_pass_the_link_one_after_the_other():
+    """Two of a second each: whoever computes for no time waits for both, and for a third one that is waited for."""
+    world = LocalWorld(2, hosts=2, network=lambda task, group: 1.0)
+
+    def program(end):
+        arrays = [np.ones(1), np.empty(2)]
+        begun = []
+        for _ in range(2):
+            begun.append((yield Round("allgatherv", [1, 1], arrays[0].dtype, 0, *arrays, background=True)))
+        seconds = [end.clock()]
+        for pending in begun:
+            yield pending
+            seconds.append(end.clock())
+        yield Round("allgatherv", [1, 1], arrays[0].dtype, 0, *arrays)
+        return [*seconds, end.clock()]
+
+    assert world.run([program(end) for end in world.transports]) == [[0.0, 1.0, 2.0, 3.0]] * 2

@@ -151,3 +151,27 @@ def test_closing_leaves_what_nobody_waited_for_to_the_next_transport(comm, naps)
         transport.start(task)
     while comm.allreduce(recv[0] != comm.size):  # the time limit of the test is that of this loop
         MPITransport(comm).close()
+
+
+def test_rounds_of_segments_in_the_background_go_one_after_the_other(comm, naps):
+    """Whoever waits for any of them moves all on, so they are done wherever one waits first."""
+    from mpicomp.transport.mpi import MPITransport
+    from mpicomp.transport.mpi_rounds import SEGMENT
+
+    transport = MPITransport(comm)
+    ranks, rank, numel = comm.size, comm.rank, 20 * SEGMENT + 1
+    for order in ([0, 1, 2], [2, 0, 1]):
+        heard: list[int] = []
+        pending = []
+        for number in range(3):
+            task = Round(
+                "sendrecv", (numel, numel), np.dtype(np.uint8), peers=((rank + 1) % ranks, (rank - 1) % ranks),
+                send=np.full(numel, 8 * number + rank, np.uint8), recv=np.zeros(numel, np.uint8),
+                arrived=lambda start, stop, heard=heard, number=number: heard.append(number), background=True,
+            )  # fmt: skip
+            pending.append(transport.start(task))
+        for number in order:
+            assert (transport.wait(pending[number]) == 8 * number + (rank - 1) % ranks).all()
+        assert [heard.count(number) for number in range(3)] == [21, 21, 21]
+        assert heard.index(0) < heard.index(1) < heard.index(2)
+    transport.close()
