@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from mpicomp.compressors import Compressor
 from mpicomp.errors import MpicompError
 from mpicomp.policies import Policy
+from mpicomp.policies.warmup import read_warmup
 from mpicomp.reducer import StepRecord
 from mpicomp.rounds import Round
 from mpicomp.torch import DistributedOptimizer, broadcast_parameters
@@ -55,6 +56,8 @@ class Settings:
         Whether exchanges, dense ones among them, are measured by themselves after the training.
     compare_every : int
         Steps from one comparison of ranks' gradients to the next; 0 compares none. It needs two ranks.
+    warmup : int or str
+        See `mpicomp.Reducer`. With more steps than half of the run, verdicts are of the steps that come after it.
     """
 
     compressor: Compressor | None
@@ -66,6 +69,7 @@ class Settings:
     bucket_bytes: int | None = None
     probes: bool = True
     compare_every: int = 0
+    warmup: int | str = 0
 
     @property
     def adapts(self) -> bool:
@@ -75,6 +79,8 @@ class Settings:
     @property
     def changes(self) -> bool:
         """Whether the second half of a run may use other plans than the first."""
+        if self.warmup:
+            return True
         if self.adapts or self.compressor is None:
             return self.adapts
         return self.compressor.bind([], [], warm_up=False).get_config() != self.compressor.get_config()
@@ -207,9 +213,11 @@ def train(
         overlap=False,  # phases are to add up to the step
         bucket_bytes=settings.bucket_bytes,
         seed=settings.seed,
+        warmup=settings.warmup,
     )
     updater = Updater(task, optimizer, settings.steps)
     numel = sum(parameter.numel() for group_ in optimizer.param_groups for parameter in group_["params"])
+    warmup_steps, _ = read_warmup(settings.warmup)
 
     timings, choices = _Timings(), Choices()
     comparison = Comparison(settings.compare_every, settings.seed, group) if settings.compare_every else None
@@ -226,7 +234,8 @@ def train(
             dense_wire += record.dense_wire_bytes
             once_bytes += round(record.once_wire_bytes)
             gains += [bucket.gain for bucket in record.buckets if bucket.gain is not None]
-            collectives |= dict.fromkeys(bucket.collective for bucket in record.buckets)
+            if step >= warmup_steps:
+                collectives |= dict.fromkeys(bucket.collective for bucket in record.buckets)
             choices.add(record)
             quality = None
             if settings.evaluate_every and (step + 1) % settings.evaluate_every == 0:
@@ -237,7 +246,7 @@ def train(
     _check_replicas(model, transport)
     skipped = min(5, settings.steps // 4)  # the first steps compile, agree and grow buffers
     of_slowest = timings.of_slowest(transport)
-    half = settings.steps // 2
+    half = max(settings.steps // 2, warmup_steps if warmup_steps < settings.steps else 0)
     late = max(skipped, half) if settings.changes else skipped
     late_plans = choices.plans(half)
     reducer = optimizer.reducer

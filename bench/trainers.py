@@ -159,6 +159,7 @@ class Ours(Alone):
             seed=seed,
             overlap=False if exchange.in_line else None,
             bucket_bytes=None if replay is None else replay.bucket_bytes,
+            warmup=0,  # what is named is what is timed
         )
         self._plans: Counter[str] = Counter()
 

@@ -7,11 +7,10 @@ differs between the runs of a task.
 import argparse
 import itertools
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from mpicomp.bench.measure import results
@@ -22,18 +21,20 @@ from numpy.typing import NDArray
 import mpicomp
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, check_writable, read_list
+from mpicomp.collectives import bind
+from mpicomp.compressors import Quantiser
+from mpicomp.policies.elements import Elements, ElementSurvey
 from mpicomp.transport import LocalWorld
 
 _STUDY = "behind"
 _RANKS = 4
 _SPAN = (0.6, 0.9)  # shares of a run: the steps whose losses are compared, and whose gradients are looked at
-_SAMPLED = 1 << 16  # elements whose gradients are followed one by one
-_MEMORY = 0.03  # share of a step in their running means
-_CLASSES = 40  # classes of elements by scale, two for each power of two
+_EVERY = 5  # steps from one prediction to the next
+_QUANTISERS = ("qsgd", "onebit")  # among the exchanges of these names: four bits, rounded to the nearest, and signs
 _EXCHANGES = "topk:0.1,topk:0.03,topk:0.01,topk:0.003,qsgd,onebit"
 _KEY = ("task", "seed", "exchange", "steps")
 _COLUMNS = {
-    "task": "", "seed": "d", "exchange": "", "quality": ".4f", "behind": ".2f", "by_delay": ".2f", "by_waits": ".2f",
+    "task": "", "seed": "d", "exchange": "", "quality": ".4f", "behind": ".2f", "predicted": ".2f", "by_dense": ".2f",
     "delay": ".2f", "signal": ".3f",
 }  # fmt: skip
 
@@ -58,83 +59,18 @@ def steps_behind(dense: NDArray[np.floating], late: NDArray[np.floating]) -> flo
     return float(middle - before[np.abs(np.maximum.accumulate(curve(before)[::-1])[::-1] - loss).argmin()]) / middle
 
 
-def by_delay(delay: float, signal: float) -> float:
-    """Return the share of steps that is lost if every element waits for ``delay`` steps, in the mean over energy.
-
-    What waits adds up, noise by its energy and signal by its amplitude. So the energy of what is delivered grows by the
-    factor ``1 + signal delay``, and the steps of Adam, which divides by its root, shrink by that.
-    """
-    return 1 - 1 / math.sqrt(1 + signal * delay)
-
-
-def by_waits(scales: NDArray[np.floating], signals: NDArray[np.floating], ratio: float) -> float:
-    """Return the share of steps that is lost if each element waits until it reaches the threshold of top-k.
-
-    Parameters
-    ----------
-    scales, signals : arrays, shape (elements,)
-        Root mean square of each element's gradients over steps, and the share of signal in their energy.
-    ratio : float
-        Kept fraction, in (0, 1].
-
-    Notes
-    -----
-    Noise of a scale s comes to a threshold h after ``(h / s)**2`` steps, signal after ``h / s``; their rates add. The
-    threshold is the one at which the rates of all elements add up to k. An element that waits for t steps has a second
-    moment that is ``1 + (t - 1) signal`` times larger. Under Adam it contributes its signal times its scale to what a
-    step achieves, over the root of that.
-    """
-    noise, drift = scales**2 * (1 - signals), scales * np.sqrt(signals)
-
-    def rates(threshold: float) -> NDArray[np.floating]:
-        found: NDArray[np.floating] = np.minimum(1.0, noise / threshold**2 + drift / threshold)
-        return found
-
-    low, high = 0.0, 1e6 * float(scales.max())
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rates(middle).mean() > ratio else (low, middle)
-    waits = 1 / np.maximum(rates(high), 1e-12)
-    weights = scales * signals
-    return 1 - float((weights / np.sqrt(1 + (waits - 1) * signals)).sum() / weights.sum())
-
-
-class Elements:
-    """Running means of some elements' gradients on one rank: their squares, and products with those of the step before.
-
-    Parameters
-    ----------
-    numel : int
-        Of all elements, of which some are followed.
-    """
-
-    def __init__(self, numel: int) -> None:
-        self._stride = max(1, numel // _SAMPLED)
-        self._before: NDArray[np.float64] | None = None
-        self._squares = self._products = np.zeros(-(-numel // self._stride))
-
-    def see(self, gradient: NDArray[np.floating]) -> None:
-        """Learn from the gradient of a step."""
-        now = gradient[:: self._stride].astype(np.float64)
-        if self._before is not None:
-            self._squares = self._squares + _MEMORY * (now * now - self._squares)
-            self._products = self._products + _MEMORY * (now * self._before - self._products)
-        self._before = now
-
-    @property
-    def signal(self) -> float:
-        """Share of signal in the energy of gradients."""
-        return float(np.clip(self._products.sum() / self._squares.sum(), 1e-4, 1))
-
-    def scales_and_signals(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the scale of each element that is ever changed, and the share of signal of all that are as large."""
-        scales = np.sqrt(self._squares)
-        there = scales > 0
-        scales, products = scales[there], self._products[there]
-        place = np.clip(np.floor(2 * np.log2(scales / scales.max())) + _CLASSES, 0, _CLASSES).astype(int)
-        energy = np.bincount(place, scales**2, _CLASSES + 1)
-        shares = np.bincount(place, products, _CLASSES + 1) / np.where(energy > 0, energy, 1)
-        return scales, np.clip(shares, 0, 1)[place]
+def predict(elements: Elements, exchange: str, age: int) -> float | None:
+    """Return the share of steps by which training would fall behind with an exchange; None where that is not told."""
+    compressor, collective = exchange_of(exchange)
+    if not elements.known:
+        return None
+    if isinstance(compressor, Quantiser):
+        return elements.behind_with(_QUANTISERS.index(exchange), _RANKS, age) if exchange in _QUANTISERS else None
+    if not compressor.selects_by_ratio:
+        return None
+    together = collective != "auto" and bind(compressor, collective).leaves_out
+    ratio = np.array([compressor.ratio])  # type: ignore[attr-defined]
+    return float(elements.behind(ratio, _RANKS, age, together, compressor.by_magnitude)[0])
 
 
 def exchange_of(words: str) -> tuple[mpicomp.Compressor, str]:
@@ -145,13 +81,13 @@ def exchange_of(words: str) -> tuple[mpicomp.Compressor, str]:
     return compressor, collective or "auto"
 
 
-def train(task_name: str, seed: int, exchange: str, steps: int) -> dict[str, Any]:
-    """Train a task with simulated ranks.
+def train(task_name: str, seed: int, exchange: str, steps: int, exchanges: Sequence[str]) -> dict[str, Any]:
+    """Train a task with simulated ranks, and predict meanwhile what some exchanges would cost.
 
     Returns
     -------
     dict
-        Losses of all steps, the quality in the end, and what may foretell how far it is behind.
+        Losses of all steps, the quality in the end, and how far each exchange was predicted to be behind.
     """
     task = get_task(task_name, seed)
     model = task.model()
@@ -159,10 +95,14 @@ def train(task_name: str, seed: int, exchange: str, steps: int) -> dict[str, Any
     updater = Updater(task, task.optimizer(model), steps)
     compressor, collective = exchange_of(exchange)
     world = LocalWorld(_RANKS)
-    reducers = [mpicomp.Reducer(compressor, collective, comm=end) for end in world.transports]
-    elements = Elements(sum(parameter.numel() for parameter in parameters.values()))
+    reducers = [mpicomp.Reducer(compressor, collective, comm=end, warmup=0) for end in world.transports]
+    numel = sum(parameter.numel() for parameter in parameters.values())
+    quantisers = [cast(Quantiser, exchange_of(name)[0]) for name in _QUANTISERS]
+    surveys = [ElementSurvey(numel, quantisers) for _ in range(_RANKS)]
+    elements = Elements(numel, len(quantisers))
     first, last = (int(share * steps) for share in _SPAN)
-    losses, sent, lost, signals, waits = [], 0.0, 0.0, [], []
+    losses, sent, lost, signals = [], 0.0, 0.0, []
+    told: dict[str, list[float]] = {name: [] for name in exchanges}
     for step in range(steps):
         gradients, loss_of_ranks = [], []
         for rank in range(_RANKS):
@@ -172,7 +112,9 @@ def train(task_name: str, seed: int, exchange: str, steps: int) -> dict[str, Any
             loss_of_ranks.append(float(loss.detach()))
             own = ((name, parameter.grad) for name, parameter in parameters.items())
             gradients.append({name: grad.numpy().copy() for name, grad in own if grad is not None})
-        elements.see(np.concatenate([grad.reshape(-1) for grad in gradients[0].values()]))
+        whole = [np.concatenate([grad.reshape(-1) for grad in own.values()]) for own in gradients]
+        pairs = zip(surveys, whole, strict=True)
+        elements.observe(np.array([survey.measure(own, None, (numel,), step) for survey, own in pairs]))
         means = world.run([reducer.rounds(own) for reducer, own in zip(reducers, gradients, strict=True)])
         losses.append(float(np.mean(loss_of_ranks)))
         if first <= step <= last:
@@ -181,19 +123,20 @@ def train(task_name: str, seed: int, exchange: str, steps: int) -> dict[str, Any
                 gain, energy = bucket.gain or 0.0, bucket.energy or 0.0
                 sent, lost = sent + gain * energy, lost + (1 - gain) * energy
             signals.append(elements.signal)
-            if (ratio := getattr(compressor, "ratio", None)) is not None and step % 10 == 0:
-                waits.append(by_waits(*elements.scales_and_signals(), ratio))
+            for name in exchanges if step % _EVERY == 0 else ():
+                prediction = predict(elements, name, step)
+                if prediction is not None:
+                    told[name].append(prediction)
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 parameter.grad.numpy()[...] = means[0][name]
         updater.update()
     for reducer in reducers:
         reducer.close()
-    delay, signal = lost / sent, float(np.mean(signals))
     return {
         "task": task_name, "seed": seed, "exchange": exchange, "steps": steps, "quality": task.evaluate(model),
-        "delay": delay, "signal": signal, "by_delay": by_delay(delay, signal),
-        "by_waits": float(np.mean(waits)) if waits else None, "losses": losses,
+        "delay": lost / sent, "signal": float(np.mean(signals)),
+        "predicted": {name: float(np.mean(own)) for name, own in told.items() if own}, "losses": losses,
     }  # fmt: skip
 
 
@@ -205,7 +148,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         base = dense.get((row["task"], row["seed"], row["steps"]))
         if base is not None:
             behind = 0.0 if base is row else steps_behind(np.array(base["losses"]), np.array(row["losses"]))
-            made.append({name: own for name, own in row.items() if name != "losses"} | {"behind": behind})
+            of_row, of_dense = (own["predicted"].get(row["exchange"]) for own in (row, base))
+            kept = {name: own for name, own in row.items() if name != "losses"}
+            made.append(kept | {"behind": behind, "predicted": of_row, "by_dense": of_dense})
     return made
 
 
@@ -251,7 +196,7 @@ def run(arguments: argparse.Namespace) -> int:
                 for row in rows
             ):
                 continue
-            rows.append(train(task, seed, exchange, steps))
+            rows.append(train(task, seed, exchange, steps, exchanges))
             if path is not None:
                 with path.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")

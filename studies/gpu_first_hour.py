@@ -158,8 +158,8 @@ class _World:
         return [end.group.rank for end in self.ends]
 
     def reducers(self, compressor: Compressor, collective: str = "auto", **settings: Any) -> list[mpicomp.Reducer]:
-        """Make one for each rank of this process."""
-        return [mpicomp.Reducer(compressor, collective, comm=end, **settings) for end in self.ends]
+        """Make one for each rank of this process, without a warm-up."""
+        return [mpicomp.Reducer(compressor, collective, comm=end, warmup=0, **settings) for end in self.ends]
 
     def reduce(self, reducers: Sequence[mpicomp.Reducer], given: Sequence[Any], scale: float = 1.0) -> list[Any]:
         """Average one array of each rank; return the means of the ranks of this process."""
@@ -382,7 +382,7 @@ def follow_streams(setting: Setting) -> list[Line]:
         return [Line(title, expected, "needs torch for CUDA", None)]
     lines = []
     for compressor in (mpicomp.Dense(), mpicomp.TopK(ratio=1.0)):
-        reducer = mpicomp.Reducer(compressor, comm=LocalWorld(1).transports[0])
+        reducer = mpicomp.Reducer(compressor, comm=LocalWorld(1).transports[0], warmup=0)
         stream, wrong = torch.cuda.Stream(), 0
         for step in range(6):
             with torch.cuda.stream(stream):
@@ -413,7 +413,7 @@ def overlap_with_backward(setting: Setting) -> list[Line]:
             model = torch.nn.Sequential(*layers).to(device)
             optimizer = mpicomp.torch.DistributedOptimizer(
                 torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compressor, comm=end,
-                overlap=overlap, bucket_bytes=1,  # one for each array, in whatever order they come
+                overlap=overlap, warmup=0, bucket_bytes=1,  # one for each array, in whatever order they come
             )  # fmt: skip
             for step in range(steps):
                 inputs = torch.from_numpy(_numbers(end.group.rank, step, 32 * 128).reshape(32, 128)).to(device)

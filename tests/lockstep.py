@@ -7,7 +7,7 @@ import numpy as np
 from mpicomp.collectives import Context, Scheme, bind
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.compressors.kinds import Selection
-from mpicomp.rounds import observe
+from mpicomp.rounds import Round, observe
 from mpicomp.transport import LocalWorld
 
 
@@ -49,7 +49,7 @@ def in_segments(exchange, segment):
     """Let what arrives do so in segments."""
 
     def cut(task):
-        if task.arrived is not None:
+        if isinstance(task, Round) and task.arrived is not None:
             task.arrived = _cut(task.arrived, segment)
 
     return observe(exchange, before=cut)

@@ -91,11 +91,14 @@ def gtopk_step(gradients, residuals, select):
     return mean, left
 
 
-def ring_step(arrays):
-    """The mean of a ring, in the arrays' precision: part p of N is summed from rank p on, and once round."""
+def ring_step(arrays, behind=4):
+    """The mean of a ring, in the arrays' precision: part p of N is summed from rank p on, and once round.
+
+    So many numbers travel behind the array.
+    """
     numel, ranks = len(arrays[0]), len(arrays)
     number = arrays[0].dtype.type
-    least, more = divmod(numel + 4, ranks)  # four numbers travel behind the array
+    least, more = divmod(numel + behind, ranks)
     mean = np.empty(numel, number)
     start = 0
     for part in range(ranks):

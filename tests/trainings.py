@@ -6,6 +6,19 @@ from worlds import Ranks
 SHAPES = {"embedding": (300, 40), "weight": (64, 50), "bias": (64,)}
 
 
+class Adam:
+    """First and second moments of Adam, one element beside the other; b1 is 0.9 and b2 0.999."""
+
+    def __init__(self):
+        self.first, self.second, self.steps = 0.0, 0.0, 0
+
+    def step(self, gradient):
+        self.steps += 1
+        self.first = 0.9 * self.first + 0.1 * gradient
+        self.second = 0.999 * self.second + 0.001 * gradient**2
+        return self.first / (1 - 0.9**self.steps) / np.sqrt(self.second / (1 - 0.999**self.steps) + 1e-30)
+
+
 class Training:
     """Ranks that reduce gradients with long tails; there is a step's worth of computing between two of them.
 

@@ -7,11 +7,12 @@ from mpicomp.transport import LocalWorld
 
 
 class Ranks:
-    """N reducers that step together; with a network, every rank is a host of its own."""
+    """N reducers that step together, without a warm-up unless asked; with a network, each rank is a host of its own."""
 
     def __init__(self, size, *args, identical_sums=True, network=None, hosts=None, **settings):
         hosts = hosts or (1 if network is None else size)
         self.world = LocalWorld(size, identical_sums, hosts, network)
+        settings = {"warmup": 0} | settings
         self.reducers = [mpicomp.Reducer(*args, comm=end, **settings) for end in self.world.transports]
 
     def reduce(self, gradients, lr=None):

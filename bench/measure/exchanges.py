@@ -125,6 +125,7 @@ class Runner:
             comm=transport,
             bucket_bytes=max(1, gradients.numel * DTYPE.itemsize),
             cost=cost,
+            warmup=0,
         )
         state = residuals.state(plan.compressor, gradients.numel)
         if state is not None:

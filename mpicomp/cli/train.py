@@ -28,6 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a name from `mpicomp list`, or its configuration as JSON (default: static where a compressor is named, "
         "auto where none is); with --compressor it chooses among that one's settings and dense",
     )
+    parser.add_argument(
+        "--warmup",
+        metavar="N|ramp:N",
+        help="dense steps that come first, or steps of DGC's ramp, whose ratios fall from 0.25 to the compressor's "
+        "(default: 20, and at most half of all steps, with a compressor and neither a collective nor a policy; else 0)",
+    )
     parser.add_argument("--steps", type=int, help="number of steps (default: what the task is tuned for)")
     parser.add_argument("--seed", type=int, default=0, help="of the model, the batches and the schemes (0)")
     parser.add_argument("--data", metavar="PATH", help="your own text (text-gpt, text-lstm) or npz (digits, vgg)")
@@ -60,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, and print a verdict on rank 0."""
     from mpicomp.cli.options import check_least, check_writable
     from mpicomp.errors import ConfigurationError
+    from mpicomp.policies.warmup import choose_warmup, read_warmup
     from mpicomp.system import launcher
 
     if arguments.steps is not None:
@@ -68,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_least("train", "--correlation", arguments.correlation, 0)
     compressor = _compressor(arguments)
     policy = _policy(arguments, compressor) if arguments.replay is None else _replay(arguments)
+    warmup = choose_warmup(arguments.warmup, compressor, arguments.collective, arguments.policy)
     launch = launcher.detect()
     if launch is None or launch.rank == 0:
         for path in filter(None, (arguments.json, arguments.metrics)):
@@ -104,6 +112,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     recorded = None if arguments.replay is None else getattr(policy, "steps", None)
     steps = arguments.steps or recorded or task.steps
+    if arguments.warmup is None:
+        warmup = min(warmup, steps // 2)  # so that a short run shows what was named, too
+    elif read_warmup(warmup)[0] >= steps:
+        raise ConfigurationError(
+            f"train: --warmup {arguments.warmup} leaves none of {steps} steps to what comes after it; give it fewer, "
+            "or name more --steps"
+        )
     settings = Settings(
         compressor,
         arguments.collective,
@@ -114,9 +129,11 @@ def run(arguments: argparse.Namespace) -> int:
         getattr(policy, "bucket_bytes", None),
         not arguments.no_verdict,
         arguments.correlation,
+        warmup,
     )
     if first:
         what = "chosen by mpicomp" if compressor is None else repr(compressor)
+        what += f", warmup {warmup}" if warmup else ""
         print(f"{task.name}: {steps} steps on {group.size} ranks, policy {policy.id}, compressor {what}", flush=True)
     with MetricsWriter(arguments.metrics if first else None) as metrics:
         outcome = train(task, settings, transport, Progress(first), metrics, device)
@@ -148,9 +165,13 @@ def _policy(arguments: argparse.Namespace, compressor: "Compressor | None") -> "
     """Return the policy that was named or implied; settings that it cannot work with are refused."""
     from mpicomp.cli.options import read_policy
     from mpicomp.policies import Named
+    from mpicomp.policies.warmup import WarmUp, read_warmup
 
     words = arguments.policy or ("auto" if compressor is None else "static")
-    read_policy("train", words).adopt(Named(compressor, arguments.collective))  # one object serves one reducer
+    trial = read_policy("train", words)  # one object serves one reducer
+    if arguments.warmup is not None and read_warmup(arguments.warmup)[0]:
+        trial = WarmUp(trial, arguments.warmup)
+    trial.adopt(Named(compressor, arguments.collective))
     return read_policy("train", words)
 
 
@@ -159,7 +180,9 @@ def _replay(arguments: argparse.Namespace) -> "Policy":
     from mpicomp.bench.replay import Replay
     from mpicomp.errors import ConfigurationError
 
-    for option, value in (("compressor", None), ("ratio", None), ("policy", None), ("collective", "auto")):
+    for option, value in (
+        ("compressor", None), ("ratio", None), ("policy", None), ("warmup", None), ("collective", "auto"),
+    ):  # fmt: skip
         if getattr(arguments, option) != value:
             raise ConfigurationError(
                 f"train: --replay runs the plans in '{arguments.replay}', so --{option} says nothing; leave one out"
@@ -182,6 +205,7 @@ def _result(task: "Task", settings: "Settings", outcome: "Outcome") -> dict[str,
         "collective": outcome.collective,
         "policy": settings.policy.id,
         "policy_config": settings.policy.get_config(),
+        "warmup": settings.warmup,
         "ranks": outcome.ranks,
         "hosts": outcome.hosts,
         "steps": settings.steps,

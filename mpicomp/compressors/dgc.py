@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import mul
 from typing import ClassVar
 
@@ -110,6 +111,18 @@ class DGC(Sparsifier):
         if step >= self.warmup_steps:
             return self.ratio
         return float(self.ratio ** ((step + 1) / (self.warmup_steps + 1)))
+
+    def bind(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]] = (),
+        *,
+        model: Mapping[str, int] | None = None,
+        warm_up: bool = True,
+    ) -> "DGC":
+        """Leave the warm-up out where asked to; see `Compressor.bind`."""
+        return self if warm_up else replace(self, warmup_steps=0)
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
         """Select the elements above the sample's threshold; see `Sparsifier.select`."""

@@ -50,11 +50,6 @@ class OneBit(Quantiser):
 
     block: int = 1024
 
-    @classmethod
-    def suggested(cls) -> "list[OneBit]":
-        """Return it at its defaults."""
-        return [OneBit()]
-
     def __post_init__(self) -> None:
         whole = isinstance(self.block, (int, np.integer)) and not isinstance(self.block, bool)
         if not whole or self.block < 1 or self.block % _WORD:

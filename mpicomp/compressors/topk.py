@@ -64,8 +64,8 @@ class TopK(Sparsifier):
 
     @classmethod
     def suggested(cls) -> "list[TopK]":
-        """Return one that suits most networks, and one that suits fast ones, where own work counts."""
-        return [TopK(wire="bf16"), TopK()]
+        """Return one that suits most networks, one for slow ones, and one for fast ones, where own work counts."""
+        return [TopK(wire="bf16"), TopK(wire="q4"), TopK()]
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -41,9 +41,12 @@ class NormSurvey:
         """See `Survey.width`."""
         return len(sizes)
 
-    def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
+    def measure(
+        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
+    ) -> NDArray[np.float32]:
         """See `Survey.measure`."""
-        return self._spectra.energies(self._spectra.measure(accumulated, sizes, step), sizes).astype(np.float32)
+        spectra = self._spectra.measure(accumulated, residual, sizes, step)
+        return self._spectra.energies(spectra, sizes).astype(np.float32)
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
         """See `Survey.energies`."""

@@ -18,6 +18,7 @@ from mpicomp.rounds import Asked, Group, Round
 from mpicomp.transport.base import Transport
 
 _LATER = 3.5  # times the delay of the values themselves, under either code: 2.6 to 4.3 on digits, see docs/learned.md
+_LEARN = 0.15  # share of a step in the running average of how late a code is
 _FIRST = 2  # times the steps in which a code learns, before it is first considered
 _AGAIN = 2  # times the steps done so far, before it is considered again
 
@@ -32,9 +33,8 @@ class Rivals:
         All other plans.
     worth : float
         Value that a plan with a code has to be below; see `Balance.worth`.
-    late : callable
-        Returns, for a bucket and a code, the delay in steps of the bucket's gradients where the values that the code
-        selects travel as they are.
+    behind : callable
+        Returns, for a bucket and a code, the share of its steps by which training falls behind with it.
     names : callable
         Returns the collectives that may carry a code.
     cost : CostModel
@@ -43,7 +43,7 @@ class Rivals:
 
     balance: Balance
     worth: float
-    late: Callable[[int, Learner], float]
+    behind: Callable[[int, Learner], float]
     names: Callable[[Learner], Sequence[str]]
     cost: CostModel
 
@@ -69,6 +69,7 @@ class Codes:
         self._on_device = False  # whether own work is that of a device: as rank 0 says
         self._code: Learner | None = None
         self._learnt: dict[str, int] = {}  # steps, by the first parameter of each bucket that has it
+        self._late: dict[str, float] = {}  # steps, by the first parameter of each bucket whose code ran
         self._steps = 0
         self._ask = _FIRST * max((own.training_steps for own in templates), default=0)
         self._shapes: list[Shape] = []
@@ -87,7 +88,7 @@ class Codes:
     def start(self, shapes: Sequence[Shape]) -> None:
         """Take up new buckets: others than before have to learn anew, if they are to."""
         if self._shapes and list(shapes) != self._shapes:
-            self._code, self._learnt = None, {}
+            self._code, self._learnt, self._late = None, {}, {}
         self._shapes = list(shapes)
 
     def has(self, bucket: int) -> bool:
@@ -114,6 +115,17 @@ class Codes:
         for bucket in learning:
             self._learnt[self._shapes[bucket].names[0]] += 1
 
+    def observe(self, bucket: int, gain: float) -> None:
+        """Learn how long energy waits under a bucket's code, from the gain of a step in which it ran."""
+        if 0 < gain <= 1:
+            name, seen = self._shapes[bucket].names[0], (1 - gain) / gain
+            known = self._late.get(name, seen)
+            self._late[name] = known + _LEARN * (seen - known)
+
+    def late(self, bucket: int) -> float:
+        """Return the steps that energy waits under a bucket's code; 0 before it ran."""
+        return self._late.get(self._shapes[bucket].names[0], 0.0)
+
     def ask(self, rivals: Rivals, transport: Transport) -> Generator[Asked, Any, bool]:
         """Take up the code that is predicted to pay most, if one does; return whether it was. Collective, as rounds.
 
@@ -138,7 +150,13 @@ class Codes:
     def state(self) -> dict[str, Any]:
         """Return the state that has to survive a restart, JSON-able. What was learnt is in the memory of buckets."""
         config = None if self._code is None else self._code.get_config()
-        return {"steps": self._steps, "ask": self._ask, "code": config, "learnt": dict(self._learnt)}
+        return {
+            "steps": self._steps,
+            "ask": self._ask,
+            "code": config,
+            "learnt": dict(self._learnt),
+            "late": dict(self._late),
+        }
 
     def give(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state` returned."""
@@ -147,6 +165,7 @@ class Codes:
         assert code is None or code.learns
         self._code = cast("Learner | None", code)
         self._learnt = {str(name): int(steps) for name, steps in state["learnt"].items()}
+        self._late = {str(name): float(steps) for name, steps in state.get("late", {}).items()}
 
     def _agree(self, transport: Transport) -> Generator[Asked, Any, None]:
         """Leave out codes that need packages, where some rank lacks one. Collective: a round of two bytes."""
@@ -165,20 +184,18 @@ class Codes:
         best, worth, balance = None, rivals.worth, rivals.balance
         buckets = range(len(self._shapes))
         for code in self._templates:
-            delays = [late_under(rivals.late(bucket, code)) for bucket in buckets]
+            behind = [rivals.behind(bucket, code) for bucket in buckets]
             seconds = [
-                self._seconds(code, bucket, rivals.names, rivals.cost, group)
-                if math.isfinite(delays[bucket])
-                else math.inf
+                self._seconds(code, bucket, rivals.names, rivals.cost, group) if behind[bucket] < 1 else math.inf
                 for bucket in buckets
             ]
             with_it = replace(
                 balance,
-                delays=[np.append(*own) for own in zip(balance.delays, delays, strict=True)],
+                behind=[np.append(*own) for own in zip(balance.behind, behind, strict=True)],
                 seconds=[np.append(*own) for own in zip(balance.seconds, seconds, strict=True)],
             )
             choice = with_it.best()
-            own = [bucket for bucket in buckets if choice[bucket] == balance.delays[bucket].size]
+            own = [bucket for bucket in buckets if choice[bucket] == balance.behind[bucket].size]
             if own and with_it.worth(choice) < worth:
                 best, worth = (code, own), with_it.worth(choice)
         return best
@@ -216,6 +233,6 @@ class Codes:
         return cast(Learner, placed)
 
 
-def late_under(late: float) -> float:
-    """Return the steps by which gradients are late under a code that was not run yet, from those of its values."""
-    return _LATER * late
+def as_late_as(ratio: float) -> float:
+    """Return the ratio at which values by themselves arrive as late as those at a ratio do in a learned code."""
+    return ratio / _LATER

@@ -16,7 +16,6 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_least, check_ratios, lost_share
-from mpicomp.policies.staleness import over
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Asked
@@ -218,7 +217,7 @@ class GraVAC(Adaptive):
         if gains is None:
             return
         before = gains if self._gains is None else self._gains
-        self._gains = before + over(self._share, max(1, told.step - self._looked)) * (gains - before)
+        self._gains = before + (1 - (1 - self._share) ** max(1, told.step - self._looked)) * (gains - before)
         self._looked = told.step
 
     def _gains_of(self, told: StepReport) -> NDArray[np.float64] | None:

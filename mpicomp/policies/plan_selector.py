@@ -94,14 +94,6 @@ class PlanTable:
         same = self.schemes[first].id == self.schemes[second].id
         return first == second or (same and abs(int(self.levels[first]) - int(self.levels[second])) == 1)
 
-    def lossy(self, levels: int) -> dict[str, NDArray[np.int64]]:
-        """Return the rows of each collective that leaves something out, among the first so many levels."""
-        found: dict[str, list[int]] = {}
-        for row, (scheme, level) in enumerate(zip(self.schemes, self.levels, strict=True)):
-            if scheme.leaves_out and level < levels:
-                found.setdefault(collective_of(scheme), []).append(row)
-        return {name: np.array(rows) for name, rows in found.items()}
-
     def scheme(self, row: int, compressor: Compressor | None) -> Scheme[Any]:
         """Return a row's scheme, of another compressor of the same kind where one is given."""
         scheme = self.schemes[row]
@@ -340,11 +332,6 @@ def _guess(table: PlanTable, shape: Shape, group: Group) -> NDArray[np.float64]:
         of_ranks = [scheme.rounds(shape.numel, shape.dtype, view) for view in views]
         seconds.append(network.seconds(network.coefficients(of_ranks, views)))
     return np.array(seconds)
-
-
-def collective_of(scheme: Scheme[Any]) -> str:
-    """Return the name of a scheme's collective, whatever that is built upon."""
-    return str(scheme.id).partition(":")[0]
 
 
 def names_for(compressor: Compressor, group: Group, whole: bool = False) -> list[str]:

@@ -11,6 +11,8 @@ from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import CostModel
 from mpicomp.policies.plan_selector import PlanSelector, names_for
 from mpicomp.policies.policy import Named, Plan, Policy, Shape, StepReport, feedback_of, model_of
+from mpicomp.policies.surveys import Survey
+from mpicomp.policies.watch import Watch
 from mpicomp.registry import register
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
@@ -35,6 +37,7 @@ class Static(Policy):
         self._pinned = None if named.collective == "auto" else named.collective
         # What does not fit, or needs what is not installed, is refused here: later a rank might fail alone.
         bind(self.compressor, self._pinned or fitting(self.compressor)[0])
+        self._watch = Watch(self.compressor) if self.feedback else None
         pinned = self._pinned is not None
         self._selector = PlanSelector("static" if pinned else "auto", self.feedback, named.cost, pinned)
 
@@ -48,6 +51,10 @@ class Static(Policy):
         """See `Policy.listens`."""
         return self._selector.listens
 
+    def survey(self, bucket: int) -> Survey | None:
+        """See `Policy.survey`: some elements in the first steps, to warn where training will fall behind."""
+        return None if self._watch is None else self._watch.survey(bucket)
+
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`."""
         ladders: list[list[tuple[Compressor, list[str]]]] = []
@@ -60,6 +67,8 @@ class Static(Policy):
                 levels.append((Dense(), names_for(Dense(), transport.group)))
             ladders.append(levels)
         yield from self._selector.start(ladders, shapes, transport)
+        if self._watch is not None and transport.probes:
+            self._watch.start(shapes, transport.group.rank, transport.group.size)
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.refresh`. Where the network has changed, its links are measured anew."""
@@ -73,6 +82,8 @@ class Static(Policy):
     def learn(self, told: StepReport) -> None:
         """See `Policy.learn`."""
         self._selector.learn(told)
+        if self._watch is not None:
+            self._watch.learn(told)
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         """See `Policy.load_state_dict`: a cost model counts where none is known yet, that of rank 0."""

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.algorithms.matrix_batches import Matrix, orthonormal
-from mpicomp.compressors.kinds import Quantiser
 from mpicomp.kernels import cpu
 from mpicomp.places import HOST, Place, here, numbers
 from mpicomp.workspace import Workspace
@@ -21,7 +20,6 @@ _PER_BIN = 2  # of the kernel's bins, eight for every power of two
 _ALL = cpu.BINS // _PER_BIN
 _FINITE = 2040 // _PER_BIN  # bins from here on hold infinity and NaN
 _WHOLE = 1 << 16  # elements; a shorter layer is looked at as a whole
-_PART = 1024  # elements that a quantiser is tried on together: blocks with a scale of their own are no longer
 _SPARE = 4  # directions beside those that are asked for, which make these more exact
 _ROUNDS = 3  # of a subspace iteration
 
@@ -33,13 +31,17 @@ class Survey(Protocol):
         """Return the length of the survey of a bucket with layers of these sizes."""
         ...
 
-    def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
+    def measure(
+        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
+    ) -> NDArray[np.float32]:
         """Measure a bucket, shape (width,).
 
         Parameters
         ----------
         accumulated : array, shape (sum of sizes,)
             Gradient plus residual of this rank; not to be written to.
+        residual : array, shape (sum of sizes,), or None
+            What is in it of earlier steps, if there is feedback; not to be written to.
         sizes : sequence of int
             Elements of its layers.
         step : int
@@ -69,7 +71,9 @@ class SpectrumSurvey:
         """See `Survey.width`: a layer takes its top bin, counts and energies."""
         return len(sizes) * (1 + 2 * BINS)
 
-    def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
+    def measure(
+        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
+    ) -> NDArray[np.float32]:
         """See `Survey.measure`."""
         out = np.zeros((len(sizes), 1 + 2 * BINS), np.float32)
         for row, size, (counts, energies) in zip(out, sizes, self._bins(accumulated, sizes, step), strict=True):
@@ -112,56 +116,6 @@ class SpectrumSurvey:
         return total
 
 
-class LossSurvey:
-    """Energies that quantisers leave out of a bucket, each packing it alone.
-
-    Parameters
-    ----------
-    quantisers : sequence of Quantiser
-        The quantisers that are tried.
-    stride : int
-        1 packs all elements; n every n-th part of 1024 of them, other ones at every step.
-    """
-
-    def __init__(self, quantisers: Sequence[Quantiser], stride: int = 1) -> None:
-        self._quantisers = tuple(quantisers)
-        self._stride = stride
-        self._workspaces: dict[Place, Workspace] = {}
-
-    def width(self, sizes: Sequence[int]) -> int:
-        """See `Survey.width`: the energy of what was packed, then what each quantiser left out of it."""
-        return 1 + len(self._quantisers)
-
-    def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
-        """See `Survey.measure`."""
-        workspace = self._workspaces.setdefault(here(), Workspace(here()))
-        array = self._some(accumulated, step, workspace)
-        sent = workspace.array("sent", array.size, array.dtype)
-        energies = [kernels.energy(array)]
-        for own in self._quantisers:
-            message = workspace.array("message", own.packed_bytes(array.size), np.uint8)
-            energies.append(own.pack(array, message, sent, step))
-        with np.errstate(over="ignore"):
-            return np.array(numbers(*energies)).astype(np.float32)
-
-    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
-        """See `Survey.energies`: nothing is known of layers."""
-
-    def shares(self, told: NDArray[np.float32]) -> list[float]:
-        """Return the share of all ranks' energy that each quantiser leaves out; NaN where it cannot be told."""
-        energy, *lost = told.astype(np.float64).sum(axis=0)
-        return [float(own / energy) if energy != 0 else 0.0 for own in lost]
-
-    def _some(self, accumulated: NDArray[np.floating], step: int, workspace: Workspace) -> NDArray[np.floating]:
-        stride = self._stride if accumulated.size >= _WHOLE * self._stride else 1
-        if stride == 1:
-            return accumulated
-        whole = accumulated.size // (_PART * stride) * _PART * stride
-        array: NDArray[np.floating] = workspace.array("some", whole // stride, accumulated.dtype)
-        array.reshape(-1, _PART)[:] = accumulated[:whole].reshape(-1, stride, _PART)[:, step % stride]
-        return array
-
-
 class Both:
     """Two surveys in one."""
 
@@ -172,9 +126,11 @@ class Both:
         """See `Survey.width`: the first one's numbers, then the second one's."""
         return self._first.width(sizes) + self._second.width(sizes)
 
-    def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
+    def measure(
+        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
+    ) -> NDArray[np.float32]:
         """See `Survey.measure`."""
-        return np.concatenate([own.measure(accumulated, sizes, step) for own in (self._first, self._second)])
+        return np.concatenate([own.measure(accumulated, residual, sizes, step) for own in (self._first, self._second)])
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64] | None:
         """See `Survey.energies`: what either tells."""
@@ -206,7 +162,9 @@ class RankSurvey:
         """See `Survey.width`: energies of the layers, then each matrix's by rank."""
         return len(sizes) + sum(most - least + 1 for least, most in self._ranks)
 
-    def measure(self, accumulated: NDArray[np.floating], sizes: Sequence[int], step: int) -> NDArray[np.float32]:
+    def measure(
+        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
+    ) -> NDArray[np.float32]:
         """See `Survey.measure`; NaN for matrices that hold it or infinity."""
         bounds = np.cumsum([0, *sizes])
         layers = [accumulated[start:stop] for start, stop in itertools.pairwise(bounds)]

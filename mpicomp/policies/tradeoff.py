@@ -1,4 +1,4 @@
-"""Time against delay: the plans with which a model gets furthest in the time that they take."""
+"""Time against progress: the plans with which a model gets furthest in the time that they take."""
 
 import math
 from collections.abc import Sequence
@@ -9,110 +9,74 @@ from numpy.typing import NDArray
 
 from mpicomp.policies.allocate import least_makespan
 
-_BEHIND = 120.0  # steps that training falls behind for each step of delay beyond the first, where all is signal
-_BINS = 400  # bins from 0 to the longest delay, in which delays are counted
-_LATER = 3.0  # times the longest delay of all, which that of one bucket may be
-_SLACK = 1.1  # by which the longest delay may be missed before plans that run are given up
-
-
-def behind(delay: float | NDArray[np.float64], signal: float) -> float | NDArray[np.float64]:
-    """Return the steps by which training falls behind when gradients are late by some steps.
-
-    Measured with top-k at ratios from 0.001 to 0.1, on ``text-lstm`` with Adam and on ``digits`` with momentum: little
-    below a delay of one step, and in proportion to it beyond. What is late is harmful as far as it is signal: noise of
-    a batch is as good later. See docs/policies.md.
-
-    Parameters
-    ----------
-    delay : float or array
-        Steps.
-    signal : float
-        Share of signal in the energy of gradients, in (0, 1].
-    """
-    return _BEHIND * signal * delay * delay / (1 + delay)
-
-
-def delay_for(steps: float, signal: float) -> float:
-    """Return the delay for which training falls behind by some steps.
-
-    Examples
-    --------
-    >>> round(behind(delay_for(2.0, 0.1), 0.1), 9)
-    2.0
-    """
-    share = steps / (_BEHIND * signal)
-    return (share + math.sqrt(share * share + 4 * share)) / 2
+_BINS = 400  # bins from 0 to what may be lost, in which it is counted
+_NOTHING = 1e-3  # share of a step that is left at least, so that seconds are finite
+_MORE = 2.0  # times what training may lose, which one bucket may: layers need each other
+_SLACK = 1.1  # by which what may be lost is missed before plans that run are given up
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Rows of every bucket, with their seconds and delays, and the state of training.
+    """Rows of every bucket, with their seconds and what they lose, and the state of training.
 
-    After ``age`` steps a model is where it would have been ``behind(delay, signal)`` steps before, so that ``(age +
-    behind) x seconds of a step`` is what it takes to where it is.
+    Training that falls behind by a share of its steps takes ``seconds of a step / (1 - share)`` for what is a step of
+    dense training.
 
     Parameters
     ----------
-    delays : sequence of arrays, shape (rows,)
-        Steps by which each row of each bucket delays gradients; of each bucket some row does not.
+    behind : sequence of arrays, shape (rows,)
+        Share of steps by which each row of each bucket falls behind; of each bucket some row does not.
     seconds : sequence of arrays, shape (rows,)
         Of each row.
     weights : sequence of float
-        Shares of the buckets in the energy of a gradient.
+        Shares of the buckets in what a step achieves.
     ready : sequence of float
         When each bucket is, against the last one.
     beside : float
         Seconds of a step beside what the exchange adds to it.
-    age : float
-        Steps of training.
-    longest : float
-        The longest delay that may be, of at least 0.
-    signal : float
-        Share of signal in the energy of gradients.
+    most : float
+        The largest share of steps that may be lost, at least 0.
     """
 
-    delays: Sequence[NDArray[np.float64]]
+    behind: Sequence[NDArray[np.float64]]
     seconds: Sequence[NDArray[np.float64]]
     weights: Sequence[float]
     ready: Sequence[float]
     beside: float
-    age: float
-    longest: float
-    signal: float
+    most: float
 
-    def delay(self, choice: Sequence[int]) -> float:
-        """Return the delay under a row for every bucket, in steps."""
-        parts = zip(self.delays, choice, self.weights, strict=True)
+    def lost(self, choice: Sequence[int]) -> float:
+        """Return the share of steps that is lost under a row for every bucket."""
+        parts = zip(self.behind, choice, self.weights, strict=True)
         return float(sum(own[row] * weight for own, row, weight in parts))
 
     def worth(self, choice: Sequence[int]) -> float:
-        """Return the seconds to where the model is; the less the better."""
+        """Return the seconds of what is a step of dense training; the less the better."""
         end = -math.inf
         for own, row, moment in zip(self.seconds, choice, self.ready, strict=True):
             end = max(end, moment) + own[row]
-        return float((self.age + behind(self.delay(choice), self.signal)) * (self.beside + end))
+        return float((self.beside + end) / max(1 - self.lost(choice), _NOTHING))
 
     def allows(self, choice: Sequence[int]) -> bool:
-        """Return whether a choice keeps to the longest delays, with some slack."""
-        latest = max(own[row] for own, row in zip(self.delays, choice, strict=True))
-        return self.delay(choice) <= _SLACK * self.longest and latest <= _SLACK * _LATER * self.longest
+        """Return whether a choice loses no more than may be lost, with some slack."""
+        worst = max(own[row] for own, row in zip(self.behind, choice, strict=True))
+        return self.lost(choice) <= _SLACK * self.most and worst <= _SLACK * _MORE * self.most
 
     def best(self) -> list[int]:
-        """Return the row of every bucket for which `worth` is least, of those with delays that may be."""
-        most = _LATER * self.longest
-        rows = [_undominated(*own, most) for own in zip(self.delays, self.seconds, strict=True)]
-        late = [own[kept] * weight for own, kept, weight in zip(self.delays, rows, self.weights, strict=True)]
+        """Return the row of every bucket for which `worth` is least, of those that lose no more than may be."""
+        rows = [_undominated(*own, _MORE * self.most) for own in zip(self.behind, self.seconds, strict=True)]
+        lost = [own[kept] * weight for own, kept, weight in zip(self.behind, rows, self.weights, strict=True)]
         time = [own[kept] for own, kept in zip(self.seconds, rows, strict=True)]
-        ends, solutions = least_makespan(late, time, self.ready, self.longest, _BINS)
-        delays = np.minimum(np.arange(ends.size) / _BINS, 1.0) * self.longest
-        worth = (self.age + behind(delays, self.signal)) * (self.beside + ends)
+        ends, solutions = least_makespan(lost, time, self.ready, self.most, _BINS)
+        shares = np.minimum(np.arange(ends.size) / _BINS, 1.0) * self.most
+        worth = (self.beside + ends) / np.maximum(1 - shares, _NOTHING)
         choice = solutions.at(int(worth.argmin()))
         return [int(kept[own]) for kept, own in zip(rows, choice, strict=True)]
 
 
-def _undominated(delays: NDArray[np.float64], seconds: NDArray[np.float64], most: float) -> NDArray[np.int64]:
-    """Return the rows for which no other one is as fast and delays as little; at least one that delays least."""
-    order = np.lexsort((delays, seconds))
-    order = order[delays[order] <= max(most, float(delays.min()))]
-    lowest = np.minimum.accumulate(delays[order])
-    return order[np.concatenate(([True], delays[order][1:] < lowest[:-1]))]
+def _undominated(behind: NDArray[np.float64], seconds: NDArray[np.float64], most: float) -> NDArray[np.int64]:
+    """Return the rows for which no other one is as fast and loses as little; at least one that loses least."""
+    order = np.lexsort((behind, seconds))
+    order = order[behind[order] <= max(most, float(behind.min()))]
+    lowest = np.minimum.accumulate(behind[order])
+    return order[np.concatenate(([True], behind[order][1:] < lowest[:-1]))]

@@ -142,7 +142,7 @@ def exchange(
     survey = energies = None
     with bucket.place.current():
         if asked_for is not None and not result.stale:
-            survey = asked_for.measure(accumulated.array(), bucket.sizes, core.count)
+            survey = asked_for.measure(accumulated.array(), accumulated.residual, bucket.sizes, core.count)
             energies = asked_for.energies(survey, bucket.sizes)
         choosing_s += time.perf_counter() - begin
         layers = layers_of(

@@ -13,6 +13,7 @@ from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import ClosedError, ConfigurationError, UnknownNameError
 from mpicomp.policies import Named, Policy, get_policy
+from mpicomp.policies.warmup import WarmUp, choose_warmup
 from mpicomp.reducer.agreement import together
 from mpicomp.reducer.beside import Beside
 from mpicomp.reducer.core import Core, Loaded
@@ -70,6 +71,12 @@ class Reducer:
         it to; that of rank 0 counts. A copy of it learns from every step, see `cost`. With None, ``collective="auto"``
         measures for about a second before the first step, once a process for each layout of ranks
         (``MPICOMP_PROBE=0``: not at all), and a collective that was named is taken without predicting anything.
+    warmup : int, str or None
+        The first so many steps are dense, then the policy begins; ``"ramp:N"`` sends at falling ratios in them, from
+        0.25 to the compressor's, as DGC does. None is 20 where a compressor is named and nothing else (no collective,
+        policy or feedback), so that what comes late cannot harm the beginning, and 0 otherwise. It is 0 for compressors
+        that have a warm-up of their own, and for those that deliver something else than a mean. Steps that were undone
+        do not count.
 
     Raises
     ------
@@ -84,7 +91,7 @@ class Reducer:
     >>> import numpy as np
     >>> from mpicomp import Reducer, TopK
     >>> from mpicomp.transport import LocalWorld
-    >>> reducer = Reducer(TopK(ratio=0.25), comm=LocalWorld(1).transports[0])
+    >>> reducer = Reducer(TopK(ratio=0.25), warmup=0, comm=LocalWorld(1).transports[0])
     >>> mean = reducer.reduce({"weight": np.array([[1, -4], [2, 3]], np.float32)})
     >>> mean["weight"].tolist()
     [[0.0, -4.0], [0.0, 0.0]]
@@ -105,12 +112,13 @@ class Reducer:
         seed: int = 0,
         threads: int = 1,
         cost: CostModel | str | None = None,
+        warmup: int | str | None = None,
     ) -> None:
         self._closed = False
         self._owned = not isinstance(comm, Transport)
         transport = connect(comm)
 
-        def make() -> Core:
+        def make() -> tuple[Core, Policy]:
             plugins.load_all()
             if nonfinite not in _NONFINITE:
                 raise UnknownNameError("nonfinite", nonfinite, _NONFINITE)
@@ -122,12 +130,16 @@ class Reducer:
                     f"reducer: this policy ({chosen.id}) serves another reducer; make a second object, or pass its "
                     "name or configuration"
                 )
-            chosen.adopt(Named(None if compressor is None else get_compressor(compressor), collective, feedback, cost))
+            named = Named(None if compressor is None else get_compressor(compressor), collective, feedback, cost)
+            before = choose_warmup(warmup, named.compressor, collective, policy, feedback)
+            runs = WarmUp(chosen, before) if before else chosen
+            runs.adopt(named)
             settings: dict[str, Any] = {
                 "compressor": chosen.compressor.get_config(),
                 "collective": collective,
                 "policy": chosen.get_config(),
                 "feedback": chosen.feedback,
+                "warmup": before,
                 "nonfinite": nonfinite,
                 "bucket_bytes": _whole("bucket_bytes", bucket_bytes, 1),
                 "seed": _whole("seed", seed),
@@ -135,15 +147,15 @@ class Reducer:
             entry = chosen.compressor.entry
             layout = Layout(chosen.feedback, settings["bucket_bytes"], entry, _whole("threads", threads, 1))
             telemetry = Telemetry(transport.group.size)
-            return Core(settings, nonfinite, settings["seed"], entry, layout, chosen, transport, telemetry)
+            return Core(settings, nonfinite, settings["seed"], entry, layout, runs, transport, telemetry), chosen
 
         try:
-            self._core = together(make, transport, "reducer")
+            self._core, self._policy = together(make, transport, "reducer")
         except BaseException:
             if self._owned:
                 transport.close()
             raise
-        self._core.policy.serves = True
+        self._policy.serves = True
 
     @property
     def compressor(self) -> Compressor:
@@ -152,8 +164,8 @@ class Reducer:
 
     @property
     def policy(self) -> Policy:
-        """The policy, which chooses plans."""
-        return self._core.policy
+        """The policy, which chooses plans after the warm-up."""
+        return self._policy
 
     @property
     def feedback(self) -> bool:

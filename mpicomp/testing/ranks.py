@@ -61,8 +61,9 @@ def norm2(array: Array) -> float:
 def make_reducers(
     compressor: Compressor | None, collective: str, ranks: int, **settings: Any
 ) -> tuple[list[Reducer], LocalWorld]:
-    """Return a reducer for each of so many ranks, and their world."""
+    """Return a reducer for each of so many ranks, without a warm-up unless one is named, and their world."""
     world = LocalWorld(ranks)
+    settings = {"warmup": 0} | settings
     return [Reducer(compressor, collective, comm=end, **settings) for end in world.transports], world
 
 

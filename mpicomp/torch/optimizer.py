@@ -36,6 +36,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     overlap: bool | None = None,
     scaler: torch.amp.GradScaler | None = None,
     bucket_bytes: int | None = None,
+    warmup: int | str | None = None,
     **settings: Any,
 ) -> Any:
     """Make an optimizer average its gradients over the ranks, compressed, before every step.
@@ -56,7 +57,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     named_parameters : iterable of (str, torch.Tensor)
         ``model.named_parameters()``: every parameter of the optimizer that requires a gradient has to be among
         them. Parameters that are in no group of the optimizer are left out.
-    compressor, collective, policy, feedback, nonfinite, comm
+    compressor, collective, policy, feedback, nonfinite, comm, warmup
         See `mpicomp.Reducer`.
     overlap : bool, optional
         False exchanges everything in ``step()``. So does None where all ranks are on one host and torch's threads take
@@ -100,6 +101,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     ...     torch.optim.SGD(model.parameters(), lr=0.1),
     ...     named_parameters=model.named_parameters(),
     ...     compressor="topk",
+    ...     warmup=0,
     ...     comm=LocalWorld(1).transports[0],
     ... )
     >>> model(torch.ones(1, 2)).sum().backward()
@@ -117,7 +119,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         if bucket_bytes is None:
             selects = chosen is None or chosen.message in ("sparse", "shared")
             bucket_bytes = _LARGE_BUCKET if selects else _SMALL_BUCKET
-        settings |= {"bucket_bytes": bucket_bytes}
+        settings |= {"bucket_bytes": bucket_bytes, "warmup": warmup}
         reducer = Reducer(chosen, collective, policy, feedback, nonfinite, transport, **settings)
     except BaseException:
         if transport is not comm:

@@ -304,7 +304,7 @@ def test_a_step_that_is_undone_for_one_bucket_is_forgotten_by_the_others(compres
     world = LocalWorld(2)
     feedback = None if compressor.feedback else False
     reducers = [
-        mpicomp.Reducer(compressor, feedback=feedback, bucket_bytes=300, nonfinite=nonfinite, comm=end)
+        mpicomp.Reducer(compressor, feedback=feedback, bucket_bytes=300, nonfinite=nonfinite, warmup=0, comm=end)
         for end in world.transports
     ]
 

@@ -17,7 +17,7 @@ def compare(written, heading, left_out=()):
 
 
 def test_a_step_record():
-    reducer = mpicomp.Reducer("topk", comm=LocalWorld(1).transports[0])
+    reducer = mpicomp.Reducer("topk", "allgather", comm=LocalWorld(1).transports[0])
     reducer.reduce({"w": np.ones(10, np.float32)}, lr=0.1)
     line = json.loads(json.dumps(reducer.last_step.to_json()))
     compare(line, "A line of --metrics", left_out=["loss", "quality"])

@@ -85,8 +85,8 @@ def test_what_a_compressor_suggests_is_a_candidate():
 
 def test_what_is_built_in_suggests_what_it_did():
     wires, quantisers, codes = families.families(None)
-    assert wires == [mpicomp.TopK(wire="bf16"), mpicomp.TopK()]
-    assert quantisers == [mpicomp.OneBit(), mpicomp.QSGD(rounding="nearest")]
+    assert wires == [mpicomp.TopK(wire="bf16"), mpicomp.TopK(wire="q4"), mpicomp.TopK()]
+    assert quantisers == [mpicomp.QSGD(rounding="nearest")]
     assert {(code.code, code.wire) for code in codes} == {
         (kind, wire) for kind in ("linear", "autoencoder") for wire in ("bf16", None)
     }

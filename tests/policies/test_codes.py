@@ -25,7 +25,10 @@ ASKED = 40  # twice the steps of learning
 LEARNING, CODED = "lgc: learning", "lgc: linear code, ring"
 
 
-def training(network=SLOW, compressor=LINEAR, policy="auto", size=3, **settings):
+PATIENT = {"id": "auto", "fidelity": 0.1}  # after forty steps much of what was sent seldom still waits
+
+
+def training(network=SLOW, compressor=LINEAR, policy=PATIENT, size=3, **settings):
     return Training(size, network, compressor, policy=policy, computing=0.001, shapes=SHAPES, **settings)
 
 

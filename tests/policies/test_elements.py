@@ -1,54 +1,150 @@
-"""What quantisers leave out, measured on ranks and told to all."""
+"""What is learnt of a bucket's elements, against gradients whose scales and signal are known."""
+
+import json
 
 import numpy as np
 import oracle
 import pytest
 
 import mpicomp
-from mpicomp.policies.surveys import Both, LossSurvey, SpectrumSurvey
+from mpicomp.policies.elements import Elements, ElementSurvey
+
+NUMEL, RANKS = 6000, 3
 
 
-def drawn(rank, numel):
-    return np.random.default_rng(rank).standard_t(3, numel).astype(np.float32)
+def gradients(signal, steps, scales, rank=0):
+    """Yield gradients of scales of their own, of which a share of the energy stays the same."""
+    common = np.random.default_rng(99).choice([-1.0, 1.0], scales.size)
+    random = np.random.default_rng(rank)
+    for _ in range(steps):
+        noise = random.standard_normal(scales.size)
+        yield (scales * (signal**0.5 * common + (1 - signal) ** 0.5 * noise)).astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_shares_are_what_the_oracle_leaves_out(dtype):
-    survey = LossSurvey([mpicomp.OneBit(block=64), mpicomp.OneBit()])
-    arrays = [drawn(rank, 5000).astype(dtype) for rank in range(3)]
-    told = np.array([survey.measure(array, (5000,), 0) for array in arrays])
-    assert told.shape == (3, survey.width((5000,)))
-    energy = sum(np.square(array, dtype=float).sum() for array in arrays)
-    for share, block in zip(survey.shares(told), (64, 1024), strict=True):
-        lost = sum(np.square(array - oracle.scaled_signs(np.float64(array), block)).sum() for array in arrays)
-        assert share == pytest.approx(lost / energy, rel=1e-5)
+def learnt(signal, scales, steps=60, quantisers=(), feedback=False):
+    """Return what ranks learn that look at all gradients, and their surveys of the last step."""
+    surveys = [ElementSurvey(scales.size, quantisers) for _ in range(RANKS)]
+    elements = Elements(scales.size, len(quantisers))
+    for step, own in enumerate(zip(*(gradients(signal, steps, scales, rank) for rank in range(RANKS)), strict=True)):
+        residual = np.float32(step) * np.ones_like(own[0]) if feedback else None
+        given = own if residual is None else [array + residual for array in own]
+        told = np.array(
+            [
+                survey.measure(array, residual, (scales.size,), step)
+                for survey, array in zip(surveys, given, strict=True)
+            ]
+        )
+        assert told.shape == (RANKS, surveys[0].width((scales.size,)))
+        elements.observe(told)
+    return elements
 
 
-def test_some_parts_tell_of_all():
-    array = drawn(0, 1 << 20)
-    whole, some = LossSurvey([mpicomp.OneBit()]), LossSurvey([mpicomp.OneBit()], stride=8)
-    [expected] = whole.shares(whole.measure(array, (array.size,), 0)[None])
-    for step in range(8):
-        told = some.measure(array, (array.size,), step)[None]
-        assert some.shares(told)[0] == pytest.approx(expected, rel=0.05)
-    # Over eight steps each part is looked at once.
-    energies = sum(float(some.measure(array, (array.size,), step)[0]) for step in range(8))
-    assert energies == pytest.approx(np.square(array, dtype=float).sum(), rel=1e-5)
+@pytest.mark.parametrize("signal", [0.02, 0.3])
+def test_scales_and_signal(signal):
+    scales = np.repeat([1.0, 0.06], NUMEL // 2)
+    elements = learnt(signal, scales)
+    assert elements.known
+    shares, found, signals = elements._classes()
+    found = found * np.sqrt((scales**2).mean())  # they are relative
+    assert shares.sum() == pytest.approx(1)
+    for scale in (1.0, 0.06):
+        near = (found > scale / 2) & (found < scale * 2)
+        assert shares[near].sum() == pytest.approx(0.5, abs=0.01)
+        assert (shares * signals)[near].sum() / shares[near].sum() == pytest.approx(signal, rel=0.25, abs=0.01)
+    assert elements.signal == pytest.approx(signal, rel=0.1)
+    assert elements.weight == pytest.approx((scales**1.5 * signal).sum(), rel=0.25)
 
 
-def test_nothing_to_lose_and_what_is_not_finite():
-    survey = LossSurvey([mpicomp.OneBit()])
-    assert survey.shares(survey.measure(np.zeros(300, np.float32), (300,), 0)[None]) == [0.0]
-    bad = np.ones(300, np.float32)
-    bad[7] = np.nan
-    assert not np.isfinite(survey.shares(survey.measure(bad, (300,), 0)[None])[0])
+def test_what_ranks_have_of_their_own_is_signal():
+    """Ranks whose data are of different kinds: each has a mean of its own, and no noise."""
+    elements, surveys = Elements(NUMEL), [ElementSurvey(NUMEL) for _ in range(RANKS)]
+    own = [np.random.default_rng(rank).standard_normal(NUMEL).astype(np.float32) for rank in range(RANKS)]
+    for step in range(20):
+        elements.observe(
+            np.array([survey.measure(a, None, (NUMEL,), step) for survey, a in zip(surveys, own, strict=True)])
+        )
+    assert elements.signal > 0.9
 
 
-def test_two_surveys_in_one():
-    sizes, array = (1000, 500), drawn(1, 1500)
-    first, second = SpectrumSurvey(), LossSurvey([mpicomp.OneBit()])
-    for both in (Both(first, second), Both(second, first)):
-        told = both.measure(array, sizes, 3)
-        assert told.size == both.width(sizes) == first.width(sizes) + 2
-        energies = [np.square(part, dtype=float).sum() for part in np.split(array, [1000])]
-        np.testing.assert_allclose(both.energies(told, sizes), energies, rtol=1e-5)
+def test_residuals_are_no_signal():
+    scales = np.ones(NUMEL)
+    assert learnt(0.05, scales, feedback=True).signal == pytest.approx(learnt(0.05, scales).signal, rel=0.05)
+
+
+def test_a_part_stands_for_a_large_bucket():
+    scales = np.tile(np.repeat([1.0, 0.1], 512), 200)
+    elements = learnt(0.2, scales, steps=30)
+    assert elements.weight == pytest.approx((scales**1.5 * 0.2).sum(), rel=0.25)
+    [some] = elements.behind(np.array([0.05]), RANKS, 1000)
+    small = learnt(0.2, np.tile(np.repeat([1.0, 0.1], 512), 20), steps=30)
+    assert some == pytest.approx(small.behind(np.array([0.05]), RANKS, 1000)[0], abs=0.02)
+
+
+def test_what_quantisers_send():
+    quantisers = [mpicomp.OneBit(block=64), mpicomp.QSGD(rounding="nearest")]
+    scales, sent, whole = np.tile(np.repeat([1.0, 0.1], 256), 8), 0.0, 0.0
+    elements = learnt(0.1, scales, 40, quantisers)
+    residuals = [np.zeros(scales.size) for _ in range(RANKS)]
+    for rank, residual in enumerate(residuals):
+        for gradient in gradients(0.1, 40, scales, rank):
+            residual += gradient
+            signs = oracle.scaled_signs(residual, 64)
+            residual -= signs
+            sent, whole = sent + (signs**2).sum(), whole + (gradient.astype(float) ** 2).sum()
+    told = elements._sums[3:5].sum(axis=1) / elements._sums[1].sum()
+    assert told[0] == pytest.approx(sent / whole, rel=0.1)
+    left = sum((residual**2).sum() for residual in residuals) / (whole / 40)
+    assert told[1] == pytest.approx(left, rel=0.3)  # a mean over the last looks
+    signs, bits = (elements.behind_with(place, RANKS, 100) for place in range(2))
+    assert 0 <= bits < 0.05 < signs < 0.5
+
+
+def test_what_is_not_finite_or_too_large_teaches_nothing():
+    survey, elements = ElementSurvey(300), Elements(300)
+    for bad in (np.nan, np.inf, 3e38):
+        array = np.ones(300, np.float32)
+        array[7] = bad
+        elements.observe(survey.measure(array, None, (300,), 0)[None])
+    assert not elements.known
+    for _ in range(40):
+        elements.observe(survey.measure(np.zeros(300, np.float32), None, (300,), 0)[None])
+    assert not elements.known
+
+
+def test_parameters_that_never_change():
+    survey, elements = ElementSurvey(300, [mpicomp.OneBit()]), Elements(300, 1)
+    for step in range(20):
+        elements.observe(survey.measure(np.zeros(300, np.float32), None, (300,), step)[None])
+    assert elements.known
+    assert elements.weight == elements.behind_with(0, RANKS, 100) == 0
+    assert elements.behind(np.array([0.1, 0.01]), RANKS, 100).tolist() == [0, 0]
+
+
+def test_gradients_that_become_smaller():
+    survey, fixed = ElementSurvey(NUMEL), ElementSurvey(NUMEL)
+    falling, steady = Elements(NUMEL), Elements(NUMEL)
+    for step, own in enumerate(gradients(0.2, 100, np.repeat([1.0, 0.2], NUMEL // 2))):
+        small = own * np.float32(0.97**step)
+        falling.observe(survey.measure(small, None, (NUMEL,), step)[None])
+        steady.observe(fixed.measure(own, None, (NUMEL,), step)[None])
+    ratios = np.array([0.1, 0.01])
+    np.testing.assert_allclose(falling.behind(ratios, 4, 1e3), steady.behind(ratios, 4, 1e3), atol=0.05)
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1.0, 1e16])
+def test_any_scale(scale):
+    one = learnt(0.1, np.full(NUMEL, scale), 20)
+    assert one.behind(np.array([0.1]), RANKS, 100) == pytest.approx(
+        learnt(0.1, np.ones(NUMEL), 20).behind(np.array([0.1]), RANKS, 100), abs=0.02
+    )
+
+
+def test_what_is_known_survives():
+    elements = learnt(0.1, np.linspace(0.01, 1, NUMEL))
+    again = Elements(NUMEL)
+    again.give(json.loads(json.dumps(elements.state())))
+    ratios = np.array([0.3, 0.01])
+    np.testing.assert_allclose(again.behind(ratios, 4, 50), elements.behind(ratios, 4, 50))
+    other = Elements(NUMEL, quantisers=2)
+    other.give(elements.state())
+    assert not other.known

@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 from marks import slow
 from networks import Link
-from trainings import Training
+from trainings import Adam, Training
 from worlds import Ranks
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.policies import get_policy
-from mpicomp.policies.tradeoff import behind
 
 SLOW, FAST, NO_TIME = Link(1e-5, 2e6), Link(1e-5, 10e9), Link(1e-9, 1e15)
 
@@ -18,6 +17,11 @@ SLOW, FAST, NO_TIME = Link(1e-5, 2e6), Link(1e-5, 10e9), Link(1e-9, 1e15)
 def ratios(steps):
     """Give the kept share of each step."""
     return np.array([sum(b.ratio_reached * b.numel for b in own) / sum(b.numel for b in own) for own in steps])
+
+
+def sent_bytes(steps):
+    """Give the bytes that leave a rank in each step."""
+    return np.array([sum(own.wire_bytes for own in buckets) for buckets in steps])
 
 
 def late(buckets):
@@ -31,7 +35,7 @@ def test_ranks_agree_and_nothing_is_lost(size, bucket_bytes):
     steps = Training(size, SLOW, bucket_bytes=bucket_bytes).run(60)
     assert len(steps[0]) == (1 if bucket_bytes > 100_000 else 2)
     ran = {own.compressor["id"] for buckets in steps for own in buckets}
-    assert ran == {"dense"} if size == 1 else {"dense", "topk"} <= ran
+    assert ran == {"dense"} if size == 1 else {"dense"} < ran
 
 
 @pytest.mark.slow
@@ -75,13 +79,26 @@ def test_it_is_careful_at_first_and_loosens():
     assert after[-10:].mean() < 0.1
 
 
-@pytest.mark.parametrize("fidelity", [slow(0.8), slow(0.95), 0.99])
+@pytest.mark.parametrize("fidelity", [slow(0.5), slow(0.9), 0.7])
 def test_training_falls_behind_by_no_more_than_was_said(fidelity):
-    training = Training(4, SLOW, policy={"id": "auto", "fidelity": fidelity})
-    steps = training.run(240)
-    for age in (120, 180, 239):
-        delay = np.mean([late(buckets) for buckets in steps[age - 10 : age]])
-        assert behind(delay, training.signal) <= 2 * (1 - fidelity) * (age + 80)  # gains and what is signal scatter
+    """What an optimizer makes of the means, against what it makes of the means of all gradients."""
+    training = Training(4, SLOW, policy={"id": "auto", "fidelity": fidelity}, signal=0.1)
+    scale, common = (
+        np.concatenate([own.ravel() for own in arrays.values()]) for arrays in (training.scale, training.common)
+    )
+    common *= scale**0.5  # what an element counts
+    late, dense, gained, whole, sent = Adam(), Adam(), 0.0, 0.0, []
+    for _ in range(300):
+        for end in training.ranks.world.transports:
+            end.seconds += training.computing
+        gradients = training.gradients()
+        means = training.ranks.reduce(gradients, 0.1)[0]
+        everything = sum(np.concatenate([own.ravel() for own in rank.values()]).astype(float) for rank in gradients) / 4
+        gained += common @ late.step(np.concatenate([own.ravel() for own in means.values()]).astype(float))
+        whole += common @ dense.step(everything)
+        sent.append(training.ranks.reducers[0].last_step.buckets)
+    assert 2 * (1 - gained / whole) <= 1 - fidelity + 0.06  # what is lost counts twice
+    assert {own.compressor["id"] for buckets in sent[-50:] for own in buckets} != {"dense"}  # it made use of that
 
 
 @pytest.mark.slow
@@ -124,10 +141,9 @@ def test_a_drop_of_the_learning_rate_makes_it_careful_again():
 def test_a_change_of_the_network_is_followed_within_ten_steps():
     link = Link(1e-5, 10e9)
     training = Training(4, link)
-    before = ratios(training.run(150))[-5:].mean()
+    before = sent_bytes(training.run(150))[-5:].mean()
     link.bits = 2e6
-    after = ratios(training.run(15))
-    assert after[10:].mean() < 0.8 * before
+    assert sent_bytes(training.run(15))[10:].mean() < 0.5 * before
 
 
 def test_fidelity_of_one_is_dense():
@@ -193,7 +209,7 @@ def test_steps_that_are_undone_teach_nothing(first):
     for _ in range(7):
         means = training.ranks.reduce(bad, 0.1)
         assert not any(own["weight"].any() for own in means)
-    assert {own.compressor["id"] for buckets in training.run(40) for own in buckets} >= {"topk"}
+    assert {own.compressor["id"] for buckets in training.run(40) for own in buckets} > {"dense"}
 
 
 @pytest.mark.parametrize("fidelity", [0, -0.1, 1.1, "0.9", None, True])

@@ -368,7 +368,7 @@ def test_what_matrices_lose_by_rank(shape, kind):
     array = np.concatenate((np.ones(5, np.float32), matrix.ravel(), np.ones(2, np.float32)))
     survey = RankSurvey([Matrix(5, *shape, 2)], [(2, 6)])
     sizes = [5, matrix.size, 2]
-    told = np.stack([survey.measure(array, sizes, step) for step in (0, 1)])
+    told = np.stack([survey.measure(array, None, sizes, step) for step in (0, 1)])
     assert told.shape == (2, survey.width(sizes))
     energy = np.square(values).sum()
     np.testing.assert_allclose(survey.energies(told[0], sizes), [5, energy, 2], rtol=1e-5, atol=1e-6)
@@ -382,4 +382,4 @@ def test_a_matrix_that_is_not_finite_is_not_a_number():
     survey = RankSurvey([Matrix(0, 4, 6, 1)], [(1, 2)])
     array = np.ones(24, np.float32)
     array[3] = np.inf
-    assert np.isnan(survey.measure(array, [24], 0)[1:]).all()
+    assert np.isnan(survey.measure(array, None, [24], 0)[1:]).all()

@@ -60,7 +60,7 @@ def test_matrices_near_overflow_are_surveyed(dtype, share):
     signs = np.sign(np.random.default_rng(0).standard_normal(600))
     largest = (signs * share * float(np.finfo(dtype).max)).astype(dtype)
     survey = RankSurvey([Matrix(0, 20, 30, 2)], [(1, 4)])
-    told = survey.measure(largest, [600], 0)
+    told = survey.measure(largest, None, [600], 0)
     assert told.size == survey.width([600])
     assert not (told[1:] < 0).any()
 

@@ -159,12 +159,13 @@ def batch(step, rank):
 
 
 @pytest.mark.mpi
-def test_ranks_together_are_one_large_batch(comm):
+@pytest.mark.parametrize("compressor", ["dense", "topk"])  # whose first steps are dense
+def test_ranks_together_are_one_large_batch(comm, compressor):
     torch.set_num_threads(1)
     model, reference = network(seed=comm.rank), network(seed=0)
     mpicomp.torch.broadcast_parameters(model, comm=comm)
     optimizer = mpicomp.torch.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compressor="dense", comm=comm
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compressor=compressor, comm=comm
     )
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(10):

@@ -123,7 +123,7 @@ def test_a_table_of_many_shows_what_counts():
 
 @pytest.mark.slow
 def test_what_a_reducer_has_run():
-    reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.1, layers={"b": 1.0}), comm=LocalWorld(1).transports[0])
+    reducer = mpicomp.Reducer(mpicomp.TopK(ratio=0.1, layers={"b": 1.0}), "allgather", comm=LocalWorld(1).transports[0])
     choices = Choices()
     for seed in range(2):
         random = np.random.default_rng(seed)

@@ -1,0 +1,94 @@
+"""A word of warning: what was named makes training fall behind, and what would not."""
+
+import logging
+from collections.abc import Sequence
+from operator import itemgetter
+
+import numpy as np
+
+from mpicomp.collectives import Scheme
+from mpicomp.compressors import Compressor, Dense, Quantiser
+from mpicomp.policies.behind import behind_of_waiting
+from mpicomp.policies.elements import Elements, ElementSurvey
+from mpicomp.policies.families import families
+from mpicomp.policies.policy import Delivered, Shape, StepReport
+
+_MUCH = 0.1  # share of steps by which training may fall behind before that is said
+_SHORT = 300  # steps of a training that is taken for a short one: what waits in the end is a share of them
+
+_log = logging.getLogger("mpicomp")
+
+
+class Watch:
+    """Looks at some elements in the first steps, and judges the compressor that was named, once.
+
+    Parameters
+    ----------
+    compressor : Compressor
+        What was named, with error feedback.
+    """
+
+    def __init__(self, compressor: Compressor) -> None:
+        self._compressor = compressor
+        self._tried: list[Quantiser] = [compressor] if isinstance(compressor, Quantiser) else families(None)[1]
+        self._ranks = 1
+        self._surveys: list[ElementSurvey] = []
+        self._elements: list[Elements] = []
+        self._speaks = False
+        self._judged = compressor.message == "dense" and compressor == Dense()
+
+    def start(self, shapes: Sequence[Shape], rank: int, ranks: int) -> None:
+        """Take up new buckets; rank 0 speaks for all."""
+        self._ranks, self._speaks = ranks, rank == 0
+        self._surveys = [ElementSurvey(shape.numel, self._tried) for shape in shapes]
+        self._elements = [Elements(shape.numel, len(self._tried)) for shape in shapes]
+
+    def survey(self, bucket: int) -> ElementSurvey | None:
+        """Return the survey of a bucket, until judgement was passed."""
+        return None if self._judged or self._ranks == 1 else self._surveys[bucket]
+
+    def learn(self, told: StepReport) -> None:
+        """Learn from a step, and say what there is to say once enough is known."""
+        if self._judged or not told.surveys:
+            return
+        for bucket, surveys in told.surveys.items():
+            self._elements[bucket].observe(surveys)
+        if all(own.known for own in self._elements):
+            self._judged = True
+            self._judge(told)
+
+    def _judge(self, told: StepReport) -> None:
+        schemes = [plan.scheme for plan in told.plans]
+        parts = zip(range(len(self._elements)), schemes, told.delivered, strict=True)
+        behind = self._mean([self._behind(*part) for part in parts])
+        if behind <= _MUCH or not self._speaks:
+            return
+        of_tried = [
+            (self._mean([own.behind_with(place, self._ranks, _SHORT) for own in self._elements]), tried)
+            for place, tried in enumerate(self._tried)
+        ]
+        least, few_bits = min(of_tried, key=itemgetter(0), default=(1.0, None))
+        instead = f"{few_bits!r} would by {least:.2f}" if least <= _MUCH else "dense exchange would not"
+        _log.warning(
+            "mpicomp: with %r training is predicted to fall behind dense by %.2f of its steps, since most elements "
+            "arrive late and in bursts (step %d); %s, and policy='auto' weighs that against seconds",
+            self._compressor,
+            behind,
+            told.step,
+            instead,
+        )
+
+    def _behind(self, bucket: int, scheme: Scheme, delivered: Delivered) -> float:  # type: ignore[type-arg]
+        own, compressor = self._elements[bucket], self._compressor
+        if isinstance(compressor, Quantiser):
+            return own.behind_with(0, self._ranks, _SHORT)
+        if compressor.selects_by_ratio:
+            ratio = np.array([compressor.ratio])  # type: ignore[attr-defined]
+            return float(own.behind(ratio, self._ranks, _SHORT, scheme.leaves_out, compressor.by_magnitude)[0])
+        late = 1 / delivered.gain - 1 if 0 < delivered.gain <= 1 else 0.0
+        return behind_of_waiting(late, own.signal, self._ranks, _SHORT)
+
+    def _mean(self, of_buckets: Sequence[float]) -> float:
+        """Return the mean over buckets, each with what its elements count."""
+        weights = [own.weight for own in self._elements]
+        return float(np.average(of_buckets, weights=weights)) if sum(weights) > 0 else 0.0

@@ -1,0 +1,139 @@
+"""How far training falls behind: the formulas against optimizers and residuals that are simulated step by step."""
+
+import numpy as np
+import pytest
+from trainings import Adam
+
+from mpicomp.policies.behind import behind_at_random, behind_of_all, behind_of_selections, behind_of_waiting, waits
+
+RANKS, ELEMENTS, STEPS = 4, 3000, 500
+CLASSES = [(1.0, 0.05), (0.3, 0.2), (0.1, 0.02)]  # scale, and share of signal
+
+
+def progress_lost(select, seed=0):
+    """Give the share of progress that is lost in the second half, and the steps between two sends in each class.
+
+    Progress is what the mean gradient gains along the steps of Adam, times the root of its scale. ``select`` gives what
+    is sent of what all ranks have accumulated, shape (ranks, elements).
+    """
+    random = np.random.default_rng(seed)
+    scale, signal = (np.repeat(own, ELEMENTS) for own in np.array(CLASSES).T)
+    mean, noise = scale * np.sqrt(signal), scale * np.sqrt(1 - signal)
+    waiting = np.zeros((RANKS, scale.size))
+    late, dense = Adam(), Adam()
+    gained, whole, sends = 0.0, 0.0, np.zeros(scale.size)
+    for step in range(STEPS):
+        gradients = mean + noise * random.standard_normal(waiting.shape)
+        waiting += gradients
+        sent = select(waiting, random)
+        waiting -= sent
+        moved, moved_dense = late.step(sent.mean(axis=0)), dense.step(gradients.mean(axis=0))
+        if step >= STEPS // 2:
+            gained, whole = gained + (scale**0.5 * mean) @ moved, whole + (scale**0.5 * mean) @ moved_dense
+            sends += (sent != 0).mean(axis=0)
+    rates = sends.reshape(len(CLASSES), -1).mean(axis=1) / (STEPS - STEPS // 2)
+    return 1 - gained / whole, 1 / np.maximum(rates, 1e-9)
+
+
+def classes():
+    scales, signals = np.array(CLASSES).T
+    return np.full(len(CLASSES), 1 / len(CLASSES)), scales, signals
+
+
+def top(ratio):
+    def select(waiting, random):
+        kept = round(ratio * waiting.shape[1])
+        threshold = -np.partition(-np.abs(waiting), kept - 1, axis=1)[:, kept - 1 : kept]
+        return np.where(np.abs(waiting) >= threshold, waiting, 0)
+
+    return select
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.1, 0.03])
+def test_what_selections_lose(ratio):
+    lost, _ = progress_lost(top(ratio))
+    [told] = behind_of_selections(*classes(), np.array([ratio]), RANKS, 1e9)
+    assert told == pytest.approx(min(1, 2 * lost), abs=0.07)  # what is lost counts twice
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.1])
+def test_what_a_selection_at_random_loses(ratio):
+    def select(waiting, random):
+        return np.where(random.random(waiting.shape[1]) < ratio, waiting, 0)
+
+    lost, _ = progress_lost(select)
+    [told] = behind_at_random(*classes(), np.array([ratio]), RANKS, 1e9)
+    assert told == pytest.approx(min(1, 2 * lost), abs=0.07)  # what is lost counts twice
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0, 3.0])
+def test_how_long_elements_wait(threshold):
+    _, steps = progress_lost(lambda waiting, random: np.where(np.abs(waiting) >= threshold, waiting, 0))
+    _, scales, signals = classes()
+    told = waits(scales, signals, np.array(threshold))
+    counted = steps < 60  # others hardly come to an end here
+    assert counted.any()
+    np.testing.assert_allclose(told[counted], steps[counted], rtol=0.15 if threshold else 1e-9)
+
+
+def test_what_few_bits_lose():
+    """Rounding to a coarse grid: what is sent of each class is measured beside it."""
+    energies = np.zeros((2, len(CLASSES)))
+
+    def select(waiting, random):
+        sent = np.round(waiting / 0.5) * 0.5
+        for place, own in enumerate((sent, waiting - sent)):
+            energies[place] += (own**2).mean(axis=0).reshape(len(CLASSES), -1).mean(axis=1)
+        return sent
+
+    lost, _ = progress_lost(select)
+    _, scales, _ = classes()
+    told = behind_of_all(*classes(), *(energies / STEPS / scales**2), RANKS, 1e9)
+    assert told == pytest.approx(min(1, 2 * lost), abs=0.07)  # what is lost counts twice
+
+
+def test_what_waits_is_a_share_of_the_steps_so_far():
+    """What is drawn at every t-th step in the mean has waited for t - 1 steps in the mean."""
+    one = np.ones(1), np.ones(1), np.full(1, 0.999999)
+    for steps, age in ((1, 50.0), (11, 50.0), (41, 50.0), (201, 50.0)):
+        [never] = behind_at_random(*one, np.array([1 / steps]), 1, 1e12)
+        [now] = behind_at_random(*one, np.array([1 / steps]), 1, age)
+        arrived = (1 - never / 2) * (1 - min(1.0, (steps - 1) / age))
+        assert now == pytest.approx(min(1, 2 * (1 - arrived)), rel=1e-3)
+
+
+def test_the_fewer_are_kept_the_more_is_lost():
+    ratios = np.geomspace(0.0005, 1, 30)
+    for together in (False, True):
+        lost = behind_of_selections(*classes(), ratios, RANKS, 100, together)
+        assert (np.diff(lost) <= 1e-12).all()
+        assert lost[-1] < 0.01
+        assert 0.5 < lost[0] <= 1
+    assert (behind_of_selections(*classes(), ratios, RANKS, 100) <= lost + 1e-12).all()  # together are longer bursts
+
+
+def test_elements_that_never_change_do_not_count():
+    shares, scales, signals = classes()
+    [all_change] = behind_of_selections(shares, scales, signals, np.array([0.1]), RANKS, 100)
+    [half] = behind_of_selections(shares / 2, scales, signals, np.array([0.05]), RANKS, 100)
+    [more] = behind_of_selections(shares / 20, scales, signals, np.array([0.05]), RANKS, 100)
+    assert half == pytest.approx(all_change)
+    assert more < 0.01
+
+
+def test_what_waiting_costs():
+    assert behind_of_waiting(0.0, 0.1, RANKS, 100) == 0
+    assert behind_of_waiting(10.0, 1e-9, RANKS, 100) == pytest.approx(0.2)  # noise has no bursts
+    signal, late = 0.2, 2.0
+    bursts = (1 + late) * signal + (1 - signal) / RANKS
+    expected = 1 - (1 - late / 100) * np.sqrt((signal + (1 - signal) / RANKS) / bursts)
+    assert behind_of_waiting(late, signal, RANKS, 100) == pytest.approx(2 * expected)
+
+
+@pytest.mark.parametrize("signal", [0.02, 0.5])
+def test_how_late_what_waits_is(signal):
+    """A residual of the last ten gradients, noise and signal, costs what ten steps of waiting do."""
+    waiting = 10 * (1 - signal) + 100 * signal
+    one = np.ones(1), np.ones(1), np.full(1, signal)
+    told = behind_of_all(*one, np.ones(1), np.array([waiting]), 1, 100)
+    assert told == pytest.approx(2 * 10 / 100)

@@ -1,0 +1,55 @@
+"""What is said of a named compressor that makes training fall behind, and when nothing is."""
+
+import re
+
+import pytest
+from networks import Link
+from trainings import Training
+
+import mpicomp
+from mpicomp.policies import get_policy
+from mpicomp.policies.policy import Named
+
+LINK = Link(1e-5, 1e8)
+
+
+def said(caplog, compressor, steps=50, size=3, signal=0.2, **settings):
+    caplog.clear()
+    Training(size, LINK, compressor, signal=signal, **settings).run(steps)
+    return [record.getMessage() for record in caplog.records if record.name == "mpicomp"]
+
+
+@pytest.mark.parametrize("collective", ["auto", "allgather"])
+def test_few_of_much_signal(caplog, collective):
+    [words] = said(caplog, mpicomp.TopK(ratio=0.002), collective=collective)
+    behind = float(re.search(r"fall behind dense by ([0-9.]+) of its steps", words)[1])
+    assert 0.3 < behind <= 1
+    assert "QSGD(rounding='nearest') would by 0.0" in words
+    assert int(re.search(r"\(step (\d+)\)", words)[1]) < 50
+
+
+def test_it_is_said_by_step_50_after_a_warm_up(caplog):
+    [words] = said(caplog, mpicomp.TopK(ratio=0.002), warmup=20)
+    assert "fall behind" in words
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [mpicomp.TopK(ratio=0.9), mpicomp.QSGD(rounding="nearest"), mpicomp.Dense(), mpicomp.Dense(wire="bf16")],
+)
+def test_what_loses_little(caplog, compressor):
+    assert said(caplog, compressor) == []
+
+
+@pytest.mark.parametrize("compressor", ["randomk", "onebit", {"id": "powersgd", "rank": 1}])
+def test_other_kinds(caplog, compressor):
+    [words] = said(caplog, compressor, signal=0.5)
+    assert compressor if isinstance(compressor, str) else compressor["id"] in words.lower()
+
+
+def test_nothing_is_said_without_feedback_or_by_policies_that_choose(caplog):
+    static = get_policy("static")
+    static.adopt(Named(mpicomp.RandomK(ratio=0.01), feedback=False))
+    assert static.survey(0) is None
+    assert said(caplog, mpicomp.TopK(ratio=0.002), policy="gravac") == []
+    assert said(caplog, mpicomp.TopK(ratio=0.002), size=1) == []
