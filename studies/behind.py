@@ -70,7 +70,7 @@ def predict(elements: Elements, exchange: str, age: int) -> float | None:
         return None
     together = collective != "auto" and bind(compressor, collective).leaves_out
     ratio = np.array([compressor.ratio])  # type: ignore[attr-defined]
-    return float(elements.behind(ratio, _RANKS, age, together, compressor.by_magnitude)[0])
+    return float(elements.behind(ratio, _RANKS, age, compressor.by_magnitude)[together][0])
 
 
 def exchange_of(words: str) -> tuple[mpicomp.Compressor, str]:

@@ -18,7 +18,7 @@ _OVERSHOOT = 0.5826
 # 1.5 and 2, and of the factors 1, 1.5, 2 and 3, these two order measured losses best: docs/how-auto-decides.md.
 _EXPONENT = 1.5
 _FACTOR = 2.0  # times what is lost of elements by themselves: what others learn is worth less without them
-_THRESHOLDS = 96  # that are tried, from none to one that hardly anything exceeds; shares in between are interpolated
+_THRESHOLDS = 48  # that are tried, from none to one that hardly anything exceeds; shares in between are interpolated
 _LOW, _HIGH = 0.1, 1e4  # times the smallest and the largest scale
 
 
@@ -50,8 +50,8 @@ def waits(scales: Array, signals: Array, thresholds: Array) -> Array:
 
 
 def behind_of_selections(
-    shares: Array, scales: Array, signals: Array, ratios: Array, ranks: int, age: float, together: bool = False
-) -> Array:
+    shares: Array, scales: Array, signals: Array, ratios: Array, ranks: int, age: float
+) -> tuple[Array, Array]:
     """Return the share of steps that is lost where elements are sent once they exceed a threshold.
 
     Parameters
@@ -65,25 +65,23 @@ def behind_of_selections(
         Number of ranks, each of which has a threshold of its own.
     age : float
         Steps of training: what waits is a share of them.
-    together : bool
-        Whether all ranks send the same elements at once, and not each what exceeds its own threshold.
 
     Returns
     -------
-    array, shape (ratios,)
-        In [0, 1]; what is selected at a ratio is interpolated between thresholds.
+    apart, together : arrays, shape (ratios,)
+        In [0, 1], where each rank sends what exceeds its own threshold, and where all send the same elements at once.
+        What is selected at a ratio is interpolated between thresholds.
     """
     grid = np.geomspace(_LOW * scales.min(), _HIGH * scales.max(), _THRESHOLDS)[:, None]
     steps = waits(scales, signals, grid)
-    if together:
-        bursts = _summed_bursts(steps, signals, ranks)
-    else:
-        reach = grid / scales + _OVERSHOOT * np.sqrt(1 - signals)
-        bursts = (reach * reach / steps + (ranks - 1) * signals) / ranks
-    lost = _lost(shares * importance(scales, signals), steps, bursts, signals, ranks, age)
-    kept = (shares / steps).sum(axis=1)
-    result: Array = np.interp(np.log(ratios), np.log(kept[::-1]), lost[::-1])
-    return result
+    kept = np.log((shares / steps).sum(axis=1))[::-1]
+    reach = grid / scales + _OVERSHOOT * np.sqrt(1 - signals)
+    bursts = (reach * reach / steps + (ranks - 1) * signals) / ranks, _summed_bursts(steps, signals, ranks)
+    weights = shares * importance(scales, signals)
+    apart, together = (
+        np.interp(np.log(ratios), kept, _lost(weights, steps, own, signals, ranks, age)[::-1]) for own in bursts
+    )
+    return apart, together
 
 
 def behind_at_random(shares: Array, scales: Array, signals: Array, ratios: Array, ranks: int, age: float) -> Array:

@@ -13,12 +13,11 @@ from mpicomp.places import here
 from mpicomp.policies.behind import behind_at_random, behind_of_all, behind_of_selections, importance
 from mpicomp.workspace import Workspace
 
-_PART = 128  # elements in a row that are followed together: as many as have a scale in common under four bits
-_PARTS = 256  # of a bucket that are followed, at most: the classes of 32,768 elements are known to some percent
-_TOP = 15  # logarithm of the largest square of a scale, over the mean of squares: all of the energy is in one element
+_SAMPLE = 1 << 14  # elements of a bucket that are followed, at most: their classes are known to some percent
+_TOP = 15  # logarithm of the largest square of a scale over that of all
 _CLASSES = 40  # of elements by scale, two for every power of two, from there down
 _LARGEST = 1e38  # energy that float32 can tell
-_MEMORY = 0.05  # weight of a look in running means; the first ones count alike
+_MEMORY = 0.1  # weight of a look in running means; the first ones count alike
 _LOOKS = 10  # looks until scales are known: the first ones take one gradient's magnitude for its scale
 _LEAST = 1e-4  # least share of signal: some thousand elements in some dozen looks resolve no less
 
@@ -40,10 +39,8 @@ class ElementSurvey:
     """
 
     def __init__(self, numel: int, quantisers: Sequence[Quantiser] = ()) -> None:
-        parts = -(-numel // _PART)
-        chosen = np.random.default_rng(numel).choice(parts, min(parts, _PARTS), False)
-        places = np.sort(chosen)[:, None] * _PART + np.arange(_PART)
-        self._places = places[places < numel]
+        drawn = np.random.default_rng(numel).integers(0, numel, _SAMPLE)
+        self._places = np.unique(drawn) if numel > _SAMPLE else np.arange(numel)
         self._quantisers = tuple(quantisers)
         self._workspace = Workspace()
         self._residuals = [np.zeros(self._places.size, np.float32) for _ in quantisers]
@@ -161,14 +158,15 @@ class Elements:
         return float((energies * signals).sum() / energies.sum())
 
     def behind(
-        self, ratios: NDArray[np.float64], ranks: int, age: float, together: bool = False, by_magnitude: bool = True
-    ) -> NDArray[np.float64]:
-        """Return the share of steps by which selections at some ratios fall behind; see `behind_of_selections`."""
+        self, ratios: NDArray[np.float64], ranks: int, age: float, by_magnitude: bool = True
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the shares of steps by which selections at some ratios fall behind; see `behind_of_selections`."""
         if self._idle:
-            return np.zeros(ratios.size)
+            return np.zeros(ratios.size), np.zeros(ratios.size)
         if by_magnitude:
-            return behind_of_selections(*self._classes(), ratios, ranks, age, together)
-        return behind_at_random(*self._classes(), ratios, ranks, age)
+            return behind_of_selections(*self._classes(), ratios, ranks, age)
+        drawn = behind_at_random(*self._classes(), ratios, ranks, age)
+        return drawn, drawn
 
     def behind_with(self, quantiser: int, ranks: int, age: float) -> float:
         """Return the share of steps by which one of the quantisers falls behind; see `behind_of_all`."""

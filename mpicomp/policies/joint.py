@@ -31,8 +31,8 @@ from mpicomp.transport.base import Transport
 _LEAST = 0.001  # lowest ratio among the candidates: below it indices take more than values
 _MOST = 0.25  # highest ratio among the candidates: above it four bits of all elements are fewer
 _STEP = 2 ** (1 / 2)  # from one ratio to the next: the best one of them is within 5 % of the best of all
-_OFTEN = 5  # steps between two looks at gradients, and between two searches for better plans, at first
-_SELDOM = 0.05  # share of the steps done so far between them later: what is known changes as slowly as training does
+_OFTEN = 10  # steps between two looks at gradients, and between two searches for better plans, at first
+_SELDOM = 0.1  # share of the steps done so far between them later: what is known changes as slowly as training does
 _SMOOTH = 0.1  # share of a step in the moving average of when buckets are ready
 _BESIDES = 15  # steps whose median is the time beside exchanges: something else may come in between
 _WORTH = 0.03  # how much better other plans have to be than those that run
@@ -200,7 +200,9 @@ class Joint(Policy):
             self._looked = self._step
         self._age += 1
         self._step += 1
-        self._codes.pass_step([bucket for bucket in range(len(delivered)) if self._learnt(bucket)])
+        learning = [bucket for bucket in range(len(delivered)) if self._learnt(bucket)]
+        self._codes.pass_step(learning)
+        self._due |= not all(map(self._codes.learns, learning))  # what was learnt may run
         for bucket, own in enumerate(delivered):
             table, row = self._selector.tables[bucket], self._selector.row(bucket)
             if self._codes.has(bucket) and table.schemes[row].compressor == self._codes.forms(bucket)[1]:
@@ -372,9 +374,9 @@ class Joint(Policy):
         """Return the share of its steps by which each of a bucket's rows makes training fall behind."""
         table, elements, ranks = self._selector.tables[bucket], self._elements[bucket], self._ranks
         of_levels = np.zeros((2, table.kept.size))  # where ranks select apart, and together
-        for place in range(2) if self._ladder.size else ():
-            own = elements.behind(self._ladder, ranks, self._age, place == 1, self.compressor.by_magnitude)
-            of_levels[place, : self._ratios.size] = np.tile(own, len(self._wires))
+        if self._ratios.size:
+            both = elements.behind(self._ladder, ranks, self._age, self.compressor.by_magnitude)
+            of_levels[:, : self._ratios.size] = np.tile(both, len(self._wires))
         whole = [elements.behind_with(place, ranks, self._age) for place in range(len(self._quantisers))]
         if self._codes.has(bucket):
             whole += [math.inf, self._behind_with_code(bucket, self._codes.code)]  # one that learns runs when it has to
@@ -388,5 +390,5 @@ class Joint(Policy):
         if self._codes.learns(bucket):
             return math.inf
         elements = self._elements[bucket]
-        [told] = elements.behind(np.array([as_late_as(code.ratio)]), self._ranks, self._age, together=True)
+        _, [told] = elements.behind(np.array([as_late_as(code.ratio)]), self._ranks, self._age)
         return max(float(told), behind_of_waiting(self._codes.late(bucket), elements.signal, self._ranks, self._age))

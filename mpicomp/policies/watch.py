@@ -84,7 +84,8 @@ class Watch:
             return own.behind_with(0, self._ranks, _SHORT)
         if compressor.selects_by_ratio:
             ratio = np.array([compressor.ratio])  # type: ignore[attr-defined]
-            return float(own.behind(ratio, self._ranks, _SHORT, scheme.leaves_out, compressor.by_magnitude)[0])
+            apart, together = own.behind(ratio, self._ranks, _SHORT, compressor.by_magnitude)
+            return float(together[0] if scheme.leaves_out else apart[0])
         late = 1 / delivered.gain - 1 if 0 < delivered.gain <= 1 else 0.0
         return behind_of_waiting(late, own.signal, self._ranks, _SHORT)
 

@@ -75,9 +75,9 @@ def test_a_part_stands_for_a_large_bucket():
     scales = np.tile(np.repeat([1.0, 0.1], 512), 200)
     elements = learnt(0.2, scales, steps=30)
     assert elements.weight == pytest.approx((scales**1.5 * 0.2).sum(), rel=0.25)
-    [some] = elements.behind(np.array([0.05]), RANKS, 1000)
+    [some], _ = elements.behind(np.array([0.05]), RANKS, 1000)
     small = learnt(0.2, np.tile(np.repeat([1.0, 0.1], 512), 20), steps=30)
-    assert some == pytest.approx(small.behind(np.array([0.05]), RANKS, 1000)[0], abs=0.02)
+    assert some == pytest.approx(small.behind(np.array([0.05]), RANKS, 1000)[0][0], abs=0.02)
 
 
 def test_what_quantisers_send():
@@ -96,7 +96,7 @@ def test_what_quantisers_send():
     left = sum((residual**2).sum() for residual in residuals) / (whole / 40)
     assert told[1] == pytest.approx(left, rel=0.3)  # a mean over the last looks
     signs, bits = (elements.behind_with(place, RANKS, 100) for place in range(2))
-    assert 0 <= bits < 0.05 < signs < 0.5
+    assert 0 <= bits < 0.1 < signs < 0.7
 
 
 def test_what_is_not_finite_or_too_large_teaches_nothing():
@@ -117,7 +117,7 @@ def test_parameters_that_never_change():
         elements.observe(survey.measure(np.zeros(300, np.float32), None, (300,), step)[None])
     assert elements.known
     assert elements.weight == elements.behind_with(0, RANKS, 100) == 0
-    assert elements.behind(np.array([0.1, 0.01]), RANKS, 100).tolist() == [0, 0]
+    assert [own.tolist() for own in elements.behind(np.array([0.1, 0.01]), RANKS, 100)] == [[0, 0], [0, 0]]
 
 
 def test_gradients_that_become_smaller():
@@ -128,15 +128,15 @@ def test_gradients_that_become_smaller():
         falling.observe(survey.measure(small, None, (NUMEL,), step)[None])
         steady.observe(fixed.measure(own, None, (NUMEL,), step)[None])
     ratios = np.array([0.1, 0.01])
-    np.testing.assert_allclose(falling.behind(ratios, 4, 1e3), steady.behind(ratios, 4, 1e3), atol=0.05)
+    np.testing.assert_allclose(falling.behind(ratios, 4, 1e3)[0], steady.behind(ratios, 4, 1e3)[0], atol=0.05)
 
 
 @pytest.mark.parametrize("scale", [1e-18, 1.0, 1e16])
 def test_any_scale(scale):
     one = learnt(0.1, np.full(NUMEL, scale), 20)
-    assert one.behind(np.array([0.1]), RANKS, 100) == pytest.approx(
-        learnt(0.1, np.ones(NUMEL), 20).behind(np.array([0.1]), RANKS, 100), abs=0.02
-    )
+    unit = learnt(0.1, np.ones(NUMEL), 20)
+    ratio = np.array([0.1])
+    np.testing.assert_allclose(one.behind(ratio, RANKS, 100), unit.behind(ratio, RANKS, 100), atol=0.02)
 
 
 def test_what_is_known_survives():
