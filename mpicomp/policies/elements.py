@@ -39,8 +39,9 @@ class ElementSurvey:
     """
 
     def __init__(self, numel: int, quantisers: Sequence[Quantiser] = ()) -> None:
-        drawn = np.random.default_rng(numel).integers(0, numel, _SAMPLE)
-        self._places = np.unique(drawn) if numel > _SAMPLE else np.arange(numel)
+        self._places = np.arange(numel)
+        if numel > _SAMPLE:
+            self._places = np.unique(np.random.default_rng(numel).integers(0, numel, _SAMPLE))
         self._quantisers = tuple(quantisers)
         self._workspace = Workspace()
         self._residuals = [np.zeros(self._places.size, np.float32) for _ in quantisers]
@@ -64,7 +65,7 @@ class ElementSurvey:
             followed = accumulated[places] if residual is None else accumulated[places] - residual[places]
         now = place.to_host(followed).astype(np.float32)
         told = np.zeros(self.width(sizes), np.float32)
-        if not float(np.abs(now).max()) ** 2 < _LARGEST / now.size:
+        if not float(np.abs(now).max(initial=0.0)) ** 2 * now.size < _LARGEST or not now.size:
             return told
         self._looks += 1
         weight = max(_MEMORY, 1 / self._looks)
@@ -87,10 +88,10 @@ class ElementSurvey:
         if follows:
             told[0] = now.size
         if follows and mean > 0:
-            places = np.floor(np.log2(self._squares[changes] / mean)).astype(np.int64) + _CLASSES - _TOP
-            places = np.clip(places, 0, _CLASSES - 1)
+            classes = np.floor(np.log2(self._squares[changes] / mean)).astype(np.int64) + _CLASSES - _TOP
+            classes = np.clip(classes, 0, _CLASSES - 1)
             told[1] = mean
-            counts, *energies = [np.bincount(places, own[changes], _CLASSES) for own in sums]
+            counts, *energies = [np.bincount(classes, own[changes], _CLASSES) for own in sums]
             told[2:] = np.concatenate([counts, *(own / mean for own in energies)])
         return told
 
@@ -123,8 +124,8 @@ class Elements:
 
     @property
     def known(self) -> bool:
-        """Whether there were enough looks."""
-        return self.looks >= _LOOKS
+        """Whether there were enough looks; where there are no elements none is needed."""
+        return self.looks >= _LOOKS or self.numel == 0
 
     @property
     def _idle(self) -> bool:

@@ -7,7 +7,7 @@ from operator import itemgetter
 import numpy as np
 
 from mpicomp.collectives import Scheme
-from mpicomp.compressors import Compressor, Dense, Quantiser
+from mpicomp.compressors import Compressor, Quantiser
 from mpicomp.policies.behind import behind_of_waiting
 from mpicomp.policies.elements import Elements, ElementSurvey
 from mpicomp.policies.families import families
@@ -35,10 +35,12 @@ class Watch:
         self._surveys: list[ElementSurvey] = []
         self._elements: list[Elements] = []
         self._speaks = False
-        self._judged = compressor.message == "dense" and compressor == Dense()
+        self._judged = compressor.message == "dense"
 
     def start(self, shapes: Sequence[Shape], rank: int, ranks: int) -> None:
         """Take up new buckets; rank 0 speaks for all."""
+        if self._judged:
+            return
         self._ranks, self._speaks = ranks, rank == 0
         self._surveys = [ElementSurvey(shape.numel, self._tried) for shape in shapes]
         self._elements = [Elements(shape.numel, len(self._tried)) for shape in shapes]
@@ -54,8 +56,8 @@ class Watch:
         for bucket, surveys in told.surveys.items():
             self._elements[bucket].observe(surveys)
         if all(own.known for own in self._elements):
-            self._judged = True
             self._judge(told)
+            self._judged, self._surveys, self._elements = True, [], []
 
     def _judge(self, told: StepReport) -> None:
         schemes = [plan.scheme for plan in told.plans]
@@ -68,11 +70,13 @@ class Watch:
             for place, tried in enumerate(self._tried)
         ]
         least, few_bits = min(of_tried, key=itemgetter(0), default=(1.0, None))
-        instead = f"{few_bits!r} would by {least:.2f}" if least <= _MUCH else "dense exchange would not"
+        instead = f"compressor=mpicomp.{few_bits!r} ({least:.2f})" if least <= _MUCH else "dense exchange"
+        ratio = f" at a ratio of {self._compressor.ratio:g}" if hasattr(self._compressor, "ratio") else ""
         _log.warning(
-            "mpicomp: with %r training is predicted to fall behind dense by %.2f of its steps, since most elements "
-            "arrive late and in bursts (step %d); %s, and policy='auto' weighs that against seconds",
-            self._compressor,
+            "mpicomp: with %s%s training is predicted to fall behind dense by %.2f of its steps, since most elements "
+            "arrive late and in bursts (step %d); use %s, or policy='auto', which weighs that against seconds",
+            self._compressor.id,
+            ratio,
             behind,
             told.step,
             instead,

@@ -11,7 +11,7 @@ CLASSES = [(1.0, 0.05), (0.3, 0.2), (0.1, 0.02)]  # scale, and share of signal
 
 
 def progress_lost(select, seed=0):
-    """Give the share of progress that is lost in the second half, and the steps between two sends in each class.
+    """Return the share of progress that is lost in the second half, and the steps between two sends in each class.
 
     Progress is what the mean gradient gains along the steps of Adam, times the root of its scale. ``select`` gives what
     is sent of what all ranks have accumulated, shape (ranks, elements).

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import oracle
 import pytest
+from networks import Link
+from worlds import Ranks
 
 import mpicomp
 from mpicomp.policies.elements import Elements, ElementSurvey
@@ -109,6 +111,21 @@ def test_what_is_not_finite_or_too_large_teaches_nothing():
     for _ in range(40):
         elements.observe(survey.measure(np.zeros(300, np.float32), None, (300,), 0)[None])
     assert not elements.known
+
+
+def test_a_bucket_without_elements():
+    survey, elements = ElementSurvey(0, [mpicomp.OneBit()]), Elements(0, 1)
+    elements.observe(survey.measure(np.zeros(0, np.float32), None, (0,), 0)[None])
+    assert elements.known
+    assert elements.weight == 0
+
+
+@pytest.mark.parametrize("compressor", [None, "topk"])
+def test_empty_arrays_are_reduced(compressor):
+    ranks = Ranks(2, compressor, network=Link(1e-5, 1e8), bucket_bytes=4)
+    for _ in range(15):
+        gradients = [{"none": np.zeros(0, np.float32), "some": np.ones(300, np.float32)} for _ in range(2)]
+        assert ranks.reduce(gradients)[0]["none"].size == 0
 
 
 def test_parameters_that_never_change():

@@ -20,7 +20,7 @@ def ratios(steps):
 
 
 def sent_bytes(steps):
-    """Give the bytes that leave a rank in each step."""
+    """Return the bytes that leave a rank in each step."""
     return np.array([sum(own.wire_bytes for own in buckets) for buckets in steps])
 
 

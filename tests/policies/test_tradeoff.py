@@ -20,7 +20,7 @@ def random_balance(seed, buckets):
 
 
 def everything(balance):
-    """Give each choice that loses no more than may be lost with its worth, one by one."""
+    """Return each choice that loses no more than may be lost with its worth, one by one."""
     for place in np.ndindex(*[own.size for own in balance.behind]):
         behind = [own[row] for own, row in zip(balance.behind, place, strict=True)]
         lost = sum(own * weight for own, weight in zip(behind, balance.weights, strict=True))

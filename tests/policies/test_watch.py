@@ -24,7 +24,8 @@ def test_few_of_much_signal(caplog, collective):
     [words] = said(caplog, mpicomp.TopK(ratio=0.002), collective=collective)
     behind = float(re.search(r"fall behind dense by ([0-9.]+) of its steps", words)[1])
     assert 0.3 < behind <= 1
-    assert "QSGD(rounding='nearest') would by 0.0" in words
+    assert "use compressor=mpicomp.QSGD(rounding='nearest') (0.0" in words
+    assert "topk at a ratio of 0.002 " in words
     assert int(re.search(r"\(step (\d+)\)", words)[1]) < 50
 
 
