@@ -61,11 +61,11 @@ class Replay(Policy):
     def bucket_bytes(self) -> int:
         """Length at which 32-bit arrays are cut into the buckets that were recorded.
 
-        A bucket was closed where the next array would have passed the limit of that run. It would pass that of the
-        largest bucket of several arrays as well, which is not larger.
+        All but the last had reached the limit of that run, and none had before its last array. The same holds for the
+        least of them.
         """
-        first = self._recorded[0]
-        return max((4 * bucket["numel"] for bucket in first if len(bucket["layers"]) > 1), default=1)
+        *closed, last = self._recorded[0]
+        return min(4 * int(bucket["numel"]) for bucket in closed or [last])
 
     def adopt(self, named: Named) -> None:
         """See `Policy.adopt`; there are residuals where one of the recorded compressors has them.

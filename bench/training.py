@@ -41,7 +41,7 @@ class Exchange:
     collective : str
         Of mpicomp's.
     trace : str or None
-        Path of recorded plans, which are run as they were: in line.
+        Path of recorded plans, which are run as they were.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Exchange:
     @property
     def in_line(self) -> bool:
         """Whether it is asked to wait for backward to end."""
-        return self.name.endswith(INLINE) or self.trace is not None
+        return self.name.endswith(INLINE)
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,9 @@ def read_arms(study: str, option: str, text: str | None, known: Sequence[str]) -
     return [DENSE, *(name for name in names if name != DENSE)]
 
 
-def read_seeds(study: str, tasks: str, text: str | None, goals: Mapping[str, Goal]) -> dict[str, list[int]]:
+def read_seeds(
+    study: str, tasks: str, text: str | None, goals: Mapping[str, Goal], option: str = "--seeds"
+) -> dict[str, list[int]]:
     """Read tasks and seeds with commas between them; return the seeds of each task."""
     names = _read_names(study, "--tasks", tasks, list(goals))
     if text is None:
@@ -205,8 +207,8 @@ def read_seeds(study: str, tasks: str, text: str | None, goals: Mapping[str, Goa
     try:
         seeds = [int(word) for word in text.split(",")]
     except ValueError:
-        raise ConfigurationError(f"{study}: --seeds must be whole numbers such as 0,1,2, got {text!r}") from None
-    return dict.fromkeys(names, sorted({check_least(study, "--seeds", seed, 0) for seed in seeds}))
+        raise ConfigurationError(f"{study}: {option} must be whole numbers such as 0,1,2, got {text!r}") from None
+    return dict.fromkeys(names, sorted({check_least(study, option, seed, 0) for seed in seeds}))
 
 
 def _read_names(study: str, option: str, text: str, known: Sequence[str]) -> list[str]:
@@ -273,24 +275,29 @@ def run_all(
     path : str or None
         Of the file that is written after every run.
     """
-    begin, limit_s = time.monotonic(), 60 * minutes
     print(f"{study}: {len(runs)} runs, {where}, at most {minutes:.0f} minutes", flush=True)
-    with _terminated():
-        for place, own in enumerate(runs, 1):
-            finished = runner.run(own, limit_s - (time.monotonic() - begin))
-            passed = time.monotonic() - begin
-            left = sum(runner.expected_s(other) for other in runs[place:])
-            rest = f"{len(runs) - place} left, about {min(left, max(0.0, limit_s - passed)) / 60:.0f} minutes"
-            print(f"{passed:6.0f} s  {place}/{len(runs)}  {own}: {_outcome(finished, runner)}; {rest}", flush=True)
-            if path is not None:
-                told = [table.told(each) for each in runner.finished.values()]
-                results.write(path, table.rows(), 1, runs=told)
-    _show(table, runner)
+    with terminated():
+        run_each(runs, runner, table, time.monotonic() + 60 * minutes, path)
+    show(table, runner)
     return int(any(own.status == FAILED for own in runner.finished.values()))
 
 
+def run_each(runs: Sequence[Any], runner: Runner, table: Table, end: float, path: str | None) -> None:
+    """Run everything, with a line for each run; what has no time left before ``end`` on the clock is cut."""
+    begin = time.monotonic()
+    for place, own in enumerate(runs, 1):
+        finished = runner.run(own, end - time.monotonic())
+        left = sum(runner.expected_s(other) for other in runs[place:])
+        rest = f"{len(runs) - place} left, about {min(left, max(0.0, end - time.monotonic())) / 60:.0f} minutes"
+        passed = time.monotonic() - begin
+        print(f"{passed:6.0f} s  {place}/{len(runs)}  {own}: {_outcome(finished, runner)}; {rest}", flush=True)
+        if path is not None:
+            told = [table.told(each) for each in runner.finished.values()]
+            results.write(path, table.rows(), 1, runs=told)
+
+
 @contextlib.contextmanager
-def _terminated() -> Iterator[None]:
+def terminated() -> Iterator[None]:
     """Have SIGTERM, which batch systems send, end this process as an error does: what it has started ends with it."""
 
     def end(number: int, frame: object) -> None:
@@ -311,7 +318,7 @@ def _outcome(finished: Finished, runner: Runner) -> str:
     return f"{how}{runner.summary(finished)}"
 
 
-def _show(table: Table, runner: Runner) -> None:
+def show(table: Table, runner: Runner) -> None:
     """Print the rows below their headings, and their explanation."""
     rows = table.rows()
     for title in dict.fromkeys(map(table.title, rows)):

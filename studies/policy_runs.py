@@ -39,7 +39,7 @@ _GRAVAC = {"id": "gravac", "least": 0.01, "scaling": "geometric", "window": 10, 
 _SCHEDULE = {"id": "schedule", "begin": 0.25, "end": 0.01, "steps": 60}
 _FLEXIBLE = {"id": "flexible", "every": 50}
 
-ARMS: Mapping[str, tuple[str, ...]] = {
+ARMS: dict[str, tuple[str, ...]] = {
     DENSE: ("--compressor", "dense"),
     "static": _PINNED,
     "schedule": ("--policy", json.dumps(_SCHEDULE), *_PINNED),
@@ -50,16 +50,45 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "auto": (),
 }
 """Words for `mpicomp train` by policy."""
+
+
+def _fixed(collective: str, **config: Any) -> tuple[str, ...]:
+    """Return the words for one plan in all steps."""
+    return ("--compressor", json.dumps(config), "--collective", collective, "--warmup", "0")
+
+
+PLANS: dict[str, tuple[str, ...]] = {
+    DENSE: ARMS[DENSE],
+    "dense-bf16": _fixed("scatter-reduce", id="dense", wire="bf16"),
+    "qsgd8": _fixed("two-phase", id="qsgd", bits=8, rounding="nearest"),
+    "qsgd4": _fixed("two-phase", id="qsgd", bits=4, rounding="nearest"),
+    "qsgd2": _fixed("two-phase", id="qsgd", bits=2, rounding="nearest"),
+    "onebit": _fixed("two-phase", id="onebit"),
+    "powersgd4": _fixed("auto", id="powersgd", rank=4),
+    "topk10": _fixed("allgather", id="topk", ratio=0.1, wire="bf16"),
+    "topk10q4": _fixed("allgather", id="topk", ratio=0.1, wire="q4"),
+    "topk3": _fixed("allgather", id="topk", ratio=0.03, wire="bf16"),
+    "topk3q4": _fixed("allgather", id="topk", ratio=0.03, wire="q4"),
+    "topk1": _fixed("allgather", id="topk", ratio=0.01),
+    "topk1q4": _fixed("allgather", id="topk", ratio=0.01, wire="q4"),
+    "topk03q4": _fixed("allgather", id="topk", ratio=0.003, wire="q4"),
+    "star3": _fixed("star-topk", id="topk", ratio=0.03),
+}
+"""Words for `mpicomp train` by fixed plan."""
 LOOKING = ("gravac", "flexible", "auto")
 """Policies whose plans depend on the measured network."""
 
 
 GOALS = {
     "digits": Goal(False, 1.0, -0.015, (0, 1, 2, 3, 4), "the last held-out accuracy of dense less 0.015"),
+    "digits-shards": Goal(False, 1.0, -0.015, (0, 1, 2, 3, 4), "the last held-out accuracy of dense less 0.015"),
     "text-lstm": Goal(True, 1.01, 0.0, (0, 1, 2), "1.01 times the last held-out loss of dense"),
+    "text-gpt": Goal(True, 1.01, 0.0, (0, 1, 2), "1.01 times the last held-out loss of dense"),
 }
-EVALUATE_EVERY = {"digits": 5, "text-lstm": 10}
+EVALUATE_EVERY = {"digits": 5, "digits-shards": 5, "text-lstm": 10, "text-gpt": 10}
 """Steps from one measurement of quality to the next."""
+_STEPS = {"text-gpt": 120}  # of a training, where those that a task is tuned for take too long
+_SHARDS = "-shards"  # behind the name of a task whose ranks have samples of their own
 
 
 @dataclass(frozen=True)
@@ -82,7 +111,7 @@ class Timing:
     @property
     def name(self) -> str:
         """Start of the names of its files."""
-        return f"{self.task}-{place_of(self.network)}-timing"
+        return f"{self.task}-{place_of(self.network)}-timing-{self.seed}"
 
     @property
     def kind(self) -> str:
@@ -142,9 +171,15 @@ def words_of_training(run: Training, steps: int | None) -> list[str]:
     every = EVALUATE_EVERY[run.task]
     if steps is not None:
         every = min(every, max(1, steps // _EVALUATIONS))
-    words = ["train", "--task", run.task, "--seed", str(run.seed), "--no-verdict"]
+    steps = _STEPS.get(run.task) if steps is None else steps
+    words = ["train", *_words_of_task(run.task), "--seed", str(run.seed), "--no-verdict"]
     words += [] if steps is None else ["--steps", str(steps)]
-    return [*words, *ARMS[run.arm], "--evaluate-every", str(every)]
+    return [*words, *(ARMS | PLANS)[run.arm], "--evaluate-every", str(every)]
+
+
+def _words_of_task(task: str) -> list[str]:
+    shards = ["--shards"] if task.endswith(_SHARDS) else []
+    return ["--task", task.removesuffix(_SHARDS), *shards]
 
 
 def words_of_timing(run: Timing, traces: Mapping[str, str], step_bytes: Mapping[str, float]) -> list[str]:
@@ -162,7 +197,7 @@ def words_of_timing(run: Timing, traces: Mapping[str, str], step_bytes: Mapping[
     block = _block(step_bytes, run.network)
     # Collectives of dense differ in nothing but time, and which is fastest depends on the network: it chooses there.
     exchanges = ",".join(DENSE if name == DENSE else f"replay:{trace}" for name, trace in traces.items())
-    words = ["bench", "training", "--task", run.task, "--seed", str(run.seed), "--exchange", exchanges]
+    words = ["bench", "training", *_words_of_task(run.task), "--seed", str(run.seed), "--exchange", exchanges]
     return [*words, "--steps", str(BLOCKS * block), "--blocks", str(BLOCKS), "--warm-up", str(block)]
 
 

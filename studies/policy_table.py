@@ -117,7 +117,7 @@ def _learnt(own: Finished, run: Training, finished: Mapping[Run, Finished]) -> d
     return learnt
 
 
-def _result(
+def result_of(
     own: Finished, run: Training, timed: Mapping[str, Any] | None, finished: Mapping[Run, Finished]
 ) -> dict[str, Any]:
     """Return the results of a finished training, with the row of its plans where they were timed on the network."""
@@ -160,12 +160,12 @@ class Table(comparison.Table):
         rows = []
         for task in dict.fromkeys(run.task for run, _ in trained):
             for network in self._networks:
-                timed = _timed(task, network, finished)
+                timed = timed_on(task, network, finished)
                 there = [(run, own) for run, own in trained if run.task == task and run.network in (None, network)]
                 seeds: dict[str, list[dict[str, Any]]] = {run.arm: [] for run, _ in there}
                 for run, own in there:
                     if own.status == DONE:
-                        seeds[run.arm].append(_result(own, run, timed.get(run.arm), finished))
+                        seeds[run.arm].append(result_of(own, run, timed.get(run.arm), finished))
                 links = {"bandwidth": network.bandwidth, "latency": network.latency, "hosts": self._hosts}
                 found = [
                     {"task": task, **links, **_row(name, task, done, seeds.get(DENSE, []))}
@@ -251,10 +251,13 @@ class Table(comparison.Table):
         return lines
 
 
-def _timed(task: str, network: Network, finished: Mapping[Run, Finished]) -> dict[str, dict[str, Any]]:
-    """Give, by policy, the rows of steps that were timed on a network."""
+def timed_on(
+    task: str, network: Network, finished: Mapping[Run, Finished], seed: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return, by policy, the rows of steps that were timed on a network, with the plans of a seed or of any."""
     for run, own in finished.items():
-        if isinstance(run, Timing) and (run.task, run.network, own.status) == (task, network, DONE):
+        asked = isinstance(run, Timing) and seed in (None, run.seed)
+        if asked and (run.task, run.network, own.status) == (task, network, DONE):
             return own.timed
     return {}
 

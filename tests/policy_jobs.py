@@ -8,8 +8,8 @@ from mpicomp.bench.measure.networks import Network
 from policy_runs import Runner, runs_of
 
 SLOW, FAST = Network("50mbit", "1ms"), Network("1gbit", "0us")
-STEPS = {"digits": 200, "text-lstm": 300}
-RATE = {"dense": 1.0, "static": 0.9, "auto": 0.95, "gravac": 0.8}  # how fast a policy learns
+STEPS = {"digits": 200, "text-lstm": 300, "text-gpt": 300}
+RATE = {"dense": 1.0, "bf16": 1.0, "static": 0.9, "auto": 0.95, "gravac": 0.8}  # how fast a policy learns
 MEDIAN_S = {None: 0.1, SLOW: 2.0, FAST: 0.5}
 CHOOSING_S = 0.125
 
@@ -39,7 +39,7 @@ class Jobs:
 
     def train(self, words, name, median_s):
         task, policy = words["--task"], name.split("-")[-2]
-        rate = self.rates.get(name, RATE[policy])
+        rate = self.rates.get(name, RATE.get(policy, 0.5))
         steps, every = int(words.get("--steps", STEPS[task])), int(words["--evaluate-every"])
         lines = []
         for step in range(steps):
@@ -62,7 +62,7 @@ class Jobs:
 def quality_of(task, rate, step, steps):
     """A loss that falls along a line, or an accuracy that rises along one."""
     share = rate * step / steps
-    return 6 - 3 * share if task == "text-lstm" else 0.5 + 0.4 * share
+    return 6 - 3 * share if task.startswith("text") else 0.5 + 0.4 * share
 
 
 def all_of(folder, policies=("dense", "static", "auto"), networks=(SLOW, FAST), seeds=(0, 1), steps=None, left_s=1e6):

@@ -1,6 +1,5 @@
 """What a bucket's elements are like: how large their gradients are, and how much of them is signal."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.places import here
-from mpicomp.policies.behind import behind_at_random, behind_of_all, behind_of_selections, importance
+from mpicomp.policies.behind import behind_at_random, behind_of_all, behind_of_selections
 from mpicomp.workspace import Workspace
 
 _SAMPLE = 1 << 14  # elements of a bucket that are followed, at most: their classes are known to some percent
@@ -52,8 +51,8 @@ class ElementSurvey:
         self._last = -2  # step of the look before
 
     def width(self, sizes: Sequence[int]) -> int:
-        """See `Survey.width`: the elements followed or 0, their mean square, then each class's sums over that."""
-        return 2 + (3 + 2 * len(self._quantisers)) * _CLASSES
+        """See `Survey.width`: the elements followed or 0, then each class's sums over their mean square."""
+        return 1 + (3 + 2 * len(self._quantisers)) * _CLASSES
 
     def measure(
         self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
@@ -90,9 +89,8 @@ class ElementSurvey:
         if follows and mean > 0:
             classes = np.floor(np.log2(self._squares[changes] / mean)).astype(np.int64) + _CLASSES - _TOP
             classes = np.clip(classes, 0, _CLASSES - 1)
-            told[1] = mean
             counts, *energies = [np.bincount(classes, own[changes], _CLASSES) for own in sums]
-            told[2:] = np.concatenate([counts, *(own / mean for own in energies)])
+            told[1:] = np.concatenate([counts, *(own / mean for own in energies)])
         return told
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
@@ -119,7 +117,6 @@ class Elements:
 
     def __post_init__(self) -> None:
         self._followed = 1.0
-        self._mean = 0.0  # of squares
         self._sums = np.zeros((3 + 2 * self.quantisers, _CLASSES))
 
     @property
@@ -128,7 +125,7 @@ class Elements:
         return self.looks >= _LOOKS or self.numel == 0
 
     @property
-    def _idle(self) -> bool:
+    def idle(self) -> bool:
         """Whether there was nothing but zeros in them."""
         return not self._sums[1].any()
 
@@ -140,19 +137,12 @@ class Elements:
         self.looks += 1
         self._followed = float(rows[:, 0].sum())
         weight = max(_MEMORY, 1 / self.looks)
-        self._mean += weight * (float(rows[:, 1].mean()) - self._mean)
-        self._sums += weight * (rows[:, 2:].sum(axis=0).reshape(self._sums.shape) - self._sums)
-
-    @property
-    def weight(self) -> float:
-        """What these elements count, all together."""
-        shares, scales, signals = self._classes()
-        return float((shares * importance(scales * math.sqrt(self._mean), signals)).sum()) * self.numel
+        self._sums += weight * (rows[:, 1:].sum(axis=0).reshape(self._sums.shape) - self._sums)
 
     @property
     def signal(self) -> float:
         """Share of signal in the energy of a rank's gradient."""
-        if self._idle:
+        if self.idle:
             return _LEAST
         shares, scales, signals = self._classes()
         energies = shares * scales * scales
@@ -162,7 +152,7 @@ class Elements:
         self, ratios: NDArray[np.float64], ranks: int, age: float, by_magnitude: bool = True
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the shares of steps by which selections at some ratios fall behind; see `behind_of_selections`."""
-        if self._idle:
+        if self.idle:
             return np.zeros(ratios.size), np.zeros(ratios.size)
         if by_magnitude:
             return behind_of_selections(*self._classes(), ratios, ranks, age)
@@ -171,7 +161,7 @@ class Elements:
 
     def behind_with(self, quantiser: int, ranks: int, age: float) -> float:
         """Return the share of steps by which one of the quantisers falls behind; see `behind_of_all`."""
-        if self._idle:
+        if self.idle:
             return 0.0
         there = self._sums[1] > 0
         sent, waiting = self._sums[3 + 2 * quantiser : 5 + 2 * quantiser, there] / self._sums[1, there]
@@ -185,11 +175,11 @@ class Elements:
     def state(self) -> dict[str, Any]:
         """Return the state that has to survive a restart, JSON-able."""
         sums = self._sums.tolist()
-        return {"looks": self.looks, "followed": self._followed, "mean": self._mean, "sums": sums}
+        return {"looks": self.looks, "followed": self._followed, "sums": sums}
 
     def give(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state` returned, of as many quantisers."""
         sums = np.array(state["sums"], float)
         if sums.shape == self._sums.shape:
-            self.looks, self._followed, self._mean = int(state["looks"]), float(state["followed"]), float(state["mean"])
+            self.looks, self._followed = int(state["looks"]), float(state["followed"])
             self._sums = sums

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense, Learner
 from mpicomp.cost import CostModel
+from mpicomp.cost.formulas import ring
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.policies.behind import behind_of_waiting
 from mpicomp.policies.codes import Codes, Rivals, as_late_as
@@ -34,6 +35,8 @@ _STEP = 2 ** (1 / 2)  # from one ratio to the next: the best one of them is with
 _OFTEN = 10  # steps between two looks at gradients, and between two searches for better plans, at first
 _SELDOM = 0.1  # share of the steps done so far between them later: what is known changes as slowly as training does
 _SMOOTH = 0.1  # share of a step in the moving average of when buckets are ready
+_BITS = 8  # how many times fewer they are than bytes of dense exchange, where all elements travel in four bits
+_WOKEN_S = 3e-3  # seconds that a thread waits for a core on which another one computes: a slice of Linux' scheduler
 _BESIDES = 15  # steps whose median is the time beside exchanges: something else may come in between
 _WORTH = 0.03  # how much better other plans have to be than those that run
 _PAYS = 0.1  # how much better compressed plans have to be than dense ones, since what is known of harm is not exact
@@ -150,6 +153,21 @@ class Joint(Policy):
     def _pause(self) -> float:
         """Steps between two looks, and between two searches."""
         return max(_OFTEN, _SELDOM * self._age)
+
+    def bucket_limit(self, nbytes: int, transport: Transport) -> Generator[Asked, Any, int | None]:
+        """See `Policy.bucket_limit`: as many buckets as make what is left after backward least.
+
+        Of k buckets, backward hides all but the last one's share 1/k of the time on the links, and each adds the time
+        that does not shrink with it: ``T / k + k t`` is least for ``k = sqrt(T / t)``. T is that of four bits an
+        element, which is about what any plan comes to that leaves time to hide.
+        """
+        cost = yield from self._selector.know(transport)
+        if cost is None:
+            return None
+        latency, rate, ranks = cost.network.latency, cost.network.seconds_per_byte, transport.group.size
+        whole = ring(ranks, nbytes / _BITS).seconds(0.0, rate)
+        own = _WOKEN_S + ring(ranks, 0).seconds(latency, 0.0)
+        return math.ceil(nbytes / max(1, round(math.sqrt(whole / own))))
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`."""
@@ -330,13 +348,14 @@ class Joint(Policy):
         if not self._chooses or not self._is_known:
             return None
         buckets = range(len(self._shapes))
-        weights = [own.weight for own in self._elements]
-        if not sum(weights) > 0:
+        if all(own.idle for own in self._elements):
             return None
+        # An optimizer that divides by the root of a mean square moves all elements alike, whatever their scale.
+        numel = sum(shape.numel for shape in self._shapes)
         return Balance(
             behind=[self._behind(bucket) for bucket in buckets],
             seconds=[self._selector.seconds(bucket) for bucket in buckets],
-            weights=[own / sum(weights) for own in weights],
+            weights=[shape.numel / numel for shape in self._shapes],
             ready=[0.0] * len(buckets) if self._ready is None else self._ready.tolist(),
             beside=max(0.0, statistics.median(self._beside or [0.0])),
             most=1 - self.fidelity,

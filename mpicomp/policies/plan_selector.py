@@ -165,6 +165,18 @@ class PlanSelector:
         news = self.cost.network.suspects or any(not turn.known and turn.steps >= _SETTLED for turn in self._turns)
         return news or self.awake
 
+    def know(self, transport: Transport) -> Generator[Asked, Any, CostModel | None]:
+        """Return what is known of links and operations, measured where it is not; None where nothing can be.
+
+        Collective over all ranks, as rounds.
+        """
+        predicts = transport.group.size > 1 and transport.probes
+        if predicts and self._pinned:  # ranks may have been given different things: rank 0 decides for all
+            predicts = yield from first_says(self._is_given, transport)
+        if predicts:
+            self.cost = yield from share_model(self.cost or self._given, transport)
+        return self.cost if predicts else None
+
     def start(
         self, ladders: Sequence[Sequence[tuple[Compressor, Sequence[str]]]], shapes: Sequence[Shape],
         transport: Transport,
@@ -186,13 +198,10 @@ class PlanSelector:
         group = transport.group
         self.tables = [_table(ladder, shape.numel) for ladder, shape in zip(ladders, shapes, strict=True)]
         self._turns = [_Turn(0, known=True) for _ in self.tables]
-        predicts = group.size > 1 and transport.probes
-        if predicts and self._pinned:  # ranks may have been given different things: rank 0 decides for all
-            predicts = yield from first_says(self._is_given, transport)
-        if not predicts:
+        cost = yield from self.know(transport)
+        if cost is None:
             self._guesses = [_guess(table, shape, group) for table, shape in zip(self.tables, shapes, strict=True)]
             return
-        self.cost = yield from share_model(self.cost or self._given, transport)
         ladder = any(table.kept.size > 2 for table in self.tables)
         # Ranks may have the same bucket in different places, and all must know its seconds by one name: rank 0's.
         there = yield from flags_of_first([shape.place is not HOST for shape in shapes], transport)
@@ -200,9 +209,9 @@ class PlanSelector:
             alike = [bucket for bucket, own in enumerate(there) if own == on_device]
             schemes = [scheme for bucket in alike for scheme in self.tables[bucket].schemes]
             place = shapes[alike[0]].place
-            yield from measure_kernels(self.cost, schemes, self._feedback, transport, ladder, place, on_device)
+            yield from measure_kernels(cost, schemes, self._feedback, transport, ladder, place, on_device)
         for table, shape, own in zip(self.tables, shapes, there, strict=True):
-            table.candidates = self.cost.candidates(table.schemes, shape.numel, shape.dtype, group, ladder, own)
+            table.candidates = cost.candidates(table.schemes, shape.numel, shape.dtype, group, ladder, own)
         self._turns = [_Turn(-1) for _ in self.tables]
         self._curious = _CURIOUS[0]
         self._wake()

@@ -173,6 +173,14 @@ class Policy(ABC):
         """Return the survey that ranks are to make of a bucket in this step; its result comes with `learn`."""
         return None
 
+    def bucket_limit(self, nbytes: int, transport: Transport) -> Generator[Asked, Any, int | None]:
+        """Return the length at which arrays of ``nbytes`` in all are cut into buckets, the same on all ranks.
+
+        None where the policy cannot tell what exchanging takes. Collective over all ranks, as rounds.
+        """
+        return None
+        yield
+
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """Take up new buckets. Collective over all ranks, as rounds."""
         return

@@ -178,6 +178,10 @@ class WarmUp(Policy):
         """See `Policy.survey`."""
         return self._planning.survey(bucket)
 
+    def bucket_limit(self, nbytes: int, transport: Transport) -> Generator[Asked, Any, int | None]:
+        """See `Policy.bucket_limit`."""
+        return (yield from self.then.bucket_limit(nbytes, transport))
+
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`."""
         yield from self.then.start(shapes, transport)

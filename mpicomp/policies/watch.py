@@ -94,6 +94,6 @@ class Watch:
         return behind_of_waiting(late, own.signal, self._ranks, _SHORT)
 
     def _mean(self, of_buckets: Sequence[float]) -> float:
-        """Return the mean over buckets, each with what its elements count."""
-        weights = [own.weight for own in self._elements]
-        return float(np.average(of_buckets, weights=weights)) if sum(weights) > 0 else 0.0
+        """Return the mean over elements."""
+        numels = [own.numel for own in self._elements]
+        return float(np.average(of_buckets, weights=numels)) if sum(numels) > 0 else 0.0

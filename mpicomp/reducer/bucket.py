@@ -138,7 +138,7 @@ def make_buckets(
 ) -> list[Bucket]:
     """Cut arrays into buckets, in their order; those of one work dtype stay together.
 
-    A bucket is closed before it would pass the limit; an array that is larger has one of its own. Arrays without
+    A bucket is closed when it has reached the limit, so that small arrays travel with large ones. Arrays without
     elements are in no bucket. ``place_of`` returns where a bucket of some arrays lives.
     """
     groups: list[list[Described]] = []
@@ -147,12 +147,11 @@ def make_buckets(
         for member in members:
             if member.work_dtype != dtype or member.numel == 0:
                 continue
-            nbytes = member.numel * dtype.itemsize
-            if filled + nbytes > limit_bytes:
+            if filled >= limit_bytes:
                 groups.append([])
                 filled = 0
             groups[-1].append(member)
-            filled += nbytes
+            filled += member.numel * dtype.itemsize
     return [Bucket(index, group, feedback, entry, threads, place_of(group)) for index, group in enumerate(groups)]
 
 

@@ -13,6 +13,9 @@ from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.places import HOST, Place, common_place
 from mpicomp.reducer.bucket import Bucket, make_buckets
 
+LARGE_BUCKET = 32 << 20
+"""Bytes of a bucket where nothing says better."""
+
 _STATES = ("residuals", "velocities")  # arrays that live from step to step, each a method of Bucket
 
 
@@ -23,7 +26,9 @@ class Layout:
     ----------
     feedback : bool
         Whether there are residuals.
-    bucket_bytes, entry, threads
+    bucket_bytes : int or None
+        Length at which arrays are cut into buckets; None until it is known.
+    entry, threads
         See `mpicomp.reducer.bucket.make_buckets`.
 
     Attributes
@@ -38,14 +43,14 @@ class Layout:
         Arrays for which some rank had no gradient in some step, in their order.
     """
 
-    def __init__(self, feedback: bool, bucket_bytes: int, entry: Entry, threads: int) -> None:
+    def __init__(self, feedback: bool, bucket_bytes: int | None, entry: Entry, threads: int) -> None:
         self.members: list[Described] | None = None
         self.buckets: list[Bucket] = []
         self.delivered: dict[str, NDArray[np.uint16]] = {}
         self.conditional: list[str] = []
         self._places: dict[str, Place] = {}
         self._feedback = feedback
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self._entry = entry
         self._threads = threads
         self._kept: dict[str, dict[str, NDArray[np.floating]]] = {kind: {} for kind in _STATES}
@@ -71,7 +76,8 @@ class Layout:
         def place_of(group: Sequence[Described]) -> Place:
             return common_place([arrays[member.name] for member in group])
 
-        return make_buckets(members, self._feedback, self._bucket_bytes, self._entry, self._threads, place_of)
+        limit = LARGE_BUCKET if self.bucket_bytes is None else self.bucket_bytes
+        return make_buckets(members, self._feedback, limit, self._entry, self._threads, place_of)
 
     def adopt(self, members: list[Described], buckets: list[Bucket]) -> None:
         """Take these for the old ones; residuals follow their names."""

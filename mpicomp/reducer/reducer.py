@@ -17,7 +17,7 @@ from mpicomp.policies.warmup import WarmUp, choose_warmup
 from mpicomp.reducer.agreement import together
 from mpicomp.reducer.beside import Beside
 from mpicomp.reducer.core import Core, Loaded
-from mpicomp.reducer.layout import Layout
+from mpicomp.reducer.layout import LARGE_BUCKET, Layout
 from mpicomp.reducer.record import StepRecord, Value
 from mpicomp.reducer.step import Rounds, Step
 from mpicomp.reducer.stream import Stream
@@ -60,8 +60,10 @@ class Reducer:
         delivers what comes out and keeps it out of the residuals.
     comm : mpi4py.MPI.Comm, Transport or None
         A communicator is duplicated. None stands for MPI.COMM_WORLD.
-    bucket_bytes : int
-        Arrays are exchanged in flat buckets of about this size, in the order in which they are first passed.
+    bucket_bytes : int or None
+        Arrays are exchanged in flat buckets of about this size, in the order in which they are first passed. None lets
+        the joint choice cut them by what it predicts of the network, for exchanges that begin before all arrays are
+        there; other policies take 32 MiB.
     seed : int
         For schemes that draw random numbers; the same on all ranks.
     threads : int
@@ -108,7 +110,7 @@ class Reducer:
         nonfinite: str = "raise",
         comm: Any = None,
         *,
-        bucket_bytes: int = 32 << 20,
+        bucket_bytes: int | None = LARGE_BUCKET,
         seed: int = 0,
         threads: int = 1,
         cost: CostModel | str | None = None,
@@ -141,7 +143,7 @@ class Reducer:
                 "feedback": chosen.feedback,
                 "warmup": before,
                 "nonfinite": nonfinite,
-                "bucket_bytes": _whole("bucket_bytes", bucket_bytes, 1),
+                "bucket_bytes": None if bucket_bytes is None else _whole("bucket_bytes", bucket_bytes, 1),
                 "seed": _whole("seed", seed),
             }
             entry = chosen.compressor.entry

@@ -19,6 +19,7 @@ from mpicomp.reducer.beside import Beside
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.reducer.core import Core
 from mpicomp.reducer.exchange import Exchanged, exchange
+from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.reducer.record import StepRecord, Tally
 from mpicomp.rounds import Asked, Round
 from mpicomp.transport.route_probe import choose_routes
@@ -252,11 +253,18 @@ class Step:
         assert members is not None
         absent = yield from self._absences([member.name for member in members])
         # What only `absent` has made stale keeps its buckets, and with them what policies have learnt.
-        buckets = self._made
+        buckets, once_wire_bytes = self._made, 0.0
+        if buckets is not None and layout.bucket_bytes is None:
+            known = sum(entry.wire_bytes for entry in log)
+            total = sum(member.numel * member.work_dtype.itemsize for member in members)
+            limit = yield from core.policy.bucket_limit(total, core.transport)
+            layout.bucket_bytes = LARGE_BUCKET if limit is None else min(limit, LARGE_BUCKET)
+            buckets = layout.make(members, self._gradients)
+            once_wire_bytes = sum(entry.wire_bytes for entry in log) - known
         if buckets is not None:
             yield from choose_routes([bucket.place for bucket in buckets], core.transport)
         record.agreed = True
-        agreed_wire_bytes = sum(entry.wire_bytes for entry in log)
+        agreed_wire_bytes = sum(entry.wire_bytes for entry in log) - once_wire_bytes
         record.overhead_bytes += cut_short.sent_bytes + sum(entry.sent_bytes for entry in log)
         record.overhead_wire_bytes += cut_short.wire_bytes + agreed_wire_bytes
         self._done.clear()

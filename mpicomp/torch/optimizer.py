@@ -12,6 +12,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
+from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.gradients import Gradients
 from mpicomp.torch.join import Join, follow
@@ -20,7 +21,6 @@ from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
 
 _SMALL_BUCKET = 8 << 20  # bytes of a bucket whose elements all travel
-_LARGE_BUCKET = 32 << 20  # bytes of a bucket of which a selection travels: its messages are short
 
 
 def DistributedOptimizer(  # noqa: N802, a factory that reads like the class that it stands for
@@ -67,9 +67,9 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         What the loss is scaled with. ``scaler.unscale_(optimizer)`` and ``scaler.step(optimizer)`` then average
         gradients first, and a step in which some rank's overflowed is left out on all of them, residuals as they were.
     bucket_bytes : int, optional
-        See `mpicomp.Reducer`. None takes 32 MiB where elements are selected, or mpicomp chooses: such an exchange is
-        mostly cost that does not grow with a bucket. It takes 8 MiB elsewhere, so that the exchange begins early in
-        backward.
+        See `mpicomp.Reducer`. None leaves it to mpicomp where that chooses the exchange too. Else it takes 32 MiB where
+        elements are selected, since such an exchange is mostly cost that does not grow with a bucket, and 8 MiB
+        elsewhere, so that the exchange begins early in backward.
     **settings
         Further settings of `mpicomp.Reducer`.
 
@@ -116,9 +116,9 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         )
         if scaler is not None:
             nonfinite = "skip"
-        if bucket_bytes is None:
-            selects = chosen is None or chosen.message in ("sparse", "shared")
-            bucket_bytes = _LARGE_BUCKET if selects else _SMALL_BUCKET
+        if bucket_bytes is None and chosen is not None:
+            selects = chosen.message in ("sparse", "shared")
+            bucket_bytes = LARGE_BUCKET if selects else _SMALL_BUCKET
         settings |= {"bucket_bytes": bucket_bytes, "warmup": warmup}
         reducer = Reducer(chosen, collective, policy, feedback, nonfinite, transport, **settings)
     except BaseException:

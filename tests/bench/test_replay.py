@@ -1,18 +1,23 @@
 """Recorded plans are run again."""
 
 import json
+import tempfile
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from marks import slow
 from mpicomp.bench.replay import Replay
 from worlds import Ranks
 
 import mpicomp
+from mpicomp.arrays import Described
 from mpicomp.errors import ConfigurationError, DisagreementError
+from mpicomp.reducer.bucket import make_buckets
 
 SIZES = {"a": 700, "b": 300, "c": 2000, "d": 40}
-CUT = 4 * 1000  # bytes: a and b share a bucket, c passes the limit and has its own, and so has d
+CUT = 4 * 1000  # bytes: a and b share a bucket, c has its own, and so has d
 PLANS = [
     (mpicomp.Dense(), "ring"),
     (mpicomp.TopK(ratio=0.1), "allgather"),
@@ -76,6 +81,23 @@ def test_every_part_of_the_recorded_run_has_its_share(recorded, ranks, steps):
             entered = sum(own[name].astype(float) for own in given) + before[name]
             left = ranks * means[0][name].astype(float) + world.residual_sum(name)
             np.testing.assert_allclose(left, entered, atol=1e-4)
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=20), limit=st.integers(1, 100))
+def test_any_arrays_are_cut_as_they_were(sizes, limit):
+    members = [Described(str(number), "float32", (size,)) for number, size in enumerate(sizes)]
+
+    def cut(limit_bytes):
+        buckets = make_buckets(members, True, limit_bytes, mpicomp.Dense().entry, 1)
+        return [[{"name": own.name, "numel": own.numel} for own in bucket.members] for bucket in buckets]
+
+    there = cut(4 * limit)
+    recorded = [{"layers": own, "numel": sum(layer["numel"] for layer in own)} for own in there]
+    line = json.dumps({"buckets": [own | {"compressor": {"id": "dense"}, "collective": "ring"} for own in recorded]})
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(line + "\n")
+        file.flush()
+        assert cut(Replay(file.name).bucket_bytes) == there
 
 
 def test_arrays_are_cut_as_they_were(recorded):

@@ -54,7 +54,6 @@ def test_scales_and_signal(signal):
         assert shares[near].sum() == pytest.approx(0.5, abs=0.01)
         assert (shares * signals)[near].sum() / shares[near].sum() == pytest.approx(signal, rel=0.25, abs=0.01)
     assert elements.signal == pytest.approx(signal, rel=0.1)
-    assert elements.weight == pytest.approx((scales**1.5 * signal).sum(), rel=0.25)
 
 
 def test_what_ranks_have_of_their_own_is_signal():
@@ -76,7 +75,6 @@ def test_residuals_are_no_signal():
 def test_a_part_stands_for_a_large_bucket():
     scales = np.tile(np.repeat([1.0, 0.1], 512), 200)
     elements = learnt(0.2, scales, steps=30)
-    assert elements.weight == pytest.approx((scales**1.5 * 0.2).sum(), rel=0.25)
     [some], _ = elements.behind(np.array([0.05]), RANKS, 1000)
     small = learnt(0.2, np.tile(np.repeat([1.0, 0.1], 512), 20), steps=30)
     assert some == pytest.approx(small.behind(np.array([0.05]), RANKS, 1000)[0][0], abs=0.02)
@@ -117,7 +115,7 @@ def test_a_bucket_without_elements():
     survey, elements = ElementSurvey(0, [mpicomp.OneBit()]), Elements(0, 1)
     elements.observe(survey.measure(np.zeros(0, np.float32), None, (0,), 0)[None])
     assert elements.known
-    assert elements.weight == 0
+    assert elements.idle
 
 
 @pytest.mark.parametrize("compressor", [None, "topk"])
@@ -133,7 +131,8 @@ def test_parameters_that_never_change():
     for step in range(20):
         elements.observe(survey.measure(np.zeros(300, np.float32), None, (300,), step)[None])
     assert elements.known
-    assert elements.weight == elements.behind_with(0, RANKS, 100) == 0
+    assert elements.idle
+    assert elements.behind_with(0, RANKS, 100) == 0
     assert [own.tolist() for own in elements.behind(np.array([0.1, 0.01]), RANKS, 100)] == [[0, 0], [0, 0]]
 
 

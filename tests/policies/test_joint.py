@@ -238,3 +238,25 @@ def test_over_mpi(comm):
         seen = comm.allgather((mean.tobytes(), record.collective, record.ratio, record.reason))
         assert all(own == seen[0] for own in seen)
     reducer.close()
+
+
+@pytest.mark.parametrize("rate", [10e9, 100e6, 25e6, 2e6])
+def test_buckets_are_cut_by_what_the_network_takes(rate):
+    ranks, arrays, each, latency = 4, 200, 20_000, 1e-5
+    # A ring of four bits an element; each bucket takes its rounds, and a slice of a scheduler's time.
+    whole = 2 * (ranks - 1) / ranks * (arrays * each / 8) / (rate / 8)
+    own = 3e-3 + 2 * (ranks - 1) * latency
+    left = [whole / number + number * own for number in range(1, arrays + 1)]
+    world = Ranks(ranks, network=Link(latency, rate), bucket_bytes=None)
+    gradients = {str(number): np.ones(each // 4, np.float32) for number in range(arrays)}
+    world.reduce([gradients] * ranks)
+    *others, last = [own.numel for own in world.reducers[0].last_step.buckets]
+    assert left[len(others)] <= 1.1 * min(left)  # whole arrays, and a latency that is measured
+    assert len(set(others)) <= 1
+    assert last <= max(others, default=last)
+
+
+def test_where_nothing_is_measured_there_is_one_bucket():
+    world = Ranks(2, bucket_bytes=None)
+    world.reduce([{str(number): np.ones(100_000, np.float32) for number in range(20)}] * 2)
+    assert len(world.reducers[0].last_step.buckets) == 1

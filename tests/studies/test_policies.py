@@ -61,7 +61,7 @@ def test_the_command_goes_on_where_it_stopped_and_fails_where_a_run_does(jobs, t
     jobs.failing.clear()
     jobs.commands.clear()
     assert call(policies, words) == 0
-    assert names_of(jobs) == ["digits-2.5gbit-0us-auto-0", "digits-2.5gbit-0us-timing"]
+    assert names_of(jobs) == ["digits-2.5gbit-0us-auto-0", "digits-2.5gbit-0us-timing-0"]
     assert "there already" in capsys.readouterr().out
 
 

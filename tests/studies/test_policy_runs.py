@@ -122,7 +122,7 @@ def test_a_lab_for_each_network_and_a_launcher_on_one_host(jobs, tmp_path, monke
         "text-lstm-host-dense-0",
         "text-lstm-host-static-0",
         "text-lstm-50mbit-1ms-auto-0",
-        "text-lstm-50mbit-1ms-timing",
+        "text-lstm-50mbit-1ms-timing-0",
     ]
     python = [sys.executable, "-m", "mpicomp"]
     assert jobs.commands[0][:8] == ["/bin/mpiexec", "-n", "4", *python, "train", "--task"]
@@ -149,10 +149,10 @@ def test_what_is_torn_is_run_again_and_what_was_timed_with_it(jobs, tmp_path):
     torn = tmp_path / "text-lstm-host-static-0.jsonl"
     torn.write_text(torn.read_text()[:-30])
     (tmp_path / "text-lstm-1gbit-0us-auto-1.done").unlink()
-    (tmp_path / "text-lstm-1gbit-0us-timing.json").write_text('{"rows": []}')
+    (tmp_path / "text-lstm-1gbit-0us-timing-0.json").write_text('{"rows": []}')
     all_of(tmp_path)
     # Its plans came out as before, so that what was timed with them still counts.
-    again = ["text-lstm-host-static-0", "text-lstm-1gbit-0us-timing", "text-lstm-1gbit-0us-auto-1"]
+    again = ["text-lstm-host-static-0", "text-lstm-1gbit-0us-timing-0", "text-lstm-1gbit-0us-auto-1"]
     assert names_of(jobs) == again
     jobs.commands.clear()
     (tmp_path / "text-lstm-host-static-0.done").unlink()
@@ -160,8 +160,8 @@ def test_what_is_torn_is_run_again_and_what_was_timed_with_it(jobs, tmp_path):
     all_of(tmp_path)
     assert names_of(jobs) == [
         "text-lstm-host-static-0",
-        "text-lstm-50mbit-1ms-timing",
-        "text-lstm-1gbit-0us-timing",
+        "text-lstm-50mbit-1ms-timing-0",
+        "text-lstm-1gbit-0us-timing-0",
     ]
 
 
@@ -201,13 +201,13 @@ def test_a_run_that_fails_is_told_and_the_others_go_on(jobs, tmp_path):
     all_of(tmp_path)
     assert names_of(jobs) == [
         "text-lstm-host-static-0",
-        "text-lstm-50mbit-1ms-timing",
-        "text-lstm-1gbit-0us-timing",
+        "text-lstm-50mbit-1ms-timing-0",
+        "text-lstm-1gbit-0us-timing-0",
     ]
 
 
 def test_a_timing_that_fails_is_told_of_every_policy(jobs, tmp_path):
-    jobs.failing["text-lstm-1gbit-0us-timing"] = "mpicomp: replay: no\n"
+    jobs.failing["text-lstm-1gbit-0us-timing-0"] = "mpicomp: replay: no\n"
     found = all_of(tmp_path).finished
     for row in Table(found, [SLOW, FAST], 4).rows():
         slow = row["bandwidth"] == "50mbit"
