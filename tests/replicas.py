@@ -7,7 +7,7 @@ import torch
 
 import mpicomp
 
-SMALL = 256  # bytes of a bucket, so that there are several
+SMALL = 64  # bytes of a bucket, so that there are several
 
 
 class Reference:

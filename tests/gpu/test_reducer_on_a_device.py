@@ -168,7 +168,7 @@ def test_algebra_of_its_own_is_not_mixed(compressor, cupy):
 
 def test_a_thread_exchanges_what_other_streams_still_compute(cupy):
     """The thread has a current device and stream of its own; what counts is those of the thread that made an array."""
-    reducer = Ranks(1, mpicomp.TopK(ratio=1.0), bucket_bytes=100).reducers[0]
+    reducer = Ranks(1, mpicomp.TopK(ratio=1.0), bucket_bytes=80).reducers[0]
     stream = cupy.driver.stream(0)
     with ProgressThread(reducer.transport, lanes=1) as thread:
         for step in range(4):
