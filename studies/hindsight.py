@@ -80,10 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _stages(task: str, plans: Sequence[str], links: Sequence[Network], table: Table) -> Iterator[list[Run]]:
     """Yield what is run of a task, each stage by what those before it came to."""
     first, *others = table.choose[task]
-    yield [
-        *(Training(task, plan, first) for plan in plans),
-        *(Timing(task, tuple(plans), first, network) for network in links),
-    ]
+    yield [Training(task, plan, first) for plan in plans]
+    reached = tuple(plan for plan in plans if plan == DENSE or table.reaches(task, plan, first))
+    yield [Timing(task, reached, first, network) for network in links]
     near = [plan for plan in plans if plan == DENSE or table.is_near(task, plan)]
     yield [Training(task, plan, seed) for seed in others for plan in near]
     chosen = {network: table.chosen(task, network) for network in links}

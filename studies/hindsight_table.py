@@ -17,7 +17,7 @@ from scipy import stats
 AUTO = "auto"
 WHOLE = (DENSE, "dense-bf16")
 """Plans that send every element whole; the faster one of them is what auto has to be as fast as."""
-_NEAR = 1.2  # how much longer than the best on some network a plan may take with the first seed, to be tried with more
+_NEAR = 1.1  # how much longer than the best on some network a plan may take with the first seed, to be tried with more
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float] | None:
@@ -69,6 +69,11 @@ class Table(comparison.Table):
     ) -> None:
         self.choose, self.test = choose, test
         self._finished, self._networks, self._hosts = finished, networks, hosts
+
+    def reaches(self, task: str, plan: str, seed: int) -> bool:
+        """Return whether a plan came to the quality of dense with a seed."""
+        found = self._result(task, self._networks[0], plan, seed, seed)
+        return found is not None and found["steps_to_quality"] is not None
 
     def is_near(self, task: str, plan: str) -> bool:
         """Return whether a plan was near the best one on some network with the first seed."""

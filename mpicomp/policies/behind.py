@@ -3,7 +3,7 @@
 An optimizer such as Adam divides by the root of a gradient's mean square. Where an element is sent seldom, what has
 been waiting comes in bursts, whose mean square is larger, so that its steps are smaller for good; and what waits at any
 moment is not there yet. Both depend on the element: large and noisy ones are sent at once, small ones late. All of it
-follows from that but for two numbers: how much an element counts, and how much more is lost than that.
+follows from that but for how much an element counts, and how much more is lost than that.
 """
 
 import numpy as np
@@ -14,10 +14,12 @@ Array = NDArray[np.float64]
 # By how much a walk of Gaussian steps overshoots a threshold, in standard deviations of a step:
 # -zeta(1/2) / sqrt(2 pi); Siegmund 1979, doi:10.2307/1426855.
 _OVERSHOOT = 0.5826
-# Exponent of an element's scale in what it counts: 1 is the first-order gain of a step of Adam, 2 of a plain one. Of 1,
-# 1.5 and 2, and of the factors 1, 1.5, 2 and 3, these two order measured losses best: docs/how-auto-decides.md.
+# Exponent of an element's scale in what it counts: 1 is the first-order gain of a step of Adam, 2 of a plain one.
 _EXPONENT = 1.5
-_FACTOR = 2.0  # times what is lost of elements by themselves: what others learn is worth less without them
+# What is lost counts more than that of elements by themselves, since what others learn is worth less without them, and
+# for selections twice as much, since what was measured of them differs most: docs/how-auto-decides.md has both.
+_FACTOR = 2.0
+_FACTOR_OF_SELECTIONS = 4.0
 _THRESHOLDS = 48  # that are tried, from none to one that hardly anything exceeds; shares in between are interpolated
 _LOW, _HIGH = 0.1, 1e4  # times the smallest and the largest scale
 
@@ -79,7 +81,8 @@ def behind_of_selections(
     bursts = (reach * reach / steps + (ranks - 1) * signals) / ranks, _summed_bursts(steps, signals, ranks)
     weights = shares * importance(scales, signals)
     apart, together = (
-        np.interp(np.log(ratios), kept, _lost(weights, steps, own, signals, ranks, age)[::-1]) for own in bursts
+        np.interp(np.log(ratios), kept, _lost(weights, steps, own, signals, ranks, age, _FACTOR_OF_SELECTIONS)[::-1])
+        for own in bursts
     )
     return apart, together
 
@@ -91,9 +94,8 @@ def behind_at_random(shares: Array, scales: Array, signals: Array, ratios: Array
     """
     # Times between draws vary: their mean square is that of equal ones that are nearly twice as long.
     steps = np.broadcast_to(2 / ratios[:, None] - 1, (ratios.size, scales.size))
-    return _lost(
-        shares * importance(scales, signals), steps, _summed_bursts(steps, signals, ranks), signals, ranks, age
-    )
+    weights, bursts = shares * importance(scales, signals), _summed_bursts(steps, signals, ranks)
+    return _lost(weights, steps, bursts, signals, ranks, age, _FACTOR_OF_SELECTIONS)
 
 
 def behind_of_waiting(late: float, signal: float, ranks: int, age: float) -> float:
@@ -120,7 +122,7 @@ def _summed_bursts(steps: Array, signals: Array, ranks: int) -> Array:
     return bursts
 
 
-def _lost(weights: Array, steps: Array, bursts: Array, signals: Array, ranks: int, age: float) -> Array:
+def _lost(weights: Array, steps: Array, bursts: Array, signals: Array, ranks: int, age: float, factor: float) -> Array:
     """Return the share of steps that is lost, shape (thresholds,).
 
     Parameters
@@ -129,10 +131,12 @@ def _lost(weights: Array, steps: Array, bursts: Array, signals: Array, ranks: in
         What a step achieves by the elements of a class, and their share of signal.
     steps, bursts : arrays, shape (thresholds, classes)
         How long an element waits, and the mean square of ranks' mean, over that of a gradient on a rank.
+    factor : float
+        What is lost counts as many times as that of elements by themselves.
     """
     efficiency = 1 / np.sqrt(np.maximum(bursts / (signals + (1 - signals) / ranks), 1.0))
     there = 1 - np.minimum(1.0, (steps - 1) / 2 / max(age, 1.0))
-    lost: Array = np.minimum(_FACTOR * (1 - (weights * efficiency * there).sum(axis=1) / weights.sum()), 1.0)
+    lost: Array = np.minimum(factor * (1 - (weights * efficiency * there).sum(axis=1) / weights.sum()), 1.0)
     return lost
 
 
@@ -155,5 +159,5 @@ def behind_of_all(
     noise = 1 - signals
     late = (np.sqrt(noise * noise + 4 * signals * waiting) - noise) / (2 * signals)
     bursts = (sent + (ranks - 1) * signals) / ranks
-    [lost] = _lost(shares * importance(scales, signals), 1 + 2 * late[None], bursts, signals, ranks, age)
+    [lost] = _lost(shares * importance(scales, signals), 1 + 2 * late[None], bursts, signals, ranks, age, _FACTOR)
     return float(lost)

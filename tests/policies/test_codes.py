@@ -20,7 +20,7 @@ from mpicomp.policies.policy import Shape
 
 SHAPES = {"embedding": (200, 60), "weight": (60, 50), "bias": (64,)}
 SLOW, FAST = Link(1e-5, 2e6, small=0), Link(1e-6, 1e11)
-LINEAR = {"id": "lgc", "ratio": 0.1, "code": "linear", "training_steps": 20}
+LINEAR = {"id": "lgc", "ratio": 0.2, "code": "linear", "training_steps": 20}
 ASKED = 40  # twice the steps of learning
 LEARNING, CODED = "lgc: learning", "lgc: linear code, ring"
 
