@@ -26,6 +26,13 @@ class Bucket:
 
     Error feedback keeps two flat arrays and swaps them: one holds the residual, the other receives
     the accumulated gradient. A step that is undone leaves the residual untouched, bit for bit.
+
+    Attributes
+    ----------
+    feedback : bool
+        Whether there is a residual.
+    decay : float
+        Factor that the residual is multiplied by when it is added to the next gradient.
     """
 
     index: int
@@ -35,6 +42,7 @@ class Bucket:
     threads: int = 1
     place: Place = HOST
     memory: dict[str, Any] = field(default_factory=dict)
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
         self.workspace = Workspace(self.place)
@@ -50,6 +58,7 @@ class Bucket:
             )
         self._accumulated = self.place.zeros(self.numel + TAIL, self.dtype)
         self._residual = self.place.zeros(self.numel + TAIL if self.feedback else 0, self.dtype)
+        self._decayed = self.place.zeros(self._residual.size if self.decay != 1 else 0, self.dtype)
         self._velocity = self.place.zeros(self.numel if self.entry.momentum else 0, self.dtype)
         self._next_velocity = self.place.zeros(self._velocity.size, self.dtype)
 
@@ -72,6 +81,9 @@ class Bucket:
             return Accumulated(self._accumulated, None, [], stale=True)
         pieces = self._pieces(gradients)
         residual = self._residual[: self.numel] if self.feedback else None
+        if residual is not None and self.decay != 1:
+            with self.place.current():
+                residual = np.multiply(residual, self.dtype.type(self.decay), out=self._decayed[: self.numel])
         velocity = None
         if self.entry.momentum:
             velocity = Velocity(self._velocity, self._next_velocity, self.entry.momentum, self.entry.nesterov)
@@ -135,6 +147,7 @@ def make_buckets(
     entry: Entry,
     threads: int,
     place_of: Callable[[Sequence[Described]], Place] = lambda members: HOST,
+    decay: float = 1.0,
 ) -> list[Bucket]:
     """Cut arrays into buckets, in their order; those of one work dtype stay together.
 
@@ -152,7 +165,10 @@ def make_buckets(
                 filled = 0
             groups[-1].append(member)
             filled += member.numel * dtype.itemsize
-    return [Bucket(index, group, feedback, entry, threads, place_of(group)) for index, group in enumerate(groups)]
+    return [
+        Bucket(index, group, feedback, entry, threads, place_of(group), decay=decay)
+        for index, group in enumerate(groups)
+    ]
 
 
 def _on_host(value: Any, place: Place) -> Any:

@@ -28,7 +28,7 @@ class Layout:
         Whether there are residuals.
     bucket_bytes : int or None
         Length at which arrays are cut into buckets; None until it is known.
-    entry, threads
+    entry, threads, decay
         See `mpicomp.reducer.bucket.make_buckets`.
 
     Attributes
@@ -43,13 +43,16 @@ class Layout:
         Arrays for which some rank had no gradient in some step, in their order.
     """
 
-    def __init__(self, feedback: bool, bucket_bytes: int | None, entry: Entry, threads: int) -> None:
+    def __init__(
+        self, feedback: bool, bucket_bytes: int | None, entry: Entry, threads: int, decay: float = 1.0
+    ) -> None:
         self.members: list[Described] | None = None
         self.buckets: list[Bucket] = []
         self.delivered: dict[str, NDArray[np.uint16]] = {}
         self.conditional: list[str] = []
         self._places: dict[str, Place] = {}
         self._feedback = feedback
+        self._decay = decay
         self.bucket_bytes = bucket_bytes
         self._entry = entry
         self._threads = threads
@@ -77,7 +80,7 @@ class Layout:
             return common_place([arrays[member.name] for member in group])
 
         limit = LARGE_BUCKET if self.bucket_bytes is None else self.bucket_bytes
-        return make_buckets(members, self._feedback, limit, self._entry, self._threads, place_of)
+        return make_buckets(members, self._feedback, limit, self._entry, self._threads, place_of, self._decay)
 
     def adopt(self, members: list[Described], buckets: list[Bucket]) -> None:
         """Take these for the old ones; residuals follow their names."""

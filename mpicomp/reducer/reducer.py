@@ -79,6 +79,10 @@ class Reducer:
         policy or feedback), so that what comes late cannot harm the beginning, and 0 otherwise. It is 0 for compressors
         that have a warm-up of their own, and for those that deliver something else than a mean. Steps that were undone
         do not count.
+    feedback_decay : float
+        Above 0 and at most 1: a residual is multiplied by it when it is added to the next gradient, which forgets what
+        is never sent. Then ``gradient + feedback_decay * residual before`` is what comes to the mean and the residual
+        after.
 
     Raises
     ------
@@ -115,6 +119,7 @@ class Reducer:
         threads: int = 1,
         cost: CostModel | str | None = None,
         warmup: int | str | None = None,
+        feedback_decay: float = 1.0,
     ) -> None:
         self._closed = False
         self._owned = not isinstance(comm, Transport)
@@ -146,8 +151,14 @@ class Reducer:
                 "bucket_bytes": None if bucket_bytes is None else _whole("bucket_bytes", bucket_bytes, 1),
                 "seed": _whole("seed", seed),
             }
+            decay = settings["feedback_decay"] = _decay(feedback_decay)
+            if decay != 1 and not chosen.feedback:
+                raise ConfigurationError(
+                    f"reducer: feedback_decay={decay} has no residual to act on, since {chosen.compressor.id} runs "
+                    "without error feedback; leave it out, or pass feedback=True"
+                )
             entry = chosen.compressor.entry
-            layout = Layout(chosen.feedback, settings["bucket_bytes"], entry, _whole("threads", threads, 1))
+            layout = Layout(chosen.feedback, settings["bucket_bytes"], entry, _whole("threads", threads, 1), decay)
             telemetry = Telemetry(transport.group.size)
             return Core(settings, nonfinite, settings["seed"], entry, layout, runs, transport, telemetry), chosen
 
@@ -371,3 +382,10 @@ def _whole(name: str, value: Any, least: int | None = None) -> int:
     if least is not None and number < least:
         raise ConfigurationError(f"reducer: {name} must be at least {least}, got {value!r}")
     return number
+
+
+def _decay(value: Any) -> float:
+    """Return the factor of residuals."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigurationError(f"reducer: feedback_decay must be above 0 and at most 1, got {value!r}")
+    return float(value)

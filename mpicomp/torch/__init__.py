@@ -6,6 +6,7 @@ from mpicomp.torch.onebit_adam import OneBitAdam
 from mpicomp.torch.optimizer import DistributedOptimizer
 from mpicomp.torch.power_gossip import PowerGossip
 from mpicomp.torch.sketched_amsgrad import SketchedAMSGrad
+from mpicomp.torch.updates import UpdateOptimizer
 
 __all__ = [
     "DDPState",
@@ -13,6 +14,7 @@ __all__ = [
     "OneBitAdam",
     "PowerGossip",
     "SketchedAMSGrad",
+    "UpdateOptimizer",
     "broadcast_parameters",
     "ddp_comm_hook",
 ]

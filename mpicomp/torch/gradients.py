@@ -1,6 +1,5 @@
 """Averaging of the gradients that backward leaves in ``.grad``: while backward goes on, or after it."""
 
-import hashlib
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,20 +10,17 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
-from mpicomp.errors import ConfigurationError, DisagreementError, MpicompError
+from mpicomp.errors import ConfigurationError, MpicompError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside, Given
 from mpicomp.reducer.stream import Stream
-from mpicomp.rounds import Asked, Group, Round
-from mpicomp.torch.broadcast import as_bytes
+from mpicomp.rounds import Asked, Group
+from mpicomp.torch.comparing import check_same, share
 from mpicomp.torch.overlap import overlap_thread
 from mpicomp.torch.sparse_gradients import as_sparse, mean_of_sparse
 from mpicomp.transport.base import Value
 from mpicomp.transport.interleave import ProgressThread
-
-_FLAG = np.dtype(np.uint8)
-_DIGEST = 16  # bytes of a digest by which ranks compare their parameters
 
 _joined: "Gradients | None" = None
 """Those of the optimizer whose ranks may run out of batches now, in this process."""
@@ -267,7 +263,7 @@ class Gradients(Beside):
         if self._meeting:
             return None
         sparse = [parameter.grad is not None and parameter.grad.is_sparse for parameter in own.values()]
-        told = yield from self._share([not self._compared, *sparse])
+        told = yield from share([not self._compared, *sparse], self.group)
         if told[:, 0].any():
             yield from self._compare("call mpicomp.torch.broadcast_parameters(model) before training")
         self._compared, self._agreed = True, list(own)
@@ -339,7 +335,7 @@ class Gradients(Beside):
         if not self._met:
             self._meet()
         self._reducer.transport.doing("join(): who has batches left")
-        told = self.run(self._share([not self.idle]))
+        told = self.run(share([not self.idle], self.group))
         self._active = told[:, 0].astype(bool)
         self._drifting = self._drifting or self.frozen
         self.frozen = not self._active.all()
@@ -361,25 +357,8 @@ class Gradients(Beside):
 
     def _compare(self, advice: str) -> Generator[Asked, Any, None]:
         """Make sure that all ranks have the same parameters. As rounds."""
-        own = self._own()
-        digests = np.frombuffer(b"".join(map(_digest, own.values())), _FLAG)
-        everyones = (yield from self._share(digests)).reshape(self.group.size, len(own), _DIGEST)
-        differs = (everyones != everyones[0]).any(axis=2)
-        for name, ranks in reversed(list(zip(own, differs.T, strict=True))):
-            if ranks.any():
-                raise DisagreementError(
-                    f"DistributedOptimizer: parameter '{name}' has other values on rank {int(ranks.argmax())} than on "
-                    f"rank 0; {advice}"
-                )
-
-    def _share(self, own: Any) -> Generator[Asked, Any, NDArray[np.uint8]]:
-        """Return everyone's bytes, a row for each rank. As rounds."""
-        ranks = self.group.size
-        send = np.asarray(own, _FLAG)
-        recv = np.empty(ranks * send.size, _FLAG)
-        everyones = yield Round("allgatherv", [send.size] * ranks, _FLAG, send=send, recv=recv)
-        told: NDArray[np.uint8] = everyones.reshape(ranks, -1)
-        return told
+        own = dict(reversed(list(self._own().items())))
+        yield from check_same(own, self.group, "DistributedOptimizer", advice)
 
     def _scale(self) -> float:
         return self._share_of_active() / (1.0 if self._loss_scale is None else self._loss_scale())
@@ -443,8 +422,3 @@ def _let_go(hooks: dict[str, Any], thread: ProgressThread | None) -> None:
     hooks.clear()
     if thread is not None:
         thread.stop()
-
-
-def _digest(parameter: torch.Tensor) -> bytes:
-    values = as_bytes(parameter.detach().cpu().contiguous())
-    return hashlib.blake2b(values.data, digest_size=_DIGEST).digest()

@@ -16,6 +16,7 @@ from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.gradients import Gradients
 from mpicomp.torch.join import Join, follow
+from mpicomp.torch.named import names_of_group, parameters_of
 from mpicomp.torch.wrapped import Arguments, Wrapped, unwrap, wrap
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
@@ -247,15 +248,7 @@ class _Distributed(Wrapped):
             Where they were not among ``named_parameters``.
         """
         super().add_param_group(param_group)  # type: ignore[misc]
-        added = self.param_groups[-1]["params"]
-        try:
-            new = {self._mpicomp_names[id(parameter)]: parameter for parameter in added}
-        except KeyError:
-            self.param_groups.pop()
-            raise ConfigurationError(
-                "DistributedOptimizer: a parameter of the new group has no name; named_parameters has to hold all "
-                "that will ever be trained, such as those of the whole model"
-            ) from None
+        new = names_of_group(self, self._mpicomp_names, "DistributedOptimizer")
         self._mpicomp_gradients.add(new)
 
     def state_dict(self) -> dict[str, Any]:
@@ -377,26 +370,4 @@ def _check(
             f"apply its own, {own[0]}, once more; set momentum=0 in one of them"
         )
     named = list(named_parameters)
-    return named, _parameters(optimizer, named), chosen
-
-
-def _parameters(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the optimizer's parameters by name, in the order of the model."""
-    ours = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    chosen: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, parameter in named:
-        if name in chosen:
-            raise ConfigurationError(f"DistributedOptimizer: two parameters are named '{name}'; names must differ")
-        if id(parameter) in ours and id(parameter) not in seen:
-            chosen[name] = parameter
-            seen.add(id(parameter))
-    missing = [parameter for key, parameter in ours.items() if parameter.requires_grad and key not in seen]
-    if missing:
-        raise ConfigurationError(
-            f"DistributedOptimizer: {len(missing)} parameters of the optimizer have no name, the first of shape "
-            f"{tuple(missing[0].shape)}; pass named_parameters=model.named_parameters() of the same model"
-        )
-    if not any(parameter.requires_grad for parameter in chosen.values()):
-        raise ConfigurationError("DistributedOptimizer: no parameter requires a gradient")
-    return chosen
+    return named, parameters_of(optimizer, named, "DistributedOptimizer"), chosen

@@ -96,6 +96,32 @@ def test_without_feedback_nothing_is_kept(compressor, feedback):
     assert kept == (feedback and not everything)
 
 
+@pytest.mark.parametrize(
+    ("compressor", "collective"),
+    [("topk", "star-topk"), ("sidco", "gtopk"), ("onebit", "two-phase"), ("powersgd", "auto"), ("dense", "scatter-reduce")],
+)
+@pytest.mark.parametrize("decay", [0.95, 0.5])
+def test_the_law_of_residuals_that_decay(compressor, collective, decay):
+    """gradient + decay x residual before == ranks x mean + residual after; a step that is undone decays nothing."""
+    chosen = {"id": "dense", "wire": "bf16"} if compressor == "dense" else compressor
+    together = Ranks(3, chosen, collective, feedback=True, feedback_decay=decay, nonfinite="skip")
+    rng = np.random.default_rng(1)
+    before = 0.0
+    for step in range(5):
+        gradients = [{"w": rng.normal(size=(20, 30)).astype(np.float32)} for _ in range(3)]
+        if step == 3:
+            gradients[1]["w"][0, 0] = np.nan
+            together.reduce(gradients)
+            np.testing.assert_array_equal(together.residual_sum("w"), before)
+            continue
+        means = together.reduce(gradients)
+        after = together.residual_sum("w")
+        left = sum(wide(own["w"]) for own in gradients) + decay * before
+        np.testing.assert_allclose(3 * wide(means[0]["w"]) + after, left, atol=2e-5)
+        assert np.abs(after).max() > 0
+        before = after
+
+
 def test_residuals_start_at_zero():
     together = Ranks(1, mpicomp.TopK(ratio=0.5))
     [mean] = together.reduce([{"w": np.array([1, 2], np.float32)}])

@@ -1,0 +1,286 @@
+"""The parameters that all ranks share, and the exchange of what each rank has changed of its own since."""
+
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+
+from mpicomp.arrays import Described
+from mpicomp.errors import ConfigurationError
+from mpicomp.reducer import Reducer
+from mpicomp.reducer.agreement import Signature, agree
+from mpicomp.reducer.beside import Beside, Given
+from mpicomp.reducer.stream import Stream
+from mpicomp.rounds import Asked
+from mpicomp.torch.comparing import check_same
+from mpicomp.transport.interleave import ProgressThread
+
+_LOOKED_AT = 64  # elements of a parameter that are compared where torch says that nothing was written to it
+_WHO = "UpdateOptimizer"
+
+
+class SharedParameters(Beside):
+    """Some parameters of a model, and the values of them that all ranks share.
+
+    Each rank's own parameters leave the shared ones as its optimizer steps. An exchange moves the shared ones by the
+    mean of all ranks' changes, or by what an outer optimizer makes of it, and takes the own ones along: there they are
+    equal again, but for steps that a rank has made while the exchange was under way.
+
+    Parameters
+    ----------
+    reducer : Reducer
+        Averages the changes; of these parameters alone.
+    parameters : mapping of str to torch.Tensor
+        By name. Those that have never required a gradient take no part.
+    settings : dict
+        JSON-able, compared among ranks.
+    outer : mapping or None
+        Settings of a `torch.optim.SGD` that moves the shared parameters; None moves them by the mean.
+
+    Attributes
+    ----------
+    fresh : bool
+        Whether own parameters are the shared ones: no step was made since the last exchange.
+    values : dict of str to torch.Tensor
+        The shared parameters: the same bits on all ranks; float32 where the model's have 16 bits.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        parameters: Mapping[str, torch.Tensor],
+        settings: dict[str, Any],
+        outer: Mapping[str, Any] | None,
+    ) -> None:
+        self.fresh = True
+        self.values: dict[str, torch.Tensor] = {}
+        self.reducer = reducer
+        self._settings = settings
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._versions: dict[str, int] = {}
+        self._compared = self._meeting = False
+        self._scale = 1.0
+        self._changes: dict[str, torch.Tensor] = {}  # of an exchange that is under way
+        self._stream: Stream | None = None
+        self._means: dict[str, torch.Tensor] | None = None
+        self._lr: float | None = None
+        self._outer_settings = outer
+        self._outer: torch.optim.SGD | None = None
+        self._outer_state: Mapping[str, Any] | None = None
+        self.add(parameters)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an exchange has begun whose outcome was not taken up yet."""
+        return bool(self._changes)
+
+    def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Add parameters, on all ranks, between exchanges."""
+        self._parameters |= parameters
+        self._watch()
+
+    def notice(self) -> None:
+        """Take over what a script has written to the parameters since the last exchange; before the next step.
+
+        At the next exchange the ranks compare whether all of them have written the same.
+        """
+        if not self.fresh or self.under_way:
+            return
+        with torch.no_grad():
+            for name, shared in self.values.items():
+                own = self._parameters[name]
+                if own._version != self._versions[name] or not torch.equal(_sample(own), _sample(shared).to(own.dtype)):
+                    if not torch.equal(own, shared.to(own.dtype)):
+                        shared.copy_(own)
+                        self._compared = False
+                    self._versions[name] = own._version
+        self.fresh = False
+
+    def meet(self) -> Generator[Asked, Any, None]:
+        """Make sure that on all ranks some may run out of batches, from now on. As rounds; nothing is exchanged."""
+        self._settings |= {"join()": True}
+        self._meeting = self.stale = True
+        try:
+            yield from self.reducer.rounds(self.values, beside=self)
+        finally:
+            self._meeting = False
+
+    def take_part(self, active: int, idle: bool) -> None:
+        """Have the next exchanges average over the ranks that have batches, of which there are so many."""
+        ranks = self.reducer.transport.group.size
+        self._scale, self.frozen, self.idle = ranks / active, active < ranks, idle
+
+    def start(self, lr: float | None, thread: ProgressThread | None) -> Generator[Asked, Any, None]:
+        """Begin the exchange of what was changed, by a thread where there is one. As rounds.
+
+        Until `finish` the changes are kept, so that steps can be made meanwhile.
+        """
+        self._prepare()
+        with torch.no_grad():
+            changes = {name: self._change(name) for name in self.values}
+        self._lr = lr
+        self._stream = None if thread is None else self.reducer.stream(thread, self._scale, self)
+        if self._stream is None:
+            self._means = yield from self._averaged(changes, lr)
+        else:
+            for name, change in changes.items():
+                self._stream.put(name, change)
+        self._changes = changes
+
+    def finish(self) -> None:
+        """Wait for the exchange that `start` has begun and take up its outcome. Collective where a thread exchanges."""
+        changes, means = self._changes, self._means
+        self._changes, self._means = {}, None
+        if self._stream is not None:
+            stream, self._stream = self._stream, None
+            try:
+                means = stream.finish(changes, self._lr, list(changes) if self.idle else [])
+            except BaseException:
+                with torch.no_grad():
+                    self._return()
+                raise
+        assert means is not None
+        with torch.no_grad():
+            since = {name: self._change(name) for name in self.values}
+            self._move(means)
+            for name, own in since.items():
+                self._put(name, own.sub_(changes[name]).add_(self.values[name]))
+
+    def exchange_now(self, lr: float | None) -> Generator[Asked, Any, None]:
+        """Exchange what was changed and take up the outcome. As rounds.
+
+        Where it fails, the parameters become the shared ones as they were before.
+        """
+        self._prepare()
+        with torch.no_grad():
+            changes = {name: self._change(name, in_place=True) for name in self.values}
+        means = yield from self._averaged(changes, lr)
+        with torch.no_grad():
+            self._move(means)
+            self._return()
+
+    def _averaged(self, changes: Mapping[str, torch.Tensor], lr: float | None) -> Generator[Asked, Any, Any]:
+        absent = list(changes) if self.idle else []
+        try:
+            return (yield from self.reducer.rounds(changes, lr, absent=absent, scale=self._scale, beside=self))
+        except BaseException:
+            with torch.no_grad():
+                self._return()
+            raise
+
+    def _return(self) -> None:
+        """Make the own parameters the shared ones."""
+        for name, shared in self.values.items():
+            self._put(name, shared)
+        self.fresh = True
+
+    def _put(self, name: str, values: torch.Tensor) -> None:
+        self._parameters[name].copy_(values)
+        self._versions[name] = self._parameters[name]._version
+
+    def part(self) -> None:
+        """End what `meet` has begun."""
+        self._settings.pop("join()", None)
+        self._scale, self.frozen, self.idle = 1.0, False, False
+
+    def agree(self, given: Given) -> Generator[Asked, Any, Given | None]:
+        """See `Beside.agree`: settings, parameters, and whether the shared ones have the same values."""
+        members = [
+            Described(name, str(self._parameters[name].dtype).removeprefix("torch."), tuple(shared.shape))
+            for name, shared in self.values.items()
+        ]
+        group = self.reducer.transport.group
+        yield from agree(Signature({"join()": False} | self._settings, members), None, group, _WHO)
+        if self._meeting:
+            return None
+        yield from check_same(
+            self.values,
+            group,
+            _WHO,
+            "call mpicomp.torch.broadcast_parameters(model) before training, and write to parameters between steps "
+            "on all ranks alike",
+        )
+        self._compared = True
+        return given
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the shared parameters and the states of the reducer and of the outer optimizer, on this rank."""
+        return {
+            "reducer": self.reducer.state_dict(),
+            "shared": {name: shared.clone() for name, shared in self.values.items()},
+            "fresh": self.fresh,
+            "outer": self._outer.state_dict() if self._outer is not None else self._outer_state,
+        }
+
+    def check_fits(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state of other parameters."""
+        ours = {name: tuple(shared.shape) for name, shared in self.values.items()}
+        theirs = {name: tuple(shared.shape) for name, shared in state["shared"].items()}
+        for name in [*ours, *theirs]:
+            if ours.get(name) != theirs.get(name):
+                raise ConfigurationError(
+                    f"{_WHO}: the state is of another model: parameter '{name}' has shape "
+                    f"{theirs.get(name, 'none')} in it and {ours.get(name, 'none')} here; delete state['mpicomp'] to "
+                    "begin with the model's own parameters"
+                )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned; not collective."""
+        self.reducer.load_state_dict(state["reducer"])
+        for name, shared in self.values.items():
+            shared.copy_(state["shared"][name])
+            self._versions[name] = self._parameters[name]._version
+        self.fresh = bool(state["fresh"])
+        self._compared = False
+        self._outer, self._outer_state = None, state["outer"]
+
+    def _watch(self) -> None:
+        """Let parameters take part that require a gradient now; those that do so once take part for ever."""
+        for name, own in self._parameters.items():
+            if own.requires_grad and name not in self.values:
+                dtype = torch.float32 if own.dtype in (torch.float16, torch.bfloat16) else own.dtype
+                self.values[name] = own.detach().to(dtype, copy=True)
+                self._versions[name] = own._version
+                self._compared = False
+                if self._outer is not None:
+                    self._outer.add_param_group({"params": [self.values[name]]})
+
+    def _prepare(self) -> None:
+        self._watch()
+        self.stale = not self._compared
+
+    def _change(self, name: str, in_place: bool = False) -> torch.Tensor:
+        """Return what was changed of a parameter, as wide as the shared one; in place where the own one is as wide."""
+        own, shared = self._parameters[name].detach(), self.values[name]
+        if own.dtype == shared.dtype:
+            return own.sub_(shared) if in_place else own.sub(shared)
+        return own.to(shared.dtype).sub_(shared.to(own.dtype))  # own ones began as the shared ones, rounded
+
+    def _move(self, means: Mapping[str, torch.Tensor]) -> None:
+        """Move the shared parameters by the mean change; they stay where a step that is not finite is left out."""
+        record = self.reducer.last_step
+        if record is not None and record.skipped:
+            return
+        if self._outer_settings is None:
+            for name, mean in means.items():
+                self.values[name].add_(mean)
+            return
+        if self._outer is None:
+            # The mean change is what is to be added, which is the direction of ascent.
+            self._outer = torch.optim.SGD(
+                [{"params": [shared]} for shared in self.values.values()], **self._outer_settings, maximize=True
+            )
+            if self._outer_state is not None:
+                self._outer.load_state_dict(dict(self._outer_state))
+                self._outer_state = None
+        for name, mean in means.items():
+            self.values[name].grad = mean
+        self._outer.step()
+        for shared in self.values.values():
+            shared.grad = None
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return some elements, evenly spaced."""
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    return flat[:: max(1, flat.numel() // _LOOKED_AT)]
