@@ -24,8 +24,8 @@ from mpicomp.errors import MpicompError
 from mpicomp.policies import Policy
 from mpicomp.policies.warmup import read_warmup
 from mpicomp.reducer import StepRecord
-from mpicomp.rounds import Round
-from mpicomp.torch import DistributedOptimizer, broadcast_parameters
+from mpicomp.rounds import Round, dense_ring_bytes
+from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters
 from mpicomp.transport import Transport
 
 PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
@@ -58,6 +58,8 @@ class Settings:
         Steps from one comparison of ranks' gradients to the next; 0 compares none. It needs two ranks.
     warmup : int or str
         See `mpicomp.Reducer`. With more steps than half of the run, verdicts are of the steps that come after it.
+    updates : dict or None
+        Settings of `mpicomp.torch.UpdateOptimizer`, ``every`` among them; None exchanges gradients.
     """
 
     compressor: Compressor | None
@@ -70,6 +72,12 @@ class Settings:
     probes: bool = True
     compare_every: int = 0
     warmup: int | str = 0
+    updates: dict[str, Any] | None = None
+
+    @property
+    def every(self) -> int:
+        """Steps from one exchange to the next."""
+        return 1 if self.updates is None else int(self.updates["every"])
 
     @property
     def adapts(self) -> bool:
@@ -114,8 +122,10 @@ class Outcome:
     correlations : Correlations or None
         Correlations between ranks' gradients; None where they were not compared.
     delay : float or None
-        Steps by which gradients were late in the second half of the run; see `Choices.delay`. None without error
-        feedback, where what is left out does not come later.
+        Exchanges by which gradients, or updates, were late in the second half of the run; see `Choices.delay`. None
+        without error feedback, where what is left out does not come later.
+    every : int
+        Steps from one exchange to the next. Seconds of steps are means over that many.
     """
 
     quality: float
@@ -144,6 +154,7 @@ class Outcome:
     layers: list[Layer]
     correlations: Correlations | None = None
     delay: float | None = None
+    every: int = 1
 
 
 @dataclass
@@ -155,11 +166,14 @@ class _Timings:
     def add(self, seconds: float, phases: Mapping[str, float], choosing_s: float) -> None:
         self.rows.append([seconds, *(phases[name] for name in PHASES), choosing_s])
 
-    def of_slowest(self, transport: Transport) -> NDArray[np.float64]:
-        """Return every step's row of the rank that was slowest in it. Collective."""
+    def of_slowest(self, transport: Transport, every: int) -> NDArray[np.float64]:
+        """Return every step's row of the rank that was slowest in it, as means over so many steps. Collective."""
         everyones = _gather(transport, np.array(self.rows, np.float64))
-        slowest = everyones[:, :, 0].argmax(axis=0)
-        rows: NDArray[np.float64] = everyones[slowest, np.arange(slowest.size)]
+        ends = np.arange(every, everyones.shape[1] + 1, every) if every <= everyones.shape[1] else [everyones.shape[1]]
+        sums = np.cumsum(everyones, axis=1)[:, np.array(ends) - 1]
+        means = np.diff(sums, axis=1, prepend=0.0) / np.diff(ends, prepend=0)[None, :, None]
+        slowest = means[:, :, 0].argmax(axis=0)
+        rows: NDArray[np.float64] = means[slowest, np.arange(slowest.size)].repeat(np.diff(ends, prepend=0), axis=0)
         return rows
 
 
@@ -203,21 +217,11 @@ def train(
     transport.log.clear()
     broadcast_parameters(model, comm=transport)
     once_bytes = round(sum(entry.wire_bytes for entry in transport.log))
-    optimizer = DistributedOptimizer(
-        task.optimizer(model),
-        model.named_parameters(),
-        settings.compressor,
-        settings.collective,
-        settings.policy,
-        comm=transport,
-        overlap=False,  # phases are to add up to the step
-        bucket_bytes=settings.bucket_bytes,
-        seed=settings.seed,
-        warmup=settings.warmup,
-    )
+    optimizer = _wrapped(task.optimizer(model), model, settings, transport)
     updater = Updater(task, optimizer, settings.steps)
     numel = sum(parameter.numel() for group_ in optimizer.param_groups for parameter in group_["params"])
-    warmup_steps, _ = read_warmup(settings.warmup)
+    every = settings.every
+    warmup_steps = every * read_warmup(settings.warmup)[0]
 
     timings, choices = _Timings(), Choices()
     comparison = Comparison(settings.compare_every, settings.seed, group) if settings.compare_every else None
@@ -226,31 +230,38 @@ def train(
     collectives: dict[str, None] = {}
     with progress.over(settings.steps):
         for step in range(settings.steps):
-            loss, seconds, phases = _step(task, model, optimizer, updater, step, transport, comparison)
-            record = optimizer.reducer.last_step
+            loss, seconds, phases, record = _step(
+                task, model, optimizer, updater, step, transport, comparison, settings.updates is None
+            )
             timings.add(seconds, phases, record.choosing_s)
             sent += record.sent_bytes
             wire += record.wire_bytes
-            dense_wire += record.dense_wire_bytes
+            dense_wire += record.dense_wire_bytes if every == 1 else dense_ring_bytes(numel, group.size)
             once_bytes += round(record.once_wire_bytes)
             gains += [bucket.gain for bucket in record.buckets if bucket.gain is not None]
             if step >= warmup_steps:
                 collectives |= dict.fromkeys(bucket.collective for bucket in record.buckets)
-            choices.add(record)
+            if record.buckets:
+                choices.add(record)
             quality = None
             if settings.evaluate_every and (step + 1) % settings.evaluate_every == 0:
                 quality = _quality(task, model, transport, task.glance)
-            metrics.write(record.to_json() | {"seconds": seconds, "phases_s": phases, "loss": loss, "quality": quality})
+            metrics.write(
+                record.to_json()
+                | {"step": step, "seconds": seconds, "phases_s": phases, "loss": loss, "quality": quality}
+            )
             progress.step(step, loss, seconds, record, quality)
 
+    if settings.steps % every:
+        optimizer.synchronize()
     _check_replicas(model, transport)
     skipped = min(5, settings.steps // 4)  # the first steps compile, agree and grow buffers
-    of_slowest = timings.of_slowest(transport)
+    of_slowest = timings.of_slowest(transport, every)
     half = max(settings.steps // 2, warmup_steps if warmup_steps < settings.steps else 0)
     late = max(skipped, half) if settings.changes else skipped
-    late_plans = choices.plans(half)
+    late_plans = choices.plans(half // every)
     reducer = optimizer.reducer
-    delay = choices.delay(half)
+    delay = choices.delay(half // every)
     if not reducer.feedback and delay != 0:
         delay = None
     if settings.adapts:
@@ -302,7 +313,25 @@ def train(
         layers=layers,
         correlations=correlations,
         delay=delay,
+        every=every,
     )
+
+
+def _wrapped(optimizer: Any, model: torch.nn.Module, settings: Settings, transport: Transport) -> Any:
+    """Have the task's optimizer exchange as the settings say. Collective."""
+    words: dict[str, Any] = {
+        "named_parameters": model.named_parameters(),
+        "compressor": settings.compressor,
+        "collective": settings.collective,
+        "policy": settings.policy,
+        "comm": transport,
+        "seed": settings.seed,
+        "warmup": settings.warmup,
+    }
+    if settings.updates is not None:
+        return UpdateOptimizer(optimizer, **words, **settings.updates)
+    # Phases are to add up to the step, so nothing overlaps.
+    return DistributedOptimizer(optimizer, **words, overlap=False, bucket_bytes=settings.bucket_bytes)
 
 
 def _medians(rows: NDArray[np.float64]) -> dict[str, float]:
@@ -333,12 +362,16 @@ def _step(
     step: int,
     transport: Transport,
     comparison: Comparison | None,
-) -> tuple[float, float, dict[str, float]]:
-    """Do one step; return the loss on this rank, the seconds, and the seconds by phase.
+    gradients: bool,
+) -> tuple[float, float, dict[str, float], StepRecord]:
+    """Do one step; return the loss on this rank, the seconds, the seconds by phase, and the record of the exchange.
+
+    The record is an empty one where nothing was exchanged.
 
     Comparing gradients is no part of the step and not in its seconds.
     """
     group = transport.group
+    before = optimizer.reducer.last_step
     start = time.perf_counter()
     optimizer.zero_grad(set_to_none=False)
     loss = task.loss(model, task.batch(step, group.rank, group.size))
@@ -348,19 +381,23 @@ def _step(
     if comparison is not None:
         transport.run(comparison.look(step, _gradients(model)))
         compared = time.perf_counter()
-    optimizer.synchronize()
-    finish(loss.device)
+    if gradients:
+        optimizer.synchronize()
+        finish(loss.device)
     synchronized = time.perf_counter()
     updater.update()
     value = float(loss.detach())
     finish(loss.device)
     end = time.perf_counter()
     record: StepRecord = optimizer.reducer.last_step
+    if record is before:
+        record = StepRecord(step)
     seconds = end - compared + computed - start
-    phases = {"compute": computed - start, "update": end - synchronized}
+    update_s = end - synchronized - (0.0 if gradients else record.seconds)
+    phases = {"compute": computed - start, "update": update_s}
     phases |= {name: record.phases_s[name] for name in ("compress", "exchange", "decode")}
     phases["other"] = max(0.0, seconds - sum(phases.values()))
-    return value, seconds, {name: phases[name] for name in PHASES}
+    return value, seconds, {name: phases[name] for name in PHASES}, record
 
 
 def _gradients(model: torch.nn.Module) -> dict[str, NDArray[np.floating]]:

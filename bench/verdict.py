@@ -10,13 +10,15 @@ _ALWAYS = 0.95  # share of the exchanged elements from which on a plan counts as
 
 
 def exchange_s(outcome: Outcome) -> float | None:
-    """Seconds of our exchange: its kernels as they ran in the steps, its rounds as they ran by themselves.
+    """Seconds of our exchange for each step: its kernels as they ran in them, its rounds as they ran by themselves.
 
     None where that was not measured, here and in `dense_step_s`.
     """
     if outcome.own_probe is None:
         return None
-    return outcome.late_phases_s["compress"] + outcome.own_probe.rounds_s + outcome.late_phases_s["decode"]
+    return (
+        outcome.late_phases_s["compress"] + outcome.own_probe.rounds_s / outcome.every + outcome.late_phases_s["decode"]
+    )
 
 
 def dense_step_s(outcome: Outcome) -> float | None:

@@ -22,6 +22,8 @@ def kept_share(record: StepRecord) -> float:
 
 def in_short(record: StepRecord) -> str:
     """Summarise a step in some words: kept fraction, the collective of most buckets, and their mean gain."""
+    if not record.buckets:
+        return "no exchange"
     collective = Counter(bucket.collective for bucket in record.buckets).most_common(1)[0][0]
     gains = [bucket.gain for bucket in record.buckets if bucket.gain is not None]
     gain = f"  gain {np.mean(gains):.2f}" if gains else ""

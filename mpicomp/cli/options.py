@@ -91,7 +91,7 @@ def read_list(text: str) -> list[str]:
 
 def read_configuration(command: str, text: str, ratio: float) -> dict[str, Any]:
     """Read a name or a JSON configuration; the ratio goes where the compressor has one that is not given."""
-    config = _named(command, "--compressor", text)
+    config = read_named(command, "--compressor", text)
     if "id" in config and has_ratio(config["id"]):
         config.setdefault("ratio", ratio)
     return config
@@ -101,7 +101,7 @@ def read_policy(command: str, text: str) -> "Policy":
     """Return the policy of a name or a JSON configuration."""
     from mpicomp.policies import get_policy
 
-    return get_policy(_named(command, "--policy", text))
+    return get_policy(read_named(command, "--policy", text))
 
 
 def read_numels(command: str, text: str) -> list[int]:
@@ -143,7 +143,7 @@ def has_ratio(name: str) -> bool:
     return any(entry.name == "ratio" for entry in fields(compressor_class(name)))
 
 
-def _named(command: str, option: str, text: str) -> dict[str, Any]:
+def read_named(command: str, option: str, text: str) -> dict[str, Any]:
     """Read a name or a JSON object as a configuration."""
     from mpicomp.errors import ConfigurationError
 

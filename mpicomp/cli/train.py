@@ -29,6 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "auto where none is); with --compressor it chooses among that one's settings and dense",
     )
     parser.add_argument(
+        "--exchange",
+        default="gradients",
+        help="gradients (default), or updates: ranks step by themselves and exchange what that has changed; as JSON "
+        """with settings of UpdateOptimizer, such as '{"id": "updates", "outer": {"lr": 0.7, "momentum": 0.9}}'""",
+    )
+    parser.add_argument("--every", type=int, metavar="H", help="steps from one exchange of updates to the next (1)")
+    parser.add_argument(
         "--warmup",
         metavar="N|ramp:N",
         help="dense steps that come first, or steps of DGC's ramp, whose ratios fall from 0.25 to the compressor's "
@@ -74,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_least("train", "--evaluate-every", arguments.evaluate_every, 0)
     check_least("train", "--correlation", arguments.correlation, 0)
     compressor = _compressor(arguments)
+    updates = _updates(arguments)
+    every = 1 if updates is None else updates["every"]
     policy = _policy(arguments, compressor) if arguments.replay is None else _replay(arguments)
     warmup = choose_warmup(arguments.warmup, compressor, arguments.collective, arguments.policy)
     launch = launcher.detect()
@@ -113,11 +122,11 @@ def run(arguments: argparse.Namespace) -> int:
     recorded = None if arguments.replay is None else getattr(policy, "steps", None)
     steps = arguments.steps or recorded or task.steps
     if arguments.warmup is None:
-        warmup = min(warmup, steps // 2)  # so that a short run shows what was named, too
-    elif read_warmup(warmup)[0] >= steps:
+        warmup = min(warmup, steps // every // 2)  # so that a short run shows what was named, too
+    elif every * read_warmup(warmup)[0] >= steps:
         raise ConfigurationError(
-            f"train: --warmup {arguments.warmup} leaves none of {steps} steps to what comes after it; give it fewer, "
-            "or name more --steps"
+            f"train: --warmup {arguments.warmup} leaves none of {steps // every} "
+            f"{'steps' if updates is None else 'exchanges'} to what comes after it; give it fewer, or name more --steps"
         )
     settings = Settings(
         compressor,
@@ -130,10 +139,12 @@ def run(arguments: argparse.Namespace) -> int:
         not arguments.no_verdict,
         arguments.correlation,
         warmup,
+        updates,
     )
     if first:
         what = "chosen by mpicomp" if compressor is None else repr(compressor)
         what += f", warmup {warmup}" if warmup else ""
+        what += "" if updates is None else ", updates" + (f" every {every} steps" if every > 1 else "")
         print(f"{task.name}: {steps} steps on {group.size} ranks, policy {policy.id}, compressor {what}", flush=True)
     with MetricsWriter(arguments.metrics if first else None) as metrics:
         outcome = train(task, settings, transport, Progress(first), metrics, device)
@@ -159,6 +170,35 @@ def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
     if arguments.compressor is None:
         return None
     return get_compressor(read_configuration("train", arguments.compressor, ratio))
+
+
+def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the settings of the exchange of updates; None for one of gradients."""
+    from mpicomp.cli.options import check_least, read_named
+    from mpicomp.errors import ConfigurationError, UnknownNameError
+
+    config = read_named("train", "--exchange", arguments.exchange)
+    name = config.pop("id", None)
+    if name not in ("gradients", "updates"):
+        raise UnknownNameError("train: --exchange", str(name), ["gradients", "updates"])
+    if name == "gradients":
+        if config or arguments.every is not None:
+            what = "--every" if arguments.every is not None else f"'{next(iter(config))}'"
+            raise ConfigurationError(
+                f"train: gradients are exchanged in every step, so {what} says nothing; name --exchange updates"
+            )
+        return None
+    if arguments.replay is not None:
+        raise ConfigurationError("train: --replay runs recorded exchanges of gradients; leave --exchange updates out")
+    unknown = sorted(set(config) - {"every", "outer", "late", "fragments", "feedback_decay"})
+    if unknown:
+        raise ConfigurationError(
+            f"train: --exchange: updates have no setting '{unknown[0]}'; known: every, outer, late, fragments, "
+            "feedback_decay"
+        )
+    if arguments.every is not None:
+        config["every"] = arguments.every
+    return {"every": check_least("train", "--every", config.pop("every", 1)), **config}
 
 
 def _policy(arguments: argparse.Namespace, compressor: "Compressor | None") -> "Policy":
@@ -203,6 +243,8 @@ def _result(task: "Task", settings: "Settings", outcome: "Outcome") -> dict[str,
         "compressor_config": outcome.compressor.get_config(),
         "ratio": getattr(outcome.compressor, "ratio", 1.0),
         "collective": outcome.collective,
+        "exchange": "gradients" if settings.updates is None else "updates",
+        "updates": settings.updates,
         "policy": settings.policy.id,
         "policy_config": settings.policy.get_config(),
         "warmup": settings.warmup,

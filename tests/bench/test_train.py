@@ -245,6 +245,34 @@ def test_the_warm_up(mpiexec, tmp_path, arguments, warmup, dense, ratios):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "updates", "exchanges"),
+    [
+        (["--exchange", "updates", "--every", "3"], {"every": 3}, [2, 5]),
+        slow(["--exchange", "updates"], {"every": 1}, list(range(8))),
+        slow(
+            ["--exchange", '{"id": "updates", "outer": {"lr": 0.5}, "every": 4, "late": 2}'],
+            {"every": 4, "outer": {"lr": 0.5}, "late": 2},
+            [3, 7],
+        ),
+    ],
+    ids=str,
+)
+def test_updates_are_exchanged_in_place_of_gradients(mpiexec, tmp_path, arguments, updates, exchanges):
+    words = ["--task", "digits", "--steps", "8", "--compressor", "topk", "--collective", "allgather", *arguments]
+    done, result, lines = train(mpiexec, tmp_path, 2, *words)
+    assert done.returncode == 0, done.stderr
+    assert (result["exchange"], result["updates"]) == ("updates", updates)
+    assert [line["step"] for line in lines] == list(range(8))
+    assert [line["step"] for line in lines if line["buckets"]] == exchanges
+    numel = result["parameters"]
+    assert result["dense_wire_bytes"] == pytest.approx(8 * 4 * numel, rel=0.01)  # of gradients, in every step
+    assert result["compressor"] == "topk"
+    every = updates["every"]
+    assert f"updates every {every} steps" in done.stdout if every > 1 else ", updates" in done.stdout
+    assert sum(result["phases_s"].values()) == pytest.approx(result["median_step_s"], rel=0.5)
+
+
+@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         slow(["--task", "digit"], "task: unknown name 'digit'; did you mean 'digits'"),
@@ -270,6 +298,12 @@ def test_the_warm_up(mpiexec, tmp_path, arguments, warmup, dense, ratios):
         slow(["--task", "digits", "--compressor", "lgc", "--warmup", "1"], "begins with a warm-up of its own"),
         slow(["--task", "digits", "--compressor", "topk", "--warmup", "2"], "leaves none of 2 steps to what comes"),
         slow(["--task", "digits", "--replay", "m.jsonl", "--warmup", "1"], "--warmup says nothing; leave one out"),
+        (["--task", "digits", "--every", "2"], "--every says nothing; name --exchange updates"),
+        slow(["--task", "digits", "--exchange", "update"], "unknown name 'update'; did you mean 'updates'"),
+        slow(["--task", "digits", "--exchange", "updates", "--every", "0"], "--every must be at least 1, got 0"),
+        slow(["--task", "digits", "--exchange", '{"id": "updates", "outr": 1}'], "updates have no setting 'outr'"),
+        slow(["--task", "digits", "--exchange", '{"id": "updates", "late": 2}'], "late must be at most"),
+        slow(["--task", "digits", "--exchange", "updates", "--replay", "m.jsonl"], "leave --exchange updates out"),
         slow(["--task", "digits", "--seed", "-1"], "seed"),
         slow(["--task", "digits", "--data", "/nonexistent.npz"], "/nonexistent.npz"),
     ],

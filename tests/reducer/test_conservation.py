@@ -98,7 +98,13 @@ def test_without_feedback_nothing_is_kept(compressor, feedback):
 
 @pytest.mark.parametrize(
     ("compressor", "collective"),
-    [("topk", "star-topk"), ("sidco", "gtopk"), ("onebit", "two-phase"), ("powersgd", "auto"), ("dense", "scatter-reduce")],
+    [
+        ("topk", "star-topk"),
+        ("sidco", "gtopk"),
+        ("onebit", "two-phase"),
+        ("powersgd", "auto"),
+        ("dense", "scatter-reduce"),
+    ],
 )
 @pytest.mark.parametrize("decay", [0.95, 0.5])
 def test_the_law_of_residuals_that_decay(compressor, collective, decay):
