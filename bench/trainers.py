@@ -35,7 +35,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from mpicomp.rounds import dense_ring_bytes
-from mpicomp.torch import DistributedOptimizer, broadcast_parameters
+from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters
 from mpicomp.transport import Transport
 
 
@@ -148,25 +148,38 @@ class Ours(Alone):
     ) -> None:
         super().__init__(exchange, task, transport, device, None if settings is None else settings.total)
         broadcast_parameters(self._model, comm=transport)
-        replay = _replay(exchange, settings)
-        self._optimizer = DistributedOptimizer(
-            self._optimizer,
-            self._model.named_parameters(),
-            exchange.compressor,
-            exchange.collective,
-            replay,
-            comm=transport,
-            seed=seed,
-            overlap=False if exchange.in_line else None,
-            bucket_bytes=None if replay is None else replay.bucket_bytes,
-            warmup=0,  # what is named is what is timed
-        )
+        words: dict[str, Any] = {
+            "named_parameters": self._model.named_parameters(),
+            "compressor": exchange.compressor,
+            "collective": exchange.collective,
+            "comm": transport,
+            "seed": seed,
+            "warmup": 0,  # what is named is what is timed
+        }
+        self._every = settings.every if exchange.updates and settings is not None else 1
+        if exchange.updates:
+            self._optimizer = UpdateOptimizer(self._optimizer, every=self._every, **words)
+        else:
+            replay = _replay(exchange, settings)
+            self._optimizer = DistributedOptimizer(
+                self._optimizer,
+                policy=replay,
+                overlap=False if exchange.in_line else None,
+                bucket_bytes=None if replay is None else replay.bucket_bytes,
+                **words,
+            )
         self._plans: Counter[str] = Counter()
 
     @property
     def overlaps(self) -> bool:
         """See `mpicomp.bench.training.Trainer`."""
         return bool(self._optimizer.overlaps)
+
+    def block(self, steps: int) -> NDArray[np.float64]:
+        """See `mpicomp.bench.training.Trainer`; of updates, numbers are means over the steps from one to the next."""
+        told = super().block(steps)
+        means: NDArray[np.float64] = told.reshape(-1, self._every, FIELDS).mean(axis=1)
+        return means.repeat(self._every, axis=0)
 
     def ran(self) -> str | None:
         """See `mpicomp.bench.training.Trainer`."""
@@ -177,9 +190,12 @@ class Ours(Alone):
         self._optimizer.close()
 
     def _synchronize(self) -> None:
-        self._optimizer.synchronize()
+        if not self.exchange.updates:
+            self._optimizer.synchronize()
 
     def _wire_bytes(self) -> float:
+        if (self._step + 1) % self._every:
+            return 0.0
         record = self._optimizer.reducer.last_step
         self._plans.update(name_of(bucket.compressor["id"], bucket.collective) for bucket in record.buckets)
         return float(record.wire_bytes)

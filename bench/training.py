@@ -20,6 +20,8 @@ OTHERS = (NONE, DDP, DDP_FP16, DDP_POWERSGD)
 """Exchanges that are not mpicomp's."""
 INLINE = "-inline"
 """Suffix of the name of an exchange that waits for backward to end."""
+UPDATES = "updates:"
+"""Prefix of the name of an exchange of updates, in place of gradients; that of the exchange follows."""
 REPLAY = "replay:"
 """Prefix of the name of an exchange that runs recorded plans; the path of their file follows."""
 
@@ -55,6 +57,11 @@ class Exchange:
         return self.name not in OTHERS
 
     @property
+    def updates(self) -> bool:
+        """Whether what ranks' optimizers change is exchanged, in place of gradients."""
+        return self.name.startswith(UPDATES)
+
+    @property
     def in_line(self) -> bool:
         """Whether it is asked to wait for backward to end."""
         return self.name.endswith(INLINE)
@@ -72,11 +79,14 @@ class Settings:
         Blocks of each exchange.
     warm_up : int
         Steps of each exchange before its blocks.
+    every : int
+        Steps from one exchange of updates to the next, of which those of a block and of the warm-up are multiples.
     """
 
     steps: int
     blocks: int
     warm_up: int
+    every: int = 1
 
     @property
     def total(self) -> int:

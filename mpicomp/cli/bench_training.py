@@ -54,8 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_EXCHANGES,
         metavar="X[,..]",
         help="none; a compressor, or auto for what mpicomp chooses without one named, each with a collective behind a "
-        "colon where it is not auto, and with -inline where it is to wait for backward; replay:F for the plans that "
-        "mpicomp train wrote with --metrics F; ddp, ddp-fp16 and ddp-powersgd for PyTorch's over gloo (%(default)s)",
+        "colon where it is not auto, with -inline where it is to wait for backward, and with updates: before it to "
+        "exchange updates in place of gradients; replay:F for the plans that mpicomp train wrote with --metrics F; ddp, "
+        "ddp-fp16 and ddp-powersgd for PyTorch's over gloo (%(default)s)",
+    )
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="H", help="steps from one exchange of updates to the next (%(default)s)"
     )
     parser.add_argument("--ratio", type=float, default=0.01, metavar="R", help="kept fraction (%(default)s)")
     parser.add_argument(
@@ -90,6 +94,12 @@ def run(arguments: argparse.Namespace) -> int:
             f"{_COMMAND}: --steps must be a multiple of --blocks, got {arguments.steps} and {blocks}"
         )
     warm_up = check_least(_COMMAND, "--warm-up", arguments.warm_up)
+    every = check_least(_COMMAND, "--every", arguments.every)
+    if steps % every or warm_up % every:
+        raise ConfigurationError(
+            f"{_COMMAND}: --every must divide the steps of a block and of the warm-up, {steps} and {warm_up}, so that "
+            f"each has as many exchanges, got {every}"
+        )
     launch = launcher.detect()
     if arguments.json is not None and (launch is None or launch.rank == 0):
         check_writable(_COMMAND, arguments.json)
@@ -134,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         say("more ranks than cores: what the processor does, forward and backward, takes longer than on a cluster")
     if device != CPU:
         say(f"models are in the memory of GPUs; rank 0 has one {name}")
-    settings = Settings(steps, blocks, warm_up)
+    settings = Settings(steps, blocks, warm_up, every)
     trained, numel, threads = train_all(exchanges, task, settings, arguments.seed, transport, say, device)
     transport.close()
     if group.rank != 0:
@@ -163,7 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _exchange(word: str, ratio: float) -> "Exchange":
     """Read the name of an exchange."""
     from mpicomp.bench.replay import Replay
-    from mpicomp.bench.training import AUTO, INLINE, OTHERS, REPLAY, Exchange
+    from mpicomp.bench.training import AUTO, INLINE, OTHERS, REPLAY, UPDATES, Exchange
     from mpicomp.cli.options import read_configuration
     from mpicomp.compressors import get_compressor, list_compressors
     from mpicomp.errors import ConfigurationError, UnknownNameError
@@ -175,9 +185,14 @@ def _exchange(word: str, ratio: float) -> "Exchange":
         path = word.removeprefix(REPLAY)
         Replay(path)  # what holds no plans is refused here
         return Exchange(word, trace=path)
-    name, colon, collective = word.removesuffix(INLINE).partition(":")
+    updates = word.startswith(UPDATES)
+    if updates and word.endswith(INLINE):
+        raise ConfigurationError(f"{_COMMAND}: updates are there after backward in any case, got '{word}'")
+    name, colon, collective = word.removeprefix(UPDATES).removesuffix(INLINE).partition(":")
     if name in OTHERS:
-        raise ConfigurationError(f"{_COMMAND}: '{name}' has no other collective and no form in line, got '{word}'")
+        raise ConfigurationError(
+            f"{_COMMAND}: '{name}' has no other collective and no form in line, and exchanges no updates, got '{word}'"
+        )
     if name not in (AUTO, *list_compressors()):
         raise UnknownNameError(f"{_COMMAND}: --exchange", name, [*OTHERS, AUTO, *list_compressors()])
     compressor = None if name == AUTO else get_compressor(read_configuration(_COMMAND, name, ratio))

@@ -151,6 +151,7 @@ def exchanges():
         Exchange("ddp-fp16"),
         Exchange("ddp-powersgd"),
         Exchange("dense-inline", Dense()),
+        Exchange("updates:topk:allgather", TopK(ratio=0.05), "allgather"),
     ]
 
 
@@ -177,6 +178,21 @@ def test_one_rank_trains_the_same_with_and_without_an_exchange():
     assert trained["topk:allgather"].ran == "topk allgather"
     assert trained["ddp"].ran is None
     assert not torch.distributed.is_initialized()
+
+
+def test_updates_every_few_steps_are_means_over_them():
+    from mpicomp.bench.tasks import get_task
+    from mpicomp.bench.trainers import Ours
+
+    transport = LocalWorld(1).transports[0]
+    exchange = Exchange("updates:dense", Dense())
+    ours = Ours(exchange, get_task("digits", 1), transport, 1, Settings(6, 1, 3, every=3))
+    told = ours.block(6)
+    assert told.shape == (6, FIELDS)
+    assert (told[:3] == told[0]).all()
+    assert (told[3:] == told[3]).all()
+    assert ours._optimizer.reducer.last_step.step == 1  # the second exchange
+    assert ours.ran() == "dense " + ours._optimizer.reducer.last_step.buckets[0].collective
 
 
 @pytest.mark.mpi(max_size=3)
