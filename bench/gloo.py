@@ -38,20 +38,20 @@ def process_group(transport: Transport) -> Iterator[None]:
     group = transport.group
     one_host = transport.hosts() == 1
     with _interface("lo" if one_host else None):
-        address = _address()
-        alone = address is None or (address.startswith("127.") and not one_host)
+        own = address()
+        alone = own is None or (own.startswith("127.") and not one_host)
         if share(np.array([float(alone)]), transport).any():
             raise ConfigurationError(
                 f"ddp: some rank does not know its address on the network; set {INTERFACE} to the interface that "
                 "joins the hosts, for example eth0"
             )
-        assert address is not None
+        assert own is not None
         store = None
         told = np.zeros(5)
         if group.rank == 0:
             # Port 0: whoever looks for a free one first and binds it later may come too late.
-            store = TCPStore(address, 0, group.size, True, _LIMIT, wait_for_workers=False)
-            told[:] = [*socket.inet_aton(address), store.port]
+            store = TCPStore(own, 0, group.size, True, _LIMIT, wait_for_workers=False)
+            told[:] = [*socket.inet_aton(own), store.port]
         *octets, port = share(told, transport)[0].astype(int).tolist()
         if store is None:
             store = TCPStore(".".join(map(str, octets)), port, group.size, False, _LIMIT)
@@ -75,7 +75,7 @@ def _interface(name: str | None) -> Iterator[None]:
         del os.environ[INTERFACE]
 
 
-def _address() -> str | None:
+def address() -> str | None:
     """Return this rank's IPv4 address where gloo will listen; None where there is none."""
     try:
         if INTERFACE not in os.environ:

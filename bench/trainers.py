@@ -12,6 +12,7 @@ import torch
 from mpicomp.bench.gloo import process_group
 from mpicomp.bench.measure.exchanges import name_of
 from mpicomp.bench.replay import Replay
+from mpicomp.bench.replica_group import replica_group
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.tasks.updating import Updater
 from mpicomp.bench.train import CPU, finish, threads_of_rank
@@ -23,6 +24,7 @@ from mpicomp.bench.training import (
     FORWARD,
     NONE,
     SECONDS,
+    TORCHFT_DILOCO,
     WIRE,
     Exchange,
     Settings,
@@ -70,6 +72,7 @@ class Alone:
         self._task = task
         self._rank, self._ranks = transport.group.rank, transport.group.size
         self._step = 0
+        self._every = 1  # steps from one exchange to the next
         self._model = task.model().to(device)
         self._parameters = list(self._model.parameters())
         self._network = self._model
@@ -87,7 +90,7 @@ class Alone:
         return sum(parameter.numel() for parameter in self._parameters)
 
     def block(self, steps: int) -> NDArray[np.float64]:
-        """See `mpicomp.bench.training.Trainer`."""
+        """See `mpicomp.bench.training.Trainer`; numbers are means over the steps from one exchange to the next."""
         told = np.empty((steps, FIELDS))
         begin = time.perf_counter()
         for own in told:
@@ -106,7 +109,8 @@ class Alone:
             own[WIRE] = self._wire_bytes()
             self._step += 1
             begin = end
-        return told
+        means: NDArray[np.float64] = told.reshape(-1, self._every, FIELDS).mean(axis=1)
+        return means.repeat(self._every, axis=0)
 
     def ran(self) -> str | None:
         """See `mpicomp.bench.training.Trainer`."""
@@ -175,12 +179,6 @@ class Ours(Alone):
         """See `mpicomp.bench.training.Trainer`."""
         return bool(self._optimizer.overlaps)
 
-    def block(self, steps: int) -> NDArray[np.float64]:
-        """See `mpicomp.bench.training.Trainer`; of updates, numbers are means over the steps from one to the next."""
-        told = super().block(steps)
-        means: NDArray[np.float64] = told.reshape(-1, self._every, FIELDS).mean(axis=1)
-        return means.repeat(self._every, axis=0)
-
     def ran(self) -> str | None:
         """See `mpicomp.bench.training.Trainer`."""
         return self._plans.most_common(1)[0][0]
@@ -246,6 +244,47 @@ class PyTorchs(Alone):
         return float(self._bytes * state.total_numel_after_compression / state.total_numel_before_compression)
 
 
+class Torchfts(Alone):
+    """Trains with torchft's DiLoCo, with the outer optimizer of DiLoCo's paper.
+
+    Parameters
+    ----------
+    exchange, task, transport, device, steps
+        See `Alone`.
+    manager : torchft.Manager
+        Of this rank.
+    every : int
+        Steps from one exchange to the next.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        task: Task,
+        transport: Transport,
+        manager: Any,
+        every: int,
+        device: torch.device = CPU,
+        steps: int | None = None,
+    ) -> None:
+        from torchft.local_sgd import DiLoCo
+
+        super().__init__(exchange, task, transport, device, steps)
+        broadcast_parameters(self._model, comm=transport)
+        self._every = every
+        outer = torch.optim.SGD(self._parameters, lr=0.7, momentum=0.9, nesterov=True)
+        self._exchanging = DiLoCo(manager, [self._model], self._optimizer, outer, sync_every=every)
+        self._exchanging.__enter__()
+
+    def close(self) -> None:
+        """Take its hooks out of the optimizer."""
+        self._exchanging.__exit__(None, None, None)
+
+    def _wire_bytes(self) -> float:
+        """Return the bytes of a ring, which gloo uses: gloo itself does not count."""
+        return 0.0 if (self._step + 1) % self._every else float(dense_ring_bytes(self.numel, self._ranks))
+
+
 def train_all(
     exchanges: Sequence[Exchange],
     task: Task,
@@ -291,6 +330,9 @@ def train_all(
         for exchange in exchanges:
             if exchange.name == NONE:
                 trainers.append(Alone(exchange, task, transport, device, settings.total))
+            elif exchange.name == TORCHFT_DILOCO:
+                manager = stack.enter_context(replica_group(transport))
+                trainers.append(Torchfts(exchange, task, transport, manager, settings.every, device, settings.total))
             elif exchange.ours:
                 trainers.append(Ours(exchange, task, transport, seed, settings, device))
             else:

@@ -16,7 +16,8 @@ from mpicomp.transport import Transport
 
 NONE, AUTO = "none", "auto"
 DDP, DDP_FP16, DDP_POWERSGD = "ddp", "ddp-fp16", "ddp-powersgd"
-OTHERS = (NONE, DDP, DDP_FP16, DDP_POWERSGD)
+TORCHFT_DILOCO = "torchft-diloco"
+OTHERS = (NONE, DDP, DDP_FP16, DDP_POWERSGD, TORCHFT_DILOCO)
 """Exchanges that are not mpicomp's."""
 INLINE = "-inline"
 """Suffix of the name of an exchange that waits for backward to end."""
@@ -59,7 +60,7 @@ class Exchange:
     @property
     def updates(self) -> bool:
         """Whether what ranks' optimizers change is exchanged, in place of gradients."""
-        return self.name.startswith(UPDATES)
+        return self.name.startswith(UPDATES) or self.name == TORCHFT_DILOCO
 
     @property
     def in_line(self) -> bool:

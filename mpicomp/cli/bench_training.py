@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="none; a compressor, or auto for what mpicomp chooses without one named, each with a collective behind a "
         "colon where it is not auto, with -inline where it is to wait for backward, and with updates: before it to "
         "exchange updates in place of gradients; replay:F for the plans that mpicomp train wrote with --metrics F; "
-        "ddp, ddp-fp16 and ddp-powersgd for PyTorch's over gloo (%(default)s)",
+        "ddp, ddp-fp16 and ddp-powersgd for PyTorch's over gloo, and torchft-diloco for torchft's DiLoCo, which "
+        "exchanges updates (%(default)s)",
     )
     parser.add_argument(
         "--every", type=int, default=1, metavar="H", help="steps from one exchange of updates to the next (%(default)s)"

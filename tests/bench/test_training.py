@@ -197,6 +197,44 @@ def test_updates_every_few_steps_are_means_over_them():
 
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's own
+def test_torchft_diloco_ends_where_update_optimizer_with_the_same_outer_optimizer_does(comm):
+    from mpicomp.bench.gloo import process_group
+    from mpicomp.bench.replica_group import replica_group
+    from mpicomp.bench.tasks import get_task
+    from mpicomp.bench.tasks.updating import Updater
+    from mpicomp.bench.trainers import Torchfts
+
+    from mpicomp.torch import UpdateOptimizer
+    from mpicomp.transport.mpi import MPITransport
+
+    every, steps = 2, 6
+    transport, task = MPITransport(comm), get_task("digits", 1)
+    with process_group(transport), replica_group(transport) as manager:
+        theirs = Torchfts(Exchange("torchft-diloco"), task, transport, manager, every, steps=steps)
+        told = theirs.block(steps)
+        theirs.close()
+    ring = 2 * (comm.size - 1) / comm.size * 4 * theirs.numel
+    assert told[:, WIRE].mean() == pytest.approx(ring / every)
+
+    model = task.model()
+    optimizer = task.optimizer(model)
+    outer = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+    updater = Updater(task, optimizer, steps)
+    ours = UpdateOptimizer(optimizer, model.named_parameters(), every, "dense", outer=outer, comm=transport, warmup=0)
+    for step in range(steps):
+        ours.zero_grad()
+        task.loss(model, task.batch(step, comm.rank, comm.size)).backward()
+        updater.update()
+    for own, other in zip(model.parameters(), theirs._parameters, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-5)
+    assert len(set(comm.allgather(theirs.digest()))) == 1
+    ours.close()
+    transport.close()
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.timeout(120)
 def test_ranks_train_with_each_exchange(comm):
     from mpicomp.transport.mpi import MPITransport
 

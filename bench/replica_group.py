@@ -1,0 +1,80 @@
+"""A manager of torchft for the ranks of an MPI job, each of which is a replica group by itself."""
+
+import contextlib
+import datetime
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from mpicomp.bench import gloo
+from mpicomp.bench.measure.exchanges import share
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not said to be exported
+
+from mpicomp.errors import ConfigurationError
+from mpicomp.reducer.agreement import together
+from mpicomp.transport import Transport
+
+_LIMIT = datetime.timedelta(minutes=5)
+
+
+@contextlib.contextmanager
+def replica_group(transport: Transport) -> Iterator[Any]:
+    """Return a context that gives this rank's `torchft.Manager`. Collective.
+
+    It is used inside of `mpicomp.bench.gloo.process_group`, which chooses the network interface. All ranks take part
+    in every exchange: nobody is waited for less, and nobody is let in later.
+
+    Raises
+    ------
+    ConfigurationError
+        Where torchft is not installed; on all ranks.
+    """
+    os.environ.setdefault("RUST_LOG", "error")  # or each exchange writes ten lines
+    together(_check, transport, "torchft-diloco")
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+
+    for name in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+    group, address = transport.group, gloo.address()
+    assert address is not None  # or there was no process group
+    lighthouse = None
+    told = np.zeros(5)
+    if group.rank == 0:
+        lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=group.size, join_timeout_ms=60_000)
+        told[:] = [*socket.inet_aton(address), int(lighthouse.address().rsplit(":", 1)[1])]
+    *octets, port = share(told, transport)[0].astype(int).tolist()
+    store = TCPStore(address, 0, 1, True, _LIMIT, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=_LIMIT),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=group.size,
+        use_async_quorum=False,  # DiLoCo asks for it
+        timeout=_LIMIT,
+        quorum_timeout=_LIMIT,
+        rank=0,
+        world_size=1,
+        store_addr=address,
+        store_port=store.port,
+        lighthouse_addr=f"http://{'.'.join(map(str, octets))}:{port}",
+        replica_id=f"rank{group.rank}",
+        hostname=address,
+        init_sync=False,  # models are equal
+    )
+    yield manager
+    manager.shutdown(wait=False)
+    share(np.zeros(1), transport)  # the lighthouse is the first rank's, and has to outlive the others' use of it
+    if lighthouse is not None:
+        lighthouse.shutdown()
+
+
+def _check() -> None:
+    try:
+        import torchft  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(f"torchft-diloco: {error}; install it with pip install torchft") from error
