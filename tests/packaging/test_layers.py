@@ -38,6 +38,7 @@ HOMES = {
         "bench/train.py",
         "bench/trainers.py",
         "bench/gloo.py",
+        "bench/replica_group.py",
         "bench/tasks/",
     ),
     "cupy": ("mpicomp/places/choose.py",),
