@@ -60,6 +60,8 @@ class Settings:
         See `mpicomp.Reducer`. With more steps than half of the run, verdicts are of the steps that come after it.
     updates : dict or None
         Settings of `mpicomp.torch.UpdateOptimizer`, ``every`` among them; None exchanges gradients.
+    lr_scale : float
+        Times the task's learning rate, which is tuned for dense exchange of gradients.
     """
 
     compressor: Compressor | None
@@ -73,6 +75,7 @@ class Settings:
     compare_every: int = 0
     warmup: int | str = 0
     updates: dict[str, Any] | None = None
+    lr_scale: float = 1.0
 
     @property
     def every(self) -> int:
@@ -217,7 +220,10 @@ def train(
     transport.log.clear()
     broadcast_parameters(model, comm=transport)
     once_bytes = round(sum(entry.wire_bytes for entry in transport.log))
-    optimizer = _wrapped(task.optimizer(model), model, settings, transport)
+    optimizer = task.optimizer(model)
+    for own in optimizer.param_groups:
+        own["lr"] *= settings.lr_scale
+    optimizer = _wrapped(optimizer, model, settings, transport)
     updater = Updater(task, optimizer, settings.steps)
     numel = sum(parameter.numel() for group_ in optimizer.param_groups for parameter in group_["params"])
     every = settings.every

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import statistics
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         """with settings of UpdateOptimizer, such as '{"id": "updates", "outer": {"lr": 0.7, "momentum": 0.9}}'""",
     )
     parser.add_argument("--every", type=int, metavar="H", help="steps from one exchange of updates to the next (1)")
+    parser.add_argument(
+        "--lr-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="times the learning rate that the task is tuned for (1)",
+    )
     parser.add_argument(
         "--warmup",
         metavar="N|ramp:N",
@@ -80,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_least("train", "--steps", arguments.steps)
     check_least("train", "--evaluate-every", arguments.evaluate_every, 0)
     check_least("train", "--correlation", arguments.correlation, 0)
+    if not 0 < arguments.lr_scale < math.inf:
+        raise ConfigurationError(f"train: --lr-scale must be a number above 0, got {arguments.lr_scale}")
     compressor = _compressor(arguments)
     updates = _updates(arguments)
     every = 1 if updates is None else updates["every"]
@@ -140,6 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.correlation,
         warmup,
         updates,
+        arguments.lr_scale,
     )
     if first:
         what = "chosen by mpicomp" if compressor is None else repr(compressor)
@@ -245,6 +256,7 @@ def _result(task: "Task", settings: "Settings", outcome: "Outcome") -> dict[str,
         "collective": outcome.collective,
         "exchange": "gradients" if settings.updates is None else "updates",
         "updates": settings.updates,
+        "lr_scale": settings.lr_scale,
         "policy": settings.policy.id,
         "policy_config": settings.policy.get_config(),
         "warmup": settings.warmup,

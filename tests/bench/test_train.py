@@ -244,6 +244,19 @@ def test_the_warm_up(mpiexec, tmp_path, arguments, warmup, dense, ratios):
     assert f"warmup {warmup}" in done.stdout if warmup else "warmup" not in done.stdout
 
 
+def test_the_learning_rate_is_scaled(mpiexec, tmp_path):
+    from mpicomp.bench.tasks import get_task
+
+    task = get_task("digits", 0)
+    told = {}
+    for scale in ("1e-12", "1"):
+        done, result, _ = train(mpiexec, tmp_path, 1, "--task", "digits", "--steps", "5", "--lr-scale", scale)
+        assert done.returncode == 0, done.stderr
+        told[result["lr_scale"]] = result["quality"]["value"]
+    assert told[1e-12] == task.evaluate(task.model())
+    assert told[1.0] > told[1e-12]
+
+
 @pytest.mark.parametrize(
     ("arguments", "updates", "exchanges"),
     [
