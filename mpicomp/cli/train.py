@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="X",
-        help="times the learning rate that the task is tuned for (1)",
+        help="times the rate that the task is tuned for (1)",
     )
     parser.add_argument(
         "--warmup",
