@@ -311,6 +311,7 @@ def test_updates_are_exchanged_in_place_of_gradients(mpiexec, tmp_path, argument
         slow(["--task", "digits", "--compressor", "lgc", "--warmup", "1"], "begins with a warm-up of its own"),
         slow(["--task", "digits", "--compressor", "topk", "--warmup", "2"], "leaves none of 2 steps to what comes"),
         slow(["--task", "digits", "--replay", "m.jsonl", "--warmup", "1"], "--warmup says nothing; leave one out"),
+        (["--task", "digits", "--lr-scale", "0"], "train: --lr-scale must be a number above 0, got 0.0"),
         (["--task", "digits", "--every", "2"], "--every says nothing; name --exchange updates"),
         slow(["--task", "digits", "--exchange", "update"], "unknown name 'update'; did you mean 'updates'"),
         slow(["--task", "digits", "--exchange", "updates", "--every", "0"], "--every must be at least 1, got 0"),
