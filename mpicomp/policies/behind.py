@@ -52,7 +52,7 @@ def waits(scales: Array, signals: Array, thresholds: Array) -> Array:
 
 
 def behind_of_selections(
-    shares: Array, scales: Array, signals: Array, ratios: Array, ranks: int, age: float
+    shares: Array, scales: Array, signals: Array, ratios: Array, ranks: int, age: float, normalises: bool = True
 ) -> tuple[Array, Array]:
     """Return the share of steps that is lost where elements are sent once they exceed a threshold.
 
@@ -67,6 +67,8 @@ def behind_of_selections(
         Number of ranks, each of which has a threshold of its own.
     age : float
         Steps of training: what waits is a share of them.
+    normalises : bool
+        Whether an optimizer divides what arrives by the root of its mean square; else bursts cost nothing.
 
     Returns
     -------
@@ -81,24 +83,25 @@ def behind_of_selections(
     bursts = (reach * reach / steps + (ranks - 1) * signals) / ranks, _summed_bursts(steps, signals, ranks)
     weights = shares * importance(scales, signals)
     apart, together = (
-        np.interp(np.log(ratios), kept, _lost(weights, steps, own, signals, ranks, age, _FACTOR_OF_SELECTIONS)[::-1])
-        for own in bursts
+        _lost(weights, steps, own if normalises else None, signals, ranks, age, _FACTOR_OF_SELECTIONS) for own in bursts
     )
-    return apart, together
+    return np.interp(np.log(ratios), kept, apart[::-1]), np.interp(np.log(ratios), kept, together[::-1])
 
 
-def behind_at_random(shares: Array, scales: Array, signals: Array, ratios: Array, ranks: int, age: float) -> Array:
+def behind_at_random(
+    shares: Array, scales: Array, signals: Array, ratios: Array, ranks: int, age: float, normalises: bool = True
+) -> Array:
     """Return the share of steps that is lost where ranks send the same elements, drawn at random.
 
     Parameters and what is returned are those of `behind_of_selections`.
     """
     # Times between draws vary: their mean square is that of equal ones that are nearly twice as long.
     steps = np.broadcast_to(2 / ratios[:, None] - 1, (ratios.size, scales.size))
-    weights, bursts = shares * importance(scales, signals), _summed_bursts(steps, signals, ranks)
-    return _lost(weights, steps, bursts, signals, ranks, age, _FACTOR_OF_SELECTIONS)
+    bursts = _summed_bursts(steps, signals, ranks) if normalises else None
+    return _lost(shares * importance(scales, signals), steps, bursts, signals, ranks, age, _FACTOR_OF_SELECTIONS)
 
 
-def behind_of_waiting(late: float, signal: float, ranks: int, age: float) -> float:
+def behind_of_waiting(late: float, signal: float, ranks: int, age: float, normalises: bool = True) -> float:
     """Return the share of steps that is lost where all elements wait for some steps, and come together.
 
     Parameters
@@ -107,11 +110,11 @@ def behind_of_waiting(late: float, signal: float, ranks: int, age: float) -> flo
         Steps that energy waits in residuals.
     signal : float
         Share of signal in the energy of a gradient.
-    ranks, age
+    ranks, age, normalises
         See `behind_of_selections`.
     """
     bursts = _summed_bursts(np.array([1 + late]), np.array([signal]), ranks)
-    efficiency = 1 / np.sqrt(bursts[0] / (signal + (1 - signal) / ranks))
+    efficiency = 1 / np.sqrt(bursts[0] / (signal + (1 - signal) / ranks)) if normalises else 1.0
     lost = 1 - efficiency * (1 - min(1.0, late / max(age, 1.0)))
     return float(min(_FACTOR * lost, 1.0))
 
@@ -122,7 +125,9 @@ def _summed_bursts(steps: Array, signals: Array, ranks: int) -> Array:
     return bursts
 
 
-def _lost(weights: Array, steps: Array, bursts: Array, signals: Array, ranks: int, age: float, factor: float) -> Array:
+def _lost(
+    weights: Array, steps: Array, bursts: Array | None, signals: Array, ranks: int, age: float, factor: float
+) -> Array:
     """Return the share of steps that is lost, shape (thresholds,).
 
     Parameters
@@ -130,18 +135,27 @@ def _lost(weights: Array, steps: Array, bursts: Array, signals: Array, ranks: in
     weights, signals : arrays, shape (classes,)
         What a step achieves by the elements of a class, and their share of signal.
     steps, bursts : arrays, shape (thresholds, classes)
-        How long an element waits, and the mean square of ranks' mean, over that of a gradient on a rank.
+        How long an element waits, and the mean square of ranks' mean, over that of a gradient on a rank; no bursts
+        where nothing is divided by it.
     factor : float
         What is lost counts as many times as that of elements by themselves.
     """
-    efficiency = 1 / np.sqrt(np.maximum(bursts / (signals + (1 - signals) / ranks), 1.0))
+    alone = signals + (1 - signals) / ranks
+    efficiency = 1.0 if bursts is None else 1 / np.sqrt(np.maximum(bursts / alone, 1.0))
     there = 1 - np.minimum(1.0, (steps - 1) / 2 / max(age, 1.0))
     lost: Array = np.minimum(factor * (1 - (weights * efficiency * there).sum(axis=1) / weights.sum()), 1.0)
     return lost
 
 
 def behind_of_all(
-    shares: Array, scales: Array, signals: Array, sent: Array, waiting: Array, ranks: int, age: float
+    shares: Array,
+    scales: Array,
+    signals: Array,
+    sent: Array,
+    waiting: Array,
+    ranks: int,
+    age: float,
+    normalises: bool = True,
 ) -> float:
     """Return the share of steps that is lost where all elements are sent in few bits.
 
@@ -151,13 +165,13 @@ def behind_of_all(
 
     Parameters
     ----------
-    shares, scales, signals, ranks, age
+    shares, scales, signals, ranks, age, normalises
         See `behind_of_selections`.
     sent, waiting : arrays, shape (classes,)
         Energy that a step sends of each class, and that waits in residuals, over that of a gradient.
     """
     noise = 1 - signals
     late = (np.sqrt(noise * noise + 4 * signals * waiting) - noise) / (2 * signals)
-    bursts = (sent + (ranks - 1) * signals) / ranks
+    bursts = (sent + (ranks - 1) * signals) / ranks if normalises else None
     [lost] = _lost(shares * importance(scales, signals), 1 + 2 * late[None], bursts, signals, ranks, age, _FACTOR)
     return float(lost)

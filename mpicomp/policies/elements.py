@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.places import here
-from mpicomp.policies.behind import behind_at_random, behind_of_all, behind_of_selections
+from mpicomp.policies.behind import behind_at_random, behind_of_all, behind_of_selections, behind_of_waiting
 from mpicomp.workspace import Workspace
 
 _SAMPLE = 1 << 14  # elements of a bucket that are followed, at most: their classes are known to some percent
@@ -107,12 +107,15 @@ class Elements:
         Elements of the bucket.
     quantisers : int
         Number of quantisers that surveys try.
+    normalises : bool
+        Whether an optimizer divides what arrives by the root of its mean square, as Adam does.
     looks : int
         Surveys that were taken up.
     """
 
     numel: int
     quantisers: int = 0
+    normalises: bool = True
     looks: int = 0
 
     def __post_init__(self) -> None:
@@ -155,8 +158,8 @@ class Elements:
         if self.idle:
             return np.zeros(ratios.size), np.zeros(ratios.size)
         if by_magnitude:
-            return behind_of_selections(*self._classes(), ratios, ranks, age)
-        drawn = behind_at_random(*self._classes(), ratios, ranks, age)
+            return behind_of_selections(*self._classes(), ratios, ranks, age, self.normalises)
+        drawn = behind_at_random(*self._classes(), ratios, ranks, age, self.normalises)
         return drawn, drawn
 
     def behind_with(self, quantiser: int, ranks: int, age: float) -> float:
@@ -165,7 +168,11 @@ class Elements:
             return 0.0
         there = self._sums[1] > 0
         sent, waiting = self._sums[3 + 2 * quantiser : 5 + 2 * quantiser, there] / self._sums[1, there]
-        return behind_of_all(*self._classes(), sent, waiting, ranks, age)
+        return behind_of_all(*self._classes(), sent, waiting, ranks, age, self.normalises)
+
+    def behind_after(self, late: float, ranks: int, age: float) -> float:
+        """Return the share of steps that is lost where all elements wait so long; see `behind_of_waiting`."""
+        return behind_of_waiting(late, self.signal, ranks, age, self.normalises)
 
     def _classes(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         """Return the share of all elements, the relative scale and the share of signal of each class that has any."""

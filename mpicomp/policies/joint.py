@@ -16,7 +16,6 @@ from mpicomp.compressors import Compressor, Dense, Learner
 from mpicomp.cost import CostModel
 from mpicomp.cost.formulas import ring
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
-from mpicomp.policies.behind import behind_of_waiting
 from mpicomp.policies.codes import Codes, Rivals, as_late_as
 from mpicomp.policies.elements import Elements, ElementSurvey
 from mpicomp.policies.families import families
@@ -107,6 +106,7 @@ class Joint(Policy):
         elif not dense_only:
             check_adaptable("auto", self.compressor)
         self.feedback = feedback_of(self.compressor, named.feedback)
+        self._normalises = named.normalises
         self._compresses = not dense_only
         self._chooses = False  # whether there is anything but dense: not where there is one rank
         self._codes = Codes(codes)
@@ -263,7 +263,8 @@ class Joint(Policy):
     def _restore(self) -> None:
         """Begin with what is known of buckets that begin with the same parameter, or with nothing."""
         self._surveys = [ElementSurvey(shape.numel, self._quantisers) for shape in self._shapes]
-        self._elements = [Elements(shape.numel, len(self._quantisers)) for shape in self._shapes]
+        tried = len(self._quantisers)
+        self._elements = [Elements(shape.numel, tried, self._normalises) for shape in self._shapes]
         for shape, elements in zip(self._shapes, self._elements, strict=True):
             if shape.names[0] in self._restored:
                 elements.give(self._restored.pop(shape.names[0]))
@@ -410,4 +411,4 @@ class Joint(Policy):
             return math.inf
         elements = self._elements[bucket]
         _, [told] = elements.behind(np.array([as_late_as(code.ratio)]), self._ranks, self._age)
-        return max(float(told), behind_of_waiting(self._codes.late(bucket), elements.signal, self._ranks, self._age))
+        return max(float(told), elements.behind_after(self._codes.late(bucket), self._ranks, self._age))

@@ -76,12 +76,15 @@ class Named:
         Whether there are residuals; None follows the compressor.
     cost : CostModel, str or None
         See `mpicomp.Reducer`.
+    normalises : bool
+        See `mpicomp.Reducer`.
     """
 
     compressor: Compressor | None = None
     collective: str = "auto"
     feedback: bool | None = None
     cost: CostModel | str | None = None
+    normalises: bool = True
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Static(Policy):
         self._pinned = None if named.collective == "auto" else named.collective
         # What does not fit, or needs what is not installed, is refused here: later a rank might fail alone.
         bind(self.compressor, self._pinned or fitting(self.compressor)[0])
-        self._watch = Watch(self.compressor) if self.feedback else None
+        self._watch = Watch(self.compressor, named.normalises) if self.feedback else None
         pinned = self._pinned is not None
         self._selector = PlanSelector("static" if pinned else "auto", self.feedback, named.cost, pinned)
 

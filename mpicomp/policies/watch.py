@@ -8,7 +8,6 @@ import numpy as np
 
 from mpicomp.collectives import Scheme
 from mpicomp.compressors import Compressor, Quantiser
-from mpicomp.policies.behind import behind_of_waiting
 from mpicomp.policies.elements import Elements, ElementSurvey
 from mpicomp.policies.families import families
 from mpicomp.policies.policy import Delivered, Shape, StepReport
@@ -26,9 +25,12 @@ class Watch:
     ----------
     compressor : Compressor
         What was named, with error feedback.
+    normalises : bool
+        See `Elements`.
     """
 
-    def __init__(self, compressor: Compressor) -> None:
+    def __init__(self, compressor: Compressor, normalises: bool = True) -> None:
+        self._normalises = normalises
         self._compressor = compressor
         self._tried: list[Quantiser] = [compressor] if isinstance(compressor, Quantiser) else families(None)[1]
         self._ranks = 1
@@ -43,7 +45,7 @@ class Watch:
             return
         self._ranks, self._speaks = ranks, rank == 0
         self._surveys = [ElementSurvey(shape.numel, self._tried) for shape in shapes]
-        self._elements = [Elements(shape.numel, len(self._tried)) for shape in shapes]
+        self._elements = [Elements(shape.numel, len(self._tried), self._normalises) for shape in shapes]
 
     def survey(self, bucket: int) -> ElementSurvey | None:
         """Return the survey of a bucket, until judgement was passed."""
@@ -91,7 +93,7 @@ class Watch:
             apart, together = own.behind(ratio, self._ranks, _SHORT, compressor.by_magnitude)
             return float(together[0] if scheme.leaves_out else apart[0])
         late = 1 / delivered.gain - 1 if 0 < delivered.gain <= 1 else 0.0
-        return behind_of_waiting(late, own.signal, self._ranks, _SHORT)
+        return own.behind_after(late, self._ranks, _SHORT)
 
     def _mean(self, of_buckets: Sequence[float]) -> float:
         """Return the mean over elements."""

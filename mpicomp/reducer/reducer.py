@@ -83,6 +83,10 @@ class Reducer:
         Above 0 and at most 1: a residual is multiplied by it when it is added to the next gradient, which forgets what
         is never sent. Then ``gradient + feedback_decay * residual before`` is what comes to the mean and the residual
         after.
+    normalises : bool
+        Whether an optimizer divides the mean by the root of its mean square, as Adam does. What comes late then comes
+        in bursts that make its steps smaller, which ``auto``, and the warning of a compressor that falls behind, take
+        into account.
 
     Raises
     ------
@@ -120,6 +124,7 @@ class Reducer:
         cost: CostModel | str | None = None,
         warmup: int | str | None = None,
         feedback_decay: float = 1.0,
+        normalises: bool = True,
     ) -> None:
         self._closed = False
         self._owned = not isinstance(comm, Transport)
@@ -137,7 +142,8 @@ class Reducer:
                     f"reducer: this policy ({chosen.id}) serves another reducer; make a second object, or pass its "
                     "name or configuration"
                 )
-            named = Named(None if compressor is None else get_compressor(compressor), collective, feedback, cost)
+            own = None if compressor is None else get_compressor(compressor)
+            named = Named(own, collective, feedback, cost, normalises)
             before = choose_warmup(warmup, named.compressor, collective, policy, feedback)
             runs = WarmUp(chosen, before) if before else chosen
             runs.adopt(named)
@@ -150,6 +156,7 @@ class Reducer:
                 "nonfinite": nonfinite,
                 "bucket_bytes": None if bucket_bytes is None else _whole("bucket_bytes", bucket_bytes, 1),
                 "seed": _whole("seed", seed),
+                "normalises": bool(normalises),
             }
             decay = settings["feedback_decay"] = _decay(feedback_decay)
             if decay != 1 and not chosen.feedback:

@@ -147,7 +147,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         )
         own = {"every": every, "outer": None if outer is None else dict(outer), "late": late, "fragments": fragments}
         policies = [policy] if fragments == 1 else [_copy_of(policy) for _ in range(fragments)]
-        settings |= {"warmup": warmup, "feedback_decay": feedback_decay}
+        settings |= {"warmup": warmup, "feedback_decay": feedback_decay, "normalises": False}
         parts = [
             SharedParameters(
                 Reducer(chosen, collective, of_part, feedback, nonfinite, transport, **settings), part, own, outer

@@ -102,6 +102,23 @@ def test_what_waits_is_a_share_of_the_steps_so_far():
         assert now == pytest.approx(min(1, 4 * (1 - arrived)), rel=1e-3)
 
 
+def test_without_an_optimizer_that_normalises_only_what_waits_is_lost():
+    """What is drawn is counted element by element; the progress of a plain step is what has arrived."""
+    random, steps, age, ratio = np.random.default_rng(0), 4000, 400, 0.1
+    waiting, missing = np.zeros(ELEMENTS), 0.0
+    for step in range(steps):
+        waiting += 1.0
+        waiting[random.random(ELEMENTS) < ratio] = 0.0
+        missing += waiting.mean() / steps if step >= 100 else 9.0 / steps
+    one = np.ones(1), np.ones(1), np.full(1, 0.999999)
+    [told] = behind_at_random(*one, np.array([ratio]), RANKS, age, normalises=False)
+    assert told == pytest.approx(4 * missing / age, rel=0.02)
+    both = behind_of_selections(*classes(), np.array([0.03, 0.3]), RANKS, 1e12, normalises=False)
+    assert np.max(both) < 1e-6
+    assert behind_of_waiting(2.0, 0.2, RANKS, 100, normalises=False) == pytest.approx(2 * 2 / 100)
+    assert behind_of_all(*one, np.full(1, 9.0), np.full(1, 100.0), 1, 100, normalises=False) == pytest.approx(0.2)
+
+
 def test_the_fewer_are_kept_the_more_is_lost():
     ratios = np.geomspace(0.0005, 1, 30)
     both = behind_of_selections(*classes(), ratios, RANKS, 100)
