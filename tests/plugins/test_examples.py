@@ -98,7 +98,7 @@ def test_the_joint_choice_varies_its_ratio():
         assert bucket.compressor["id"] in ("sign-topk", "dense")
         if bucket.compressor["id"] == "sign-topk":
             seen.add(bucket.compressor["ratio"])
-    assert len(seen) > 2
+    assert len(seen) > 1
 
 
 def test_a_choice_of_collective_considers_the_new_one():

@@ -8,6 +8,7 @@ import pytest
 
 import mpicomp
 from mpicomp.checkpoint import load_rounds, save_rounds
+from mpicomp.compressors import compressor_class
 from mpicomp.errors import ConfigurationError, DisagreementError, NonFiniteError
 from mpicomp.transport import LocalWorld
 
@@ -174,8 +175,11 @@ def test_nothing_is_lost(size, decay):
 
 
 COMPRESSORS = [
-    name for name in mpicomp.list_compressors() if name not in ("lgc", "fetchsgd")
-]  # which have steps of their own, below
+    name
+    for name in mpicomp.list_compressors()
+    if compressor_class(name).__module__.startswith("mpicomp.")  # other files register compressors of theirs
+    and name not in ("lgc", "fetchsgd")  # which have steps of their own, below
+]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
