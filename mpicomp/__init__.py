@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         DGC,
         QSGD,
         BlockRandomK,
+        ChunkTopK,
         Compressor,
         Context,
         Dense,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "BlockRandomK": "mpicomp.compressors",
     "BucketRecord": "mpicomp.reducer",
+    "ChunkTopK": "mpicomp.compressors",
     "Compressor": "mpicomp.compressors",
     "CountSketch": "mpicomp.algorithms.countsketch",
     "DGC": "mpicomp.compressors",
@@ -112,6 +114,7 @@ __all__ = [
     "QSGD",
     "BlockRandomK",
     "BucketRecord",
+    "ChunkTopK",
     "Compressor",
     "Context",
     "CountSketch",

@@ -58,6 +58,7 @@ OTHERS = [
     mpicomp.RedSync(ratio=0.05),
     mpicomp.GaussianK(ratio=0.05),
     mpicomp.MSTopK(ratio=0.05),
+    mpicomp.ChunkTopK(ratio=0.05, chunk=100, wire="q4"),
     mpicomp.Threshold(limit=1.5),
     mpicomp.OneBit(),
     mpicomp.EFSign(),

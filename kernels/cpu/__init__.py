@@ -9,6 +9,7 @@ from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates, is
 from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of, mask_of
 from mpicomp.kernels.cpu.blocks import decode_blocks, encode_blocks
 from mpicomp.kernels.cpu.cast import narrow, widen, widen_add
+from mpicomp.kernels.cpu.chunks import select_in_chunks
 from mpicomp.kernels.cpu.convolution import conv_double, conv_halve, conv_mix, conv_room
 from mpicomp.kernels.cpu.countsketch import sketch_add, sketch_clear, sketch_estimate
 from mpicomp.kernels.cpu.exponents import pack_exponents, unpack_exponents, unpack_exponents_add
@@ -88,6 +89,7 @@ __all__ = [
     "scatter_add",
     "select_above",
     "select_candidates",
+    "select_in_chunks",
     "select_largest",
     "select_listed",
     "settle_levels",

@@ -14,6 +14,7 @@ from mpicomp.kernels.gpu.accumulate import accumulate, accumulate_candidates, is
 from mpicomp.kernels.gpu.bits import magnitude_bits, magnitude_of
 from mpicomp.kernels.gpu.blocks import decode_blocks, encode_blocks
 from mpicomp.kernels.gpu.cast import narrow, widen, widen_add
+from mpicomp.kernels.gpu.chunks import select_in_chunks
 from mpicomp.kernels.gpu.collect import collect
 from mpicomp.kernels.gpu.convolution import conv_double, conv_halve, conv_mix, conv_room
 from mpicomp.kernels.gpu.countsketch import sketch_add, sketch_clear, sketch_estimate
@@ -104,6 +105,7 @@ __all__ = [
     "scatter_add",
     "select_above",
     "select_candidates",
+    "select_in_chunks",
     "select_largest",
     "select_listed",
     "settle_levels",

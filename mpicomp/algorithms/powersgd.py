@@ -14,7 +14,7 @@ from mpicomp import kernels
 from mpicomp.algorithms.matrix_batches import Matrix, Stack, multiply, orthonormal, stacked
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, undelivered
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Compressor, bound, check_choice, check_range
+from mpicomp.compressors.base import Compressor, bound, check_choice, check_least, check_range
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Selection
@@ -102,14 +102,14 @@ class PowerSGD(Compressor):
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 1), ("start_step", 0), ("iterations", 1)):
-            _check_least(name, getattr(self, name), least)
+            check_least("powersgd", name, getattr(self, name), least)
         if self.rows is not None:
-            _check_least("rows", self.rows, 1)
+            check_least("powersgd", "rows", self.rows, 1)
         if self.layers is not None:
             if not isinstance(self.layers, Mapping):
                 raise ConfigurationError(f"powersgd: layers must map names to ranks, got {self.layers!r}")
             for pattern, own in self.layers.items():
-                _check_least(f"layers['{pattern}']", own, 1)
+                check_least("powersgd", f"layers['{pattern}']", own, 1)
             object.__setattr__(self, "layers", {str(pattern): own for pattern, own in self.layers.items()})
         check_range("powersgd", "min_compression_rate", self.min_compression_rate, 0, float("inf"))
         check_choice("powersgd", "warm_start", self.warm_start, (True, False))
@@ -161,11 +161,6 @@ class PowerSGD(Compressor):
     def rank_of(self, name: str) -> int:
         """Return the rank that a parameter of this name is asked for, however small it is."""
         return next((own for pattern, own in (self.layers or {}).items() if fnmatchcase(name, pattern)), self.rank)
-
-
-def _check_least(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"powersgd: {name} must be an integer of at least {least}, got {value!r}")
 
 
 @register

@@ -3,6 +3,7 @@
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor, Entry
 from mpicomp.compressors.candidates import Candidates
+from mpicomp.compressors.chunktopk import ChunkTopK
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.dgc import DGC
@@ -37,6 +38,7 @@ __all__ = [
     "Accumulated",
     "BlockRandomK",
     "Candidates",
+    "ChunkTopK",
     "Compressor",
     "Context",
     "Dense",

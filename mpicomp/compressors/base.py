@@ -207,6 +207,12 @@ def check_choice(subsystem: str, name: str, value: object, choices: Sequence[obj
         raise ConfigurationError(f"{subsystem}: {name} must be {', '.join(others)} or {last}, got {value!r}")
 
 
+def check_least(subsystem: str, name: str, value: object, least: int) -> None:
+    """Raise where a parameter is no integer of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{subsystem}: {name} must be an integer of at least {least}, got {value!r}")
+
+
 def check_range(subsystem: str, name: str, value: object, least: float, most: float) -> None:
     """Raise where a parameter is no number from ``least`` to ``most``."""
     number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Entry, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.base import Entry, check_choice, check_least, check_range, check_ratio, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.kinds import Selection, Sparsifier
@@ -98,8 +98,7 @@ class DGC(Sparsifier):
             if self.clip == 0:
                 raise ConfigurationError("dgc: clip must be above 0, or None; at 0 nothing would ever be sent")
             object.__setattr__(self, "clip", float(self.clip))
-        if not isinstance(self.warmup_steps, int) or isinstance(self.warmup_steps, bool) or self.warmup_steps < 0:
-            raise ConfigurationError(f"dgc: warmup_steps must be an integer of at least 0, got {self.warmup_steps!r}")
+        check_least("dgc", "warmup_steps", self.warmup_steps, 0)
 
     @property
     def entry(self) -> Entry:

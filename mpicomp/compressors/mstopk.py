@@ -8,11 +8,10 @@ import numpy as np
 
 from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import check_ratio, kept
+from mpicomp.compressors.base import check_least, check_ratio, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.kinds import Selection, Sparsifier
-from mpicomp.errors import ConfigurationError
 from mpicomp.places import numbers
 from mpicomp.registry import register
 
@@ -56,8 +55,7 @@ class MSTopK(Sparsifier):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "ratio", check_ratio("mstopk", self.ratio))
-        if not isinstance(self.samplings, int) or isinstance(self.samplings, bool) or self.samplings < 1:
-            raise ConfigurationError(f"mstopk: samplings must be an integer of at least 1, got {self.samplings!r}")
+        check_least("mstopk", "samplings", self.samplings, 1)
 
     def count(self, numel: int) -> int:
         """Return k."""

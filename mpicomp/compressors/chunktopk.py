@@ -1,0 +1,68 @@
+"""The elements of largest magnitude of each chunk."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from mpicomp import kernels
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import check_least, check_ratio, kept
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Selection, Sparsifier
+from mpicomp.registry import register
+
+
+@register
+@dataclass(frozen=True, repr=False)
+class ChunkTopK(Sparsifier):
+    """Exact top-k of each chunk of a flat bucket; of equal magnitudes the lower index goes first, NaN is largest.
+
+    All parts of a model are sent as often as each other, whatever their scale, and no element waits for those of
+    another chunk. A chunk is selected from while it is in the cache.
+
+    Parameters
+    ----------
+    ratio : float
+        Kept fraction in (0, 1]; k of a chunk is the nearest integer to ``ratio * chunk``, at least 1.
+    chunk : int
+        Elements of a chunk; the bucket's last one may have fewer.
+    wire, indices
+        See `Sparsifier`.
+
+    Notes
+    -----
+    Different from published code: chunks are of the flat bucket, and not of tiles of each matrix, whose sides would
+    have to divide those of the matrix; indices are coded over the whole bucket, which takes no more bits.
+
+    Examples
+    --------
+    >>> ChunkTopK(ratio=64 / 4096).count(3 * 4096 + 100)
+    194
+    """
+
+    id: ClassVar[str] = "chunktopk"
+    paper: ClassVar[str] = "the selection of SparseLoCo, Sarfi et al. 2025, arXiv 2508.15706; chunks of flat buckets"
+
+    ratio: float = 0.01
+    chunk: int = 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "ratio", check_ratio(self.id, self.ratio))
+        check_least(self.id, "chunk", self.chunk, 1)
+
+    def count(self, numel: int) -> int:
+        """Return the number of elements of all chunks."""
+        whole, rest = divmod(numel, self.chunk)
+        return whole * kept(self.ratio, self.chunk) + kept(self.ratio, rest)
+
+    def select(self, accumulated: Accumulated, context: Context) -> Selection:
+        """Select the largest of each chunk; see `Sparsifier.select`."""
+        array = accumulated.array()
+        count = self.count(array.size)
+        indices = context.workspace.array("chunktopk.indices", count, np.uint32)
+        values = context.workspace.array("chunktopk.values", count, accumulated.dtype)
+        of_rest = kept(self.ratio, array.size % self.chunk)
+        kernels.select_in_chunks(array, self.chunk, kept(self.ratio, self.chunk), of_rest, indices, values)
+        return Selection(indices, values)
