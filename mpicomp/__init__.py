@@ -13,6 +13,7 @@ from mpicomp.system import abort as _abort  # noqa: F401 (puts itself in front o
 if TYPE_CHECKING:
     from mpicomp import torch
     from mpicomp.algorithms.countsketch import CountSketch
+    from mpicomp.algorithms.dcttopk import DCTTopK
     from mpicomp.algorithms.fetchsgd import FetchSGD
     from mpicomp.algorithms.lgc import LGC
     from mpicomp.algorithms.powersgd import PowerSGD
@@ -63,6 +64,7 @@ _HOMES = {
     "ChunkTopK": "mpicomp.compressors",
     "Compressor": "mpicomp.compressors",
     "CountSketch": "mpicomp.algorithms.countsketch",
+    "DCTTopK": "mpicomp.algorithms.dcttopk",
     "DGC": "mpicomp.compressors",
     "LGC": "mpicomp.algorithms.lgc",
     "Dense": "mpicomp.compressors",
@@ -118,6 +120,7 @@ __all__ = [
     "Compressor",
     "Context",
     "CountSketch",
+    "DCTTopK",
     "Dense",
     "EFSign",
     "FetchSGD",

@@ -1,0 +1,210 @@
+"""DeMo's compressor: the largest coefficients of a cosine transform of each chunk."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp import kernels
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, is_finite
+from mpicomp.compressors.accumulated import TAIL, Accumulated
+from mpicomp.compressors.base import Compressor, check_least
+from mpicomp.compressors.chunktopk import ChunkTopK
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Selection
+from mpicomp.places import here, numbers
+from mpicomp.registry import register
+from mpicomp.rounds import Group, Round
+from mpicomp.workspace import Workspace
+
+
+@register
+@dataclass(frozen=True, repr=False)
+class DCTTopK(Compressor):
+    """DeMo (arXiv 2411.19870): chunks go through a cosine transform, and its largest coefficients are sent.
+
+    What moves together in a chunk is told by few coefficients. The transform is orthonormal: energy, error feedback and
+    means are the same in it, and what is not sent stays in the residual as it is without it.
+
+    Parameters
+    ----------
+    ratio : float
+        Kept fraction of coefficients, in (0, 1]; k of a chunk is the nearest integer to ``ratio * side**2``, at
+        least 1.
+    side : int
+        A chunk of ``side**2`` neighbours is transformed as a square. What is left at the end of a bucket is a
+        rectangle, and a row.
+    wire, indices
+        How coefficients travel; see `mpicomp.Sparsifier`.
+
+    Notes
+    -----
+    DeMo is this with a residual that decays and a step along the sign of the mean:
+    ``DistributedOptimizer(torch.optim.Adam(parameters, lr, betas=(0, 0)), ..., compressor="dcttopk",
+    feedback_decay=0.999)``, see docs/updates.md.
+
+    Different from published code: chunks are of the flat bucket, and not of tiles of each matrix; the learning rate is
+    not in the memory, which is the same for a rate that stays as it is, as signs have no scale; messages of all ranks
+    are added in rank order, so that all have the same bits.
+
+    Every rank transforms back by itself, with the matrix product that NumPy has: the mean is the same bits on every
+    rank where they all have the same library on the same kind of processor.
+
+    Examples
+    --------
+    >>> DCTTopK(ratio=32 / 4096).selection.count(2 * 4096)
+    64
+    """
+
+    id: ClassVar[str] = "dcttopk"
+    family: ClassVar[str] = "transform"
+    message: ClassVar[str] = "coefficients"
+    own_algebra: ClassVar[bool] = True
+    paper: ClassVar[str] = "DeMo, Peng et al. 2024, arXiv 2411.19870; chunks of flat buckets, sums in rank order"
+
+    ratio: float = 32 / 4096
+    side: int = 64
+    wire: str | None = field(default=None, kw_only=True)
+    indices: str = field(default="auto", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_least(self.id, "side", self.side, 1)
+        object.__setattr__(self, "ratio", self.selection.ratio)
+
+    @property
+    def selection(self) -> ChunkTopK:
+        """The selection among coefficients."""
+        return _Coefficients(self.ratio, self.side**2, wire=self.wire, indices=self.indices)
+
+    @property
+    def feedback(self) -> bool:
+        """True: coefficients that are not sent are kept in the residual."""
+        return True
+
+    def expected(self, numel: int) -> int:
+        """See `Compressor.expected`."""
+        return self.selection.count(numel)
+
+    def wire_bytes_per_element(self, itemsize: int) -> float:
+        """Return index and value for the kept fraction, in a bucket of 2**20 elements."""
+        return self.selection.wire_bytes_per_element(itemsize)
+
+
+class _Coefficients(ChunkTopK):
+    """The same selection, whose errors name the compressor that it is a part of."""
+
+    id = "dcttopk"
+
+
+@register
+class Transformed(Scheme[DCTTopK]):
+    """Coefficients of a cosine transform, exchanged by a collective for sparse messages.
+
+    The mean of the coefficients is transformed back on every rank.
+
+    Parameters
+    ----------
+    compressor : DCTTopK
+        Knows the size of chunks.
+    inner : Scheme
+        Exchanges selected coefficients.
+    """
+
+    id: ClassVar[str] = "transformed"
+    paper: ClassVar[str] = "the exchange of DeMo, Peng et al. 2024, arXiv 2411.19870, by any sparse collective"
+    messages: ClassVar[str] = "coefficients"
+    intact: ClassVar[bool] = True
+
+    def __init__(self, compressor: DCTTopK, inner: Scheme[ChunkTopK]) -> None:
+        super().__init__(compressor)
+        self._inner = inner
+        self.leaves_out, self.by_value = inner.leaves_out, inner.by_value
+
+    @classmethod
+    def upon(cls, compressor: Compressor) -> Compressor:
+        """Coefficients are selected like elements."""
+        assert isinstance(compressor, DCTTopK)
+        return compressor.selection
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        """Return the rounds of the inner collective; see `Scheme.rounds`."""
+        return self._inner.rounds(numel, dtype, group, step)
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Transform, exchange coefficients, transform back; see `Scheme.exchange`."""
+        numel, dtype, workspace, side = accumulated.numel, accumulated.dtype, context.workspace, self.compressor.side
+        array = accumulated.array()
+        buffer = workspace.array("coefficients", numel + TAIL, dtype)
+        coefficients = buffer[:numel]
+        with np.errstate(over="ignore", invalid="ignore"):
+            _transform(array, side, False, coefficients, workspace)
+        [energy] = numbers(kernels.energy(coefficients))
+        finite = accumulated.finite and (far_from_largest(energy, dtype) or _comes_back_finite(array, side))
+        part = Accumulated.ready(buffer, energy, 0.0, finite, accumulated.stale)
+        result: Result = yield from self._inner.exchange(part, context)
+        if result.problem is not None:
+            return result
+        # What was not delivered is transformed back, and not what was: some collectives move coefficients within a
+        # host, and the residual is to have what is left here.
+        if isinstance(result.sent, Selection):
+            kernels.subtract_at(result.sent.indices, result.sent.values, coefficients)
+        else:
+            np.subtract(coefficients, result.sent, out=coefficients)
+        mean, sent = (workspace.array(f"transformed {name}", numel, dtype) for name in ("mean", "sent"))
+        with np.errstate(over="ignore", invalid="ignore"):
+            _transform(coefficients, side, True, sent, workspace)
+            np.subtract(array, sent, out=sent)
+            _transform(result.mean, side, True, mean, workspace)
+        return Result(
+            mean=mean,
+            sent=sent,
+            energy=result.energy,
+            gain=result.gain,
+            kept=result.kept,
+            nonfinite=result.nonfinite or not is_finite(mean, result.energy, context.group.size),
+            stale=result.stale,
+            thinned=[(0, numel, round(result.kept))],
+        )
+
+
+def _squares(array: NDArray[Any], side: int) -> Iterator[NDArray[Any]]:
+    """Return an array's whole chunks, shape (chunks, side, side), the rectangle behind them, and the row behind it."""
+    start = 0
+    for rows, columns in ((side, side), (array.size % side**2 // side, side), (1, array.size % side)):
+        if rows * columns:
+            count = (array.size - start) // (rows * columns)
+            stop = start + count * rows * columns
+            if count:
+                yield array[start:stop].reshape(count, rows, columns)
+            start = stop
+
+
+def _transform(
+    source: NDArray[np.floating], side: int, back: bool, out: NDArray[np.floating], workspace: Workspace
+) -> None:
+    """Write the orthonormal cosine transform of each chunk, along both of its sides, or the inverse of that."""
+    scratch = workspace.array("transformed rows", source.size, source.dtype)
+    for own, rows, found in zip(*(_squares(array, side) for array in (source, scratch, out)), strict=True):
+        height, width = own.shape[1:]
+        left, right = (here().bring(_cosines(length, own.dtype, back)) for length in (height, width))
+        np.matmul(own.reshape(-1, width), right.T, out=rows.reshape(-1, width))
+        np.matmul(left, rows, out=found)
+
+
+@functools.lru_cache(maxsize=32)
+def _cosines(length: int, dtype: np.dtype[Any], back: bool) -> NDArray[np.floating]:
+    """Return the matrix of the orthonormal DCT-II, or its inverse."""
+    frequencies, places = np.arange(length)[:, None], np.arange(length)
+    matrix = np.sqrt(2 / length) * np.cos(np.pi * (places + 0.5) * frequencies / length)
+    matrix[0] = np.sqrt(1 / length)
+    return np.ascontiguousarray(matrix.T if back else matrix, dtype)
+
+
+def _comes_back_finite(array: NDArray[np.floating], side: int) -> bool:
+    """Return whether no number that is made of a chunk can exceed the largest: none exceeds the chunk's norm."""
+    most = float(np.finfo(array.dtype).max) / 4
+    host = here().to_host(array).astype(np.float64)
+    return all(float(np.sqrt(np.square(own).sum(axis=(1, 2)).max())) < most for own in _squares(host, side))
