@@ -35,7 +35,7 @@ class SharedParameters(Beside):
     settings : dict
         JSON-able, compared among ranks.
     outer : mapping or None
-        Settings of a `torch.optim.SGD` that moves the shared parameters; None moves them by the mean.
+        Settings of a `torch.optim.SGD` that moves the shared parameters, and ``"sign"``; None moves them by the mean.
 
     Attributes
     ----------
@@ -64,7 +64,8 @@ class SharedParameters(Beside):
         self._stream: Stream | None = None
         self._means: dict[str, torch.Tensor] | None = None
         self._lr: float | None = None
-        self._outer_settings = outer
+        self._signs = bool((outer or {}).get("sign"))
+        self._outer_settings = None if outer is None else {name: own for name, own in outer.items() if name != "sign"}
         self._outer: torch.optim.SGD | None = None
         self._outer_state: Mapping[str, Any] | None = None
         self.add(parameters)
@@ -142,7 +143,7 @@ class SharedParameters(Beside):
         assert means is not None
         with torch.no_grad():
             since = {name: self._change(name) for name in self.values}
-            self._move(means)
+            self._move(means, self._lr)
             for name, own in since.items():
                 self._put(name, own.sub_(changes[name]).add_(self.values[name]))
 
@@ -156,7 +157,7 @@ class SharedParameters(Beside):
             changes = {name: self._change(name, in_place=True) for name in self.values}
         means = yield from self._averaged(changes, lr)
         with torch.no_grad():
-            self._move(means)
+            self._move(means, lr)
             self._return()
 
     def _averaged(self, changes: Mapping[str, torch.Tensor], lr: float | None) -> Generator[Asked, Any, Any]:
@@ -256,7 +257,7 @@ class SharedParameters(Beside):
             return own.sub_(shared) if in_place else own.sub(shared)
         return own.to(shared.dtype).sub_(shared.to(own.dtype))  # own ones began as the shared ones, rounded
 
-    def _move(self, means: Mapping[str, torch.Tensor]) -> None:
+    def _move(self, means: Mapping[str, torch.Tensor], lr: Any) -> None:
         """Move the shared parameters by the mean change; they stay where a step that is not finite is left out."""
         record = self.reducer.last_step
         if record is not None and record.skipped:
@@ -274,7 +275,7 @@ class SharedParameters(Beside):
                 self._outer.load_state_dict(dict(self._outer_state))
                 self._outer_state = None
         for name, mean in means.items():
-            self.values[name].grad = mean
+            self.values[name].grad = mean.sign().mul_(lr) if self._signs else mean
         self._outer.step()
         for shared in self.values.values():
             shared.grad = None

@@ -25,7 +25,7 @@ from mpicomp.transport.connect import connect
 from mpicomp.transport.interleave import ProgressThread
 
 _WHO = "UpdateOptimizer"
-_OUTER = ("lr", "momentum", "nesterov", "dampening", "weight_decay")
+_OUTER = ("lr", "momentum", "nesterov", "dampening", "weight_decay", "sign")
 
 
 def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it stands for
@@ -69,8 +69,9 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         See `mpicomp.Reducer`; its steps are exchanges.
     outer : mapping, optional
         ``lr``, ``momentum``, ``nesterov``, ``dampening`` and ``weight_decay`` of a `torch.optim.SGD` that moves the
-        shared parameters along the mean change, as DiLoCo does with a rate of 0.7 and a Nesterov momentum of 0.9. None
-        moves them by the mean.
+        shared parameters along the mean change, as DiLoCo does with a rate of 0.7 and a Nesterov momentum of 0.9. With
+        ``"sign": True`` the mean change counts by its sign alone, times the learning rate of the first group, as in
+        DeMo. None moves them by the mean.
     late : int
         Steps, at most ``every / fragments``, that are made while an exchange is under way: its outcome is taken up
         after them, and what a rank has changed in them it keeps. It costs another copy of the parameters. A thread
@@ -469,8 +470,15 @@ def _check(
         unknown = sorted(set(outer) - set(_OUTER)) if isinstance(outer, Mapping) else [outer]
         if unknown:
             raise ConfigurationError(f"{_WHO}: outer must have some of {', '.join(_OUTER)}, got {unknown[0]!r}")
+        if not isinstance(outer.get("sign", False), bool):
+            raise ConfigurationError(f"{_WHO}: outer['sign'] must be True or False, got {outer['sign']!r}")
+        if outer.get("sign") and outer.get("momentum"):
+            raise ConfigurationError(
+                f"{_WHO}: outer has momentum and takes the sign of changes, which have no scale any more; leave "
+                "momentum out: residuals are one, with feedback_decay"
+            )
         try:
-            torch.optim.SGD([torch.zeros(1)], **outer)
+            torch.optim.SGD([torch.zeros(1)], **{name: own for name, own in outer.items() if name != "sign"})
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"{_WHO}: outer: {error}") from None
     chosen = None if compressor is None else get_compressor(compressor)
