@@ -1,0 +1,349 @@
+"""Gradients or updates, and what brings exchanges of updates closer to dense gradients: ``python studies/updates.py``.
+
+Ranks are simulated in this process, with the library's own exchange among them, and every exchange is tried at the same
+learning rates.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import comparison
+import numpy as np
+import torch
+from mpicomp.bench.measure import results
+from mpicomp.bench.tasks import Task, get_task, list_tasks
+
+import mpicomp
+from mpicomp.cli import run_program
+from mpicomp.cli.options import check_least, check_writable, read_list
+from mpicomp.rounds import dense_ring_bytes
+from mpicomp.torch import UpdateOptimizer
+from mpicomp.transport import LocalWorld
+
+_STUDY = "updates"
+_RANKS = 4
+_KEY = ("task", "arm", "rate", "seed", "steps")
+_BATCHES = 4  # gradients in a row whose mean is squared, in the attempt of that name
+_SELDOM = 20  # steps from one average of second moments to the next, in the attempt of that name
+_TOPK = {"id": "topk", "ratio": 0.01, "wire": "q4"}
+_COLUMNS = {
+    "task": "", "arm": "", "rate": "g", "quality": ".4f", "above": "+.2f", "sent_less": ".0f", "wire_less": ".0f",
+    "seeds": "d",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An exchange, and what is done about second moments.
+
+    Attributes
+    ----------
+    compressor : str or dict
+        Of mpicomp's.
+    updates : bool
+        Whether what ranks' optimizers change is exchanged, in place of gradients.
+    settings : dict
+        Of `mpicomp.torch.UpdateOptimizer`.
+    moments : str
+        ``"own"``: each rank's own; ``"b2"``: with a memory as many times longer as there are ranks; ``"batches"``: of
+        the mean of some gradients in a row; ``"shared"`` and ``"seldom"``: averaged over ranks after each step, or in 8
+        bits now and then; ``"arrived"``: of the mean that arrives.
+    inner : str
+        ``"task"``: the task's optimizer; ``"sgd"``: plain gradient descent.
+    """
+
+    compressor: Any
+    updates: bool = True
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    moments: str = "own"
+    inner: str = "task"
+
+
+ARMS = {
+    "gradients": Arm("dense", updates=False),
+    "gradients-topk": Arm(_TOPK, updates=False),
+    "dense": Arm("dense"),
+    "topk": Arm(_TOPK),
+    "topk-b2": Arm(_TOPK, moments="b2"),
+    "topk-warmup": Arm(_TOPK, settings={"warmup": 30}),
+    "topk-shared": Arm(_TOPK, moments="shared"),
+    "topk-seldom": Arm(_TOPK, moments="seldom"),
+    "topk-batches": Arm(_TOPK, moments="batches"),
+    "topk-arrived": Arm(_TOPK, moments="arrived"),
+    "topk-every-4": Arm(_TOPK | {"ratio": 0.04}, settings={"every": 4}),
+    "topk-every-4-b2": Arm(_TOPK | {"ratio": 0.04}, settings={"every": 4}, moments="b2"),
+    "dense-b2": Arm("dense", moments="b2"),
+    "chunks-b2": Arm(_TOPK | {"id": "chunktopk"}, moments="b2"),
+    "onebit-every-4-b2": Arm("onebit", settings={"every": 4}, moments="b2"),
+    "sparseloco": Arm(
+        {"id": "chunktopk", "ratio": 64 / 4096, "wire": "q2"},
+        settings={"every": 15, "outer": {"lr": 1.0}, "feedback_decay": 0.95},
+    ),
+    "diloco": Arm("dense", settings={"every": 10, "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True}}),
+    "streaming-diloco": Arm(
+        {"id": "qsgd", "bits": 4},
+        settings={
+            "every": 10,
+            "fragments": 3,
+            "late": 1,
+            "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True},
+        },
+    ),
+    "demo": Arm(
+        {"id": "dcttopk"}, settings={"outer": {"sign": True, "lr": 1.0}, "feedback_decay": 0.999}, inner="sgd"
+    ),
+}  # fmt: skip
+"""What can be compared, by name."""
+
+
+class Batches(torch.optim.AdamW):
+    """AdamW whose second moments are of the mean of some gradients in a row, in place of each gradient."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """See `torch.optim.Optimizer.step`."""
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._step(parameter, group, *group["betas"])
+
+    def _step(self, parameter: torch.Tensor, group: dict[str, Any], b1: float, b2: float) -> None:
+        state, gradient = self.state[parameter], parameter.grad
+        if not state:
+            state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            state["last"] = deque(maxlen=_BATCHES)
+        state["step"] += 1
+        state["last"].append(gradient.clone())
+        mean = sum(state["last"]) / len(state["last"])
+        state["exp_avg"].lerp_(gradient, 1 - b1)
+        state["exp_avg_sq"].mul_(b2).addcmul_(mean, mean, value=1 - b2)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        root = (state["exp_avg_sq"] / (1 - b2 ** state["step"])).sqrt_().add_(group["eps"])
+        parameter.addcdiv_(state["exp_avg"] / (1 - b1 ** state["step"]), root, value=-group["lr"])
+
+
+def inner_of(task: Task, model: torch.nn.Module, arm: Arm, rate: float) -> torch.optim.Optimizer:
+    """Return a rank's optimizer, with a multiple of the task's rate."""
+    optimizer = task.optimizer(model)
+    for group in optimizer.param_groups:
+        group["lr"] *= rate
+        if arm.moments == "b2":
+            b1, b2 = group["betas"]
+            group["betas"] = (b1, 1 - (1 - b2) / _RANKS)
+    groups = [
+        {key: group[key] for key in ("params", "lr", "betas", "weight_decay")} for group in optimizer.param_groups
+    ]
+    if arm.moments == "batches":
+        return Batches(groups)
+    if arm.inner == "sgd":
+        return torch.optim.SGD([{"params": group["params"]} for group in groups], lr=groups[0]["lr"])
+    return optimizer
+
+
+class Moments:
+    """Second moments of ranks' optimizers, treated as an arm says, after each step.
+
+    Parameters
+    ----------
+    arm : Arm
+        Says how.
+    optimizers : sequence of torch.optim.Optimizer
+        Of all ranks; already wrapped.
+    shared : callable
+        Returns the shared parameters, in the order of the optimizers'.
+    """
+
+    def __init__(self, arm: Arm, optimizers: Sequence[Any], shared: Callable[[], list[torch.Tensor]]) -> None:
+        self._kind, self._optimizers, self._shared = arm.moments, optimizers, shared
+        self._steps = 0
+        self._before = [own.clone() for own in shared()]
+        self._eight_bits = mpicomp.QSGD(bits=8, rounding="nearest")
+
+    def after(self) -> None:
+        """Treat them after a step."""
+        self._steps += 1
+        if self._kind == "shared" or (self._kind == "seldom" and self._steps % _SELDOM == 0):
+            for states in zip(*map(self._states, self._optimizers), strict=True):
+                roots = [state["exp_avg_sq"].sqrt() for state in states]
+                if self._kind == "seldom":
+                    roots = [self._rounded(root) for root in roots]
+                mean = sum(root.square() for root in roots) / len(roots)
+                for state in states:
+                    state["exp_avg_sq"].copy_(mean)
+        elif self._kind == "arrived":
+            self._take_what_arrived()
+
+    def _take_what_arrived(self) -> None:
+        now = [own.clone() for own in self._shared()]
+        for place, moved in enumerate(new - old for new, old in zip(now, self._before, strict=True)):
+            of_ranks = [self._states(own)[place] for own in self._optimizers]
+            first, group = of_ranks[0], self._optimizers[0].param_groups[0]
+            lr, b2 = max(group["lr"], 1e-12), group["betas"][1]
+            before = first.get("arrived", first["exp_avg_sq"] / (1 - b2))
+            # A change of lr m / sqrt(v) is undone to m.
+            mean = moved * before.sqrt() / lr
+            told = b2 * before + (1 - b2) * mean * mean
+            for state in of_ranks:
+                state["arrived"] = told
+                state["exp_avg_sq"].copy_(told)
+        self._before = now
+
+    def _rounded(self, array: torch.Tensor) -> torch.Tensor:
+        """Return what eight bits an element make of an array."""
+        flat = array.reshape(-1).numpy()
+        message = np.empty(self._eight_bits.packed_bytes(flat.size), np.uint8)
+        sent = np.empty_like(flat)
+        self._eight_bits.pack(flat, message, sent, key=self._steps)
+        return torch.from_numpy(sent).view_as(array)
+
+    @staticmethod
+    def _states(optimizer: Any) -> list[dict[str, Any]]:
+        return [optimizer.state[own] for group in optimizer.param_groups for own in group["params"]]
+
+
+def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
+    """Train a task with simulated ranks; return the row."""
+    arm, task, world = ARMS[arm_name], get_task(task_name, seed), LocalWorld(_RANKS)
+    models = [task.model() for _ in range(_RANKS if arm.updates else 1)]
+    inner = [inner_of(task, model, arm, rate) for model in models]
+    schedules = [task.schedule(own, steps) for own in inner]
+    settings: dict[str, Any] = {"warmup": 0, "seed": seed} | dict(arm.settings)
+    if arm.updates:
+        optimizers = [
+            UpdateOptimizer(own, model.named_parameters(), compressor=arm.compressor, comm=end, **settings)
+            for own, model, end in zip(inner, models, world.transports, strict=True)
+        ]
+        groups = [own for group in optimizers[0].param_groups for own in group["params"]]
+        names = {id(parameter): name for name, parameter in models[0].named_parameters()}
+        moments = Moments(arm, optimizers, lambda: [optimizers[0].shared()[names[id(own)]] for own in groups])
+        reducers = optimizers[0].reducers
+    else:
+        of_ranks = [mpicomp.Reducer(arm.compressor, comm=end, **settings) for end in world.transports]
+        reducers = of_ranks[:1]
+    numel = sum(own.numel() for own in models[0].parameters())
+    sent = wire = 0.0
+    losses, told = [], [-1] * len(reducers)
+    for step in range(steps):
+        gradients, of_step = [], []
+        for rank in range(_RANKS):
+            model = models[rank % len(models)]
+            model.zero_grad()
+            loss = task.loss(model, task.batch(step, rank, _RANKS))
+            loss.backward()  # type: ignore[no-untyped-call]
+            of_step.append(float(loss.detach()))
+            if not arm.updates:
+                own = ((name, parameter.grad) for name, parameter in model.named_parameters())
+                gradients.append({name: grad.numpy().copy() for name, grad in own if grad is not None})
+        losses.append(float(np.mean(of_step)))
+        if arm.updates:
+            for model in models:
+                clip(task, model)
+            world.run([own.rounds() for own in optimizers])
+            if step + 1 == steps and steps % int(settings.get("every", 1)) + int(settings.get("late", 0)):
+                world.run([own.synchronizing() for own in optimizers])
+            moments.after()
+        else:
+            means = world.run([own.rounds(given) for own, given in zip(of_ranks, gradients, strict=True)])
+            for name, parameter in models[0].named_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.numpy()[...] = means[0][name]
+            clip(task, models[0])
+            inner[0].step()
+        for schedule in schedules:
+            if schedule is not None:
+                schedule.step()
+        for place, reducer in enumerate(reducers):
+            record = reducer.last_step
+            if record is not None and record.step != told[place]:
+                told[place] = record.step
+                sent, wire = sent + record.sent_bytes, wire + record.wire_bytes
+    return {
+        "task": task_name, "arm": arm_name, "rate": rate, "seed": seed, "steps": steps,
+        "quality": task.evaluate(models[0]), "sent_less": 4 * numel * steps / sent,
+        "wire_less": dense_ring_bytes(numel, _RANKS) * steps / wire, "losses": losses,
+    }  # fmt: skip
+
+
+def clip(task: Task, model: torch.nn.Module) -> None:
+    """Clip a model's gradients as its task wants it."""
+    if task.clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return, for each task, number of steps and arm, the rate that is best on the average over seeds.
+
+    ``above`` is in percent of the quality of dense gradients at their own best rate, with the same seeds.
+    """
+    means: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for task, steps, arm, rate in dict.fromkeys((row["task"], row["steps"], row["arm"], row["rate"]) for row in rows):
+        own = [row for row in rows if (row["task"], row["steps"], row["arm"], row["rate"]) == (task, steps, arm, rate)]
+        mean = {name: float(np.mean([row[name] for row in own])) for name in ("quality", "sent_less", "wire_less")}
+        seeds = sorted(row["seed"] for row in own)
+        means.setdefault((task, steps, arm), []).append(
+            {"task": task, "arm": arm, "steps": steps, "rate": rate, "seeds": len(seeds), "of": seeds} | mean
+        )
+    best = {}
+    for key, entries in means.items():
+        most = max(entry["seeds"] for entry in entries)
+        sign = 1 if get_task(key[0]).better == "lower" else -1
+        best[key] = min((entry for entry in entries if entry["seeds"] == most), key=lambda e: sign * e["quality"])
+    for (task, steps, _), entry in best.items():
+        base = best.get((task, steps, "gradients"))
+        entry["above"] = 100 * (entry["quality"] / base["quality"] - 1) if base is not None else float("nan")
+    return [{name: own for name, own in entry.items() if name != "of"} for entry in best.values()]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(
+        prog=f"studies/{_STUDY}.py",
+        description="Train with exchanges of gradients and of updates, each at the same learning rates, and print for "
+        "each the quality at its best rate, and how many times fewer bytes it sends than dense gradients.",
+    )
+    parser.add_argument("--task", default="text-gpt", metavar="T[,..]", help=f"{', '.join(list_tasks())} (%(default)s)")
+    parser.add_argument("--arms", default=",".join(ARMS), metavar="A[,..]", help="(%(default)s)")
+    parser.add_argument("--rates", default="1,1.5,2", metavar="X[,..]", help="times the task's rate (%(default)s)")
+    parser.add_argument("--seeds", default="0", metavar="K[,..]", help="(%(default)s)")
+    parser.add_argument("--steps", type=int, metavar="S", help="of a training (those of the task)")
+    parser.add_argument(
+        "--rows", metavar="F.jsonl", help="append each training's row to F; what is there is not run again"
+    )
+    parser.set_defaults(alone=True)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train what is not there yet, and print a table."""
+    if arguments.steps is not None:
+        check_least(_STUDY, "--steps", arguments.steps, 1)
+    arms = comparison.read_arms(_STUDY, "--arms", arguments.arms, list(ARMS))
+    rates = [float(word) for word in read_list(arguments.rates)]
+    seeds = [int(word) for word in read_list(arguments.seeds)]
+    path = None if arguments.rows is None else Path(arguments.rows)
+    if path is not None:
+        check_writable(_STUDY, str(path))
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path is not None and path.exists() else []
+    torch.set_num_threads(1)  # rows of different machines are to have the same bits
+    for task, seed, arm, rate in itertools.product(read_list(arguments.task), seeds, arms, rates):
+        key = (task, arm, rate, seed, arguments.steps or get_task(task).steps)
+        if any(tuple(row[name] for name in _KEY) == key for row in rows):
+            continue
+        rows.append(train(*key))
+        if path is not None:
+            with path.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+        print(f"{task}, seed {seed}, {arm} at {rate:g} times the rate: {rows[-1]['quality']:.4f}", flush=True)
+    results.show(table(rows), _COLUMNS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(parser().parse_args, run))
