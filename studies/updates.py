@@ -31,7 +31,8 @@ _STUDY = "updates"
 _RANKS = 4
 _KEY = ("task", "arm", "rate", "seed", "steps")
 _BATCHES = 4  # gradients in a row whose mean is squared, in the attempt of that name
-_SELDOM = 20  # steps from one average of second moments to the next, in the attempt of that name
+_HELD = 0.5, 100  # share of the steps done, and most steps, from one average of held second moments to the next
+_BURST = 4  # times held second moments, to which a rank's own may grow
 _TOPK = {"id": "topk", "ratio": 0.01, "wire": "q4"}
 _COLUMNS = {
     "task": "", "arm": "", "rate": "g", "quality": ".4f", "above": "+.2f", "sent_less": ".0f", "wire_less": ".0f",
@@ -53,8 +54,8 @@ class Arm:
         Of `mpicomp.torch.UpdateOptimizer`.
     moments : str
         ``"own"``: each rank's own; ``"b2"``: with a memory as many times longer as there are ranks; ``"batches"``: of
-        the mean of some gradients in a row; ``"shared"`` and ``"seldom"``: averaged over ranks after each step, or in 8
-        bits now and then; ``"arrived"``: of the mean that arrives.
+        the mean of some gradients in a row; ``"shared"``: averaged over ranks after each step; ``"held"``: averaged in
+        8 bits now and then, and held in between; ``"arrived"``: of the mean that arrives.
     inner : str
         ``"task"``: the task's optimizer; ``"sgd"``: plain gradient descent.
     """
@@ -74,14 +75,14 @@ ARMS = {
     "topk-b2": Arm(_TOPK, moments="b2"),
     "topk-warmup": Arm(_TOPK, settings={"warmup": 30}),
     "topk-shared": Arm(_TOPK, moments="shared"),
-    "topk-seldom": Arm(_TOPK, moments="seldom"),
+    "topk-held": Arm(_TOPK, moments="held"),
+    "dense-held": Arm("dense", moments="held"),
     "topk-batches": Arm(_TOPK, moments="batches"),
     "topk-arrived": Arm(_TOPK, moments="arrived"),
     "topk-every-4": Arm(_TOPK | {"ratio": 0.04}, settings={"every": 4}),
-    "topk-every-4-b2": Arm(_TOPK | {"ratio": 0.04}, settings={"every": 4}, moments="b2"),
-    "dense-b2": Arm("dense", moments="b2"),
-    "chunks-b2": Arm(_TOPK | {"id": "chunktopk"}, moments="b2"),
-    "onebit-every-4-b2": Arm("onebit", settings={"every": 4}, moments="b2"),
+    "topk-every-4-held": Arm(_TOPK | {"ratio": 0.04}, settings={"every": 4}, moments="held"),
+    "chunks-held": Arm(_TOPK | {"id": "chunktopk"}, moments="held"),
+    "onebit-every-4-held": Arm("onebit", settings={"every": 4}, moments="held"),
     "sparseloco": Arm(
         {"id": "chunktopk", "ratio": 64 / 4096, "wire": "q2"},
         settings={"every": 15, "outer": {"lr": 1.0}, "feedback_decay": 0.95},
@@ -162,23 +163,58 @@ class Moments:
 
     def __init__(self, arm: Arm, optimizers: Sequence[Any], shared: Callable[[], list[torch.Tensor]]) -> None:
         self._kind, self._optimizers, self._shared = arm.moments, optimizers, shared
-        self._steps = 0
+        self._steps = self._since = 0
+        self._next = 1
+        self._squares: list[list[torch.Tensor]] = []  # of each rank, sums of gradients' squares since the last average
+        self._own: list[list[torch.Tensor]] = []  # of each rank, second moments as it would have them by itself
+        self._held: list[torch.Tensor] = []
+        self.bits = 0.0  # an element, that averages have taken
         self._before = [own.clone() for own in shared()]
-        self._eight_bits = mpicomp.QSGD(bits=8, rounding="nearest")
 
     def after(self) -> None:
         """Treat them after a step."""
         self._steps += 1
-        if self._kind == "shared" or (self._kind == "seldom" and self._steps % _SELDOM == 0):
+        if self._kind == "shared":
+            self.bits += 32
             for states in zip(*map(self._states, self._optimizers), strict=True):
-                roots = [state["exp_avg_sq"].sqrt() for state in states]
-                if self._kind == "seldom":
-                    roots = [self._rounded(root) for root in roots]
-                mean = sum(root.square() for root in roots) / len(roots)
+                mean = sum(state["exp_avg_sq"] for state in states) / len(states)
                 for state in states:
                     state["exp_avg_sq"].copy_(mean)
+        elif self._kind == "held":
+            self._hold()
         elif self._kind == "arrived":
             self._take_what_arrived()
+
+    def _hold(self) -> None:
+        """Average what ranks have seen of squares where that is due, and let all of them divide by its root."""
+        gradients = [
+            [own.grad for group in optimizer.param_groups for own in group["params"]] for optimizer in self._optimizers
+        ]
+        if not self._squares:
+            self._squares, self._own = (
+                [[torch.zeros_like(gradient) for gradient in own] for own in gradients] for _ in range(2)
+            )
+        b2 = self._optimizers[0].param_groups[0]["betas"][1]
+        for gradient, total, own in zip(
+            *(sum(lists, []) for lists in (gradients, self._squares, self._own)), strict=True
+        ):
+            total.addcmul_(gradient, gradient)
+            own.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
+        self._since += 1
+        if self._steps == self._next:
+            self.bits += 8
+            self._held = []
+            for sums in zip(*self._squares, strict=True):
+                roots = [self._rounded((total / self._since).sqrt()) for total in sums]
+                self._held.append(sum(root.square() for root in roots) / len(roots))
+                for total in sums:
+                    total.zero_()
+            share, most = _HELD
+            self._since, self._next = 0, self._steps + min(most, max(1, round(share * self._steps)))
+        for optimizer, of_rank in zip(self._optimizers, self._own, strict=True):
+            for state, held, own in zip(self._states(optimizer), self._held, of_rank, strict=True):
+                # A burst, or what was never seen before, is not divided by next to nothing.
+                torch.maximum(held * (1 - b2**self._steps), own / _BURST, out=state["exp_avg_sq"])
 
     def _take_what_arrived(self) -> None:
         now = [own.clone() for own in self._shared()]
@@ -195,13 +231,12 @@ class Moments:
                 state["exp_avg_sq"].copy_(told)
         self._before = now
 
-    def _rounded(self, array: torch.Tensor) -> torch.Tensor:
-        """Return what eight bits an element make of an array."""
-        flat = array.reshape(-1).numpy()
-        message = np.empty(self._eight_bits.packed_bytes(flat.size), np.uint8)
-        sent = np.empty_like(flat)
-        self._eight_bits.pack(flat, message, sent, key=self._steps)
-        return torch.from_numpy(sent).view_as(array)
+    @staticmethod
+    def _rounded(roots: torch.Tensor) -> torch.Tensor:
+        """Return what eight bits an element make of positive numbers: one for each eighth of a power of two."""
+        largest = roots.max().clamp(min=1e-30)
+        codes = torch.log2(roots / largest).mul_(8).round_().clamp_(min=-254)
+        return torch.where(roots > 0, largest * torch.exp2(codes / 8), 0)
 
     @staticmethod
     def _states(optimizer: Any) -> list[dict[str, Any]]:
@@ -264,6 +299,9 @@ def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int) -> 
             if record is not None and record.step != told[place]:
                 told[place] = record.step
                 sent, wire = sent + record.sent_bytes, wire + record.wire_bytes
+    if arm.updates:  # averages of second moments travel as a dense exchange does
+        sent += moments.bits * numel / 8
+        wire += moments.bits / 32 * dense_ring_bytes(numel, _RANKS)
     return {
         "task": task_name, "arm": arm_name, "rate": rate, "seed": seed, "steps": steps,
         "quality": task.evaluate(models[0]), "sent_less": 4 * numel * steps / sent,

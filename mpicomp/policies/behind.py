@@ -20,6 +20,8 @@ _EXPONENT = 1.5
 # for selections twice as much, since what was measured of them differs most: docs/how-auto-decides.md has both.
 _FACTOR = 2.0
 _FACTOR_OF_SELECTIONS = 4.0
+# Share of steps that is lost with every doubling of the steps between exchanges: measured, docs/updates.md has it.
+_LOCAL = 0.03
 _THRESHOLDS = 48  # that are tried, from none to one that hardly anything exceeds; shares in between are interpolated
 _LOW, _HIGH = 0.1, 1e4  # times the smallest and the largest scale
 
@@ -117,6 +119,14 @@ def behind_of_waiting(late: float, signal: float, ranks: int, age: float, normal
     efficiency = 1 / np.sqrt(bursts[0] / (signal + (1 - signal) / ranks)) if normalises else 1.0
     lost = 1 - efficiency * (1 - min(1.0, late / max(age, 1.0)))
     return float(min(_FACTOR * lost, 1.0))
+
+
+def behind_of_local_steps(steps: int) -> float:
+    """Return the share of steps that is lost where ranks make some by themselves from one exchange to the next.
+
+    A rank's steps follow its own gradients, at parameters that leave those of the others until they are averaged.
+    """
+    return float(_LOCAL * np.log2(steps))
 
 
 def _summed_bursts(steps: Array, signals: Array, ranks: int) -> Array:

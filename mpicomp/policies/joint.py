@@ -16,6 +16,7 @@ from mpicomp.compressors import Compressor, Dense, Learner
 from mpicomp.cost import CostModel
 from mpicomp.cost.formulas import ring
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
+from mpicomp.policies.behind import behind_of_local_steps
 from mpicomp.policies.codes import Codes, Rivals, as_late_as
 from mpicomp.policies.elements import Elements, ElementSurvey
 from mpicomp.policies.families import families
@@ -38,6 +39,7 @@ _BITS = 8  # how many times fewer they are than bytes of dense exchange, where a
 _WOKEN_S = 3e-3  # seconds that a thread waits for a core on which another one computes: a slice of Linux' scheduler
 _BESIDES = 15  # steps whose median is the time beside exchanges: something else may come in between
 _WORTH = 0.03  # how much better other plans have to be than those that run
+_REMEMBERED = 8  # exchanges of which the steps between them are known: reports come one or two later
 _PAYS = 0.1  # how much better compressed plans have to be than dense ones, since what is known of harm is not exact
 
 
@@ -55,6 +57,8 @@ class Joint(Policy):
     learnt first are weighed against them (`mpicomp.policies.codes`). Seconds come from the cost model, in the order in
     which buckets become ready. A dynamic programme over what is lost (L-GreCo's, with the end of the last bucket in
     place of bytes) finds the best plans.
+
+    Where ranks exchange what their own steps have changed, the steps between exchanges are chosen, too.
 
     Parameters
     ----------
@@ -107,6 +111,9 @@ class Joint(Policy):
             check_adaptable("auto", self.compressor)
         self.feedback = feedback_of(self.compressor, named.feedback)
         self._normalises = named.normalises
+        self._locals = list(named.local_steps)
+        self._local = self._locals[0]
+        self._following: dict[int, int] = {}  # of the last exchanges, the steps that ranks make after each
         self._compresses = not dense_only
         self._chooses = False  # whether there is anything but dense: not where there is one rank
         self._codes = Codes(codes)
@@ -121,7 +128,7 @@ class Joint(Policy):
         self._together: list[NDArray[np.bool_]] = []  # rows of collectives whose ranks all send the same elements
         self._renewed = False  # whether there are other plans since the last step
         self._reason = "dense until gradients have been looked at"
-        self._age = 0
+        self._age = self._trained = 0  # exchanges, and the steps that ranks have made
         self._forget()
         self._due = False  # whether better plans have to be sought at the next step
         self._beside: deque[float] = deque(maxlen=_BESIDES)  # seconds of steps beside what exchanges add to them
@@ -135,6 +142,11 @@ class Joint(Policy):
     def cost(self) -> CostModel | None:
         """See `Policy.cost`."""
         return self._selector.cost
+
+    @property
+    def local_steps(self) -> int:
+        """See `Policy.local_steps`."""
+        return self._local
 
     @property
     def listens(self) -> bool:
@@ -217,6 +229,9 @@ class Joint(Policy):
         if self._chooses and self._step != self._looked + 1 and self.survey(0) is not None:
             self._looked = self._step
         self._age += 1
+        self._trained += self._following.get(step - 1, 1)
+        self._following = {own: steps for own, steps in self._following.items() if own > step - _REMEMBERED}
+        self._following[step] = self._local
         self._step += 1
         learning = [bucket for bucket in range(len(delivered)) if self._learnt(bucket)]
         self._codes.pass_step(learning)
@@ -243,7 +258,13 @@ class Joint(Policy):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Policy.state_dict`."""
-        return {"age": self._age, "elements": self._known(), "codes": self._codes.state()}
+        return {
+            "age": self._age,
+            "trained": self._trained,
+            "local_steps": self._local,
+            "elements": self._known(),
+            "codes": self._codes.state(),
+        }
 
     def _known(self) -> dict[str, Mapping[str, Any]]:
         """Return what is known of each bucket, by the parameter that it begins with."""
@@ -252,6 +273,9 @@ class Joint(Policy):
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         """See `Policy.load_state_dict`."""
         self._age = int(state.get("age", 0))
+        self._trained = int(state.get("trained", self._age))
+        if state.get("local_steps") in self._locals:
+            self._local = int(state["local_steps"])
         self._due = True
         self._restored = {str(name): own for name, own in state.get("elements", {}).items()}
         if "codes" in state:
@@ -321,18 +345,27 @@ class Joint(Policy):
         apart = ready - last
         self._ready = apart if self._ready is None else self._ready + _SMOOTH * (apart - self._ready)
         if self._before is not None and told.step > self._before[0]:
-            between = (last - self._before[1]) / (told.step - self._before[0])
-            self._beside.append(between - (float(ends[-1]) - last))
+            passed = [self._following.get(step, 1) for step in range(self._before[0], told.step)]
+            between = (last - self._before[1]) - len(passed) * (float(ends[-1]) - last)
+            self._beside.append(between / sum(passed))
         self._before = told.step, last
 
     def _think(self) -> None:
-        """Search for better plans with the current state."""
+        """Search for better plans with the current state, and for the steps that ranks make between exchanges."""
         buckets = range(len(self._shapes))
-        balance = self._balance()
+        balance = self._balance(self._local)
         if balance is None:
             self._allowed = [self._dense_rows(bucket) for bucket in buckets]
             return
         choice = self._best(balance)
+        least = (1 - _WORTH) * balance.worth(choice)
+        # What a step takes beside exchanges has to be known, or there is nothing that fewer of them would save.
+        for steps in self._locals if self._selector.measured and self._beside else ():
+            other = self._balance(steps)
+            if steps != self._local and other is not None:
+                best = self._best(other)
+                if other.worth(best) < least:
+                    self._local, balance, choice, least = steps, other, best, other.worth(best)
         self._allowed = [
             np.flatnonzero(own <= own[row] * (1 + 1e-9)) for own, row in zip(balance.behind, choice, strict=True)
         ]
@@ -343,9 +376,11 @@ class Joint(Policy):
             f"behind by {balance.lost(choice):.2g} of at most {balance.most:.2g} of its steps, {signal:.2g} of the "
             "energy is signal"
         )
+        if len(self._locals) > 1:
+            self._reason += f"; {self._local} steps from one exchange to the next"
 
-    def _balance(self) -> Balance | None:
-        """Weigh all rows by the current state; None where too little is known."""
+    def _balance(self, steps: int) -> Balance | None:
+        """Weigh all rows by the current state, with so many steps to an exchange; None where too little is known."""
         if not self._chooses or not self._is_known:
             return None
         buckets = range(len(self._shapes))
@@ -354,12 +389,14 @@ class Joint(Policy):
         # An optimizer that divides by the root of a mean square moves all elements alike, whatever their scale.
         numel = sum(shape.numel for shape in self._shapes)
         return Balance(
-            behind=[self._behind(bucket) for bucket in buckets],
+            behind=[self._behind(bucket, self._trained / steps) for bucket in buckets],
             seconds=[self._selector.seconds(bucket) for bucket in buckets],
             weights=[shape.numel / numel for shape in self._shapes],
             ready=[0.0] * len(buckets) if self._ready is None else self._ready.tolist(),
             beside=max(0.0, statistics.median(self._beside or [0.0])),
             most=1 - self.fidelity,
+            steps=steps,
+            apart=behind_of_local_steps(steps),
         )
 
     def _best(self, balance: Balance) -> list[int]:
@@ -376,7 +413,7 @@ class Joint(Policy):
 
     def _ask_for_codes(self, transport: Transport) -> Generator[Asked, Any, bool]:
         """Take up a learned code where it pays; return whether one was. Collective, as rounds."""
-        balance, cost = self._balance(), self._selector.cost
+        balance, cost = self._balance(self._local), self._selector.cost
         if balance is None or cost is None or not self._selector.measured:
             return False
         worth = (1 - _PAYS) * balance.worth(self._best(balance))
@@ -390,14 +427,14 @@ class Joint(Policy):
             yield from self._begin(transport)
         return taken
 
-    def _behind(self, bucket: int) -> NDArray[np.float64]:
-        """Return the share of its steps by which each of a bucket's rows makes training fall behind."""
+    def _behind(self, bucket: int, age: float) -> NDArray[np.float64]:
+        """Return the share of its steps by which each of a bucket's rows makes training fall behind, at an age."""
         table, elements, ranks = self._selector.tables[bucket], self._elements[bucket], self._ranks
         of_levels = np.zeros((2, table.kept.size))  # where ranks select apart, and together
         if self._ratios.size:
-            both = elements.behind(self._ladder, ranks, self._age, self.compressor.by_magnitude)
+            both = elements.behind(self._ladder, ranks, age, self.compressor.by_magnitude)
             of_levels[:, : self._ratios.size] = np.tile(both, len(self._wires))
-        whole = [elements.behind_with(place, ranks, self._age) for place in range(len(self._quantisers))]
+        whole = [elements.behind_with(place, ranks, age) for place in range(len(self._quantisers))]
         if self._codes.has(bucket):
             whole += [math.inf, self._behind_with_code(bucket, self._codes.code)]  # one that learns runs when it has to
         of_levels[:, self._ratios.size : self._ratios.size + len(whole)] = whole

@@ -78,6 +78,8 @@ class Named:
         See `mpicomp.Reducer`.
     normalises : bool
         See `mpicomp.Reducer`.
+    local_steps : sequence of int
+        Steps that ranks may make by themselves from one exchange to the next, ascending; the policy chooses among them.
     """
 
     compressor: Compressor | None = None
@@ -85,6 +87,7 @@ class Named:
     feedback: bool | None = None
     cost: CostModel | str | None = None
     normalises: bool = True
+    local_steps: Sequence[int] = (1,)
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,11 @@ class Policy(ABC):
     def cost(self) -> CostModel | None:
         """The cost model that it predicts seconds with; None before the first step, or where it predicts nothing."""
         return None
+
+    @property
+    def local_steps(self) -> int:
+        """Steps that ranks are to make by themselves until the next exchange, the same on all ranks."""
+        return 1
 
     @property
     def listens(self) -> bool:

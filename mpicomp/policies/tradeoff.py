@@ -36,6 +36,10 @@ class Balance:
         Seconds of a step beside what the exchange adds to it.
     most : float
         The largest share of steps that may be lost, at least 0.
+    steps : int
+        That ranks make by themselves from one exchange to the next.
+    apart : float
+        Share of steps that is lost since ranks go apart in these, whatever is exchanged.
     """
 
     behind: Sequence[NDArray[np.float64]]
@@ -44,18 +48,20 @@ class Balance:
     ready: Sequence[float]
     beside: float
     most: float
+    steps: int = 1
+    apart: float = 0.0
 
     def lost(self, choice: Sequence[int]) -> float:
         """Return the share of steps that is lost under a row for every bucket."""
         parts = zip(self.behind, choice, self.weights, strict=True)
-        return float(sum(own[row] * weight for own, row, weight in parts))
+        return self.apart + float(sum(own[row] * weight for own, row, weight in parts))
 
     def worth(self, choice: Sequence[int]) -> float:
         """Return the seconds of what is a step of dense training; the less the better."""
         end = -math.inf
         for own, row, moment in zip(self.seconds, choice, self.ready, strict=True):
             end = max(end, moment) + own[row]
-        return float((self.beside + end) / max(1 - self.lost(choice), _NOTHING))
+        return float((self.steps * self.beside + end) / self.steps / max(1 - self.lost(choice), _NOTHING))
 
     def allows(self, choice: Sequence[int]) -> bool:
         """Return whether a choice loses no more than may be lost, with some slack."""
@@ -67,9 +73,10 @@ class Balance:
         rows = [_undominated(*own, _MORE * self.most) for own in zip(self.behind, self.seconds, strict=True)]
         lost = [own[kept] * weight for own, kept, weight in zip(self.behind, rows, self.weights, strict=True)]
         time = [own[kept] for own, kept in zip(self.seconds, rows, strict=True)]
-        ends, solutions = least_makespan(lost, time, self.ready, self.most, _BINS)
-        shares = np.minimum(np.arange(ends.size) / _BINS, 1.0) * self.most
-        worth = (self.beside + ends) / np.maximum(1 - shares, _NOTHING)
+        most = max(0.0, self.most - self.apart)
+        ends, solutions = least_makespan(lost, time, self.ready, most, _BINS)
+        shares = self.apart + np.minimum(np.arange(ends.size) / _BINS, 1.0) * most
+        worth = (self.steps * self.beside + ends) / np.maximum(1 - shares, _NOTHING)
         choice = solutions.at(int(worth.argmin()))
         return [int(kept[own]) for kept, own in zip(rows, choice, strict=True)]
 

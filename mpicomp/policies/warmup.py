@@ -170,6 +170,11 @@ class WarmUp(Policy):
         return self.then.cost
 
     @property
+    def local_steps(self) -> int:
+        """See `Policy.local_steps`."""
+        return self._active.local_steps
+
+    @property
     def listens(self) -> bool:
         """See `Policy.listens`."""
         return self._planning.listens

@@ -2,7 +2,7 @@
 
 import operator
 import time
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,9 @@ class Reducer:
         Whether an optimizer divides the mean by the root of its mean square, as Adam does. What comes late then comes
         in bursts that make its steps smaller, which ``auto``, and the warning of a compressor that falls behind, take
         into account.
+    local_steps : sequence of int
+        Steps that ranks may make by themselves from one call of `reduce` to the next, ascending, where they exchange
+        what these have changed. With more than one ``policy="auto"`` chooses; see `local_steps`.
 
     Raises
     ------
@@ -125,6 +128,7 @@ class Reducer:
         warmup: int | str | None = None,
         feedback_decay: float = 1.0,
         normalises: bool = True,
+        local_steps: Sequence[int] = (1,),
     ) -> None:
         self._closed = False
         self._owned = not isinstance(comm, Transport)
@@ -143,7 +147,12 @@ class Reducer:
                     "name or configuration"
                 )
             own = None if compressor is None else get_compressor(compressor)
-            named = Named(own, collective, feedback, cost, normalises)
+            if len(local_steps) > 1 and chosen.id != "auto":
+                raise ConfigurationError(
+                    f"reducer: how many steps ranks make between exchanges is chosen by policy='auto', got policy="
+                    f"'{chosen.id}'; name one number of steps"
+                )
+            named = Named(own, collective, feedback, cost, normalises, local_steps)
             before = choose_warmup(warmup, named.compressor, collective, policy, feedback)
             runs = WarmUp(chosen, before) if before else chosen
             runs.adopt(named)
@@ -157,6 +166,7 @@ class Reducer:
                 "bucket_bytes": None if bucket_bytes is None else _whole("bucket_bytes", bucket_bytes, 1),
                 "seed": _whole("seed", seed),
                 "normalises": bool(normalises),
+                "local_steps": list(local_steps),
             }
             decay = settings["feedback_decay"] = _decay(feedback_decay)
             if decay != 1 and not chosen.feedback:
@@ -196,6 +206,11 @@ class Reducer:
     def cost(self) -> CostModel | None:
         """The cost model of links, operations and kernels; None before the first step or where nothing is predicted."""
         return self._core.policy.cost
+
+    @property
+    def local_steps(self) -> int:
+        """Steps that ranks are to make by themselves until they call `reduce` again; the same on all ranks."""
+        return self._core.policy.local_steps
 
     @property
     def transport(self) -> Transport:

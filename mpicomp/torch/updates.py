@@ -25,13 +25,15 @@ from mpicomp.transport.connect import connect
 from mpicomp.transport.interleave import ProgressThread
 
 _WHO = "UpdateOptimizer"
+AUTO = "auto"
+_LOCAL_STEPS = (1, 2, 4, 8, 16)  # that "auto" chooses from: with more, what they harm is not known well enough
 _OUTER = ("lr", "momentum", "nesterov", "dampening", "weight_decay", "sign")
 
 
 def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it stands for
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]],
-    every: int = 1,
+    every: int | str = 1,
     compressor: Compressor | str | Mapping[str, Any] | None = None,
     collective: str = "auto",
     policy: Policy | str | Mapping[str, Any] | None = None,
@@ -63,8 +65,9 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     named_parameters : iterable of (str, torch.Tensor)
         ``model.named_parameters()``: every parameter of the optimizer that requires a gradient has to be among
         them. One that is frozen later goes on taking part, with a change of zero.
-    every : int
-        Steps from one exchange to the next.
+    every : int or "auto"
+        Steps from one exchange to the next. With ``"auto"`` the joint choice begins with one and takes more, up to 16,
+        where the seconds that are measured say that they bring training further in the same time.
     compressor, collective, policy, feedback, feedback_decay, comm, warmup
         See `mpicomp.Reducer`; its steps are exchanges.
     outer : mapping, optional
@@ -149,6 +152,8 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         own = {"every": every, "outer": None if outer is None else dict(outer), "late": late, "fragments": fragments}
         policies = [policy] if fragments == 1 else [_copy_of(policy) for _ in range(fragments)]
         settings |= {"warmup": warmup, "feedback_decay": feedback_decay, "normalises": False}
+        if every == AUTO:
+            settings["local_steps"] = _LOCAL_STEPS
         parts = [
             SharedParameters(
                 Reducer(chosen, collective, of_part, feedback, nonfinite, transport, **settings), part, own, outer
@@ -165,7 +170,8 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     wrapped = wrap(optimizer, _Updating, "Updating")
     wrapped._mpicomp_names = {id(parameter): name for name, parameter in named}
     wrapped._mpicomp_steps = 0
-    wrapped._mpicomp_every, wrapped._mpicomp_late = every, late
+    wrapped._mpicomp_chooses = every == AUTO
+    wrapped._mpicomp_every, wrapped._mpicomp_late = 1 if every == AUTO else every, late
     wrapped._mpicomp_parts = parts
     wrapped._mpicomp_thread = thread
     wrapped._mpicomp_skips = nonfinite == "skip"
@@ -182,6 +188,7 @@ class _Updating(Wrapped):
     param_groups: list[dict[str, Any]]
     _mpicomp_names: dict[int, str]
     _mpicomp_steps: int
+    _mpicomp_chooses: bool  # whether the policy says how many steps there are to an exchange
     _mpicomp_every: int
     _mpicomp_late: int
     _mpicomp_parts: list[SharedParameters]
@@ -271,7 +278,8 @@ class _Updating(Wrapped):
             if part.under_way:
                 part.finish()
         for part in self._mpicomp_parts:
-            yield from part.exchange_now(self._mpicomp_lr())
+            if not part.fresh:
+                yield from part.exchange_now(self._mpicomp_lr())
 
     def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Take over what a script has written to parameters, and hide gradients that are not finite."""
@@ -343,6 +351,8 @@ class _Updating(Wrapped):
         for part, age in zip(self._mpicomp_parts, ages, strict=True):
             if age == 0:
                 yield from part.start(lr, self._mpicomp_thread) if late else part.exchange_now(lr)
+        if self._mpicomp_chooses and ages == [0]:
+            self._mpicomp_steps, self._mpicomp_every = 0, self.reducer.local_steps
 
     def _mpicomp_meet(self, joined: "_Joined") -> Generator[Asked, Any, None]:
         """Find out which ranks have had batches since the last exchange. As rounds."""
@@ -384,7 +394,11 @@ class _Updating(Wrapped):
                 f"{_WHO}: an exchange is under way; call synchronize() on all ranks before state_dict()"
             )
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        own = {"steps": self._mpicomp_steps, "parts": [part.state_dict() for part in self._mpicomp_parts]}
+        own = {
+            "steps": self._mpicomp_steps,
+            "every": self._mpicomp_every,
+            "parts": [part.state_dict() for part in self._mpicomp_parts],
+        }
         return state | {"mpicomp": own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -409,6 +423,8 @@ class _Updating(Wrapped):
             for part, own in zip(self._mpicomp_parts, kept["parts"], strict=True):
                 part.load_state_dict(own)
             self._mpicomp_steps = int(kept["steps"])
+            if self._mpicomp_chooses:
+                self._mpicomp_every = int(kept["every"])
 
     def close(self) -> None:
         """Release its MPI resources. It waits for nobody; a second call does nothing."""
@@ -444,7 +460,7 @@ class _Joined:
 def _check(
     optimizer: Any,
     named_parameters: Iterable[tuple[str, torch.Tensor]],
-    every: int,
+    every: int | str,
     compressor: Compressor | str | Mapping[str, Any] | None,
     outer: Mapping[str, Any] | None,
     late: int,
@@ -456,14 +472,22 @@ def _check(
     closed = isinstance(optimizer, _Updating) and optimizer._mpicomp_closed
     if isinstance(optimizer, Exchanging | Wrapped) and not closed:
         raise ConfigurationError(f"{_WHO}: {type(optimizer).__name__} exchanges already; pass a plain optimizer")
-    for name, value, least in (("every", every, 1), ("late", late, 0), ("fragments", fragments, 1)):
+    if every == AUTO and (late or fragments != 1):
+        raise ConfigurationError(
+            f"{_WHO}: every='{AUTO}' chooses anew after each exchange, which late and fragments are fractions of; "
+            "name a number, or leave them out"
+        )
+    most = 1 if isinstance(every, str) else every
+    if isinstance(every, str) and every != AUTO:
+        raise ConfigurationError(f"{_WHO}: every must be a whole number of at least 1, or '{AUTO}', got {every!r}")
+    for name, value, least in (("every", most, 1), ("late", late, 0), ("fragments", fragments, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigurationError(f"{_WHO}: {name} must be a whole number of at least {least}, got {value!r}")
-    if fragments > every:
-        raise ConfigurationError(f"{_WHO}: fragments must be at most every={every}, got {fragments}")
-    if late > every // fragments:
+    if fragments > most:
+        raise ConfigurationError(f"{_WHO}: fragments must be at most every={most}, got {fragments}")
+    if late > most // fragments:
         raise ConfigurationError(
-            f"{_WHO}: late must be at most every // fragments = {every // fragments}, so that one exchange ends before "
+            f"{_WHO}: late must be at most every // fragments = {most // fragments}, so that one exchange ends before "
             f"the next begins, got {late}"
         )
     if outer is not None:
