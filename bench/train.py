@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from mpicomp.policies.warmup import read_warmup
 from mpicomp.reducer import StepRecord
 from mpicomp.rounds import Round, dense_ring_bytes
 from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters
+from mpicomp.torch.updates import AUTO
 from mpicomp.transport import Transport
 
 PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
@@ -79,8 +80,8 @@ class Settings:
 
     @property
     def every(self) -> int:
-        """Steps from one exchange to the next."""
-        return 1 if self.updates is None else int(self.updates["every"])
+        """Steps from one exchange to the next, at first."""
+        return 1 if self.updates is None or self.updates["every"] == AUTO else int(self.updates["every"])
 
     @property
     def adapts(self) -> bool:
@@ -127,8 +128,8 @@ class Outcome:
     delay : float or None
         Exchanges by which gradients, or updates, were late in the second half of the run; see `Choices.delay`. None
         without error feedback, where what is left out does not come later.
-    every : int
-        Steps from one exchange to the next. Seconds of steps are means over that many.
+    every : float
+        Steps from one exchange to the next, on the average. Seconds of steps are means over those of an exchange.
     """
 
     quality: float
@@ -157,7 +158,7 @@ class Outcome:
     layers: list[Layer]
     correlations: Correlations | None = None
     delay: float | None = None
-    every: int = 1
+    every: float = 1.0
 
 
 @dataclass
@@ -169,10 +170,12 @@ class _Timings:
     def add(self, seconds: float, phases: Mapping[str, float], choosing_s: float) -> None:
         self.rows.append([seconds, *(phases[name] for name in PHASES), choosing_s])
 
-    def of_slowest(self, transport: Transport, every: int) -> NDArray[np.float64]:
-        """Return every step's row of the rank that was slowest in it, as means over so many steps. Collective."""
+    def of_slowest(self, transport: Transport, ends: Sequence[int]) -> NDArray[np.float64]:
+        """Return every step's row of the rank that was slowest in it, as means over the steps between ends. Collective.
+
+        Steps behind the last end are left out.
+        """
         everyones = _gather(transport, np.array(self.rows, np.float64))
-        ends = np.arange(every, everyones.shape[1] + 1, every) if every <= everyones.shape[1] else [everyones.shape[1]]
         sums = np.cumsum(everyones, axis=1)[:, np.array(ends) - 1]
         means = np.diff(sums, axis=1, prepend=0.0) / np.diff(ends, prepend=0)[None, :, None]
         slowest = means[:, :, 0].argmax(axis=0)
@@ -234,6 +237,7 @@ def train(
     sent = wire = dense_wire = 0.0
     gains = []
     collectives: dict[str, None] = {}
+    ends: list[int] = []  # steps that had been made when something was exchanged
     with progress.over(settings.steps):
         for step in range(settings.steps):
             loss, seconds, phases, record = _step(
@@ -242,13 +246,14 @@ def train(
             timings.add(seconds, phases, record.choosing_s)
             sent += record.sent_bytes
             wire += record.wire_bytes
-            dense_wire += record.dense_wire_bytes if every == 1 else dense_ring_bytes(numel, group.size)
+            dense_wire += record.dense_wire_bytes if settings.updates is None else dense_ring_bytes(numel, group.size)
             once_bytes += round(record.once_wire_bytes)
             gains += [bucket.gain for bucket in record.buckets if bucket.gain is not None]
             if step >= warmup_steps:
                 collectives |= dict.fromkeys(bucket.collective for bucket in record.buckets)
             if record.buckets:
                 choices.add(record)
+                ends.append(step + 1)
             quality = None
             if settings.evaluate_every and (step + 1) % settings.evaluate_every == 0:
                 quality = _quality(task, model, transport, task.glance)
@@ -258,16 +263,17 @@ def train(
             )
             progress.step(step, loss, seconds, record, quality)
 
-    if settings.steps % every:
+    if settings.updates is not None:
         optimizer.synchronize()
     _check_replicas(model, transport)
     skipped = min(5, settings.steps // 4)  # the first steps compile, agree and grow buffers
-    of_slowest = timings.of_slowest(transport, every)
+    of_slowest = timings.of_slowest(transport, ends or [settings.steps])
     half = max(settings.steps // 2, warmup_steps if warmup_steps < settings.steps else 0)
     late = max(skipped, half) if settings.changes else skipped
-    late_plans = choices.plans(half // every)
+    before_half = sum(end <= half for end in ends)
+    late_plans = choices.plans(before_half)
     reducer = optimizer.reducer
-    delay = choices.delay(half // every)
+    delay = choices.delay(before_half)
     if not reducer.feedback and delay != 0:
         delay = None
     if settings.adapts:
@@ -319,7 +325,7 @@ def train(
         layers=layers,
         correlations=correlations,
         delay=delay,
-        every=every,
+        every=settings.steps / max(1, len(ends)),
     )
 
 

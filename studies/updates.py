@@ -107,7 +107,7 @@ ARMS = {
 class Batches(torch.optim.AdamW):
     """AdamW whose second moments are of the mean of some gradients in a row, in place of each gradient."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See `torch.optim.Optimizer.step`."""
         with torch.no_grad():
             for group in self.param_groups:
@@ -117,6 +117,7 @@ class Batches(torch.optim.AdamW):
 
     def _step(self, parameter: torch.Tensor, group: dict[str, Any], b1: float, b2: float) -> None:
         state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
         if not state:
             state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
             state["last"] = deque(maxlen=_BATCHES)
@@ -195,18 +196,17 @@ class Moments:
                 [[torch.zeros_like(gradient) for gradient in own] for own in gradients] for _ in range(2)
             )
         b2 = self._optimizers[0].param_groups[0]["betas"][1]
-        for gradient, total, own in zip(
-            *(sum(lists, []) for lists in (gradients, self._squares, self._own)), strict=True
-        ):
-            total.addcmul_(gradient, gradient)
-            own.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
+        for of_rank, totals, owns in zip(gradients, self._squares, self._own, strict=True):
+            for gradient, total, own in zip(of_rank, totals, owns, strict=True):
+                total.addcmul_(gradient, gradient)
+                own.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
         self._since += 1
         if self._steps == self._next:
             self.bits += 8
             self._held = []
             for sums in zip(*self._squares, strict=True):
                 roots = [self._rounded((total / self._since).sqrt()) for total in sums]
-                self._held.append(sum(root.square() for root in roots) / len(roots))
+                self._held.append(torch.stack(roots).square().mean(dim=0))
                 for total in sums:
                     total.zero_()
             share, most = _HELD

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="gradients (default), or updates: ranks step by themselves and exchange what that has changed; as JSON "
         """with settings of UpdateOptimizer, such as '{"id": "updates", "outer": {"lr": 0.7, "momentum": 0.9}}'""",
     )
-    parser.add_argument("--every", type=int, metavar="H", help="steps from one exchange of updates to the next (1)")
+    parser.add_argument("--every", metavar="H", help="steps from one exchange of updates to the next, or 'auto' (1)")
     parser.add_argument(
         "--lr-scale",
         type=float,
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"train: --lr-scale must be a number above 0, got {arguments.lr_scale}")
     compressor = _compressor(arguments)
     updates = _updates(arguments)
-    every = 1 if updates is None else updates["every"]
+    every = 1 if updates is None or updates["every"] == "auto" else updates["every"]
     policy = _policy(arguments, compressor) if arguments.replay is None else _replay(arguments)
     warmup = choose_warmup(arguments.warmup, compressor, arguments.collective, arguments.policy)
     launch = launcher.detect()
@@ -155,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
     if first:
         what = "chosen by mpicomp" if compressor is None else repr(compressor)
         what += f", warmup {warmup}" if warmup else ""
-        what += "" if updates is None else ", updates" + (f" every {every} steps" if every > 1 else "")
+        what += "" if updates is None else ", updates" + _every(updates["every"])
         print(f"{task.name}: {steps} steps on {group.size} ranks, policy {policy.id}, compressor {what}", flush=True)
     with MetricsWriter(arguments.metrics if first else None) as metrics:
         outcome = train(task, settings, transport, Progress(first), metrics, device)
@@ -207,9 +207,21 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
             f"train: --exchange: updates have no setting '{unknown[0]}'; known: every, outer, late, fragments, "
             "feedback_decay"
         )
-    if arguments.every is not None:
-        config["every"] = arguments.every
-    return {"every": check_least("train", "--every", config.pop("every", 1)), **config}
+    every = config.pop("every", 1) if arguments.every is None else arguments.every
+    if every != "auto":
+        try:
+            every = int(every)
+        except ValueError:
+            raise ConfigurationError(f"train: --every must be a number of steps or 'auto', got '{every}'") from None
+        check_least("train", "--every", every)
+    return {"every": every, **config}
+
+
+def _every(steps: int | str) -> str:
+    """Return what is said of the steps between exchanges; nothing where there is one."""
+    if steps == "auto":
+        return " after a number of steps that is chosen"
+    return f" every {steps} steps" if steps != 1 else ""
 
 
 def _policy(arguments: argparse.Namespace, compressor: "Compressor | None") -> "Policy":

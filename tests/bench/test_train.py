@@ -315,6 +315,10 @@ def test_updates_are_exchanged_in_place_of_gradients(mpiexec, tmp_path, argument
         (["--task", "digits", "--every", "2"], "--every says nothing; name --exchange updates"),
         slow(["--task", "digits", "--exchange", "update"], "unknown name 'update'; did you mean 'updates'"),
         slow(["--task", "digits", "--exchange", "updates", "--every", "0"], "--every must be at least 1, got 0"),
+        slow(
+            ["--task", "digits", "--exchange", "updates", "--every", "often"],
+            "a number of steps or 'auto', got 'often'",
+        ),
         slow(["--task", "digits", "--exchange", '{"id": "updates", "outr": 1}'], "updates have no setting 'outr'"),
         slow(["--task", "digits", "--exchange", '{"id": "updates", "late": 2}'], "late must be at most"),
         slow(["--task", "digits", "--exchange", "updates", "--replay", "m.jsonl"], "leave --exchange updates out"),

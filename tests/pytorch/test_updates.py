@@ -7,6 +7,7 @@ import numpy as np
 import oracle
 import pytest
 import scipy.fft
+from networks import Link
 
 import mpicomp
 from mpicomp.checkpoint import load_rounds, save_rounds
@@ -317,6 +318,73 @@ def test_an_outcome_that_comes_late(every, late):
     np.testing.assert_allclose(ranks.values()[0], expected, rtol=1e-9, atol=1e-12)
 
 
+def chosen_steps(rate, compute_s, steps=240):
+    """Run some steps, each of which takes a rank so long, on links of a rate; return the steps between exchanges."""
+    world = LocalWorld(4, True, 4, Link(50e-6, rate))
+    torch.manual_seed(0)
+    start, truth = torch.nn.Linear(64, 64, bias=False), torch.randn(64, 64)
+    models = [copy.deepcopy(start) for _ in range(4)]
+    optimizers = [
+        mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), every="auto", comm=end)
+        for model, end in zip(models, world.transports, strict=True)
+    ]
+    seen, since = [], 0
+    for number in range(steps):
+        for rank, (model, optimizer, end) in enumerate(zip(models, optimizers, world.transports, strict=True)):
+            optimizer.zero_grad()
+            inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * number + rank))
+            (model(inputs) - inputs @ truth).square().mean().backward()
+            end.seconds += compute_s
+        every = {optimizer.every for optimizer in optimizers}
+        assert len(every) == 1  # all ranks choose the same
+        world.run([optimizer.rounds() for optimizer in optimizers])
+        since += 1
+        if since == every.pop():
+            assert len({bits(model) for model in models}) == 1
+            seen.append(since)
+            since = 0
+    return seen
+
+
+def test_steps_to_an_exchange_are_chosen_where_they_pay():
+    slow, fast = chosen_steps(rate=2e6, compute_s=0.01), chosen_steps(rate=1e10, compute_s=0.1)
+    assert slow[0] == 1  # until something is known
+    assert slow[-1] > 1
+    assert set(fast) == {1}
+
+
+def test_a_chosen_number_of_steps_is_resumed():
+    def make():
+        world = LocalWorld(2, True, 2, Link(50e-6, 2e6))
+        models = [network() for _ in range(2)]
+        own = [
+            mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), every="auto", comm=end)
+            for model, end in zip(models, world.transports, strict=True)
+        ]
+        return world, models, own
+
+    world, models, optimizers = make()
+    optimizers[0]._mpicomp_every = optimizers[1]._mpicomp_every = 4
+    for number in range(2):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, rank, number).backward()
+        world.run([optimizer.rounds() for optimizer in optimizers])
+    again, models_again, optimizers_again = make()
+    for here, there, own, other in zip(models, models_again, optimizers, optimizers_again, strict=True):
+        there.load_state_dict(here.state_dict())
+        other.load_state_dict(copy.deepcopy(own.state_dict()))
+    assert [own.every for own in optimizers_again] == [4, 4]
+    same = []
+    for number in range(2, 4):
+        for rank, (model, optimizer) in enumerate(zip(models_again, optimizers_again, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, rank, number).backward()
+        again.run([optimizer.rounds() for optimizer in optimizers_again])
+        same.append(bits(models_again[0]) == bits(models_again[1]))
+    assert same == [False, True]
+
+
 def test_fragments_are_exchanged_at_different_steps():
     ranks = Ranks(2, compressor="dense", every=4, fragments=2)
     first, second = (set(own.values) for own in ranks.optimizers[0]._mpicomp_parts)
@@ -577,6 +645,9 @@ def test_added_groups_and_schedulers():
         ({"late": 2}, r"late must be at most every // fragments = 1"),
         ({"fragments": 2}, "fragments must be at most every=1, got 2"),
         ({"fragments": 5, "every": 8}, "fragments must be at most 4, as many as parameters"),
+        ({"every": "often"}, "every must be a whole number of at least 1, or 'auto', got 'often'"),
+        ({"every": "auto", "late": 1}, "every='auto' chooses anew after each exchange"),
+        ({"every": "auto", "compressor": "topk"}, "is chosen by policy='auto', got policy='static'"),
         ({"outer": {"rate": 1}}, "outer must have some of lr, momentum"),
         ({"outer": {"sign": 1.0}}, r"outer\['sign'\] must be True or False, got 1.0"),
         ({"outer": {"sign": True, "momentum": 0.9}}, "outer has momentum and takes the sign of changes"),
