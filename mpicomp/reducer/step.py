@@ -149,7 +149,11 @@ class Step:
                 return {}
             asked = self._asked
         group = core.transport.group
-        finite = (yield from core.outside.count(self._beside.exchange(), group)) and finite
+        try:
+            finite = (yield from core.outside.count(self._beside.exchange(), group)) and finite
+        except MpicompError:
+            self._forget()
+            raise
         used = yield from core.outside.count(self._used(), group)
         core.count += 1
         core.last_step = record

@@ -16,7 +16,7 @@ from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside, Given
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Asked, Group
-from mpicomp.torch.comparing import check_same, share
+from mpicomp.torch.comparing import Fingerprint, check_same, share
 from mpicomp.torch.overlap import overlap_thread
 from mpicomp.torch.sparse_gradients import as_sparse, mean_of_sparse
 from mpicomp.transport.base import Value
@@ -41,6 +41,8 @@ class Gradients(Beside):
         Whether buckets are exchanged while backward goes on, see `overlap_thread`.
     loss_scale : callable, optional
         Gives what the loss, and with it every gradient, is multiplied by.
+    compare_every : int
+        See `Fingerprint`.
 
     Attributes
     ----------
@@ -58,6 +60,7 @@ class Gradients(Beside):
         parameters: Mapping[str, torch.Tensor],
         overlap: bool | None = None,
         loss_scale: Callable[[], float] | None = None,
+        compare_every: int = 0,
     ) -> None:
         self.averaged = False
         self.closed = False
@@ -65,6 +68,7 @@ class Gradients(Beside):
         self._parameters = dict(reversed(list(parameters.items())))
         self._known = {id(parameter) for parameter in parameters.values()}
         self._loss_scale = loss_scale
+        self._fingerprint = Fingerprint(compare_every)
         self._rows: set[str] = set()
         self._rows_means: dict[str, tuple[NDArray[np.int64], NDArray[np.floating]] | None] = {}
         self._agreed: list[str] | None = None  # names that all ranks have compared
@@ -258,7 +262,7 @@ class Gradients(Beside):
             Described(name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
             for name, parameter in own.items()
         ]
-        settings = {"join()": self.joined} | (self._settings or {})
+        settings = {"compare_every": self._fingerprint.every, "join()": self.joined} | (self._settings or {})
         yield from agree(Signature(settings, members), self._problem, self.group, "DistributedOptimizer")
         if self._meeting:
             return None
@@ -272,7 +276,8 @@ class Gradients(Beside):
         return self._given(own)
 
     def exchange(self) -> Generator[Asked, Any, bool]:
-        """See `Beside.exchange`: rows of sparse gradients."""
+        """See `Beside.exchange`: rows of sparse gradients. Parameters are compared first, now and then."""
+        yield from self._fingerprint.look(self._own(), self.group, "DistributedOptimizer")
         self._rows_means = {}
         for name, parameter in self._own().items():
             if name in self._rows:

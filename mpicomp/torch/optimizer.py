@@ -13,6 +13,7 @@ from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
 from mpicomp.reducer.layout import LARGE_BUCKET
+from mpicomp.torch.comparing import COMPARE_EVERY, check_every
 from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.gradients import Gradients
 from mpicomp.torch.join import Join, follow
@@ -38,6 +39,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     scaler: torch.amp.GradScaler | None = None,
     bucket_bytes: int | None = None,
     warmup: int | str | None = None,
+    compare_every: int = COMPARE_EVERY,
     **settings: Any,
 ) -> Any:
     """Make an optimizer average its gradients over the ranks, compressed, before every step.
@@ -71,6 +73,8 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         See `mpicomp.Reducer`. None leaves it to mpicomp where that chooses the exchange too. Else it takes 32 MiB where
         elements are selected, since such an exchange is mostly cost that does not grow with a bucket, and 8 MiB
         elsewhere, so that the exchange begins early in backward.
+    compare_every : int
+        Steps from one comparison of the ranks' parameters to the next, bit for bit; 0 compares at the first step alone.
     **settings
         Further settings of `mpicomp.Reducer`.
 
@@ -91,7 +95,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     ConfigurationError
         For an optimizer or parameters that cannot be served.
     DisagreementError
-        At the first step, where parameters have other values on some rank.
+        At the first step, and every ``compare_every`` steps, where parameters have other values on some rank.
 
     Examples
     --------
@@ -113,7 +117,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     transport = connect(comm)
     try:
         named, parameters, chosen = together(
-            lambda: _check(optimizer, named_parameters, compressor), transport, "DistributedOptimizer"
+            lambda: _check(optimizer, named_parameters, compressor, compare_every), transport, "DistributedOptimizer"
         )
         if scaler is not None:
             nonfinite = "skip"
@@ -126,7 +130,8 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         if transport is not comm:
             transport.close()
         raise
-    gradients = Gradients(reducer, parameters, overlap, None if scaler is None else scaler.get_scale)
+    loss_scale = None if scaler is None else scaler.get_scale
+    gradients = Gradients(reducer, parameters, overlap, loss_scale, compare_every)
     if isinstance(optimizer, Wrapped):
         unwrap(optimizer)
     wrapped = wrap(optimizer, _Distributed, "Distributed")
@@ -347,6 +352,7 @@ def _check(
     optimizer: Any,
     named_parameters: Iterable[tuple[str, torch.Tensor]],
     compressor: Compressor | str | Mapping[str, Any] | None,
+    compare_every: int,
 ) -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
     """Refuse settings that cannot be served; return names, the optimizer's parameters by name, and the compressor."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -362,6 +368,7 @@ def _check(
         raise ConfigurationError(
             "DistributedOptimizer: LBFGS asks for gradients many times in a step and cannot be served; use SGD or Adam"
         )
+    check_every("DistributedOptimizer", compare_every)
     chosen = None if compressor is None else get_compressor(compressor)
     own = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
     if chosen is not None and chosen.entry.momentum and own:

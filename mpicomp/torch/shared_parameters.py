@@ -12,7 +12,7 @@ from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside, Given
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Asked
-from mpicomp.torch.comparing import check_same
+from mpicomp.torch.comparing import Fingerprint, check_same
 from mpicomp.transport.interleave import ProgressThread
 
 _LOOKED_AT = 64  # elements of a parameter that are compared where torch says that nothing was written to it
@@ -37,6 +37,9 @@ class SharedParameters(Beside):
     outer : mapping or None
         Settings of a `torch.optim.SGD` that moves the shared parameters, and ``"sign"``; None moves them by the mean.
 
+    compare_every : int
+        See `mpicomp.torch.comparing.Fingerprint`.
+
     Attributes
     ----------
     fresh : bool
@@ -51,7 +54,9 @@ class SharedParameters(Beside):
         parameters: Mapping[str, torch.Tensor],
         settings: dict[str, Any],
         outer: Mapping[str, Any] | None,
+        compare_every: int = 0,
     ) -> None:
+        self._fingerprint = Fingerprint(compare_every)
         self.fresh = True
         self.values: dict[str, torch.Tensor] = {}
         self.reducer = reducer
@@ -203,6 +208,11 @@ class SharedParameters(Beside):
         )
         self._compared = True
         return given
+
+    def exchange(self) -> Generator[Asked, Any, bool]:
+        """See `Beside.exchange`: the shared parameters are compared now and then."""
+        yield from self._fingerprint.look(self.values, self.reducer.transport.group, _WHO)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shared parameters and the states of the reducer and of the outer optimizer, on this rank."""

@@ -14,7 +14,7 @@ from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
 from mpicomp.rounds import Asked
-from mpicomp.torch.comparing import share
+from mpicomp.torch.comparing import COMPARE_EVERY, check_every, share
 from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.named import names_of_group, parameters_of
 from mpicomp.torch.overlap import overlap_thread
@@ -46,6 +46,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     nonfinite: str = "raise",
     comm: Any = None,
     warmup: int | str | None = None,
+    compare_every: int = COMPARE_EVERY,
     **settings: Any,
 ) -> Any:
     """Make ranks exchange what their optimizers have changed, compressed, in place of gradients.
@@ -84,6 +85,9 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     nonfinite : {"raise", "skip", "pass"}
         Of changes that are not finite on some rank; see `mpicomp.Reducer`. With ``"skip"`` a rank leaves out its own
         step where its gradients are not, so that no NaN enters its optimizer.
+    compare_every : int
+        Exchanges from one comparison of the ranks' shared parameters to the next, bit for bit; 0 compares them only
+        at the first and where a script has written to parameters.
     **settings
         Further settings of `mpicomp.Reducer`.
 
@@ -147,16 +151,28 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     transport = connect(comm)
     try:
         named, parameters, chosen = together(
-            lambda: _check(optimizer, named_parameters, every, compressor, outer, late, fragments), transport, _WHO
+            lambda: _check(optimizer, named_parameters, every, compressor, outer, late, fragments, compare_every),
+            transport,
+            _WHO,
         )
-        own = {"every": every, "outer": None if outer is None else dict(outer), "late": late, "fragments": fragments}
+        own = {
+            "every": every,
+            "outer": None if outer is None else dict(outer),
+            "late": late,
+            "fragments": fragments,
+            "compare_every": compare_every,
+        }
         policies = [policy] if fragments == 1 else [_copy_of(policy) for _ in range(fragments)]
         settings |= {"warmup": warmup, "feedback_decay": feedback_decay, "normalises": False}
         if every == AUTO:
             settings["local_steps"] = _LOCAL_STEPS
         parts = [
             SharedParameters(
-                Reducer(chosen, collective, of_part, feedback, nonfinite, transport, **settings), part, own, outer
+                Reducer(chosen, collective, of_part, feedback, nonfinite, transport, **settings),
+                part,
+                own,
+                outer,
+                compare_every,
             )
             for part, of_part in zip(_cut(parameters, fragments), policies, strict=True)
         ]
@@ -465,6 +481,7 @@ def _check(
     outer: Mapping[str, Any] | None,
     late: int,
     fragments: int,
+    compare_every: int,
 ) -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
     """Refuse settings that cannot be served; return names, the optimizer's parameters by name, and the compressor."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -490,6 +507,7 @@ def _check(
             f"{_WHO}: late must be at most every // fragments = {most // fragments}, so that one exchange ends before "
             f"the next begins, got {late}"
         )
+    check_every(_WHO, compare_every)
     if outer is not None:
         unknown = sorted(set(outer) - set(_OUTER)) if isinstance(outer, Mapping) else [outer]
         if unknown:
