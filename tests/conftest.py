@@ -202,7 +202,7 @@ def clean_environ():
 
 
 @pytest.fixture(scope="session")
-def mpiexec(clean_environ):
+def mpiexec(clean_environ, tmp_path_factory):
     """Start a real job: ``mpiexec(ranks, arguments of Python ..., timeout=20, env={})``, for serial tests.
 
     It returns a CompletedProcess with stdout and stderr as text, and fails the test when the job takes
@@ -212,10 +212,13 @@ def mpiexec(clean_environ):
         pytest.skip("there is no mpiexec beside this Python")
     command, settings = run.launcher()
 
-    def start(ranks, *arguments, timeout=20, env=None):
+    def start(ranks, *arguments, timeout=20, env=None, cwd=None):
+        if cwd is None and "MPICOMP_STALL" in (env or {}):
+            cwd = tmp_path_factory.mktemp("stacks")  # ranks that wait leave a file where they are
         process = subprocess.Popen(
             [*command, "-n", str(ranks), sys.executable, *map(str, arguments)],
             env={**clean_environ, **settings, **(env or {})},
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

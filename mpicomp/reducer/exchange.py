@@ -125,7 +125,9 @@ def exchange(
         memory=bucket.memory,
         workspace=bucket.workspace,
     )
-    core.transport.doing(f"step {core.count}, bucket {bucket.index} ('{bucket.members[0].name}' ...)")
+    core.transport.doing(
+        f"step {core.count}, bucket {bucket.index} ('{bucket.members[0].name}' ...) by {plan.scheme.id}"
+    )
     start = clock()
     watch = _Watch(clock, group, start)
     arrays = None

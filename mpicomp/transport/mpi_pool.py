@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from mpicomp.rounds import ACROSS, HOST, WORLD, Group, layout_groups
 from mpicomp.transport.mpi_layout import hosts_of_ranks
 from mpicomp.transport.mpi_rounds import Channel
-from mpicomp.transport.mpi_watch import STALL_S, Watch, check_seconds, lookout, wanted_seconds
+from mpicomp.transport.mpi_watch import STALL_END_S, STALL_S, Watch, check_seconds, lookout, wanted_seconds
 from mpicomp.transport.naps import wait
 
 _NAMES = (WORLD, HOST, ACROSS)
 _MEETING, _ALONE = -1, -2  # keys of channels that are none of a set's
+_LEAD = 4  # numbers of a rank before its offers
 _OFFERS = 32  # sets of channels that a rank offers at a time
 _MANY = 48  # sets in use, after which garbage is collected first: MPICH has communicators for some 350
 _OF_A_SET = 1 + len(_NAMES)  # numbers in an offer: which, and the rounds begun on its channels
@@ -114,18 +115,18 @@ class Pool:
         Raises
         ------
         ConfigurationError
-            On all ranks, where rank 0's ``MPICOMP_STALL`` is no number of seconds.
+            On all ranks, where rank 0's ``MPICOMP_STALL`` or ``MPICOMP_STALL_END`` is no number of seconds.
         """
         offered = self._offer()
         everyones = self._meet(comm, offered)
-        offers = everyones[:, 3:].reshape(comm.size, _OFFERS, _OF_A_SET)
-        seconds = everyones[0, 0] / 1e6
-        taken = [self._sets[number] for number in self._common(offers)[:count]] if seconds >= 0 else []
+        offers = everyones[:, _LEAD:].reshape(comm.size, _OFFERS, _OF_A_SET)
+        stall_s, end_s = (everyones[0, [0, 3]] / 1e6).tolist()
+        taken = [self._sets[number] for number in self._common(offers)[:count]] if min(stall_s, end_s) >= 0 else []
         for own in offered:
             own.free = own not in taken
-        check_seconds(seconds)
+        check_seconds(stall_s, end_s)
         if self.watch is not None:
-            self.watch.seconds = seconds
+            self.watch.seconds, self.watch.end_s = stall_s, end_s
         self.thread_level = int(everyones[:, 1].min())
         self._next = int(everyones[:, 2].max())
         while len(taken) < count:
@@ -165,10 +166,11 @@ class Pool:
 
     def _meet(self, comm: MPI.Comm, offered: Sequence[ChannelSet]) -> NDArray[np.int64]:
         """Exchange the ranks' offers before channels are handed out, a row for each."""
-        mine = np.full(3 + _OFFERS * _OF_A_SET, -1, np.int64)
-        mine[:3] = round(wanted_seconds() * 1e6), MPI.Query_thread(), self._next  # microseconds
+        mine = np.full(_LEAD + _OFFERS * _OF_A_SET, -1, np.int64)
+        stall, end = (round(own * 1e6) for own in (wanted_seconds(), wanted_seconds("MPICOMP_STALL_END", STALL_END_S)))
+        mine[:_LEAD] = stall, MPI.Query_thread(), self._next, end  # microseconds
         for place, own in enumerate(offered):
-            start = 3 + place * _OF_A_SET
+            start = _LEAD + place * _OF_A_SET
             mine[start : start + _OF_A_SET] = own.number, *own.begun
         everyones = np.empty((comm.size, mine.size), np.int64)
         self._meeting.begun += 1

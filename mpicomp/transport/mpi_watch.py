@@ -3,8 +3,10 @@
 MPI says nothing about a rank that never comes: the others wait, and nobody knows for whom. A thread beside whatever
 waits asks the other ranks' threads how far they have come, in messages that nobody waits for:
 
-- ranks that have waited for ``MPICOMP_STALL`` seconds (60 if it is not set, 0 for never) are told who is missing.
-  Nothing is ended by that: a rank may have a reason, such as writing a checkpoint;
+- ranks that have waited for ``MPICOMP_STALL`` seconds (60 if it is not set, 0 for never) are told who is missing, and
+  the stacks of all ranks that answer go into a file. Nothing is ended by that: a rank may have a reason, such as
+  writing a checkpoint;
+- after ``MPICOMP_STALL_END`` seconds (1800 if it is not set, 0 for never) the job ends;
 - where a rank has left the program, or has broken off what the others are in the middle of, they would wait forever:
   the job ends with an error;
 - so it does where two ranks wait for each other in different rounds, and nothing has moved for as long again.
@@ -13,12 +15,14 @@ Without MPI_THREAD_MULTIPLE there is no thread, and whatever waits looks by itse
 """
 
 import os
+import platform
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +32,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.system import abort
 
 STALL_S = 60.0  # default of MPICOMP_STALL: seconds after which a rank that waits names those that are missing
+STALL_END_S = 1800.0  # default of MPICOMP_STALL_END: seconds after which the job ends; torch.distributed has as many
 _PARTS = 8  # looks in a stall limit: a question and its answer take two of them
 _ASK_AT = 0.5  # share of the stall limit after which ranks are asked, so that answers are there when it is over
 _LONGEST_S = 1.0  # seconds between two looks, at most: a rank that has left is noticed no later
@@ -35,7 +40,8 @@ _TURN_S = 0.3  # seconds between ranks with the same message: the first one ends
 _MOST_TURNS = 10  # ranks from this one on speak at the same time
 _SAME_CALLS = "all ranks have to make the same calls in the same order"
 
-_ASK, _ANSWER, _LEFT, _BROKE = range(4)  # kinds of messages
+_ASK, _ANSWER, _LEFT, _BROKE, _STACKS = range(5)  # kinds of messages
+_TEXT = 1  # tag of stacks, which are text; other messages have 0
 _THERE, _PAST, _ELSEWHERE, _BUSY, _GONE, _BROKEN = range(6)  # answers: where a rank is, of a round that one waits in
 _FIELDS = 7  # of a message: kind, channel, round; of an answer also where the rank is and what it waits for, see Place
 
@@ -102,6 +108,7 @@ class Watch:
         self.about = ""
         """Purpose of the rounds, for messages that are printed."""
         self.seconds = STALL_S
+        self.end_s = STALL_END_S
         self.left = False
         self._comm = comm
         self._names = names
@@ -112,6 +119,7 @@ class Watch:
         self._gone: set[int] = set()
         self._breakers: set[int] = set()
         self._sent: list[tuple[MPI.Request, Any]] = []
+        self._file: Path | None = None  # that stacks are written to
         self._looked_at = 0.0
         self._one_at_a_time = threading.RLock()  # messages; the thread that looks, and whoever has something to tell
 
@@ -167,6 +175,10 @@ class Watch:
             status = MPI.Status()
             while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status):
                 self._hear(status.Get_source())
+            while self._comm.Iprobe(MPI.ANY_SOURCE, _TEXT, status):
+                text = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+                self._comm.Recv(text, status.Get_source(), _TEXT)
+                self._write(text.tobytes().decode(errors="replace"))
             self._sent = [(request, message) for request, message in self._sent if not request.Test()]
             oldest = min(dict(self._waits).values(), key=lambda wait: wait.since, default=None)
             if oldest is None or self.left:
@@ -196,6 +208,9 @@ class Watch:
             inquiry.shown = True
             inquiry.before = dict(inquiry.answers)
             self._show(inquiry)
+        elif self.end_s and waited > self.end_s:
+            who = self._missing(inquiry)
+            self._end(inquiry, f"{who} for more than {self.end_s:g} s", "MPICOMP_STALL_END=0 waits for ever")
         elif inquiry.before is not None and waited > 2 * seconds:
             crossed = self._crossed(inquiry)
             if crossed and inquiry.answers == inquiry.before:
@@ -213,6 +228,17 @@ class Watch:
     def _show(self, inquiry: Inquiry) -> None:
         if any(place.number > 0 for rank, place in inquiry.answers.items() if rank < self._comm.rank):
             return  # one of those who wait is enough
+        self._file = Path(f"mpicomp-stacks-{os.getpid()}.txt").absolute()
+        self._write(self._stacks())
+        for rank in inquiry.others:
+            self._tell(rank, _STACKS)
+        where = "py-spy dump --pid shows where one is"
+        if self._file is not None:
+            where = f"the stacks of all ranks that answer are in {self._file}"
+        self._print(inquiry, f"{self._missing(inquiry)}; {_SAME_CALLS}. {where}; MPICOMP_STALL=0 turns this off")
+
+    def _missing(self, inquiry: Inquiry) -> str:
+        """Return who is missing, in words."""
         # Who waits elsewhere may wait for the same missing rank, one hop before.
         missing = sorted(set(inquiry.others) - set(inquiry.of(_THERE, _PAST, _ELSEWHERE)))
         crossed = self._crossed(inquiry)
@@ -225,10 +251,25 @@ class Watch:
         silent = [rank for rank in missing if rank not in inquiry.answers]
         if silent:
             who += f" ({self._ranks(silent)} not answering: stopped, or in a long call that keeps Python's lock)"
-        self._print(
-            inquiry,
-            f"{who}; {_SAME_CALLS}. py-spy dump --pid shows where one is; MPICOMP_STALL=0 turns this off",
-        )
+        return who
+
+    def _stacks(self) -> str:
+        """Return the Python stacks of this rank's threads."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        lines = [f"rank {self._names[self._comm.rank]}, process {os.getpid()} on {platform.node()}\n"]
+        for ident, frame in sys._current_frames().items():
+            if ident != threading.get_ident():
+                lines += [f"thread {names.get(ident, ident)}:\n", *traceback.format_stack(frame)]
+        return "".join(lines) + "\n"
+
+    def _write(self, text: str) -> None:
+        """Append stacks to the file, as long as that can be written."""
+        try:
+            if self._file is not None:
+                with self._file.open("a") as file:
+                    file.write(text)
+        except OSError:
+            self._file = None
 
     def _print(self, inquiry: Inquiry, text: str) -> None:
         doing = f" of {self.about}" if self.about else ""
@@ -267,6 +308,9 @@ class Watch:
         inquiry = self._inquiry
         if kind == _ASK:
             self._answer(other, key, number)
+        elif kind == _STACKS:
+            stacks = np.frombuffer(self._stacks().encode(), np.uint8)
+            self._sent.append((self._comm.Isend(stacks, other, _TEXT), stacks))
         elif kind == _ANSWER:
             if inquiry is not None and (inquiry.wait.channel.key, inquiry.wait.number) == (key, number):
                 inquiry.answers[other] = Place(*place)
@@ -343,17 +387,19 @@ class Lookout:
 lookout = Lookout()
 
 
-def wanted_seconds(environ: Mapping[str, str] = os.environ) -> float:
-    """Return the stall limit that the environment sets, -1 where it is no number of seconds.
+def wanted_seconds(
+    name: str = "MPICOMP_STALL", default: float = STALL_S, environ: Mapping[str, str] = os.environ
+) -> float:
+    """Return a limit that the environment sets, -1 where it is no number of seconds.
 
     Examples
     --------
-    >>> wanted_seconds({}), wanted_seconds({"MPICOMP_STALL": "2.5"}), wanted_seconds({"MPICOMP_STALL": "soon"})
-    (60.0, 2.5, -1.0)
+    >>> [wanted_seconds(environ={"MPICOMP_STALL": said}) for said in ("", "2.5", "soon")]
+    [60.0, 2.5, -1.0]
     """
-    said = environ.get("MPICOMP_STALL")
+    said = environ.get(name)
     if not said:
-        return STALL_S
+        return default
     try:
         seconds = float(said)
     except ValueError:
@@ -361,9 +407,10 @@ def wanted_seconds(environ: Mapping[str, str] = os.environ) -> float:
     return seconds if 0 <= seconds < float("inf") else -1.0
 
 
-def check_seconds(seconds: float) -> None:
-    """Refuse a stall limit of rank 0 that is none, on all ranks."""
-    if seconds < 0:
-        raise ConfigurationError(
-            "mpi: MPICOMP_STALL must be a number of seconds, or 0 for never, and on rank 0 it is not"
-        )
+def check_seconds(stall_s: float, end_s: float) -> None:
+    """Refuse limits of rank 0 that are none, on all ranks."""
+    for name, seconds in (("MPICOMP_STALL", stall_s), ("MPICOMP_STALL_END", end_s)):
+        if seconds < 0:
+            raise ConfigurationError(
+                f"mpi: {name} must be a number of seconds, or 0 for never, and on rank 0 it is not"
+            )

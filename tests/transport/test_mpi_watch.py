@@ -21,10 +21,11 @@ reducer.close()
 
 
 @pytest.fixture
-def run(mpiexec):
-    def start(collective, late, stall, ranks=3):
+def run(mpiexec, tmp_path):
+    def start(collective, late, stall, ranks=3, end=""):
         source = SCRIPT.format(collective=collective, late=late)
-        return mpiexec(ranks, "-c", source, timeout=60, env={"MPICOMP_STALL": stall})
+        env = {"MPICOMP_STALL": stall, "MPICOMP_STALL_END": end}
+        return mpiexec(ranks, "-c", source, timeout=60, env=env, cwd=tmp_path)
 
     return start
 
@@ -34,7 +35,7 @@ def test_the_ranks_that_are_missing_are_named(run, collective):
     done = run(collective, late="1,", stall="1")
     assert done.returncode == 0, done.stderr
     assert len(re.findall("mpicomp: rank", done.stderr)) == 1
-    where = r"in the \w+ of step 1, bucket 0 \('layer.weight' ...\): rank 1 is not there"
+    where = rf"in the \w+ of step 1, bucket 0 \('layer.weight' ...\) by {collective}: rank 1 is not there"
     assert re.search(rf"mpicomp: rank 0 has waited for (\S+) s {where}", done.stderr)
 
 
@@ -52,7 +53,29 @@ def test_nothing_is_said_otherwise(run, stall):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_number_of_seconds_that_is_none(run):
-    done = run("allreduce", late="9,", stall="soon")
+def test_a_file_has_the_stacks_of_all_ranks(run, tmp_path):
+    done = run("allreduce", late="1,", stall="1")
+    [file] = tmp_path.glob("mpicomp-stacks-*.txt")
+    assert f"the stacks of all ranks that answer are in {file}" in done.stderr
+    of_ranks = {own[0]: own for own in re.split(r"^rank (?=\d, process)", file.read_text(), flags=re.M)[1:]}
+    assert set(of_ranks) == {"0", "1", "2"}
+    assert all("thread MainThread:" in own and '"<string>", line' in own for own in of_ranks.values())
+    waits = {rank: "in reduce" in own for rank, own in of_ranks.items()}
+    assert waits == {"0": True, "1": False, "2": True}  # rank 1 is asleep, in the script itself
+
+
+def test_the_job_ends_after_a_second_limit(run):
+    done = run("allreduce", late="1,", stall="1", end="2")
     assert done.returncode != 0
-    assert "MPICOMP_STALL must be a number of seconds" in done.stderr
+    assert "rank 1 is not there for more than 2 s; ending the job (MPICOMP_STALL_END=0 waits for ever)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({"stall": "soon"}, "MPICOMP_STALL"), slow({"stall": "1", "end": "never"}, "MPICOMP_STALL_END")],
+    ids=str,
+)
+def test_a_number_of_seconds_that_is_none(run, settings, name):
+    done = run("allreduce", late="9,", **settings)
+    assert done.returncode != 0
+    assert f"{name} must be a number of seconds" in done.stderr
