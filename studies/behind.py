@@ -29,6 +29,7 @@ from mpicomp.transport import LocalWorld
 _STUDY = "behind"
 _RANKS = 4
 _SPAN = (0.6, 0.9)  # shares of a run: the steps whose losses are compared, and whose gradients are looked at
+_TINY = 1e-12  # least loss whose logarithm is taken
 _EVERY = 5  # steps from one prediction to the next
 _QUANTISERS = ("qsgd", "onebit")  # among the exchanges of these names: four bits, rounded to the nearest, and signs
 _EXCHANGES = "topk:0.1,topk:0.03,topk:0.01,topk:0.003,qsgd,onebit"
@@ -51,7 +52,7 @@ def steps_behind(dense: NDArray[np.floating], late: NDArray[np.floating]) -> flo
     """
     first, last = (int(share * len(dense)) for share in _SPAN)
     middle = (first + last) // 2
-    dense, late = np.log(dense), np.log(late)
+    dense, late = np.log(np.maximum(dense, _TINY)), np.log(np.maximum(late, _TINY))
     steps = np.arange(middle // 5, len(dense))
     curve = np.polynomial.Polynomial.fit(steps, dense[steps], 3)
     loss = curve(middle) + (late - dense)[first : last + 1].mean()

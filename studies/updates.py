@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import comparison
 import numpy as np
 import torch
+from behind import steps_behind
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task, get_task, list_tasks
 
 import mpicomp
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, check_writable, read_list
+from mpicomp.errors import UnknownNameError
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import UpdateOptimizer
 from mpicomp.transport import LocalWorld
@@ -32,11 +33,12 @@ _RANKS = 4
 _KEY = ("task", "arm", "rate", "seed", "steps")
 _BATCHES = 4  # gradients in a row whose mean is squared, in the attempt of that name
 _HELD = 0.5, 100  # share of the steps done, and most steps, from one average of held second moments to the next
+_LONG_ENOUGH = 20  # steps of a run whose losses can be compared
 _BURST = 4  # times held second moments, to which a rank's own may grow
 _TOPK = {"id": "topk", "ratio": 0.01, "wire": "q4"}
 _COLUMNS = {
-    "task": "", "arm": "", "rate": "g", "quality": ".4f", "above": "+.2f", "sent_less": ".0f", "wire_less": ".0f",
-    "seeds": "d",
+    "task": "", "steps": "d", "arm": "", "rate": "g", "quality": ".4f", "above": "+.2f", "behind": ".2f",
+    "sent_less": ".0f", "wire_less": ".0f", "seeds": "d",
 }  # fmt: skip
 
 
@@ -71,6 +73,7 @@ ARMS = {
     "gradients": Arm("dense", updates=False),
     "gradients-topk": Arm(_TOPK, updates=False),
     "dense": Arm("dense"),
+    **{f"dense-every-{every}": Arm("dense", settings={"every": every}) for every in (2, 4, 8, 16)},
     "topk": Arm(_TOPK),
     "topk-b2": Arm(_TOPK, moments="b2"),
     "topk-warmup": Arm(_TOPK, settings={"warmup": 30}),
@@ -318,12 +321,25 @@ def clip(task: Task, model: torch.nn.Module) -> None:
 def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return, for each task, number of steps and arm, the rate that is best on the average over seeds.
 
-    ``above`` is in percent of the quality of dense gradients at their own best rate, with the same seeds.
+    ``above`` is in percent of the quality of dense gradients at their own best rate, with the same seeds. ``behind`` is
+    the share of its steps by which the training loss runs after that of dense updates at the same rate; see
+    studies/behind.py.
     """
+    dense = {
+        (row["task"], row["steps"], row["seed"], row["rate"]): row["losses"] for row in rows if row["arm"] == "dense"
+    }
+
+    def behind(row: Mapping[str, Any]) -> float:
+        base = dense.get((row["task"], row["steps"], row["seed"], row["rate"]))
+        if base is None or row["steps"] < _LONG_ENOUGH:
+            return float("nan")
+        return 0.0 if base is row["losses"] else steps_behind(np.array(base), np.array(row["losses"]))
+
     means: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for task, steps, arm, rate in dict.fromkeys((row["task"], row["steps"], row["arm"], row["rate"]) for row in rows):
         own = [row for row in rows if (row["task"], row["steps"], row["arm"], row["rate"]) == (task, steps, arm, rate)]
         mean = {name: float(np.mean([row[name] for row in own])) for name in ("quality", "sent_less", "wire_less")}
+        mean["behind"] = float(np.mean([behind(row) for row in own]))
         seeds = sorted(row["seed"] for row in own)
         means.setdefault((task, steps, arm), []).append(
             {"task": task, "arm": arm, "steps": steps, "rate": rate, "seeds": len(seeds), "of": seeds} | mean
@@ -362,7 +378,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Train what is not there yet, and print a table."""
     if arguments.steps is not None:
         check_least(_STUDY, "--steps", arguments.steps, 1)
-    arms = comparison.read_arms(_STUDY, "--arms", arguments.arms, list(ARMS))
+    arms = read_list(arguments.arms)
+    for arm in arms:
+        if arm not in ARMS:
+            raise UnknownNameError(f"{_STUDY}: --arms", arm, list(ARMS))
     rates = [float(word) for word in read_list(arguments.rates)]
     seeds = [int(word) for word in read_list(arguments.seeds)]
     path = None if arguments.rows is None else Path(arguments.rows)
