@@ -19,7 +19,7 @@ _TUNSETOFFLOAD = 0x400454D0
 _IFF_TUN = 0x0001
 _IFF_NO_PI = 0x1000
 _IFF_VNET_HDR = 0x4000
-# Nothing is lost or changed on the way, so that nobody needs a checksum.
+# Nothing is changed on the way, so that nobody needs a checksum.
 _TUN_F_CSUM = 0x01
 
 
@@ -36,6 +36,10 @@ class Forwarder:
         Bytes of the largest packet, and how many there may be under way.
     network : str
         How the hosts' addresses begin, three numbers.
+    loss : float
+        Share of packets that get lost.
+    seed : int
+        Of which these are.
 
     Attributes
     ----------
@@ -43,11 +47,21 @@ class Forwarder:
         The process, which never ends by itself.
     """
 
-    def __init__(self, pids: Mapping[int, int], links: Sequence[Link], mtu: int, packets: int, network: str) -> None:
+    def __init__(
+        self,
+        pids: Mapping[int, int],
+        links: Sequence[Link],
+        mtu: int,
+        packets: int,
+        network: str,
+        loss: float = 0.0,
+        seed: int = 0,
+    ) -> None:
         self._pids = [pids[index] for index in range(len(links))]
         self._mtu = mtu
         self._packets = packets
         self._network = network
+        self._loss, self._seed = loss, seed
         self._shared = mmap.mmap(-1, 16 * len(links))
         self.set_links(links)
         self._reader, writer = os.pipe()
@@ -73,7 +87,7 @@ class Forwarder:
 
     def set_links(self, links: Sequence[Link]) -> None:
         """Change all cables now; packets that wait are sent at the new rates."""
-        picoseconds = [round(8e12 / link.bandwidth) for link in links]
+        picoseconds = [round(8e12 / link.bandwidth) if link.bandwidth else -1 for link in links]
         half_latencies = [link.latency_ns // 2 for link in links]
         self._shared[:] = struct.pack(f"{2 * len(links)}q", *picoseconds, *half_latencies)
 
@@ -90,7 +104,8 @@ class Forwarder:
         prefix = np.array([int(part) for part in self._network.split(".")], np.uint8)
         room = (self._mtu + switch.HEADER + 63) // 64 * 64
         slots = np.empty((self._packets, room), np.uint8)
-        arguments = (np.array(descriptors, np.int32), shared[0], shared[1], prefix, slots)
+        lost = np.array([self._loss * 2.0**64 if self._loss else 0, self._seed], np.uint64)
+        arguments = (np.array(descriptors, np.int32), shared[0], shared[1], prefix, slots, lost)
         switch.prepare(arguments)
         namespaces.run_realtime(_PRIORITY)
         os.write(told, b"runs")

@@ -58,14 +58,14 @@ class Head:
             *(f"{network.data_address(i)} {name}" for i, name in enumerate(names)),
         ]
         Path(hosts_file).write_text("\n".join(lines) + "\n")
-        mtu = network.choose_mtu(settings.all_links)
+        mtu = network.choose_mtu(settings.all_links, settings.loss)
         window = network.choose_window(settings.all_links)
         for index, name in enumerate(names):
             self.pids[index] = host.start(name, network.sysctls(window), hosts_file)
-        packets = min(
-            network.packets_under_way(settings.hosts, settings.all_links), network.most_packets(settings.all_links)
+        packets = min(network.packets_under_way(settings.hosts, settings.all_links, mtu), network.most_packets(mtu))
+        self.forwarder = Forwarder(
+            self.pids, settings.links, mtu, packets, network.DATA_NETWORK, settings.loss, settings.seed
         )
-        self.forwarder = Forwarder(self.pids, settings.links, mtu, packets, network.DATA_NETWORK)
         network.make_control(self.pids)
         for index, pid in self.pids.items():
             network.configure_host(index, pid, mtu)

@@ -14,6 +14,7 @@ CONTROL_NETWORK = "10.99.1"
 DATA_NETWORK = "10.99.0"
 HEAD_ADDRESS = f"{CONTROL_NETWORK}.254"
 
+_ETHERNET_MTU = 1500
 _LEAST_MTU = 9000  # bytes of a packet, at least
 _MOST_MTU = 65000  # bytes of a packet, at most
 _PACKET_S = 500e-6  # seconds that a packet takes on the fastest link, within these bounds
@@ -40,8 +41,8 @@ def data_address(index: int) -> str:
     return f"{DATA_NETWORK}.{index + 1}"
 
 
-def choose_mtu(links: Sequence[Link]) -> int:
-    """Return the size of the largest packet: half a millisecond of the fastest link.
+def choose_mtu(links: Sequence[Link], loss: float = 0.0) -> int:
+    """Return the size of the largest packet: half a millisecond of the fastest link, or Ethernet's where some get lost.
 
     Every packet costs processor time that the ranks need as well, and no packet can overtake another on its cable:
     large ones suit fast links, small ones slow links.
@@ -51,6 +52,8 @@ def choose_mtu(links: Sequence[Link]) -> int:
     >>> choose_mtu([Link(200_000_000, 0)])
     12500
     """
+    if loss:
+        return _ETHERNET_MTU
     most = max(link.bandwidth for link in links)
     return min(max(_LEAST_MTU, int(most / 8 * _PACKET_S)), _MOST_MTU)
 
@@ -67,14 +70,14 @@ def choose_window(links: Sequence[Link]) -> int:
     return idle + 2 * int(under_way)
 
 
-def packets_under_way(hosts: int, links: Sequence[Link]) -> int:
+def packets_under_way(hosts: int, links: Sequence[Link], mtu: int) -> int:
     """Return the number of packets when all connections fill their windows."""
-    return 64 * hosts + hosts * (hosts - 1) * (choose_window(links) // choose_mtu(links) + 1)
+    return 64 * hosts + hosts * (hosts - 1) * (choose_window(links) // mtu + 1)
 
 
-def most_packets(links: Sequence[Link]) -> int:
+def most_packets(mtu: int) -> int:
     """Return the number of packets that the forwarder has room for; memory is used only by those under way."""
-    return _MOST_ROOM // choose_mtu(links)
+    return _MOST_ROOM // mtu
 
 
 def sysctls(window: int) -> dict[str, str]:

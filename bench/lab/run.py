@@ -49,7 +49,8 @@ def warn_of_limits(settings: Settings) -> None:
             file=sys.stderr,
         )
     links = settings.all_links
-    if network.packets_under_way(settings.hosts, links) > network.most_packets(links):
+    mtu = network.choose_mtu(links, settings.loss)
+    if network.packets_under_way(settings.hosts, links, mtu) > network.most_packets(mtu):
         print(
             "lab: warning: bandwidth times latency times hosts is more than the emulation holds under way; "
             "with traffic between all hosts at once the rate will be lower than asked for",

@@ -1,7 +1,8 @@
 """Schedule files: changes of links while the job runs.
 
 A line is ``seconds bandwidth latency``, in the syntax of the command line, comma lists included. Blank lines
-and what follows a ``#`` do not count. Times are counted from the start of the command and must not go back.
+and what follows a ``#`` do not count. A bandwidth of 0 is a link that is down. Times are counted from the start
+of the command and must not go back.
 """
 
 import math
@@ -46,7 +47,7 @@ def parse_schedule(text: str, hosts: int, name: str = "schedule") -> tuple[Chang
         if changes and at_s < changes[-1].at_s:
             raise LabError(f"{where}: seconds must not go back, got {words[0]!r} after {changes[-1].at_s:g}")
         try:
-            links = parse_links(words[1], words[2], hosts)
+            links = parse_links(words[1], words[2], hosts, may_be_down=True)
         except LabError as error:
             raise LabError(f"{where}: {str(error).removeprefix('--')}") from None
         changes.append(Change(at_s, links))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpicomp.bench.lab.errors import LabError
-from mpicomp.bench.lab.units import parse_bandwidth, parse_latency
+from mpicomp.bench.lab.units import parse_bandwidth, parse_latency, parse_loss
 
 # Addresses are NET.1 to NET.(hosts) in one /24 each for data and control.
 MOST_HOSTS = 200
@@ -19,7 +19,7 @@ class Link:
     Attributes
     ----------
     bandwidth : int
-        Bits a second, in each direction.
+        Bits a second, in each direction; 0 where it is down: packets wait.
     latency_ns : int
         One way between two hosts with this link. Each cable has half of it: between hosts with different
         links it is the mean of the two.
@@ -48,6 +48,10 @@ class Settings:
     mpi: str | None = None
     schedule: tuple[Change, ...] = field(default=())
     counters: Path | None = None
+    loss: float = 0.0
+    """Share of packets that get lost on the way; with any, packets are as large as Ethernet's."""
+    seed: int = 0
+    """Of which packets these are."""
 
     @property
     def all_links(self) -> tuple[Link, ...]:
@@ -55,15 +59,16 @@ class Settings:
         return self.links + tuple(link for change in self.schedule for link in change.links)
 
 
-def parse_links(bandwidth: str, latency: str, hosts: int) -> tuple[Link, ...]:
-    """Return one link a host from two comma lists of one value, or of one value a host.
+def parse_links(bandwidth: str, latency: str, hosts: int, may_be_down: bool = False) -> tuple[Link, ...]:
+    """Return one link a host from two comma lists of one value, or of one value a host; see `parse_bandwidth`.
 
     Examples
     --------
     >>> parse_links("1gbit,100mbit", "0us", 2)
     (Link(bandwidth=1000000000, latency_ns=0), Link(bandwidth=100000000, latency_ns=0))
     """
-    bandwidths = _one_a_host("--bandwidth", [parse_bandwidth(item) for item in bandwidth.split(",")], hosts)
+    rates = [parse_bandwidth(item, may_be_down) for item in bandwidth.split(",")]
+    bandwidths = _one_a_host("--bandwidth", rates, hosts)
     latencies = _one_a_host("--latency", [parse_latency(item) for item in latency.split(",")], hosts)
     return tuple(Link(bits, nanoseconds) for bits, nanoseconds in zip(bandwidths, latencies, strict=True))
 
@@ -88,6 +93,8 @@ def make_settings(
     mpi: str | None = None,
     schedule: str | None = None,
     counters: str | None = None,
+    loss: str = "0%",
+    seed: int = 0,
 ) -> Settings:
     """Check the user's settings.
 
@@ -103,6 +110,10 @@ def make_settings(
         Whose launcher is used; found out when None.
     schedule, counters : str, optional
         Paths of the schedule to read and of the counters to write.
+    loss : str
+        Percentage of packets that get lost.
+    seed : int
+        Of which packets these are.
 
     Returns
     -------
@@ -129,4 +140,6 @@ def make_settings(
         mpi=mpi,
         schedule=changes,
         counters=Path(counters) if counters is not None else None,
+        loss=parse_loss(loss),
+        seed=seed,
     )

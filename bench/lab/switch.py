@@ -31,6 +31,8 @@ _LONGEST = 1_000_000_000
 # So many packets are taken from one host before the others have their turn.
 _TURN = 8
 _NONE = -1
+# A cable that is down is looked at again after so long.
+_LOOK_AGAIN = 1_000_000
 
 
 @cached
@@ -42,12 +44,24 @@ def _now(spec: NDArray[np.int64]) -> int:
 
 @cached
 @njit(nogil=True)
+def _draw(lost: NDArray[np.uint64]) -> int:
+    """Return 64 random bits: SplitMix64, Steele et al. 2014, doi:10.1145/2714064.2660195."""
+    lost[1] += np.uint64(0x9E3779B97F4A7C15)
+    word = lost[1]
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return word ^ (word >> np.uint64(31))  # type: ignore[no-any-return]
+
+
+@cached
+@njit(nogil=True)
 def forward(
     devices: NDArray[np.int32],
     picoseconds_a_byte: NDArray[np.int64],
     half_latency: NDArray[np.int64],
     network: NDArray[np.uint8],
     slots: NDArray[np.uint8],
+    lost: NDArray[np.uint64],
 ) -> Any:
     """Forward packets for ever.
 
@@ -61,11 +75,14 @@ def forward(
     devices : array of int32, shape (hosts,)
         TUN devices, non-blocking, with IFF_VNET_HDR.
     picoseconds_a_byte, half_latency : arrays of int64, shape (hosts,)
-        The cable of each host; may be changed by another process at any time.
+        The cable of each host; may be changed by another process at any time. Below 0 picoseconds it is down, and
+        packets wait.
     network : array of uint8, shape (3,)
         How the hosts' addresses begin; host i is number i + 1 in it.
     slots : array of uint8, shape (packets, bytes)
         Room for the packets under way.
+    lost : array of uint64, shape (2,)
+        Share of packets that get lost at the switch, times 2**64, and the state of the numbers that say which.
     """
     hosts = devices.size
     count, room = slots.shape
@@ -134,6 +151,11 @@ def forward(
         following = now + _LONGEST
 
         for host in range(hosts):
+            if picoseconds_a_byte[host] < 0:
+                # It gets no credit for the time in which it was down.
+                out_free[host], into_free[host] = max(out_free[host], now), max(into_free[host], now)
+                following = min(following, now + _LOOK_AGAIN)
+                continue
             while out_first[host] != _NONE and out_free[host] <= horizon:
                 slot = out_first[host]
                 out_first[host] = after[slot]
@@ -149,6 +171,10 @@ def forward(
         while len(flying) > 0 and flying[0][0] <= horizon:
             begin, _, slot = heapq.heappop(flying)
             host = target[slot]
+            if lost[0] > 0 and _draw(lost) < lost[0]:
+                free[left] = slot
+                left += 1
+                continue
             came[slot] = begin
             after[slot] = _NONE
             if into_first[host] == _NONE:
@@ -160,6 +186,8 @@ def forward(
             following = min(following, flying[0][0] - _AHEAD // 2)
 
         for host in range(hosts):
+            if picoseconds_a_byte[host] < 0:
+                continue
             while into_first[host] != _NONE and into_free[host] <= horizon:
                 slot = into_first[host]
                 into_first[host] = after[slot]

@@ -7,22 +7,26 @@ from mpicomp.bench.lab.errors import LabError
 _NUMBER = r"(?P<number>\d+(?:\.\d*)?|\.\d+)"
 _BANDWIDTH = re.compile(_NUMBER + r"(?P<unit>bit|kbit|mbit|gbit)", re.IGNORECASE)
 _LATENCY = re.compile(_NUMBER + r"(?P<unit>ns|us|ms|s)", re.IGNORECASE)
+_LOSS = re.compile(_NUMBER + "%")
 _BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _NANOSECONDS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
 
 # Below 8 kbit/s a single frame of the emulated network takes seconds; above 1 Tbit/s tc's arithmetic ends.
 _LEAST_BANDWIDTH = 8_000
 _MOST_BANDWIDTH = 10**12
+_MOST_LOSS = 0.5  # beyond, TCP gives connections up
 _MOST_LATENCY_NS = 10 * 10**9
 
 
-def parse_bandwidth(text: str) -> int:
+def parse_bandwidth(text: str, may_be_down: bool = False) -> int:
     """Return a bandwidth in bits a second.
 
     Parameters
     ----------
     text : str
         A number and one of bit, kbit, mbit, gbit; the prefixes are decimal, as in tc.
+    may_be_down : bool
+        Whether it may be 0, also without a unit: a link that carries nothing.
 
     Returns
     -------
@@ -35,6 +39,8 @@ def parse_bandwidth(text: str) -> int:
     2500000000
     """
     match = _BANDWIDTH.fullmatch(text.strip())
+    if may_be_down and (text.strip() == "0" or (match is not None and float(match["number"]) == 0)):
+        return 0
     if match is None:
         raise LabError(
             f"--bandwidth must be a number with bit, kbit, mbit or gbit, got {text!r}; "
@@ -44,6 +50,21 @@ def parse_bandwidth(text: str) -> int:
     if not _LEAST_BANDWIDTH <= bits <= _MOST_BANDWIDTH:
         raise LabError(f"--bandwidth must be between 8kbit and 1000gbit, got {text!r}")
     return bits
+
+
+def parse_loss(text: str) -> float:
+    """Return the share of packets that get lost.
+
+    Examples
+    --------
+    >>> parse_loss("0.5%")
+    0.005
+    """
+    match = _LOSS.fullmatch(text.strip())
+    share = float(match["number"]) / 100 if match is not None else -1.0
+    if not 0 <= share <= _MOST_LOSS:
+        raise LabError(f"--loss must be a percentage from 0% to {_MOST_LOSS:.0%}, got {text!r}; write for example 1%")
+    return share
 
 
 def parse_latency(text: str) -> int:

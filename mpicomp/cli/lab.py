@@ -43,8 +43,13 @@ examples:
     run_parser.add_argument(
         "--schedule",
         metavar="FILE",
-        help="change all links while the job runs: lines of 'seconds bandwidth latency'",
+        help="change all links while the job runs: lines of 'seconds bandwidth latency'; a bandwidth of 0 is a link "
+        "that is down",
     )
+    run_parser.add_argument(
+        "--loss", default="0%", metavar="P%", help="percentage of packets that get lost, of 1,500 bytes then (0%%)"
+    )
+    run_parser.add_argument("--seed", type=int, default=0, metavar="K", help="of which packets these are (0)")
     run_parser.add_argument(
         "--counters", metavar="FILE", help="write the bytes and packets of each host's eth0 as JSON"
     )
@@ -70,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
             mpi=arguments.mpi,
             schedule=arguments.schedule,
             counters=arguments.counters,
+            loss=arguments.loss,
+            seed=arguments.seed,
         )
         return run_lab(settings)
     except LabError as error:

@@ -20,8 +20,8 @@ _EXPONENT = 1.5
 # for selections twice as much, since what was measured of them differs most: docs/how-auto-decides.md has both.
 _FACTOR = 2.0
 _FACTOR_OF_SELECTIONS = 4.0
-# Share of steps that is lost with every doubling of the steps between exchanges: measured, docs/updates.md has it.
-_LOCAL = 0.03
+# Steps by which training falls behind for each local step beyond the first: measured, docs/updates.md has it.
+_LOCAL = 5.0
 _THRESHOLDS = 48  # that are tried, from none to one that hardly anything exceeds; shares in between are interpolated
 _LOW, _HIGH = 0.1, 1e4  # times the smallest and the largest scale
 
@@ -121,12 +121,13 @@ def behind_of_waiting(late: float, signal: float, ranks: int, age: float, normal
     return float(min(_FACTOR * lost, 1.0))
 
 
-def behind_of_local_steps(steps: int) -> float:
+def behind_of_local_steps(steps: int, trained: float) -> float:
     """Return the share of steps that is lost where ranks make some by themselves from one exchange to the next.
 
-    A rank's steps follow its own gradients, at parameters that leave those of the others until they are averaged.
+    A rank's steps follow its own gradients, and what the others have found out comes late: a share of the steps that
+    were ``trained`` so far, much at the beginning and little later.
     """
-    return float(_LOCAL * np.log2(steps))
+    return float(min(_LOCAL * (steps - 1) / max(trained, 1.0), 1.0))
 
 
 def _summed_bursts(steps: Array, signals: Array, ranks: int) -> Array:

@@ -396,7 +396,7 @@ class Joint(Policy):
             beside=max(0.0, statistics.median(self._beside or [0.0])),
             most=1 - self.fidelity,
             steps=steps,
-            apart=behind_of_local_steps(steps),
+            apart=behind_of_local_steps(steps, self._trained),
         )
 
     def _best(self, balance: Balance) -> list[int]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
+from itertools import pairwise
 from statistics import median
 
 import pytest
@@ -111,6 +112,32 @@ def test_schedule_changes_the_rate_in_mid_run(program, tmp_path, latency):
     assert median(final) < 15e-3
     assert 20 <= len(slow) <= 60
     assert 40e-3 <= median(slow) <= 60e-3
+
+
+@pytest.mark.slow
+def test_a_link_that_is_down_and_comes_back(program, tmp_path):
+    schedule = tmp_path / "schedule"
+    schedule.write_text("2 0,1gbit 0us\n4 100mbit 0us\n")
+    options = ("--hosts", "2", "--bandwidth", "100mbit", "--schedule", str(schedule))
+    rows = program(*options, name="rates", arguments=(9000, 6))
+    starts = [at for at, _ in rows] + [rows[-1][0] + rows[-1][1]]
+    assert 1.5 < max(later - earlier for earlier, later in pairwise(starts)) < 4
+    # It has no credit for the time in which it was down.
+    assert median(second for at, second in rows[-20:]) >= 0.9 * 9000 * 8 / 100e6
+
+
+@pytest.mark.parametrize("loss", [slow("0%"), "2%"])
+def test_packets_that_get_lost_are_sent_again(program, tmp_path, loss):
+    file = tmp_path / "counters"
+    options = ("--hosts", "2", "--bandwidth", "100mbit", "--loss", loss, "--counters", str(file))
+    program(*options, name="send", arguments=(100_000, 50))
+    sender, receiver = json.loads(file.read_text())["hosts"]
+    sent, lost = sender["tx_packets"], sender["tx_packets"] - receiver["rx_packets"]
+    if loss == "0%":
+        assert lost == 0
+    else:
+        assert sender["tx_bytes"] / sent < 1514
+        assert 0.01 * sent < lost < 0.03 * sent
 
 
 @pytest.mark.parametrize("status", [slow(0), slow(1), 7])

@@ -1,6 +1,6 @@
 import pytest
 from mpicomp.bench.lab.errors import LabError
-from mpicomp.bench.lab.units import format_bandwidth, parse_bandwidth, parse_latency
+from mpicomp.bench.lab.units import format_bandwidth, parse_bandwidth, parse_latency, parse_loss
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,22 @@ def test_latency(text, nanoseconds):
 def test_bad_latency(text):
     with pytest.raises(LabError, match=r"--latency must be .*got"):
         parse_latency(text)
+
+
+@pytest.mark.parametrize(("text", "share"), [("0%", 0.0), ("1%", 0.01), ("0.25%", 0.0025), ("50%", 0.5)])
+def test_loss(text, share):
+    assert parse_loss(text) == share
+
+
+@pytest.mark.parametrize("text", ["", "1", "-1%", "51%", "one%", "nan%"])
+def test_bad_loss(text):
+    with pytest.raises(LabError, match=r"--loss must be a percentage from 0% to 50%, got"):
+        parse_loss(text)
+
+
+@pytest.mark.parametrize("text", ["0", "0mbit", "0.0gbit"])
+def test_a_link_that_is_down(text):
+    assert parse_bandwidth(text, may_be_down=True) == 0
 
 
 def test_latency_message_names_rule_value_and_remedy():
