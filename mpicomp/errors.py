@@ -67,5 +67,9 @@ class LaunchError(MpicompError, RuntimeError):
     """The job was started in a way that cannot work."""
 
 
+class RankFailedError(MpicompError, RuntimeError):
+    """A rank has died while others exchange with it; raised on those that are left."""
+
+
 class ClosedError(MpicompError, RuntimeError):
     """Something was used after ``close()``."""

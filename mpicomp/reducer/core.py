@@ -8,7 +8,7 @@ from typing import Any
 
 from mpicomp.compressors.base import Entry
 from mpicomp.cost import CostModel
-from mpicomp.errors import ConfigurationError
+from mpicomp.errors import ConfigurationError, RankFailedError
 from mpicomp.places import HOST
 from mpicomp.policies import Plan, Policy
 from mpicomp.reducer.layout import Layout
@@ -64,6 +64,12 @@ class Core:
     suspect : bool
         Whether the last step has failed here in a way that the other ranks may not know of: all of them then compare
         whether it has, at the next one.
+    survives : bool
+        Whether those that are left go on where a rank dies: then all of them agree in each step that it is applied.
+    failed : RankFailedError or None
+        That a rank was found to have died, outside of `Reducer.reduce` or when the last step was applied already.
+    lost : list of int
+        Ranks that have died since the last step, by their numbers in the whole job.
     """
 
     settings: dict[str, Any]
@@ -81,6 +87,9 @@ class Core:
     outside: Tally = field(default_factory=Tally)
     loaded: Loaded | None = None
     suspect: bool = False
+    survives: bool = False
+    failed: RankFailedError | None = None
+    lost: list[int] = field(default_factory=list)
 
     def expect(self, gradients: Mapping[str, Any]) -> None:
         """Begin to take gradients to where they are exchanged, in the thread that made them; nothing waits."""

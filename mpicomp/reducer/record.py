@@ -130,6 +130,9 @@ class StepRecord:
         Whether zeros were delivered since a gradient was not finite.
     agreed : bool
         Whether the ranks compared what they were given, which takes a round of its own.
+    lost_ranks : list of int
+        Ranks that have died since the step before, by their numbers in the whole job; the mean is that of the others,
+        and what the residuals of the dead held is lost.
     choosing_s : float
         Seconds on this rank that were spent on choosing plans and on learning what they took.
     once_wire_bytes : float
@@ -149,6 +152,7 @@ class StepRecord:
     lr: float | None = None
     skipped: bool = False
     agreed: bool = False
+    lost_ranks: list[int] = field(default_factory=list)
     choosing_s: float = 0.0
     once_wire_bytes: float = 0.0
     overhead_bytes: int = 0
@@ -189,6 +193,7 @@ class StepRecord:
             "lr": self.lr,
             "skipped": self.skipped,
             "agreed": self.agreed,
+            "lost_ranks": self.lost_ranks,
             "choosing_s": self.choosing_s,
             "once_wire_bytes": self.once_wire_bytes,
             "overhead_bytes": self.overhead_bytes,

@@ -2,7 +2,7 @@
 
 import operator
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mpicomp import plugins
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.cost import CostModel
-from mpicomp.errors import ClosedError, ConfigurationError, UnknownNameError
+from mpicomp.errors import ClosedError, ConfigurationError, RankFailedError, UnknownNameError
 from mpicomp.policies import Named, Policy, get_policy
 from mpicomp.policies.warmup import WarmUp, choose_warmup
 from mpicomp.reducer.agreement import together
@@ -19,8 +19,9 @@ from mpicomp.reducer.beside import Beside
 from mpicomp.reducer.core import Core, Loaded
 from mpicomp.reducer.layout import LARGE_BUCKET, Layout
 from mpicomp.reducer.record import StepRecord, Value
-from mpicomp.reducer.step import Rounds, Step
+from mpicomp.reducer.step import AGREED, Rounds, Step
 from mpicomp.reducer.stream import Stream
+from mpicomp.reducer.survivors import common_state, leave_the_dead
 from mpicomp.reducer.telemetry import Telemetry
 from mpicomp.rounds import Asked
 from mpicomp.transport import Transport
@@ -28,6 +29,7 @@ from mpicomp.transport.connect import connect
 from mpicomp.transport.interleave import ProgressThread
 
 _NONFINITE = ("raise", "skip", "pass")
+_ON_FAILURE = ("abort", "shrink")
 _SCHEMA = 1
 
 
@@ -90,6 +92,14 @@ class Reducer:
     local_steps : sequence of int
         Steps that ranks may make by themselves from one call of `reduce` to the next, ascending, where they exchange
         what these have changed. With more than one ``policy="auto"`` chooses; see `local_steps`.
+    on_failure : {"abort", "shrink"}
+        With ``"shrink"`` the ranks that are left go on where one dies in `reduce`: from that very step on the mean is
+        theirs. A step is applied on all of them or on none, for which they agree in each, and they go on as if they
+        were restarted from what they hold; what the residual of the dead rank held is lost. The record says who it was.
+        It needs Open MPI, started with ``--with-ft ulfm``. ``"abort"`` lets the job end with the rank.
+    on_shrink : callable, optional
+        Called on each rank that is left, before the step is made again, with the list of those that died, by their
+        numbers in the whole job, and the number of those that are left: a script may share out their data.
 
     Raises
     ------
@@ -129,18 +139,25 @@ class Reducer:
         feedback_decay: float = 1.0,
         normalises: bool = True,
         local_steps: Sequence[int] = (1,),
+        on_failure: str = "abort",
+        on_shrink: Callable[[list[int], int], None] | None = None,
     ) -> None:
         self._closed = False
         self._owned = not isinstance(comm, Transport)
         transport = connect(comm)
 
-        def make() -> tuple[Core, Policy]:
+        def make(again: Policy | None = None) -> tuple[Core, Policy]:
             plugins.load_all()
+            if on_failure not in _ON_FAILURE:
+                raise UnknownNameError("on_failure", str(on_failure), _ON_FAILURE)
+            survives = on_failure == "shrink"
+            if survives:
+                transport.check_survives("reducer")
             if nonfinite not in _NONFINITE:
                 raise UnknownNameError("nonfinite", nonfinite, _NONFINITE)
             if feedback not in (None, True, False):
                 raise ConfigurationError(f"reducer: feedback must be None, True or False, got {feedback!r}")
-            chosen = get_policy(policy or ("auto" if compressor is None else "static"))
+            chosen = again or get_policy(policy or ("auto" if compressor is None else "static"))
             if chosen.serves:
                 raise ConfigurationError(
                     f"reducer: this policy ({chosen.id}) serves another reducer; make a second object, or pass its "
@@ -177,8 +194,14 @@ class Reducer:
             entry = chosen.compressor.entry
             layout = Layout(chosen.feedback, settings["bucket_bytes"], entry, _whole("threads", threads, 1), decay)
             telemetry = Telemetry(transport.group.size)
-            return Core(settings, nonfinite, settings["seed"], entry, layout, runs, transport, telemetry), chosen
+            core = Core(settings, nonfinite, settings["seed"], entry, layout, runs, transport, telemetry)
+            core.survives = survives
+            return core, chosen
 
+        self._make = make
+        self._on_shrink = on_shrink
+        self._generation = transport.generation
+        self._past: list[Core] = []  # whose arrays MPI may still know, of ranks that have died
         try:
             self._core, self._policy = together(make, transport, "reducer")
         except BaseException:
@@ -292,6 +315,28 @@ class Reducer:
         See `mpicomp.transport.LocalWorld`.
         """
         self._check_open()
+        failed = self._core.failed
+        if failed is None and self._generation != self._core.transport.generation:
+            failed = RankFailedError("a rank has died")
+        while True:
+            try:
+                if failed is not None:
+                    yield from self._survive(failed)
+                return (yield from self._step(gradients, lr, absent, scale, finite, beside))
+            except RankFailedError as error:
+                if not self._core.survives:
+                    raise
+                failed = error
+
+    def _step(
+        self,
+        gradients: Mapping[str, Any],
+        lr: float | None,
+        absent: Collection[str],
+        scale: float,
+        finite: bool,
+        beside: Beside | None,
+    ) -> Rounds:
         begin = time.perf_counter()
         step = Step(self._core, scale, beside)
         try:
@@ -302,8 +347,35 @@ class Reducer:
                 for bucket in self._core.layout.buckets:
                     yield from step.exchange(bucket, step.of(bucket), ready)
             return (yield from step.conclude(finite))
+        except RankFailedError:
+            step.forget()
+            raise
         finally:
             step.note_seconds(time.perf_counter() - begin)
+
+    @property
+    def survives(self) -> bool:
+        """Whether those that are left go on where a rank dies."""
+        return self._core.survives
+
+    def _survive(self, error: RankFailedError) -> Rounds:
+        """Go on with the ranks that are left, in the state before the step. As rounds."""
+        before, transport = self._core, self._core.transport
+        lost = list(before.lost)
+        if self._generation == transport.generation:
+            lost += leave_the_dead(transport, str(error) == AGREED)
+        self._generation = transport.generation
+        before.lost = lost  # should another one die before this has come to its end
+        before.failed = None
+        state = yield from common_state(self.state_dict(), transport.group)
+        policy = get_policy(self._policy.get_config())
+        self._core, self._policy = self._make(policy)
+        self._policy.serves = True
+        self._core.last_step, self._core.lost = before.last_step, lost
+        self.load_state_dict(state)
+        self._past.append(before)
+        if self._on_shrink is not None and lost:
+            self._on_shrink(list(lost), transport.group.size)
 
     def counted(self, exchange: Generator[Asked, Any, Value]) -> Generator[Asked, Any, Value]:
         """Pass on rounds of the caller's own; their bytes are overhead of the step that comes next."""

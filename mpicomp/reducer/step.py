@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mpicomp import plugins
 from mpicomp.arrays import Described, describe
 from mpicomp.collectives.scheme import cause_of
-from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFiniteError
+from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFiniteError, RankFailedError
 from mpicomp.places import HOST, on_device
 from mpicomp.policies import Delivered, StepReport
 from mpicomp.reducer.agreement import Signature, agree
@@ -27,6 +27,8 @@ from mpicomp.transport.route_probe import choose_routes
 Rounds = Generator[Asked, Any, Any]
 
 _FLAG = np.dtype(np.uint8)
+AGREED = "a rank has died, as all that are left have agreed"
+"""Of an error after which they need not agree again."""
 
 
 class Step:
@@ -152,9 +154,12 @@ class Step:
         try:
             finite = (yield from core.outside.count(self._beside.exchange(), group)) and finite
         except MpicompError:
-            self._forget()
+            self.forget()
             raise
         used = yield from core.outside.count(self._used(), group)
+        # Applied by all that are left, or by none: what comes behind this may fail on some of them alone.
+        if core.survives and not core.transport.agree(True):
+            raise RankFailedError(AGREED)
         core.count += 1
         core.last_step = record
         core.plans = {done.record.bucket: done.plan for done in self._done}
@@ -162,12 +167,18 @@ class Step:
         record.overhead_bytes += core.outside.sent_bytes
         record.overhead_wire_bytes += core.outside.wire_bytes
         core.outside = Tally()
+        record.lost_ranks, core.lost = core.lost, []
         means = self._finish(used, finite) if self._damaged is None else {}
         begin = time.perf_counter()
-        yield from self._tell()
+        try:
+            yield from self._tell()
+        except RankFailedError:
+            if not core.survives:
+                raise
+            core.failed = RankFailedError("a rank has died")  # the step is applied, here and elsewhere
         record.choosing_s += time.perf_counter() - begin
         if self._damaged is not None:  # in the last message: nothing has followed that could tell the others
-            self._forget()
+            self.forget()
             core.suspect = True
             raise MessageError(
                 f"{self._damaged} (on rank {group.rank}); nothing was applied on this rank, and at the next step all "
@@ -180,7 +191,7 @@ class Step:
         """Whether some rank asks all of them to agree anew, the same on all."""
         return self._told or any(done.result.stale for done in self._done)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Restore the memories of compressors and collectives to those before the step."""
         for bucket, memory in reversed(self._memories):
             bucket.memory = memory
@@ -218,7 +229,7 @@ class Step:
         cut_short = Tally(
             sum(done.record.sent_bytes for done in self._done), sum(done.record.wire_bytes for done in self._done)
         )
-        self._forget()
+        self.forget()
         yield from core.telemetry.drop()
         given = yield from self._beside.agree((self._gradients, self._absent))
         if given is None:
@@ -331,7 +342,7 @@ class Step:
         bad = [bucket for bucket, done in buckets if done.result.nonfinite]
         finite = finite and not bad
         if not finite and core.nonfinite != "pass":
-            self._forget()
+            self.forget()
         if not finite and core.nonfinite == "raise":
             names = " or ".join(f"'{bucket.members[0].name}'" for bucket in bad)
             where = f", in the bucket that starts with {names}" if bad else ""

@@ -4,6 +4,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from mpicomp.errors import RankFailedError
 from mpicomp.reducer.beside import Beside
 from mpicomp.reducer.core import Core
 from mpicomp.reducer.step import Step
@@ -65,6 +66,10 @@ class Stream:
             self._thread.wait(self._jobs)
             means: dict[str, Any] = self._core.transport.run(step.conclude(finite))
             return means
+        except RankFailedError as error:
+            step.forget()
+            self._core.failed = error  # `Reducer.reduce` goes on from here
+            raise
         finally:
             step.note_seconds(time.perf_counter() - begin)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from mpicomp.errors import RankFailedError
 from mpicomp.rounds.round import Asked
 
 Value = TypeVar("Value")
@@ -17,9 +18,12 @@ class Returned(Generic[Value]):
 
 
 def advance(exchange: Generator[Asked, Any, Value], reply: Any = None) -> Asked | Returned[Value]:
-    """Take a generator to its next round with the reply to its last one; ``None`` begins it."""
+    """Take a generator to its next round with the reply to its last one; ``None`` begins it.
+
+    A reply that is a `RankFailedError` is raised in the generator, which may go on with those that are left.
+    """
     try:
-        return exchange.send(reply)
+        return exchange.throw(reply) if isinstance(reply, RankFailedError) else exchange.send(reply)
     except StopIteration as stop:
         return Returned(stop.value)
 
@@ -46,7 +50,12 @@ def drive(exchange: Generator[Asked, Any, Value], answer: Callable[[Asked], Any]
     """
     asked = advance(exchange)
     while not isinstance(asked, Returned):
-        asked = advance(exchange, answer(asked))
+        reply: Any
+        try:
+            reply = answer(asked)
+        except RankFailedError as error:
+            reply = error
+        asked = advance(exchange, reply)
     return asked.value
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
-from mpicomp.errors import ConfigurationError, MpicompError
+from mpicomp.errors import ConfigurationError, MpicompError, RankFailedError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside, Given
@@ -76,6 +76,8 @@ class Gradients(Beside):
         self._problem: MpicompError | None = None
         self._accumulating = False
         self._hooks: dict[str, Any] = {}
+        self._overlap = overlap
+        self._generation = reducer.transport.generation
         self._thread = overlap_thread(reducer, overlap)
         self._stream: Stream | None = None
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}  # what was handed over, and in which state
@@ -318,12 +320,27 @@ class Gradients(Beside):
         self._seen.clear()
         if stream is None and self._thread is not None:
             stream = self._reducer.stream(self._thread, self._scale(), self)
-        means: dict[str, torch.Tensor]
-        if stream is None:
+        means: dict[str, torch.Tensor] | None = None
+        if stream is not None:
+            try:
+                means = stream.finish(dense, lr, absent)
+            except RankFailedError:
+                if not self._reducer.survives:
+                    raise
+        if means is None:
             means = self._reducer.reduce(dense, lr, absent=absent, scale=self._scale(), beside=self)
-        else:
-            means = stream.finish(dense, lr, absent)
+        if self._reducer.transport.generation != self._generation:
+            self._follow()
         return means
+
+    def _follow(self) -> None:
+        """Go on with the ranks that are left. Collective over these."""
+        self._finalizer()
+        self._generation = self._reducer.transport.generation
+        self._active = np.ones(self.group.size, bool)
+        self._thread = overlap_thread(self._reducer, self._overlap)
+        self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._thread)
+        self._finalizer.atexit = False
 
     def _begin(self) -> None:
         """Find out which ranks have batches in this step, before the exchange. Collective where ranks may have none.

@@ -79,7 +79,8 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     late : int
         Steps, at most ``every / fragments``, that are made while an exchange is under way: its outcome is taken up
         after them, and what a rank has changed in them it keeps. It costs another copy of the parameters. A thread
-        exchanges meanwhile where MPI was started with MPI_THREAD_MULTIPLE; else the exchange is waited for at once.
+        exchanges meanwhile where MPI was started with MPI_THREAD_MULTIPLE, and not with ``on_failure="shrink"``; else
+        the exchange is waited for at once.
     fragments : int
         Parts that parameters are cut into, of about equal size, which are exchanged at different steps.
     nonfinite : {"raise", "skip", "pass"}
@@ -180,7 +181,8 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         if transport is not comm:
             transport.close()
         raise
-    thread = overlap_thread(parts[0].reducer, True) if late and transport.concurrent else None
+    beside = late and transport.concurrent and not parts[0].reducer.survives
+    thread = overlap_thread(parts[0].reducer, True) if beside else None
     if isinstance(optimizer, Wrapped):
         unwrap(optimizer)
     wrapped = wrap(optimizer, _Updating, "Updating")

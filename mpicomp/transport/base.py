@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.errors import MpicompError
+from mpicomp.errors import ConfigurationError, MpicompError
 from mpicomp.rounds import Asked, Group, Pending, Round, drive
 
 Value = TypeVar("Value")
@@ -37,9 +37,12 @@ class Transport(ABC):
         Grows with every round but those in the background; whoever reads it may clear it.
     offset : float
         Seconds by which the first rank's clock is ahead of this one's.
+    generation : int
+        How often ranks have died and it has become that of the others.
     """
 
     group: Group
+    generation: int = 0
     family: str | None = None
     """Names transports for which the same holds: what was measured through one is known of others. None: of itself."""
     concurrent: bool = True
@@ -143,6 +146,34 @@ class Transport(ABC):
 
         Its next round would meet another one of its peers. They wait for what never comes, so the job ends.
         """
+
+    @property
+    def survives(self) -> bool:
+        """Whether the ranks that are left can go on without one that dies."""
+        return False
+
+    def check_survives(self, subsystem: str) -> None:
+        """Raise `ConfigurationError`, with what to do, where they cannot."""
+        raise ConfigurationError(
+            f"{subsystem}: on_failure='shrink' needs ranks that are processes, and {type(self).__name__} has none"
+        )
+
+    def revoke(self) -> None:  # noqa: B027, where no rank dies there is nothing to do
+        """Have every round that ranks are in, or begin, end with `RankFailedError`; not collective."""
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether all ranks say so, the same on all that are left; False where one has died. Collective."""
+        raise MpicompError(f"transport: {type(self).__name__} has no ranks that die")
+
+    def shrink(self) -> list[int]:
+        """Become the transport of the ranks that are left, and return who has died. Collective over these.
+
+        Returns
+        -------
+        list of int
+            Numbers that the dead have in the whole job.
+        """
+        raise MpicompError(f"transport: {type(self).__name__} has no ranks that die")
 
     def close(self) -> None:  # noqa: B027, a transport may have nothing to give back
         """Release the transport's resources. It waits for nobody; a second call does nothing."""

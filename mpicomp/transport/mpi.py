@@ -15,11 +15,12 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpicomp.errors import ClosedError, LaunchError
+from mpicomp.errors import ClosedError, LaunchError, RankFailedError
 from mpicomp.rounds import ACROSS, HOST, WORLD, Group, Pending, Round
 from mpicomp.system import abort, cuda, launcher, libraries
 from mpicomp.transport import mpi_end
 from mpicomp.transport.base import Transport, received
+from mpicomp.transport.mpi_failures import check_survives, failure_of, fault_tolerant
 from mpicomp.transport.mpi_layout import cores_of_a_rank, hosts_of_ranks, sums_are_identical, takes_naps
 from mpicomp.transport.mpi_pool import ChannelSet, Pool, is_split, pool_of
 from mpicomp.transport.mpi_rounds import Channel, Started
@@ -72,8 +73,12 @@ class MPITransport(Transport):
     ) -> None:
         if comm is None:
             _check_launch()
-        found = MPI.COMM_WORLD if comm is None else comm
-        pool = pool_of(found, layout, count_limit)
+        self._limit = count_limit
+        self._connect(MPI.COMM_WORLD if comm is None else comm, layout)
+
+    def _connect(self, found: MPI.Comm, layout: Sequence[int] | None) -> None:
+        """Begin on a communicator. Collective over it."""
+        pool = pool_of(found, layout, self._limit)
         front, back = pool.take(found, 2)
         cores = cores_of_a_rank(found, hosts_of_ranks(found) if layout is not None else pool.hosts)
         naps = takes_naps(found, cores) or pool.thread_level < MPI.THREAD_MULTIPLE
@@ -185,6 +190,41 @@ class MPITransport(Transport):
                 channels = [channel for own in self._sets for channel in own.channels.values()]
                 self._watch.break_off(channels, "".join(traceback.format_exception(error)))
 
+    @property
+    def survives(self) -> bool:
+        """See `Transport.survives`."""
+        return fault_tolerant()
+
+    def check_survives(self, subsystem: str) -> None:
+        """See `Transport.check_survives`."""
+        check_survives(subsystem)
+
+    def revoke(self) -> None:
+        """See `Transport.revoke`; of all transports of these ranks."""
+        self._pool.revoke()
+
+    def agree(self, flag: bool) -> bool:
+        """See `Transport.agree`."""
+        try:
+            return bool(self._front[WORLD].comm.Agree(int(flag)))
+        except MPI.Exception as error:
+            if not isinstance(failure_of(error), RankFailedError):
+                raise
+            return False  # MPI says so to all of them
+
+    def shrink(self) -> list[int]:
+        """See `Transport.shrink`."""
+        before, offset, generation = self._front[WORLD].comm, self.offset, self.generation
+        comm = before.Shrink()
+        gone = MPI.Group.Difference(before.group, comm.group)
+        lost = sorted(MPI.Group.Translate_ranks(gone, None, MPI.COMM_WORLD.group))
+        self._finalizer.detach()
+        self._pool.abandon()
+        mpi_end.ranks_died = True
+        self._connect(comm, None)
+        self.offset, self.generation = offset, generation + 1
+        return lost
+
     def close(self) -> None:
         """See `Transport.close`."""
         if self._finalizer.detach() is not None:
@@ -194,6 +234,8 @@ class MPITransport(Transport):
     def _channel(self, task: Round) -> Channel:
         if self._refusal is not None or self._pool.over:
             raise ClosedError(self._refusal or "mpi: MPI has come to its end on this rank; nothing can be exchanged")
+        if self._pool.abandoned:
+            raise RankFailedError("mpi: a rank has died")
         return (self._back if task.background else self._front)[task.group]
 
     def _with_sums(self, group: Group) -> Group:

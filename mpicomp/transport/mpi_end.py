@@ -5,7 +5,10 @@ forever. Here the others are told, so that such a rank ends the job; see `mpicom
 """
 
 import atexit
+import contextlib
+import logging
 import os
+import sys
 import time
 from typing import Any
 
@@ -18,6 +21,9 @@ from mpicomp.transport.naps import SHORTEST_S, Naps
 
 _LAST_ROUNDS_S = 3.0  # seconds that rounds may take which nobody has waited for
 _LONGEST_NAP_S = 0.01  # seconds; others may compute for hours, and perhaps on this rank's core
+
+ranks_died = False
+"""Whether a rank of this job has died and this one has gone on without it."""
 
 _finalize = MPI.Finalize
 _process = os.getpid()  # a forked child, which runs the same exit handlers, must not call MPI
@@ -54,11 +60,22 @@ def _settle(mine: list[Pool]) -> bool:
 def install() -> None:
     """Have this done before the end of MPI, whether the program or Python calls for it. A second call does nothing."""
     if MPI.Finalize is _finalize:
-        atexit.register(leave)
+        atexit.register(_end)
+        atexit.register(leave)  # comes before it
         MPI.Finalize = _finalize_after_leaving
 
 
 def _finalize_after_leaving() -> Any:
     """Call mpi4py's function of this name, when all ranks are there."""
     leave()
-    return _finalize()
+    return None if ranks_died else _finalize()
+
+
+def _end() -> None:
+    """End this process where a rank has died: MPI's own end, which comes last, may wait for the dead one for ever."""
+    if ranks_died and os.getpid() == _process:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(0)

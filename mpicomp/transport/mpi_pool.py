@@ -83,13 +83,15 @@ class Pool:
         The lowest of all ranks, after the first `take`.
     over : bool
         Whether this rank has left, so that nothing can be begun any more.
+    abandoned : bool
+        Whether one of these ranks has died, so that nothing of it works any more.
     """
 
     def __init__(self, comm: MPI.Comm, names: Sequence[int], layout: Sequence[int] | None, limit: int) -> None:
         self.hosts = list(hosts_of_ranks(comm) if layout is None else layout)
         self.group, self.members = layout_groups(self.hosts, comm.rank)
         self.thread_level = MPI.Query_thread()
-        self.over = False
+        self.over = self.abandoned = False
         self.watch = None if comm.size == 1 else Watch(comm.Dup(), names)
         self._everyones_members = [layout_groups(self.hosts, rank)[1] for rank in range(comm.size)]
         self._limit = limit
@@ -149,6 +151,21 @@ class Pool:
             if self.watch is not None:
                 self.watch.forget(back.channels.values())
             back.free = True
+
+    def revoke(self) -> None:
+        """Have everything that ranks are in, or begin, on these communicators end with an error; not collective."""
+        for own in self._sets.values():
+            for channel in own.channels.values():
+                channel.comm.Revoke()
+
+    def abandon(self) -> None:
+        """Give these ranks up, one of which has died: nobody waits for them at the end."""
+        self.abandoned = True
+        for key, pool in list(pools.items()):
+            if pool is self:
+                del pools[key]
+        if self.watch is not None:
+            lookout.drop(self.watch)
 
     def settle(self) -> bool:
         """Move on everything that is under way and return whether nothing is."""

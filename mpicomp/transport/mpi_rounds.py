@@ -10,6 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomp.rounds import Graph, Pending, Round
+from mpicomp.transport.mpi_failures import failure_of
 from mpicomp.transport.naps import Naps, wait
 
 SEGMENT = 1 << 19
@@ -47,10 +48,13 @@ class Started(Pending):
 
     def test(self) -> bool:
         """See `Pending.test`."""
-        for other in self.beside:
-            if other is not self:
-                other._advance(MPI.Request.Testsome)
-        return self._advance(MPI.Request.Testsome)
+        try:
+            for other in self.beside:
+                if other is not self:
+                    other._advance(MPI.Request.Testsome)
+            return self._advance(MPI.Request.Testsome)
+        except MPI.Exception as error:
+            raise failure_of(error) from None
 
     def finish(self, naps: bool, meanwhile: Callable[[], None] | None = None) -> None:
         """Wait until it is done: with naps (see `Naps`), or inside MPI, which is faster and keeps the core busy."""
@@ -66,8 +70,11 @@ class Started(Pending):
                 rests.rest()
             return
         # MPI waits for one round alone, and others have to be moved on.
-        while not (self.test() if len(self.beside) > 1 else self._advance(MPI.Request.Waitsome)):
-            pass
+        try:
+            while not (self.test() if len(self.beside) > 1 else self._advance(MPI.Request.Waitsome)):
+                pass
+        except MPI.Exception as error:
+            raise failure_of(error) from None
 
     @property
     @abstractmethod
@@ -111,6 +118,12 @@ class Channel:
 
     def perform(self, task: Round, naps: bool, meanwhile: Callable[[], None] | None = None) -> None:
         """Run a round; see `Started.finish` for the others. Collective."""
+        try:
+            self._perform(task, naps, meanwhile)
+        except MPI.Exception as error:
+            raise failure_of(error) from None
+
+    def _perform(self, task: Round, naps: bool, meanwhile: Callable[[], None] | None) -> None:
         self.begun += 1
         calls = self._calls(task)
         if calls is None:
@@ -125,6 +138,12 @@ class Channel:
 
     def start(self, task: Round) -> Started:
         """Begin a round. Collective."""
+        try:
+            return self._start(task)
+        except MPI.Exception as error:
+            raise failure_of(error) from None
+
+    def _start(self, task: Round) -> Started:
         self.begun += 1
         # A graph's communicator is made by a call that waits for all ranks, and of two channels that begin rounds side
         # by side one rank may come to this one first and another rank to that one: both would wait forever.

@@ -28,8 +28,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from mpicomp.errors import ConfigurationError
+from mpicomp.errors import ConfigurationError, RankFailedError
 from mpicomp.system import abort
+from mpicomp.transport.mpi_failures import failure_of
 
 STALL_S = 60.0  # default of MPICOMP_STALL: seconds after which a rank that waits names those that are missing
 STALL_END_S = 1800.0  # default of MPICOMP_STALL_END: seconds after which the job ends; torch.distributed has as many
@@ -170,6 +171,14 @@ class Watch:
 
     def look(self) -> None:
         """Receive and answer questions, ask the others where this rank has waited for long, and report the answers."""
+        try:
+            self._look()
+        except MPI.Exception as error:
+            if not isinstance(failure_of(error), RankFailedError):
+                raise
+            lookout.drop(self)  # whoever waits for the dead rank is told by MPI
+
+    def _look(self) -> None:
         with self._one_at_a_time:
             self._looked_at = time.monotonic()
             status = MPI.Status()
@@ -372,6 +381,11 @@ class Lookout:
             self._thread = threading.Thread(target=self._run, name="mpicomp watch", daemon=True)
             self._thread.start()
 
+    def drop(self, watch: Watch) -> None:
+        """Watch these rounds no longer."""
+        if watch in self.watches:
+            self.watches.remove(watch)
+
     def stop(self) -> None:
         """End the thread."""
         self._stopping.set()
@@ -379,7 +393,7 @@ class Lookout:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopping.wait(min(watch.period_s for watch in self.watches)):
+        while not self._stopping.wait(min((watch.period_s for watch in self.watches), default=_LONGEST_S)):
             for watch in list(self.watches):
                 watch.look()
 

