@@ -63,6 +63,8 @@ class Settings:
         Settings of `mpicomp.torch.UpdateOptimizer`, ``every`` among them; None exchanges gradients.
     lr_scale : float
         Times the task's learning rate, which is tuned for dense exchange of gradients.
+    on_failure : str
+        See `mpicomp.Reducer`.
     """
 
     compressor: Compressor | None
@@ -77,6 +79,7 @@ class Settings:
     warmup: int | str = 0
     updates: dict[str, Any] | None = None
     lr_scale: float = 1.0
+    on_failure: str = "abort"
 
     @property
     def every(self) -> int:
@@ -301,7 +304,7 @@ def train(
     return Outcome(
         quality=quality,
         parameters=numel,
-        ranks=group.size,
+        ranks=transport.group.size,
         hosts=hosts,
         adapts=settings.adapts,
         compressor=compressor,
@@ -339,6 +342,7 @@ def _wrapped(optimizer: Any, model: torch.nn.Module, settings: Settings, transpo
         "comm": transport,
         "seed": settings.seed,
         "warmup": settings.warmup,
+        "on_failure": settings.on_failure,
     }
     if settings.updates is not None:
         return UpdateOptimizer(optimizer, **words, **settings.updates)

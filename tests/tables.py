@@ -14,6 +14,7 @@ _KINDS = {
     "null": [type(None)],
     "list of objects": [list],
     "list of strings": [list],
+    "list of integers": [list],
 }
 
 

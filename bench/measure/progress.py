@@ -63,11 +63,13 @@ class Progress:
         text += f"  {in_short(record)}"
         if quality is not None:
             text += f"  held-out {quality:.3f}"
+        if record.lost_ranks:
+            text += f"  rank {', '.join(map(str, record.lost_ranks))} has died, the others go on"
         if self._bar is not None:
             self._bar.update(self._task, completed=step + 1, text=text)
             return
         done = step + 1
-        due = done in (1, self._steps) or done % max(1, self._steps // _LINES) == 0
+        due = bool(record.lost_ranks) or done in (1, self._steps) or done % max(1, self._steps // _LINES) == 0
         if due or time.monotonic() - self._last > _QUIET_S:
             self._last = time.monotonic()
             print(f"step {done:>{len(str(self._steps))}}/{self._steps}  {text}", flush=True)

@@ -35,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="gradients (default), or updates: ranks step by themselves and exchange what that has changed; as JSON "
         """with settings of UpdateOptimizer, such as '{"id": "updates", "outer": {"lr": 0.7, "momentum": 0.9}}'""",
     )
+    parser.add_argument(
+        "--on-failure",
+        choices=("abort", "shrink"),
+        default="abort",
+        help="when a rank dies: the job ends, or the others go on (Open MPI's mpiexec --with-ft ulfm) (%(default)s)",
+    )
     parser.add_argument("--every", metavar="H", help="steps from one exchange of updates to the next, or 'auto' (1)")
     parser.add_argument(
         "--lr-scale",
@@ -151,6 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
         warmup,
         updates,
         arguments.lr_scale,
+        arguments.on_failure,
     )
     if first:
         what = "chosen by mpicomp" if compressor is None else repr(compressor)
@@ -159,6 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{task.name}: {steps} steps on {group.size} ranks, policy {policy.id}, compressor {what}", flush=True)
     with MetricsWriter(arguments.metrics if first else None) as metrics:
         outcome = train(task, settings, transport, Progress(first), metrics, device)
+    first = transport.group.rank == 0  # of those that are left
     transport.close()
     if not first:
         return 0

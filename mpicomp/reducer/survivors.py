@@ -39,4 +39,5 @@ def common_state(state: Mapping[str, Any], group: Group) -> Generator[Asked, Any
     size = int(length[0])
     send = np.frombuffer(shared, _BYTE) if group.rank == 0 else None
     told = yield Round("bcast", [size], _BYTE, send=send, recv=np.empty(size, _BYTE))
-    return dict(state) | json.loads(told.tobytes())
+    of_first: dict[str, Any] = json.loads(told.tobytes())
+    return dict(state) | of_first

@@ -40,6 +40,7 @@ HOMES = {
         "bench/gloo.py",
         "bench/replica_group.py",
         "bench/tasks/",
+        "studies/updates.py",
     ),
     "cupy": ("mpicomp/places/choose.py",),
 }

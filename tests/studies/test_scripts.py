@@ -12,7 +12,7 @@ STUDIES = Path(__file__).resolve().parents[2] / "studies"
 
 
 @pytest.mark.parametrize(
-    "name", ["policies", *map(slow, ("learned", "regret", "change", "estimators", "behind", "hindsight"))]
+    "name", ["policies", *map(slow, ("learned", "regret", "change", "estimators", "behind", "hindsight", "updates"))]
 )
 def test_the_help_of_each(name, tmp_path, clean_environ):
     command = [sys.executable, STUDIES / f"{name}.py", "--help"]
