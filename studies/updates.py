@@ -85,6 +85,8 @@ ARMS = {
     "topk-every-4": Arm(_TOPK | {"ratio": 0.04}, settings={"every": 4}),
     "topk-every-4-held": Arm(_TOPK | {"ratio": 0.04}, settings={"every": 4}, moments="held"),
     "chunks-held": Arm(_TOPK | {"id": "chunktopk"}, moments="held"),
+    "onebit": Arm("onebit"),
+    "onebit-every-4": Arm("onebit", settings={"every": 4}),
     "onebit-every-4-held": Arm("onebit", settings={"every": 4}, moments="held"),
     "sparseloco": Arm(
         {"id": "chunktopk", "ratio": 64 / 4096, "wire": "q2"},

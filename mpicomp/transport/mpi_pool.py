@@ -18,6 +18,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpicomp.rounds import ACROSS, HOST, WORLD, Group, layout_groups
+from mpicomp.transport.mpi_failures import kept
 from mpicomp.transport.mpi_layout import hosts_of_ranks
 from mpicomp.transport.mpi_rounds import Channel
 from mpicomp.transport.mpi_watch import STALL_END_S, STALL_S, Watch, check_seconds, lookout, wanted_seconds
@@ -161,6 +162,7 @@ class Pool:
     def abandon(self) -> None:
         """Give these ranks up, one of which has died: nobody waits for them at the end."""
         self.abandoned = True
+        kept.append(self)
         for key, pool in list(pools.items()):
             if pool is self:
                 del pools[key]

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicomp.errors import RankFailedError
 from mpicomp.rounds import Graph, Pending, Round
-from mpicomp.transport.mpi_failures import failure_of
+from mpicomp.transport.mpi_failures import failure_of, kept
 from mpicomp.transport.naps import Naps, wait
 
 SEGMENT = 1 << 19
@@ -127,12 +128,22 @@ class Channel:
         self.begun += 1
         calls = self._calls(task)
         if calls is None:
-            self._exchange(task).finish(naps, meanwhile)
+            started = self._exchange(task)
+            try:
+                started.finish(naps, meanwhile)
+            except RankFailedError:
+                kept.append(started)
+                raise
             return
         comm = self._comm_of(task)
         for name, arguments in calls:
             if naps:
-                wait(getattr(comm, f"I{name.lower()}")(*arguments).Test, meanwhile)
+                request = getattr(comm, f"I{name.lower()}")(*arguments)
+                try:
+                    wait(request.Test, meanwhile)
+                except MPI.Exception:
+                    kept.append((request, task))
+                    raise
             else:
                 getattr(comm, name)(*arguments)
 
