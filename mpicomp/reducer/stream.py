@@ -69,6 +69,11 @@ class Stream:
         except RankFailedError as error:
             step.forget()
             self._core.failed = error  # `Reducer.reduce` goes on from here
+            if self._core.survives:
+                # The thread has to have come to rest before ranks agree: whatever else it waits for is broken off.
+                self._core.transport.revoke()
+                for job in self._jobs:
+                    job.exception()
             raise
         finally:
             step.note_seconds(time.perf_counter() - begin)

@@ -81,7 +81,7 @@ class MPITransport(Transport):
         pool = pool_of(found, layout, self._limit)
         front, back = pool.take(found, 2)
         cores = cores_of_a_rank(found, hosts_of_ranks(found) if layout is not None else pool.hosts)
-        naps = takes_naps(found, cores) or pool.thread_level < MPI.THREAD_MULTIPLE
+        naps = takes_naps(found, cores) or pool.thread_level < MPI.THREAD_MULTIPLE or fault_tolerant()
         self._open(pool, front, back, naps)
         self.cores = cores
         self.group = self._with_sums(pool.group)
@@ -106,7 +106,7 @@ class MPITransport(Transport):
         self._naps = naps
         self._watch = pool.watch
         # Where there is no thread that looks who is missing, whatever waits has to do it.
-        threaded = pool.thread_level == MPI.THREAD_MULTIPLE
+        threaded = pool.thread_level == MPI.THREAD_MULTIPLE and not fault_tolerant()
         self._meanwhile = None if threaded or pool.watch is None else pool.watch.tick
         self._refusal: str | None = None
         self._sets = list(dict.fromkeys((front, back)))

@@ -4,6 +4,7 @@ Bland et al. 2013, doi:10.1177/1094342013488238.
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -36,6 +37,28 @@ def check_survives(subsystem: str) -> None:
             f"{subsystem}: on_failure='shrink' needs an MPI that outlives its ranks, got {name} "
             f"{'.'.join(map(str, version))} without that; {HOW}"
         )
+
+
+def completed(comm: MPI.Comm, requests: Sequence[MPI.Request]) -> list[int]:
+    """Return the places of the requests that are complete, which are freed, as MPI_Testsome does.
+
+    That one also frees a send to a dead rank, which the network may still have; when it then fails, Open MPI ends the
+    job. Here nothing is freed once a rank has died.
+
+    Raises
+    ------
+    RankFailedError
+        Where a rank of the communicator has died, or another one has noticed it.
+    """
+    done = [place for place, request in enumerate(requests) if request.Get_status()]
+    failed = comm.Get_failed()
+    died = failed.size > 0
+    failed.Free()
+    if died or comm.Is_revoked():
+        raise RankFailedError("mpi: a rank has died")
+    for place in done:  # they were complete before anything was known to have failed
+        requests[place].Test()
+    return done
 
 
 def failure_of(error: MPI.Exception) -> Exception:

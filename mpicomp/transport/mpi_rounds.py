@@ -1,5 +1,6 @@
 """Rounds on a communicator: each becomes collective calls, or messages between pairs of ranks."""
 
+import functools
 import itertools
 from abc import abstractmethod
 from collections import deque
@@ -11,7 +12,7 @@ from mpi4py import MPI
 
 from mpicomp.errors import RankFailedError
 from mpicomp.rounds import Graph, Pending, Round
-from mpicomp.transport.mpi_failures import failure_of, kept
+from mpicomp.transport.mpi_failures import completed, failure_of, fault_tolerant, kept
 from mpicomp.transport.naps import Naps, wait
 
 SEGMENT = 1 << 19
@@ -36,6 +37,8 @@ class Started(Pending):
 
     Attributes
     ----------
+    some : callable
+        Finds requests that are complete, as MPI_Testsome does.
     number : int
         Number of the round on its channel, from 1 on.
     beside : collection of Started
@@ -44,6 +47,7 @@ class Started(Pending):
 
     def __init__(self, task: Round) -> None:
         self.task = task
+        self.some: _Some = MPI.Request.Testsome
         self.number = 0
         self.beside: Collection[Started] = (self,)
 
@@ -52,8 +56,8 @@ class Started(Pending):
         try:
             for other in self.beside:
                 if other is not self:
-                    other._advance(MPI.Request.Testsome)
-            return self._advance(MPI.Request.Testsome)
+                    other._advance(other.some)
+            return self._advance(self.some)
         except MPI.Exception as error:
             raise failure_of(error) from None
 
@@ -113,6 +117,7 @@ class Channel:
         self.members = members
         self.begun = 0
         self._limit = limit
+        self._survives = fault_tolerant()
         self._tags = itertools.cycle(range(_TAGS))
         self._graphs: dict[Graph, MPI.Intracomm] = {}
         self._under_way: dict[Started, None] = {}  # their arrays are MPI's, whoever has forgotten them
@@ -140,8 +145,8 @@ class Channel:
             if naps:
                 request = getattr(comm, f"I{name.lower()}")(*arguments)
                 try:
-                    wait(request.Test, meanwhile)
-                except MPI.Exception:
+                    wait(functools.partial(self._is_complete, request) if self._survives else request.Test, meanwhile)
+                except (MPI.Exception, RankFailedError):
                     kept.append((request, task))
                     raise
             else:
@@ -163,10 +168,15 @@ class Channel:
             started: Started = self._exchange(task)
         else:
             started = _Calls(task, [getattr(self.comm, f"I{name.lower()}")(*arguments) for name, arguments in calls])
+        if self._survives:
+            started.some = functools.partial(completed, self.comm)
         started.number = self.begun
         started.beside = self._under_way
         self._under_way[started] = None
         return started
+
+    def _is_complete(self, request: MPI.Request) -> bool:
+        return bool(completed(self.comm, [request]))
 
     def done(self, started: Started) -> None:
         """Note that somebody has waited for a round."""
@@ -195,10 +205,16 @@ class Channel:
     def _exchange(self, task: Round) -> Started:
         messages = [own for own in self._under_way if isinstance(own, _Messages)]
         ahead = messages[-1] if messages else None
-        return _Messages(task, self.comm, next(self._tags), *self._messages(task), ahead)
+        made = _Messages(task, self.comm, next(self._tags), *self._messages(task), ahead)
+        if self._survives:
+            made.some = functools.partial(completed, self.comm)
+        return made
 
     def _calls(self, task: Round) -> list[tuple[str, tuple[Any, ...]]] | None:
         """Return names and arguments of collective calls, the same calls on all ranks; None where there is none."""
+        # Where a rank dies, Open MPI's calls free messages that then fail, and end the job for it.
+        if self._survives and task.operation != "allreduce":
+            return None
         send, recv, counts, root = task.send, task.recv, task.counts, task.root
         rank, size = self.comm.rank, self.comm.size
         equal = min(counts) == max(counts)
@@ -246,6 +262,20 @@ class Channel:
         incoming: list[tuple[int, int, int]] = []  # the other rank, start, stop
         outgoing: list[tuple[int, int, int]] = []
         match task.operation:
+            case "allgatherv":
+                assert task.recv is not None
+                bounds = _bounds(counts)
+                task.recv[bounds[rank] : bounds[rank + 1]] = task.send
+                for shift in range(1, size):
+                    source = (rank - shift) % size
+                    incoming.append((source, bounds[source], bounds[source + 1]))
+                    outgoing.append(((rank + shift) % size, 0, counts[rank]))
+            case "bcast" if rank == task.root:
+                assert task.recv is not None
+                task.recv[:] = task.send
+                outgoing += [(other, 0, counts[0]) for other in range(size) if other != rank]
+            case "bcast":
+                incoming.append((task.root, 0, counts[0]))
             case "sendrecv":
                 to, source = task.peers
                 if source is not None:

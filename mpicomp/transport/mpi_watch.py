@@ -30,7 +30,7 @@ from mpi4py import MPI
 
 from mpicomp.errors import ConfigurationError, RankFailedError
 from mpicomp.system import abort
-from mpicomp.transport.mpi_failures import failure_of
+from mpicomp.transport.mpi_failures import completed, failure_of, fault_tolerant
 
 STALL_S = 60.0  # default of MPICOMP_STALL: seconds after which a rank that waits names those that are missing
 STALL_END_S = 1800.0  # default of MPICOMP_STALL_END: seconds after which the job ends; torch.distributed has as many
@@ -172,10 +172,11 @@ class Watch:
     def look(self) -> None:
         """Receive and answer questions, ask the others where this rank has waited for long, and report the answers."""
         try:
-            self._look()
-        except MPI.Exception as error:
-            if not isinstance(failure_of(error), RankFailedError):
-                raise
+            try:
+                self._look()
+            except MPI.Exception as error:
+                raise failure_of(error) from None
+        except RankFailedError:
             lookout.drop(self)  # whoever waits for the dead rank is told by MPI
 
     def _look(self) -> None:
@@ -188,7 +189,11 @@ class Watch:
                 text = np.empty(status.Get_count(MPI.BYTE), np.uint8)
                 self._comm.Recv(text, status.Get_source(), _TEXT)
                 self._write(text.tobytes().decode(errors="replace"))
-            self._sent = [(request, message) for request, message in self._sent if not request.Test()]
+            if fault_tolerant():
+                done = completed(self._comm, [request for request, _ in self._sent])
+                self._sent = [own for place, own in enumerate(self._sent) if place not in done]
+            else:
+                self._sent = [(request, message) for request, message in self._sent if not request.Test()]
             oldest = min(dict(self._waits).values(), key=lambda wait: wait.since, default=None)
             if oldest is None or self.left:
                 self._inquiry = None
@@ -377,7 +382,8 @@ class Lookout:
     def add(self, watch: Watch) -> None:
         """Watch these rounds, too."""
         self.watches.append(watch)
-        if self._thread is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+        # Open MPI's agreement breaks where another thread moves messages on meanwhile.
+        if self._thread is None and MPI.Query_thread() == MPI.THREAD_MULTIPLE and not fault_tolerant():
             self._thread = threading.Thread(target=self._run, name="mpicomp watch", daemon=True)
             self._thread.start()
 

@@ -74,7 +74,7 @@ def job(openmpi, clean_environ):
         environ = clean_environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return done.stdout + done.stderr
 
     return start
 
