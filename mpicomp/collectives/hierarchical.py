@@ -83,9 +83,10 @@ class Hierarchical(Scheme[Compressor]):
     def carries(cls, compressor: type[Compressor] | Compressor) -> bool:
         """Refuse compressors tied to places or ranks: ratios by layer, velocities that sent elements clear, and votes.
 
-        Sketches and factors are refused, too: built upon a hierarchical sum they have one table, and whole matrices.
+        Sketches, factors and coefficients are refused, too: built upon a hierarchical exchange they have one table, and
+        whole matrices and chunks.
         """
-        if compressor.message in ("votes", "sketch", "factors"):
+        if compressor.message in ("votes", "sketch", "factors", "coefficients"):
             return False
         if isinstance(compressor, type):
             return super().carries(compressor)

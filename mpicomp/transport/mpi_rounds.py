@@ -267,8 +267,8 @@ class Channel:
                 bounds = _bounds(counts)
                 task.recv[bounds[rank] : bounds[rank + 1]] = task.send
                 for shift in range(1, size):
-                    source = (rank - shift) % size
-                    incoming.append((source, bounds[source], bounds[source + 1]))
+                    other = (rank - shift) % size
+                    incoming.append((other, bounds[other], bounds[other + 1]))
                     outgoing.append(((rank + shift) % size, 0, counts[rank]))
             case "bcast" if rank == task.root:
                 assert task.recv is not None
