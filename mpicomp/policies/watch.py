@@ -76,10 +76,11 @@ class Watch:
         ratio = f" at a ratio of {self._compressor.ratio:g}" if hasattr(self._compressor, "ratio") else ""
         _log.warning(
             "mpicomp: with %s%s training is predicted to fall behind dense by %.2f of its steps, since most elements "
-            "arrive late and in bursts (step %d); use %s, or policy='auto', which weighs that against seconds",
+            "arrive late%s (step %d); use %s, or policy='auto', which weighs that against seconds",
             self._compressor.id,
             ratio,
             behind,
+            " and in bursts" if self._normalises else "",
             told.step,
             instead,
         )

@@ -29,6 +29,12 @@ def test_few_of_much_signal(caplog, collective):
     assert int(re.search(r"\(step (\d+)\)", words)[1]) < 50
 
 
+@pytest.mark.parametrize("normalises", [True, False])
+def test_bursts_are_those_of_optimizers_that_divide_by_a_mean_square(caplog, normalises):
+    [words] = said(caplog, mpicomp.TopK(ratio=0.002), normalises=normalises)
+    assert ("in bursts" in words) == normalises
+
+
 def test_it_is_said_by_step_50_after_a_warm_up(caplog):
     [words] = said(caplog, mpicomp.TopK(ratio=0.002), warmup=20)
     assert "fall behind" in words
