@@ -147,11 +147,6 @@ class Transport(ABC):
         Its next round would meet another one of its peers. They wait for what never comes, so the job ends.
         """
 
-    @property
-    def survives(self) -> bool:
-        """Whether the ranks that are left can go on without one that dies."""
-        return False
-
     def check_survives(self, subsystem: str) -> None:
         """Raise `ConfigurationError`, with what to do, where they cannot."""
         raise ConfigurationError(

@@ -190,11 +190,6 @@ class MPITransport(Transport):
                 channels = [channel for own in self._sets for channel in own.channels.values()]
                 self._watch.break_off(channels, "".join(traceback.format_exception(error)))
 
-    @property
-    def survives(self) -> bool:
-        """See `Transport.survives`."""
-        return fault_tolerant()
-
     def check_survives(self, subsystem: str) -> None:
         """See `Transport.check_survives`."""
         check_survives(subsystem)
@@ -220,8 +215,17 @@ class MPITransport(Transport):
         lost = sorted(MPI.Group.Translate_ranks(gone, None, MPI.COMM_WORLD.group))
         self._finalizer.detach()
         self._pool.abandon()
-        mpi_end.ranks_died = True
-        self._connect(comm, None)
+        abort.ranks_died = True
+        try:
+            self._connect(comm, None)
+        except MPI.Exception as error:
+            if not isinstance(failure_of(error), RankFailedError):
+                raise
+            # The others may be in a call on a communicator that this rank has not got, so that it cannot call them off.
+            raise LaunchError(
+                "mpi: another rank has died while those that are left became a group without the first one; the job "
+                "ends: start it again from its last checkpoint"
+            ) from error
         self.offset, self.generation = offset, generation + 1
         return lost
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpicomp.system import abort
 from mpicomp.transport.interleave import leave_all
 from mpicomp.transport.mpi_pool import Pool, pools
 from mpicomp.transport.mpi_watch import lookout
@@ -21,9 +22,6 @@ from mpicomp.transport.naps import SHORTEST_S, Naps
 
 _LAST_ROUNDS_S = 3.0  # seconds that rounds may take which nobody has waited for
 _LONGEST_NAP_S = 0.01  # seconds; others may compute for hours, and perhaps on this rank's core
-
-ranks_died = False
-"""Whether a rank of this job has died and this one has gone on without it."""
 
 _finalize = MPI.Finalize
 _process = os.getpid()  # a forked child, which runs the same exit handlers, must not call MPI
@@ -34,6 +32,8 @@ def leave() -> None:
     mine = list(pools.values())
     if os.getpid() != _process or MPI.Is_finalized() or all(pool.over for pool in mine):
         return
+    if abort.ranks_died and abort.status != 0:
+        abort.end_job(abort.status)  # once the others have heard that this rank leaves, they leave with success
     for pool in mine:
         pool.over = True
     leave_all()
@@ -68,14 +68,14 @@ def install() -> None:
 def _finalize_after_leaving() -> Any:
     """Call mpi4py's function of this name, when all ranks are there."""
     leave()
-    return None if ranks_died else _finalize()
+    return None if abort.ranks_died else _finalize()
 
 
 def _end() -> None:
     """End this process where a rank has died: MPI's own end, which comes last, may wait for the dead one for ever."""
-    if ranks_died and os.getpid() == _process:
+    if abort.ranks_died and os.getpid() == _process:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        os._exit(0)
+        os._exit(abort.status)

@@ -68,12 +68,12 @@ def openmpi():
 def job(openmpi, clean_environ):
     """Start ranks that may outlive each other; return what they printed."""
 
-    def start(ranks, source, *words, timeout=60):
+    def start(ranks, source, *words, timeout=60, status=0):
         launcher = [Path(sys.executable).with_name("mpiexec"), "--with-ft", "ulfm", "--oversubscribe"]
         command = [*launcher, "--allow-run-as-root", "-n", str(ranks), sys.executable, "-c", source, *map(str, words)]
         environ = clean_environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr
 
     return start
@@ -173,6 +173,27 @@ def test_optimizers_go_on(job, kind, compressor):
 
 def test_two_die_at_once(job):
     check_survivors(job(4, TORCH, json.dumps(["inline", "topk", 20, 0.01, [0, 2], 60])), [0, 2])
+
+
+LEAVING = """
+import os, signal, sys
+import numpy as np
+from mpi4py import MPI
+import mpicomp
+
+rank = MPI.COMM_WORLD.rank
+reducer = mpicomp.Reducer("dense", on_failure="shrink")
+for step in range(6):
+    if step == 3 and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    reducer.reduce({"w": np.ones(100, np.float32)})
+reducer.close()
+sys.exit(3 if rank == 0 else 0)
+"""
+
+
+def test_the_status_of_a_rank_that_is_left_is_that_of_the_job(job):
+    job(3, LEAVING, status=3)
 
 
 @pytest.mark.slow
