@@ -175,6 +175,57 @@ def test_two_die_at_once(job):
     check_survivors(job(4, TORCH, json.dumps(["inline", "topk", 20, 0.01, [0, 2], 60])), [0, 2])
 
 
+KINDS = """
+import hashlib, json, os, signal, sys
+import numpy as np
+from mpi4py import MPI
+import mpicomp
+
+settings, step_of_death, victim = json.loads(sys.argv[1])
+rank = MPI.COMM_WORLD.rank
+reducer = mpicomp.Reducer(on_failure="shrink", bucket_bytes=40_000, warmup=0, **settings)
+
+def perform(task, plain=type(reducer.transport).perform):
+    if step == step_of_death and rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(reducer.transport, task)
+
+reducer.transport.perform = perform
+lost = []
+for step in range(2 * step_of_death):
+    random = np.random.default_rng([step, rank])
+    shapes = {"a": (80, 100), "b": 6000}
+    means = reducer.reduce({name: random.standard_t(3, own).astype(np.float32) for name, own in shapes.items()}, lr=0.1)
+    lost += reducer.last_step.lost_ranks
+bits = hashlib.blake2b(means["a"].tobytes() + means["b"].tobytes()).hexdigest()
+print("row", json.dumps([lost, bits, reducer.transport.group.size]), flush=True)
+reducer.close()
+"""
+_LGC = {"id": "lgc", "dense_steps": 3, "training_steps": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "step", "victim"),
+    [
+        ({}, 12, 1),
+        ({"policy": "gravac", "compressor": "topk"}, 12, 1),
+        ({"policy": "lgreco"}, 12, 0),
+        ({"policy": "flexible"}, 12, 0),
+        ({"policy": "accordion", "compressor": "topk"}, 12, 3),
+        ({"compressor": _LGC | {"training_steps": 12}}, 8, 0),  # while it learns
+        ({"compressor": _LGC}, 22, 0),
+        ({"compressor": _LGC | {"instance": "server"}}, 22, 0),
+        ({"compressor": _LGC | {"code": "linear"}}, 22, 1),
+        ({"compressor": "fetchsgd"}, 12, 2),
+        ({"compressor": "topk", "collective": "hierarchical"}, 12, 2),
+    ],
+    ids=str,
+)
+def test_what_policies_and_learned_codes_know_goes_on(job, settings, step, victim):
+    check_survivors(job(4, KINDS, json.dumps([settings, step, victim])), [victim])
+
+
 LEAVING = """
 import os, signal, sys
 import numpy as np
