@@ -10,6 +10,7 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.compressors.message import NONFINITE, STALE
+from mpicomp.compressors.packing import packers
 from mpicomp.errors import MessageError
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
@@ -32,17 +33,19 @@ class PackedAllgather(Scheme[Quantiser]):
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """One allgatherv of bytes; see `Scheme.rounds`."""
-        return [Round("allgatherv", [HEADER_BYTES + self.compressor.packed_bytes(numel)] * group.size, _BYTE)]
+        [packer] = packers(self.compressor, [numel])
+        return [Round("allgatherv", [HEADER_BYTES + packer.packed_bytes] * group.size, _BYTE)]
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         """Pack, gather, decode; see `Scheme.exchange`."""
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
-        compressor, workspace = self.compressor, context.workspace
+        workspace = context.workspace
+        [packer] = packers(self.compressor, [numel])
         [gather] = self.rounds(numel, dtype, group)
         size = gather.counts[group.rank]
         sent = workspace.array("sent", numel, dtype)
         message = workspace.array("message", size, _BYTE)
-        lost = compressor.pack(accumulated.array(), message[HEADER_BYTES:], sent, context.key(False))
+        lost = packer.pack(accumulated.array(), message[HEADER_BYTES:], sent, context.key(False))
         moments, lost = accumulated.untold, plus(lost, accumulated.lost)
         write_header(message, numel, STALE * accumulated.stale, moments.energy, lost, moments.finite)
         gather.send = message
@@ -56,7 +59,7 @@ class PackedAllgather(Scheme[Quantiser]):
         mean = workspace.array("mean", numel, dtype)
         mean[:] = 0
         for own in messages:
-            compressor.unpack_add(own[HEADER_BYTES:], 1 / group.size, mean)
+            packer.unpack_add(own[HEADER_BYTES:], 1 / group.size, mean)
         return Result(
             mean=mean,
             sent=sent,

@@ -13,6 +13,7 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.compressors.message import NONFINITE, STALE
+from mpicomp.compressors.packing import packers
 from mpicomp.places import numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
@@ -39,16 +40,16 @@ class TwoPhase(Scheme[Quantiser]):
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """One alltoallv and one allgatherv of bytes; see `Scheme.rounds`."""
-        parts = parts_of(numel, group.size)
-        counts = [HEADER_BYTES + self.compressor.packed_bytes(count) for count in parts]
+        counts = [HEADER_BYTES + own.packed_bytes for own in packers(self.compressor, parts_of(numel, group.size))]
         return [Round(operation, counts, _BYTE) for operation in ("alltoallv", "allgatherv")]
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
         """Pack, scatter, average, pack, gather; see `Scheme.exchange`."""
         group, numel, dtype = context.group, accumulated.numel, accumulated.dtype
-        compressor, workspace = self.compressor, context.workspace
+        workspace = context.workspace
         array = accumulated.array()
         parts = parts_of(numel, group.size)
+        packed = packers(self.compressor, parts)
         bounds = np.concatenate(([0], np.cumsum(parts)))
         mine = slice(bounds[group.rank], bounds[group.rank + 1])
         scatter, gather = self.rounds(numel, dtype, group)
@@ -62,7 +63,7 @@ class TwoPhase(Scheme[Quantiser]):
             message = outgoing[places[rank] : places[rank + 1]]
             lost = 0.0
             if rank != group.rank:  # behind the header to itself stands nothing that is read
-                lost = compressor.pack(array[part], message[HEADER_BYTES:], sent[part], context.key(False, rank))
+                lost = packed[rank].pack(array[part], message[HEADER_BYTES:], sent[part], context.key(False, rank))
             lost, flags = plus(lost, left_out), STALE * accumulated.stale
             write_header(message, parts[rank], flags, moments.energy, lost, moments.finite)
             left_out = 0.0  # said once
@@ -77,11 +78,11 @@ class TwoPhase(Scheme[Quantiser]):
         np.multiply(array[mine], dtype.type(share), out=total)
         for rank, message in enumerate(incoming):
             if rank != group.rank:
-                compressor.unpack_add(message[HEADER_BYTES:], share, total)
+                packed[group.rank].unpack_add(message[HEADER_BYTES:], share, total)
 
         reply = workspace.array("reply", size, _BYTE)
         delivered = workspace.array("delivered", total.size, dtype)
-        compressor.pack(total, reply[HEADER_BYTES:], delivered, context.key(False, group.rank))
+        packed[group.rank].pack(total, reply[HEADER_BYTES:], delivered, context.key(False, group.rank))
         # This packing was of the mean: it took its error from every rank's share of it.
         sent[mine] = array[mine]
         [lost] = numbers(kernels.share_rounding(total, delivered, group.size, array[mine], sent[mine]))
@@ -101,7 +102,7 @@ class TwoPhase(Scheme[Quantiser]):
         mean = workspace.array("mean", numel, dtype)
         for rank in range(group.size):
             message = replies[places[rank] : places[rank + 1]]
-            compressor.unpack(message[HEADER_BYTES:], mean[bounds[rank] : bounds[rank + 1]])
+            packed[rank].unpack(message[HEADER_BYTES:], mean[bounds[rank] : bounds[rank + 1]])
         return Result(
             mean=mean,
             sent=sent,

@@ -1,6 +1,7 @@
-"""The sign of every element, and one mean magnitude for all."""
+"""The sign of every element, and one mean magnitude for each layer."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -16,15 +17,16 @@ _WORD = 64  # signs in a word
 @register
 @dataclass(frozen=True, repr=False)
 class EFSign(Quantiser):
-    """Scaled sign: one bit an element, and the mean magnitude of the whole array.
+    """Scaled sign: one bit an element, and the mean magnitude of each layer of a model.
 
-    It loses ``norm2(x) - norm1(x)**2 / n`` of an array x of n elements, always less than there is, so that error
-    feedback contracts; where few elements are large it contracts slowly. `mpicomp.OneBit` has magnitudes for short
-    blocks, which follow layers of different size, at 3 % more bytes.
+    Of an array that is no bucket of a model there is one. It loses ``norm2(x) - norm1(x)**2 / n`` of an array x of n
+    elements, always less than there is, so that error feedback contracts; where few elements are large it contracts
+    slowly. `mpicomp.OneBit` has magnitudes for short blocks, which also follow what differs within a layer.
 
     Notes
     -----
-    In two phases every rank's part of a bucket is an array of its own. A zero travels as the mean, by its sign bit.
+    In two phases a layer has a magnitude in every rank's part of a bucket that it reaches into. A zero travels as the
+    mean, by its sign bit.
 
     The paper keeps the learning rate inside the memory; here the residual is one of gradients, so that what waits in it
     is later taken at the learning rate of that step.
@@ -40,9 +42,21 @@ class EFSign(Quantiser):
 
     id: ClassVar[str] = "efsign"
     paper: ClassVar[str] = (
-        "EF-SignSGD, Karimireddy et al. 2019, arXiv 1901.09847; one magnitude for each rank's part of a bucket, and "
-        "the learning rate is not in the memory"
+        "EF-SignSGD, Karimireddy et al. 2019, arXiv 1901.09847; in two phases one magnitude for a layer in each "
+        "rank's part of a bucket, and the learning rate is not in the memory"
     )
+
+    def bind(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]] = (),
+        *,
+        model: Mapping[str, int] | None = None,
+        warm_up: bool = True,
+    ) -> "EFSign":
+        """Find the layers; see `Compressor.bind`."""
+        return replace(self, parts=tuple((size, EFSign()) for size in sizes))
 
     def packed_bytes(self, numel: int) -> int:
         """Return the bytes of the signs, in words of 64, and of the magnitude, padded; see `Quantiser.packed_bytes`."""

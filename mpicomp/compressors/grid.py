@@ -1,8 +1,10 @@
 """The base class of quantisers that round to a grid of equal steps, one grid for each bucket of elements."""
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +15,9 @@ from mpicomp.compressors.kinds import Quantiser
 from mpicomp.errors import ConfigurationError
 
 _WORD = 64  # elements of a bucket come in multiples of this: a bit plane is made of 64-bit words
-_MOST_BITS = 8  # largest number of bits of an element
+
+MOST_BITS = 8
+"""Largest number of bits of an element."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,8 +33,12 @@ class Grid(Quantiser):
     rounding : {"stochastic", "nearest"}
         ``"stochastic"`` rounds to one of the two neighbouring grid points at random, so that the expected value is
         exact; ``"nearest"`` rounds to the nearest point.
+    layers : mapping of str to int, optional
+        Bits of their own for parameters whose names match a pattern (as file names do: ``"embedding.*"``); the first
+        pattern that matches counts. Buckets of elements then end where bits change.
     """
 
+    layer_setting: ClassVar[str | None] = "bits"
     least_bits: ClassVar[int]
     numbers: ClassVar[int]
     """float32 numbers per bucket: 1 (the step), or 2 (base and step) if grids are not symmetric."""
@@ -38,17 +46,65 @@ class Grid(Quantiser):
     bits: int = 4
     bucket: int = 128
     rounding: str = "stochastic"
+    layers: Mapping[str, int] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not _is_whole(self.bits) or not self.least_bits <= self.bits <= _MOST_BITS:
-            raise ConfigurationError(
-                f"{self.id}: bits must be a whole number from {self.least_bits} to {_MOST_BITS}, got {self.bits!r}"
-            )
+        self._check_bits("bits", self.bits)
         if not _is_whole(self.bucket) or self.bucket < 1 or self.bucket % _WORD:
             raise ConfigurationError(f"{self.id}: bucket must be a multiple of {_WORD}, got {self.bucket!r}")
         check_choice(self.id, "rounding", self.rounding, ("stochastic", "nearest"))
         object.__setattr__(self, "bits", int(self.bits))
         object.__setattr__(self, "bucket", int(self.bucket))
+        if self.layers is not None:
+            if not isinstance(self.layers, Mapping):
+                raise ConfigurationError(f"{self.id}: layers must map names to bits, got {self.layers!r}")
+            for name, own in self.layers.items():
+                self._check_bits(f"layers['{name}']", own)
+            object.__setattr__(self, "layers", {str(name): int(own) for name, own in self.layers.items()})
+
+    def _check_bits(self, name: str, bits: object) -> None:
+        if not _is_whole(bits) or not self.least_bits <= bits <= MOST_BITS:  # type: ignore[operator]
+            raise ConfigurationError(
+                f"{self.id}: {name} must be a whole number from {self.least_bits} to {MOST_BITS}, got {bits!r}"
+            )
+
+    def bind(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]] = (),
+        *,
+        model: Mapping[str, int] | None = None,
+        warm_up: bool = True,
+    ) -> Self:
+        """Find the parts that have bits of their own; see `Compressor.bind`."""
+        if not self.layers:
+            return self
+        parts: list[tuple[int, int]] = []  # elements, bits
+        for name, size in zip(names, sizes, strict=True):
+            bits = self.bits_of(name)
+            if parts and parts[-1][1] == bits:
+                parts[-1] = parts[-1][0] + size, bits
+            else:
+                parts.append((size, bits))
+        return replace(self, parts=tuple((size, self.at_bits(bits)) for size, bits in parts))
+
+    def bits_of(self, name: str) -> int:
+        """Return the bits of an element of a parameter."""
+        return next((own for pattern, own in (self.layers or {}).items() if fnmatchcase(name, pattern)), self.bits)
+
+    def at_bits(self, bits: int) -> Self:
+        """Return one that has these bits for all elements."""
+        return replace(self, bits=bits, layers=None, parts=())
+
+    @property
+    def contractive(self) -> bool:
+        """Whether less is lost, on the average of random choices, than there is, at all of its bits; see the class."""
+        return all(self._contracts(bits) for bits in {self.bits, *(self.layers or {}).values()})
+
+    @abstractmethod
+    def _contracts(self, bits: int) -> bool:
+        """Return whether less is lost, on the average of random choices, than there is, at these bits."""
 
     @property
     def unbiased(self) -> bool:

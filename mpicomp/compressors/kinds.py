@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, check_choice, kept
+from mpicomp.compressors.base import Compressor, bound, check_choice, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.wire import INDICES, VALUES, Wire, compact, value_bytes
 from mpicomp.kernels import sizes
@@ -174,6 +174,9 @@ class Quantiser(Compressor):
 
     family: ClassVar[str] = "quantiser"
     message: ClassVar[str] = "packed"
+
+    parts: tuple[tuple[int, "Quantiser"], ...] = bound(())
+    """Elements and quantiser of each part of a bucket, where parts of it are packed apart; see `packers`."""
 
     @property
     def feedback(self) -> bool:

@@ -28,6 +28,8 @@ class QSGD(Grid):
         with error feedback where it contracts.
     norm : {"max", "l2"}
         A bucket's largest magnitude, or the L2 norm of the paper.
+    layers : mapping of str to int, optional
+        Bits of their own for parameters by patterns of names; see `Grid`.
 
     Notes
     -----
@@ -78,10 +80,8 @@ class QSGD(Grid):
         super().__post_init__()
         check_choice("qsgd", "norm", self.norm, ("max", "l2"))
 
-    @property
-    def contractive(self) -> bool:
-        """Whether less is lost, on the average of random choices, than there is; see the class."""
-        points = 2 ** (self.bits - 1) - 1
+    def _contracts(self, bits: int) -> bool:
+        points = 2 ** (bits - 1) - 1
         return (self.rounding == "nearest" and self.norm == "max") or self.bucket < 4 * points**2
 
     @property

@@ -25,6 +25,8 @@ class Uniform(Grid):
     rounding : {"nearest", "stochastic"}
         To the nearest point, which runs with error feedback where it contracts, or at random, which is right on the
         average and needs none.
+    layers : mapping of str to int, optional
+        Bits of their own for parameters by patterns of names; see `Grid`.
 
     Notes
     -----
@@ -60,16 +62,15 @@ class Uniform(Grid):
     bucket: int = 256
     rounding: str = "nearest"
 
-    @property
-    def contractive(self) -> bool:
-        """Whether less is lost, on the average of random choices, than there is; see the class."""
-        steps = (1 << self.bits) - 1
+    def _contracts(self, bits: int) -> bool:
+        steps = (1 << bits) - 1
         return self.bucket < 2 * steps * steps
 
     @property
     def contracting(self) -> "Uniform":
         """Itself, or with the shortest buckets and at least the 3 bits that they take."""
-        return self if self.contractive else replace(self, bits=max(3, self.bits), bucket=64)
+        layers = self.layers and {name: max(3, bits) for name, bits in self.layers.items()}
+        return self if self.contractive else replace(self, bits=max(3, self.bits), bucket=64, layers=layers)
 
     def _pack(
         self,

@@ -12,15 +12,17 @@ from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.compressors.base import kept
+from mpicomp.compressors.grid import MOST_BITS
 from mpicomp.compressors.message import message_bytes
+from mpicomp.compressors.packing import packers
 from mpicomp.policies.policy import Shape
 from mpicomp.policies.ratio_levels import ladder
-from mpicomp.policies.surveys import RankSurvey, Spectra, SpectrumSurvey, Survey
+from mpicomp.policies.surveys import BitsSurvey, RankSurvey, Spectra, SpectrumSurvey, Survey
 
 Column = NDArray[Any]
-"""Settings of one layer, ascending: ratios or ranks."""
+"""Settings of one layer, ascending: ratios, ranks or bits."""
 
-_STRIDE = 8  # of a survey of selections: one group of elements in so many
+_STRIDE = 8  # of a survey of selections or bits: one group of elements in so many
 
 
 class Table(ABC):
@@ -79,13 +81,16 @@ def table_for(compressor: Compressor, shape: Shape, span: float) -> Table:
     compressor : Compressor
         With the uniform setting, around which the candidates are. Where its ``layer_setting`` is ``"ratio"`` it has
         `ratio`, `layers` and `wire_for`, as `mpicomp.TopK` has; where that is ``"rank"``, `rank`, `rank_of`, `wire`,
-        `min_compression_rate` and, within a bucket, `matrices`, as `mpicomp.PowerSGD` has.
+        `min_compression_rate` and, within a bucket, `matrices`, as `mpicomp.PowerSGD` has; where that is ``"bits"``,
+        `bits`, `bits_of`, `at_bits` and `bucket`, as `mpicomp.QSGD` has.
     shape : Shape
         The bucket.
     span : float
         Factor by which the candidates go below and above the uniform setting.
     """
-    return (_Selections if compressor.layer_setting == "ratio" else _Matrices)(compressor, shape, span)
+    assert compressor.layer_setting is not None
+    made: Table = _TABLES[compressor.layer_setting](compressor, shape, span)
+    return made
 
 
 class _Selections(Table):
@@ -215,6 +220,66 @@ class _Matrices(Table):
 
     def compressor(self, base: Any, chosen: Mapping[str, Any]) -> Compressor:
         return _within(base, chosen, self._shape)
+
+
+class _Quantised(Table):
+    """Bits: of every layer, whatever its size."""
+
+    def __init__(self, compressor: Any, shape: Shape, span: float) -> None:
+        self._shape = shape
+        least = max(compressor.least_bits, math.floor(compressor.bits / span))
+        asked = range(least, min(MOST_BITS, math.ceil(compressor.bits * span)) + 1)
+        # Where residuals shrink at the uniform bits they are to do so at all.
+        self._bits = [own for own in asked if compressor.at_bits(own).contractive or not compressor.contractive]
+        self._survey = BitsSurvey([compressor.at_bits(own) for own in self._bits], compressor.bucket, _STRIDE)
+        self.survey = self._survey
+        self._taken: list[NDArray[np.float64]] = []
+        self._lost: NDArray[np.float64] | None = None
+
+    @property
+    def known(self) -> bool:
+        return self._lost is not None
+
+    def take(self, told: NDArray[np.float32]) -> None:
+        lost = self._survey.lost(told, self._shape.sizes)
+        if np.isfinite(lost).all():
+            self._taken.append(lost)
+
+    def renew(self) -> None:
+        if self._taken:
+            self._lost, self._taken = np.mean(self._taken, axis=0), []
+
+    def own(self, base: Any) -> dict[str, Any]:
+        return {name: base.bits_of(name) for name in self._shape.names}
+
+    def settings(self, base: Any) -> list[Column]:
+        """See `Table.settings`: what has bits that were not measured keeps them."""
+        return [np.array(self._bits if bits in self._bits else [bits]) for bits in self.own(base).values()]
+
+    def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
+        assert self._lost is not None
+        measured = [own.size == len(self._bits) for own in settings]
+        return [
+            np.sqrt(lost) if whole else np.zeros(own.size)
+            for own, whole, lost in zip(settings, measured, self._lost, strict=True)
+        ]
+
+    def sizes(self, settings: Sequence[Column], base: Any) -> list[NDArray[np.float64]]:
+        return [
+            np.array([float(base.at_bits(int(bits)).packed_bytes(size)) for bits in own])
+            for own, size in zip(settings, self._shape.sizes, strict=True)
+        ]
+
+    def nbytes(self, chosen: Sequence[Any], base: Any) -> float:
+        made: Any = self.compressor(base, dict(zip(self._shape.names, chosen, strict=True)))
+        [packer] = packers(made, [self._shape.numel])
+        return float(packer.packed_bytes)
+
+    def compressor(self, base: Any, chosen: Mapping[str, Any]) -> Compressor:
+        return _within(base, chosen, self._shape)
+
+
+_TABLES: dict[str, type[Any]] = {"ratio": _Selections, "rank": _Matrices, "bits": _Quantised}
 
 
 def _within(base: Compressor, chosen: Mapping[str, Any], shape: Shape) -> Compressor:

@@ -1,4 +1,4 @@
-"""L-GreCo: a ratio or a rank for every layer, so that the model's error is what it was and the bytes are fewest."""
+"""L-GreCo: a ratio, a rank or bits for each layer: the model's error is what it was, and the bytes are fewest."""
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +25,13 @@ from mpicomp.transport.base import Transport
 
 _SURVEYS = 10  # steps that are looked at before an adjustment
 _RATIOS = 8.0  # how far candidate ratios are from the uniform one, as a factor
-_RANKS = 2.0  # the same for ranks
+_NARROW = 2.0  # the same for ranks and bits
 
 
 @register
 @dataclass(eq=False)
 class LGreCo(Adaptive):
-    """Gives each layer its own ratio (top-k) or rank (PowerSGD), anew every few steps.
+    """Gives each layer its own ratio (top-k), rank (PowerSGD) or bits (QSGD, uniform), anew every few steps.
 
     Among the candidates of all layers of the model those are taken whose bytes are fewest, with a sum of errors of at
     most ``alpha`` times that of the uniform setting, which is what the compressor was given. The dynamic programme cuts
@@ -40,7 +40,8 @@ class LGreCo(Adaptive):
 
     The error of a layer is the L2 norm, not squared, of what its setting leaves out of the accumulated gradient. It
     comes from the last ten steps before an adjustment: for top-k from spectra, of one element in eight where layers are
-    large, for PowerSGD from the leading singular values of every matrix. Every rank solves the same problem.
+    large, for PowerSGD from the leading singular values of every matrix, for quantisers from packing, of one bucket in
+    eight where layers are large, with each number of bits. Every rank solves the same problem.
 
     Uniform means the same setting for each layer, as in the paper: under this policy top-k selects in every layer
     by itself, from the first step on. PowerSGD's vectors and matrices that are not worth compressing travel as they
@@ -60,7 +61,7 @@ class LGreCo(Adaptive):
         Steps before the first one, which are uniform; at least 2.
     span : float or None
         Candidates are up to this many times lower and higher than the uniform setting, at least 1. None is 8 for ratios
-        and 2 for ranks, with ``on`` 4 for ranks.
+        and 2 for ranks and bits, with ``on`` 4 for ranks.
     on : str, mapping or None
         A policy's name or configuration: one that chooses a setting of the compressor for each bucket, such as
         ``"gravac"``.
@@ -68,8 +69,9 @@ class LGreCo(Adaptive):
 
     id: ClassVar[str] = "lgreco"
     paper: ClassVar[str] = (
-        "L-GreCo, Alimohammadi et al. 2022, arXiv 2210.17357; errors of all ranks from spectra (top-k) or a subspace "
-        "iteration (PowerSGD), the programme's capacity is one part a layer larger, never larger than uniform"
+        "L-GreCo, Alimohammadi et al. 2022, arXiv 2210.17357; errors of all ranks from spectra (top-k), a subspace "
+        "iteration (PowerSGD) or packing (quantisers), the mean square of ten steps in place of the sum's, the "
+        "programme's capacity is one part a layer larger, never larger than uniform"
     )
     resumes: ClassVar[bool] = False
 
@@ -107,7 +109,7 @@ class LGreCo(Adaptive):
             # It chooses settings alone: with a collective that is named it measures nothing.
             collective = self._pinned or fitting(self.compressor)[0]
             self._inner.adopt(Named(self.compressor, collective, self.feedback))
-        spans = _RATIOS if self.compressor.layer_setting == "ratio" else _RANKS * (1 if self._inner is None else 2)
+        spans = _RATIOS if self.compressor.layer_setting == "ratio" else _NARROW * (1 if self._inner is None else 2)
         self._span = spans if self.span is None else self.span
         self._count = 0  # steps since the last adjustment
         self._adjusted = False
@@ -127,8 +129,8 @@ class LGreCo(Adaptive):
         """See `Adaptive.check_compressor`."""
         if self.compressor.layer_setting is None:
             raise ConfigurationError(
-                f"{self.id}: needs a compressor with a ratio or a rank for each layer, which {self.compressor.id} has "
-                "not; use topk or powersgd, or policy='static'"
+                f"{self.id}: needs a compressor with a ratio, a rank or bits for each layer, which "
+                f"{self.compressor.id} has not; use topk, powersgd, qsgd or uniform, or policy='static'"
             )
         if getattr(self.compressor, "layers", None):
             raise ConfigurationError(

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.algorithms.matrix_batches import Matrix, orthonormal
+from mpicomp.compressors.kinds import Quantiser
 from mpicomp.kernels import cpu
 from mpicomp.places import HOST, Place, here, numbers
 from mpicomp.workspace import Workspace
@@ -183,6 +184,67 @@ class RankSurvey:
         """Return the energy that each matrix loses at each rank of its factors; surveys have shape (ranks, width)."""
         cuts = np.cumsum([len(sizes), *(most - least + 1 for least, most in self._ranks)])
         return np.split(told.astype(np.float64).sum(axis=0), cuts)[1:-1]
+
+
+class BitsSurvey:
+    """Energies that a quantiser leaves out of each layer at several bits, and energies of the layers.
+
+    Parameters
+    ----------
+    quantisers : sequence of Quantiser
+        One for each number of bits, with buckets of the same length.
+    bucket : int
+        That length.
+    stride : int
+        1 looks at all of a layer; n, where it is large, at every n-th bucket, other ones at every step.
+    """
+
+    def __init__(self, quantisers: Sequence[Quantiser], bucket: int, stride: int = 1) -> None:
+        self._quantisers = tuple(quantisers)
+        self._bucket = bucket
+        self._stride = stride
+        self._workspaces: dict[Place, Workspace] = {}
+
+    def width(self, sizes: Sequence[int]) -> int:
+        """See `Survey.width`: of each layer its energy, then what is left out at each number of bits."""
+        return len(sizes) * (1 + len(self._quantisers))
+
+    def measure(
+        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
+    ) -> NDArray[np.float32]:
+        """See `Survey.measure`; NaN or infinity for layers that hold it."""
+        out = np.zeros((len(sizes), 1 + len(self._quantisers)))
+        workspace = self._workspaces.setdefault(here(), Workspace(here()))
+        for row, start, size in zip(out, np.cumsum([0, *sizes]), sizes, strict=False):
+            own = self._sample(accumulated[start : start + size], workspace, step)
+            sent = workspace.array("sent", own.size, own.dtype)
+            [energy] = numbers(kernels.energy(own))
+            lost = []
+            for quantiser in self._quantisers:
+                message = workspace.array("message", quantiser.packed_bytes(own.size), np.dtype(np.uint8))
+                lost.append(quantiser.pack(own, message, sent, step))
+            row[:] = [energy, *lost]
+            row *= size / max(1, own.size)
+        with np.errstate(over="ignore"):
+            return out.reshape(-1).astype(np.float32)
+
+    def _sample(self, layer: NDArray[np.floating], workspace: Workspace, step: int) -> NDArray[np.floating]:
+        if layer.size < _WHOLE * self._stride:
+            return layer
+        buckets = layer.size // (self._bucket * self._stride)
+        rows = layer[: buckets * self._bucket * self._stride].reshape(buckets, self._stride, self._bucket)
+        sample = workspace.array("sample", buckets * self._bucket, layer.dtype)
+        sample.reshape(buckets, self._bucket)[:] = rows[:, step % self._stride]
+        return sample
+
+    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
+        """See `Survey.energies`; good to some percent where a stride has left elements out."""
+        return measured.reshape(len(sizes), -1)[:, 0].astype(np.float64)
+
+    def lost(self, told: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
+        """Return the energy that all ranks lose, shape (layers, quantisers); surveys have shape (ranks, width)."""
+        lost: NDArray[np.float64] = told.astype(np.float64).sum(axis=0).reshape(len(sizes), -1)[:, 1:]
+        return lost
 
 
 def _beside(matrix: NDArray[np.floating], most: int) -> NDArray[np.float64]:

@@ -59,7 +59,9 @@ def test_a_compressor_with_ratios_of_layers_is_for_lgreco_and_accordion():
     for name in ("lgreco", "accordion"):
         ranks = Ranks(2, Layered(), policy=name)
         assert ranks.reducers[0].compressor == Layered()
-    with pytest.raises(mpicomp.errors.ConfigurationError, match="needs a compressor with a ratio or a rank for each"):
+    with pytest.raises(
+        mpicomp.errors.ConfigurationError, match="needs a compressor with a ratio, a rank or bits for each"
+    ):
         Ranks(2, mpicomp.SIDCo(), policy="lgreco")
 
 

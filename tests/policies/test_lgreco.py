@@ -86,6 +86,17 @@ def lost_by_rank(array, rank):
     return np.square(np.linalg.svd(matrix, compute_uv=False)[rank:]).sum()
 
 
+def lost_by_bits(array, bits, bucket):
+    """Squared norm of what rounding to the nearest multiple of each bucket's largest magnitude over s loses."""
+    lost, points = 0.0, 2 ** (bits - 1) - 1
+    flat = array.ravel()
+    for start in range(0, flat.size, bucket):
+        own = flat[start : start + bucket]
+        step = np.abs(own).max() / points or 1.0
+        lost += np.square(own - step * np.round(own / step)).sum()
+    return lost
+
+
 def mean_error(steps, name, lost):
     """The paper's error of a layer: the norm over all ranks, of energies averaged over steps."""
     return np.sqrt(np.mean([sum(lost(own[name]) for own in step) for step in steps]))
@@ -176,6 +187,35 @@ def test_ranks_of_powersgd(size):
         assert errors[0] <= errors[1] * (1 + 3 / 10_000 + 0.03)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("collective", ["two-phase", "packed-allgather"])
+def test_bits_of_quantisers(size, collective):
+    quantiser = mpicomp.QSGD(bits=4, bucket=64, rounding="nearest")
+    ranks = Ranks(size, {"id": "lgreco", **PERIODS}, quantiser, collective=collective)
+    uniform = [ranks.step(step)[0].sent_bytes for step in range(12)][-1]
+    window = ranks.accumulated[1:11]  # the last ten steps of which ranks have heard
+    [bucket] = ranks.step(12)
+    first = chosen([bucket])
+    assert first.keys() == SHAPES.keys()
+    assert len(set(first.values())) > 1
+    errors = {
+        name: [mean_error(window, name, lambda a, b=b: lost_by_bits(a, b, 64)) for b in range(2, 9)] for name in SHAPES
+    }
+    own, limit = (sum(errors[name][bits[name] - 2] for name in SHAPES) for bits in (first, dict.fromkeys(SHAPES, 4)))
+    assert own <= limit * (1 + len(SHAPES) / 10_000 + 1e-4)
+    # By brute force over the same candidates: nothing is smaller at no more error, but for what the programme rounds.
+    words = {name: -(-int(np.prod(shape)) // 64) for name, shape in SHAPES.items()}
+    grid = np.indices([7] * len(SHAPES)).reshape(len(SHAPES), -1)
+    all_errors = sum(np.array(errors[name])[own] for name, own in zip(SHAPES, grid, strict=True))
+    all_sizes = sum(words[name] * (own + 2) for name, own in zip(SHAPES, grid, strict=True))
+    size_of_first = sum(words[name] * first[name] for name in SHAPES)
+    assert all_sizes[all_errors <= limit * (1 + 1e-3)].min() <= size_of_first
+    assert size_of_first <= all_sizes[all_errors <= limit * (1 - 1e-3)].min()
+    assert size == 1 or bucket.sent_bytes < uniform
+    for step in range(13, 28):  # the second adjustment is at 27
+        ranks.step(step)
+
+
 def test_a_matrix_of_low_rank_gives_its_rank_away():
     """One matrix has one direction, the other many: what the first does not need goes to nobody or to the other."""
     ranks = Ranks(2, {"id": "lgreco", **PERIODS}, mpicomp.PowerSGD(rank=4), collective="low-rank")
@@ -201,7 +241,7 @@ def test_before_the_first_adjustment_and_after():
 
 def test_layers_without_gradients_and_a_limit_of_nothing():
     zeros = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-    for compressor in (mpicomp.TopK(ratio=0.05), mpicomp.PowerSGD(rank=2)):
+    for compressor in (mpicomp.TopK(ratio=0.05), mpicomp.PowerSGD(rank=2), mpicomp.Uniform(bits=4)):
         world = LocalWorld(2)
         reducers = [mpicomp.Reducer(compressor, policy={"id": "lgreco", **PERIODS}, comm=e) for e in world.transports]
         for _ in range(30):
@@ -288,10 +328,12 @@ def test_upon_policies_that_are_here(on):
         ranks.step(step)
 
 
-@pytest.mark.parametrize("compressor", [mpicomp.TopK(ratio=0.05), mpicomp.PowerSGD(rank=2)])
+@pytest.mark.parametrize(
+    "compressor", [mpicomp.TopK(ratio=0.05), mpicomp.PowerSGD(rank=2), mpicomp.Uniform(bits=4)], ids=str
+)
 @pytest.mark.parametrize("on", [None, {"id": "test-in-turn", "length": 22}])
 def test_a_restart_changes_nothing(compressor, on):
-    if on and compressor.id == "powersgd":
+    if on and compressor.id != "topk":
         pytest.skip("the other policy chooses ratios")
     policy = {"id": "lgreco", "on": on, **PERIODS}
     ranks = Ranks(2, policy, compressor)
@@ -339,12 +381,13 @@ def test_settings_that_cannot_be(settings, text):
     [
         (
             "dense",
-            "needs a compressor with a ratio or a rank for each layer, which dense has not; use topk or powersgd",
+            "needs a compressor with a ratio, a rank or bits for each layer, which dense has not; use topk",
         ),
         ("sidco", "which sidco has not"),
         ("randomk", "which randomk has not"),
         (mpicomp.TopK(layers={"a": 0.5}), "chooses settings of layers by itself, so topk cannot have them"),
         (mpicomp.PowerSGD(layers={"a": 2}), "chooses settings of layers by itself, so powersgd cannot have them"),
+        (mpicomp.QSGD(layers={"a": 2}), "chooses settings of layers by itself, so qsgd cannot have them"),
         (mpicomp.PowerSGD(rows=64), "tells errors of whole matrices, and rows=64 cuts them"),
     ],
 )

@@ -1,0 +1,77 @@
+"""Packing of a bucket whose parts have quantisers of their own, whole or in the pieces that owners have of it."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.compressors.kinds import Quantiser
+
+_MOST = (1 << 64) - 1  # of a key
+
+
+class Packer:
+    """Packs one piece of a bucket, part by part; what it does is what a `Quantiser` does with an array.
+
+    Parameters
+    ----------
+    parts : sequence of (int, Quantiser)
+        Elements and quantiser of each part of the piece, in order.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, Quantiser]]) -> None:
+        self._parts = [(size, own, own.packed_bytes(size)) for size, own in parts]
+        self.packed_bytes = sum(nbytes for _, _, nbytes in self._parts)
+        """Length of the message."""
+
+    def pack(
+        self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
+    ) -> float:
+        """Pack the piece; see `Quantiser.pack`."""
+        lost, start, place = 0.0, 0, 0
+        for number, (size, own, nbytes) in enumerate(self._parts):
+            part = slice(start, start + size)
+            lost += own.pack(array[part], message[place : place + nbytes], sent[part], key + number & _MOST)
+            start, place = start + size, place + nbytes
+        return lost
+
+    def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
+        """Write the packed values; see `Quantiser.unpack`."""
+        start, place = 0, 0
+        for size, own, nbytes in self._parts:
+            own.unpack(message[place : place + nbytes], out[start : start + size])
+            start, place = start + size, place + nbytes
+
+    def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
+        """Add ``factor`` times the packed values; see `Quantiser.unpack_add`."""
+        start, place = 0, 0
+        for size, own, nbytes in self._parts:
+            own.unpack_add(message[place : place + nbytes], factor, out[start : start + size])
+            start, place = start + size, place + nbytes
+
+
+def packers(compressor: Quantiser, sizes: Sequence[int]) -> list[Packer]:
+    """Return what packs each piece of an array.
+
+    Parameters
+    ----------
+    compressor : Quantiser
+        Where it is bound to a bucket of as many elements as the array has, parts of that are packed apart.
+    sizes : sequence of int
+        Elements of each piece, in order.
+    """
+    numel = sum(sizes)
+    if sum(size for size, _ in compressor.parts) != numel:
+        return [Packer([(size, compressor)]) for size in sizes]
+    ends = np.cumsum([size for size, _ in compressor.parts]).tolist()
+    bounds = np.cumsum([0, *sizes]).tolist()
+    made = []
+    for start, stop in itertools.pairwise(bounds):
+        inside = [
+            (min(end, stop) - max(end - size, start), own)
+            for end, (size, own) in zip(ends, compressor.parts, strict=True)
+            if max(end - size, start) < min(end, stop)
+        ]
+        made.append(Packer(inside))
+    return made
