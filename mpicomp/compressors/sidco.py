@@ -1,7 +1,7 @@
 """SIDCo: the threshold of top-k, estimated from a distribution fitted in stages."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -43,6 +43,9 @@ class SIDCo(Estimator):
         Of the first stage. Later stages are exponential after an exponential one, otherwise generalised Pareto.
     stages : int or None
         None adapts it; a number fixes it.
+    corrections : bool
+        False is the paper's estimator, to compare with: what the notes call a deviation is off, but for the exact
+        quantile and the exact top-k of few elements and of failed estimates.
     wire, indices
         See `Sparsifier`.
 
@@ -68,16 +71,19 @@ class SIDCo(Estimator):
 
     distribution: str = "exponential"
     stages: int | None = None
+    corrections: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("sidco", "distribution", self.distribution, DISTRIBUTIONS)
         if self.stages is not None and (not isinstance(self.stages, int) or not 1 <= self.stages <= 64):
             raise ConfigurationError(f"sidco: stages must be None or a number from 1 to 64, got {self.stages!r}")
+        if not isinstance(self.corrections, bool):
+            raise ConfigurationError(f"sidco: corrections must be True or False, got {self.corrections!r}")
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
         """Select the elements above the estimated threshold; see `Sparsifier.select`."""
-        if not accumulated.done and hasattr(accumulated.kernels, "sidco"):
+        if self.corrections and not accumulated.done and hasattr(accumulated.kernels, "sidco"):
             return self._fused(accumulated, context)
         return super().select(accumulated, context)
 
@@ -106,10 +112,14 @@ class SIDCo(Estimator):
         moments, memory = search.accumulated.moments, search.memory
         if search.numel < _SMALL or not 0 < moments.energy < math.inf or search.k >= moments.nonzero:
             return math.nan
-        stages = self.stages or memory.setdefault("sidco.stages", _start(self.ratio))
-        threshold, reached = self._estimate(search, stages)
+        if self.corrections:
+            stages = self.stages or memory.setdefault("sidco.stages", _start(self.ratio))
+            threshold, reached = self._estimate(search, stages)
+        else:
+            stages = self.stages or memory.setdefault("sidco.stages", 1)
+            threshold, reached = self._published(search, stages)
         if self.stages is None:
-            _adapt(memory, reached, self.ratio)
+            _adapt(memory, reached, self.ratio, climbs=self.corrections)
         return threshold
 
     def _estimate(self, search: Search, stages: int) -> tuple[float, float]:
@@ -144,6 +154,23 @@ class SIDCo(Estimator):
             points.append((threshold, tail.count))
         return threshold, reached
 
+    def _published(self, search: Search, stages: int) -> tuple[float, float]:
+        """Do what `_estimate` does, by shares that are fixed beforehand, as the paper does."""
+        moments, candidates = search.accumulated.moments, search.candidates
+        logarithms = candidates.logarithms(1) if self.distribution == "gamma" else None
+        share = search.k / search.numel
+        several = stages > 1 and share < _FIRST
+        of_all = moments._replace(nonzero=search.numel)
+        threshold = whole_threshold(self.distribution, of_all, logarithms, _FIRST if several else share)
+        tail = candidates.tail(threshold, 1)
+        later = stages - 1 if several else 0
+        for _ in range(later):
+            if tail.count < _FEW:
+                break
+            threshold = excess_threshold(self.distribution, tail, threshold, (share / _FIRST) ** (1 / later))
+            tail = candidates.tail(threshold, 1)
+        return threshold, tail.count / search.k
+
 
 def _start(ratio: float) -> int:
     return 1 if ratio >= _FIRST else 2 if ratio >= 0.05 else 3
@@ -155,7 +182,7 @@ def _seen(numel: int, stride: int) -> int:
     return whole * 1024 + min(rest, 1024)
 
 
-def _adapt(memory: dict[str, Any], reached: float, ratio: float) -> None:
+def _adapt(memory: dict[str, Any], reached: float, ratio: float, climbs: bool = True) -> None:
     """Note how well a step did, and change the number of stages where it is due.
 
     Parameters
@@ -167,6 +194,8 @@ def _adapt(memory: dict[str, Any], reached: float, ratio: float) -> None:
         Selected elements over those asked for.
     ratio : float
         The ratio asked for, which limits the number of stages.
+    climbs : bool
+        Whether to turn round where a change did not help; if not, too many elements mean fewer stages, as in the paper.
     """
     memory["sidco.sum"] = memory.get("sidco.sum", 0.0) + reached
     memory["sidco.steps"] = memory.get("sidco.steps", 0) + 1
@@ -178,10 +207,13 @@ def _adapt(memory: dict[str, Any], reached: float, ratio: float) -> None:
     before = memory.pop("sidco.miss", math.inf)
     if miss <= _BAND:
         return
+    most = max(1, math.ceil(math.log2(1 / ratio)))
+    if not climbs:
+        memory["sidco.stages"] = min(max(memory["sidco.stages"] + (-1 if mean > 1 else 1), 1), most)
+        return
     direction = memory.get("sidco.direction", 1)
     if miss > before:
         direction = -direction
-    most = max(1, math.ceil(math.log2(1 / ratio)))
     if not 1 <= memory["sidco.stages"] + direction <= most:  # at an end: turn round
         direction = -direction
     memory["sidco.stages"] = min(max(memory["sidco.stages"] + direction, 1), most)

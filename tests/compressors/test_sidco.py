@@ -211,3 +211,71 @@ def test_the_number_of_stages_climbs():
 def test_bad_settings(settings, message):
     with pytest.raises(ConfigurationError, match=message):
         get_compressor({"id": "sidco", **settings})
+
+
+def published(distribution, array, ratio, stages):
+    """The thresholds of the paper's stages, whose shares are fixed beforehand."""
+    magnitudes = np.abs(array.astype(np.float64))
+    delta = max(1, int(ratio * array.size + 0.5)) / array.size
+    threshold = first(distribution, magnitudes, delta if stages == 1 else 0.25)
+    for _ in range(stages - 1):
+        threshold = further(distribution, magnitudes, threshold, lambda count: (delta / 0.25) ** (1 / (stages - 1)))
+    return threshold
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("parent", PARENTS)
+@pytest.mark.parametrize("ratio", [0.1, 0.001])
+def test_without_corrections_it_is_the_papers_estimator(distribution, stages, parent, ratio):
+    array = (1e-3 * PARENTS[parent](np.random.default_rng(5), 100_000)).astype(np.float32)
+    threshold = published(distribution, array, ratio, stages)
+    compressor = SIDCo(ratio=ratio, distribution=distribution, stages=stages, corrections=False)
+    selection = compressor.select(accumulated(array), Context())
+    magnitudes = np.abs(array.astype(np.float64))
+    count = (magnitudes > threshold).sum()
+    if not 0 < count <= 4 * ratio * array.size + 1024:
+        assert selection.indices.size == int(ratio * array.size + 0.5)
+        return
+    assert abs(selection.indices.size - count) <= 1 + 1e-4 * count
+
+
+# The table of the caution in the notes on the paper: khat / k by stages, n = 2e6, delta = 0.001.
+PRINTED = {
+    ("exponential", "laplace"): (1.00, 0.99, 0.99, 1.00),
+    ("exponential", "student"): (4.67, 3.52, 1.15, 0.61),
+    ("exponential", "gamma"): (5.58, 1.40, 1.07, 1.00),
+    ("gamma", "gamma"): (0.96, 0.94, 1.05, 1.03),
+    ("pareto", "gamma"): (0.24, 1.00, 1.12, 1.10),
+}
+
+
+@pytest.mark.parametrize(("distribution", "parent"), PRINTED)
+def test_how_many_it_reaches(distribution, parent):
+    numel = 2_000_000
+    array = PARENTS[parent](np.random.default_rng(9), numel).astype(np.float32)
+    for stages, printed in enumerate(PRINTED[distribution, parent], 1):
+        if printed > 4:  # an exact selection takes its place
+            continue
+        compressor = SIDCo(ratio=0.001, distribution=distribution, stages=stages, corrections=False)
+        reached = compressor.select(accumulated(array), Context()).indices.size / (0.001 * numel)
+        assert reached == pytest.approx(printed, rel=0.08, abs=0.02)
+
+
+def test_the_papers_rule_sticks_at_one_stage_on_heavy_tails():
+    """Too many elements mean fewer stages, of which there is one: the rule that climbs is a deviation for that."""
+    array = np.random.default_rng(3).standard_t(3, 200_000).astype(np.float32)
+    stages = {}
+    for corrections in (False, True):
+        context = Context()
+        for _ in range(40):
+            SIDCo(ratio=0.02, corrections=corrections).select(accumulated(array), context)
+        stages[corrections] = context.memory["sidco.stages"]
+    assert stages[False] == 1 < stages[True]
+
+
+def test_the_papers_rule_adds_stages_where_too_few_are_selected():
+    array, context = np.random.default_rng(3).normal(size=200_000).astype(np.float32), Context()
+    for _ in range(40):
+        SIDCo(ratio=0.001, corrections=False).select(accumulated(array), context)
+    assert context.memory["sidco.stages"] > 1
