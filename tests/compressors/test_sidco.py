@@ -259,7 +259,7 @@ def test_how_many_it_reaches(distribution, parent):
             continue
         compressor = SIDCo(ratio=0.001, distribution=distribution, stages=stages, corrections=False)
         reached = compressor.select(accumulated(array), Context()).indices.size / (0.001 * numel)
-        assert reached == pytest.approx(printed, rel=0.08, abs=0.02)
+        assert reached == pytest.approx(printed, rel=0.08, abs=0.03)  # three deviations of a count of 480
 
 
 def test_the_papers_rule_sticks_at_one_stage_on_heavy_tails():
