@@ -30,7 +30,8 @@ from mpicomp.rounds import Asked, Group
 from mpicomp.transport.base import Transport
 
 _WEIGHTS = (0.6, 0.4)  # weights of seconds and of 1 / gain
-_KINDS = ("allgather", "star-topk")  # collectives that carry a sparsifier
+_LED = ("star-topk", "var-topk")  # collectives in which one rank's indices are those of all
+_KINDS = ("allgather", *_LED)  # collectives that carry a sparsifier
 _WINDOW = 5  # steps over which gains are averaged, or as many as there are ranks if that is more
 _STRIDE = 8  # of a survey: one group of elements in so many
 _LEAST_GAIN = 1e-9  # smallest gain that is divided by
@@ -47,10 +48,11 @@ class Option:
 @register
 @dataclass(eq=False)
 class Flexible(Policy):
-    """Chooses a ratio, and allgather, star-topk or dense, by seconds and by gain.
+    """Chooses a ratio, and allgather, star-topk, var-topk or dense, by seconds and by gain.
 
-    It names these collectives itself, as the paper does, although star-topk leaves out what the leading rank has not
-    selected: its gain says so.
+    It names these collectives itself, as the paper does, although star-topk and var-topk leave out what the leading
+    rank has not selected: their gain says so. Whether a sum goes round a ring or along a tree follows from the
+    predicted seconds of each.
 
     An option is a ratio with a kind of collective, or dense. Its objectives are the seconds that all buckets together
     are predicted to take, their own work and the exchange, and 1 over the gain. Of the options that no other one
@@ -64,7 +66,7 @@ class Flexible(Policy):
     - where latency or bandwidth of the network have changed.
 
     The gains of all ratios come from one look at the accumulated gradients of all ranks, of one element in eight where
-    layers are large. Where star-topk sends another rank's indices less is gained: by as much as was seen when that
+    layers are large. Where another rank's indices are sent less is gained: by as much as was seen when that
     option last ran, nothing before. Until gradients have been looked at, which takes two steps, all is dense, or of the
     largest ratio where the collective was named.
 
@@ -289,9 +291,9 @@ class Flexible(Policy):
         return abs(self._gain - self._reference) >= self.gain_threshold * self._reference
 
     def _note(self) -> bool:
-        """Note star-topk's gain as a share of the spectrum's; return whether that is news."""
+        """Note what one rank's indices gain as a share of the spectrum's; return whether that is news."""
         option = self._current
-        if option is None or option.kind != "star-topk" or self._ran < self._window:
+        if option is None or option.kind not in _LED or self._ran < self._window:
             return False
         assert self._spectral is not None
         spectral = max(float(self._spectral[self._ratios.index(option.ratio)]), _LEAST_GAIN)

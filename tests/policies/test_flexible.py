@@ -204,9 +204,21 @@ def test_it_is_measured_anew_after_some_steps_in_any_case():
     assert all(9 <= later - earlier <= 12 for earlier, later in itertools.pairwise(steps))
 
 
-def test_what_borrowed_indices_gain_is_seen():
+def test_both_of_the_papers_collectives_and_allgather_are_options():
+    """And each is carried by the ring or the tree that is predicted to be faster: the least of both."""
+    ranks = Ranks(4, Link(1e-5, 20e6))
+    ranks.step()
+    policy = ranks.policy
+    assert {option.kind for option in policy.options} == {"allgather", "star-topk", "var-topk", "dense"}
+    for option in policy.options:
+        rows = policy._rows[0][option]
+        assert len(rows) > 1 or option.kind == "allgather"
+
+
+@pytest.mark.parametrize("collective", ["star-topk:ring", "var-topk:ring"])
+def test_what_borrowed_indices_gain_is_seen(collective):
     """With gradients that have nothing in common another rank's indices gain little."""
-    ranks = Ranks(4, Link(1e-5, 20e6), collective="star-topk:ring", gain_threshold=0.05)
+    ranks = Ranks(4, Link(1e-5, 20e6), collective=collective, gain_threshold=0.05)
     for _ in range(60):
         buckets = ranks.step(lambda step, rank: gradients(step, rank, 0.0))
     policy = ranks.policy
