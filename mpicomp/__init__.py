@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from mpicomp.reducer import BucketRecord, Reducer, StepRecord, allreduce
     from mpicomp.registry import register
     from mpicomp.system.gpus import local_device
+    from mpicomp.system.stopping import STOPPED, ask_to_stop, stop_on_signals
 
 _HOMES = {
     "BlockRandomK": "mpicomp.compressors",
@@ -83,6 +84,7 @@ _HOMES = {
     "RandomK": "mpicomp.compressors",
     "RedSync": "mpicomp.compressors",
     "Reducer": "mpicomp.reducer",
+    "STOPPED": "mpicomp.system.stopping",
     "SIDCo": "mpicomp.compressors",
     "Context": "mpicomp.compressors",
     "Scope": "mpicomp.compressors",
@@ -97,6 +99,7 @@ _HOMES = {
     "TopK": "mpicomp.compressors",
     "Uniform": "mpicomp.compressors",
     "allreduce": "mpicomp.reducer",
+    "ask_to_stop": "mpicomp.system.stopping",
     "get_compressor": "mpicomp.compressors",
     "list_collectives": "mpicomp.collectives",
     "list_compressors": "mpicomp.compressors",
@@ -108,12 +111,14 @@ _HOMES = {
     "register": "mpicomp.registry",
     "register_compressor": "mpicomp.compressors",
     "save_checkpoint": "mpicomp.checkpoint",
+    "stop_on_signals": "mpicomp.system.stopping",
 }
 
 __all__ = [
     "DGC",
     "LGC",
     "QSGD",
+    "STOPPED",
     "BlockRandomK",
     "BucketRecord",
     "ChunkTopK",
@@ -150,6 +155,7 @@ __all__ = [
     "Uniform",
     "__version__",
     "allreduce",
+    "ask_to_stop",
     "get_compressor",
     "get_policy",
     "list_collectives",
@@ -161,6 +167,7 @@ __all__ = [
     "register_compressor",
     "register_policy",
     "save_checkpoint",
+    "stop_on_signals",
     "torch",
 ]
 

@@ -70,6 +70,8 @@ class Core:
         That a rank was found to have died, outside of `Reducer.reduce` or when the last step was applied already.
     lost : list of int
         Ranks that have died since the last step, by their numbers in the whole job.
+    stop : bool
+        Whether all ranks know that some rank was asked to stop.
     """
 
     settings: dict[str, Any]
@@ -90,6 +92,7 @@ class Core:
     survives: bool = False
     failed: RankFailedError | None = None
     lost: list[int] = field(default_factory=list)
+    stop: bool = False
 
     def expect(self, gradients: Mapping[str, Any]) -> None:
         """Begin to take gradients to where they are exchanged, in the thread that made them; nothing waits."""

@@ -133,6 +133,8 @@ class StepRecord:
     lost_ranks : list of int
         Ranks that have died since the step before, by their numbers in the whole job; the mean is that of the others,
         and what the residuals of the dead held is lost.
+    stop : bool
+        Whether some rank was asked to stop, see `mpicomp.stop_on_signals`; the same on all ranks.
     choosing_s : float
         Seconds on this rank that were spent on choosing plans and on learning what they took.
     once_wire_bytes : float
@@ -153,6 +155,7 @@ class StepRecord:
     skipped: bool = False
     agreed: bool = False
     lost_ranks: list[int] = field(default_factory=list)
+    stop: bool = False
     choosing_s: float = 0.0
     once_wire_bytes: float = 0.0
     overhead_bytes: int = 0
@@ -194,6 +197,7 @@ class StepRecord:
             "skipped": self.skipped,
             "agreed": self.agreed,
             "lost_ranks": self.lost_ranks,
+            "stop": self.stop,
             "choosing_s": self.choosing_s,
             "once_wire_bytes": self.once_wire_bytes,
             "overhead_bytes": self.overhead_bytes,

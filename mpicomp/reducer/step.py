@@ -22,6 +22,7 @@ from mpicomp.reducer.exchange import Exchanged, exchange
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.reducer.record import StepRecord, Tally
 from mpicomp.rounds import Asked, Round
+from mpicomp.system import stopping
 from mpicomp.transport.route_probe import choose_routes
 
 Rounds = Generator[Asked, Any, Any]
@@ -114,7 +115,7 @@ class Step:
         known = layout.knows(self._members)
         known = known and (self._beside.idle or all(name in layout.conditional for name in absent))
         self._stale = self._problem is not None or not known or self._beside.stale or self._core.loaded is not None
-        self._stale = self._stale or self._core.suspect
+        self._stale = self._stale or self._core.suspect or (stopping.asked() and not self._core.stop)
         if not self._stale:
             self._scale = self._asked_scale * self._clip()
 
@@ -168,6 +169,7 @@ class Step:
         record.overhead_wire_bytes += core.outside.wire_bytes
         core.outside = Tally()
         record.lost_ranks, core.lost = core.lost, []
+        record.stop = core.stop
         means = self._finish(used, finite) if self._damaged is None else {}
         begin = time.perf_counter()
         try:
@@ -300,11 +302,11 @@ class Step:
         return True
 
     def _absences(self, names: list[str]) -> Generator[Asked, Any, list[str]]:
-        """Return those of these names that some rank has no gradient for, the same on all ranks."""
-        if not names:
-            return []
-        flags = yield from self._share([name in self._absent and not self._beside.idle for name in sorted(names)])
-        return [name for name, own in zip(sorted(names), flags.T, strict=True) if own.any()]
+        """Return those of these names that some rank has no gradient for, and note whether some rank is to stop."""
+        own = [name in self._absent and not self._beside.idle for name in sorted(names)]
+        everyones = (yield from self._share([stopping.asked(), *own])).any(axis=0)
+        self._core.stop = self._core.stop or bool(everyones[0])
+        return [name for name, absent in zip(sorted(names), everyones[1:], strict=True) if absent]
 
     def _used(self) -> Generator[Asked, Any, set[str]]:
         """Return the conditional arrays that some rank has a gradient for, the same on all ranks."""

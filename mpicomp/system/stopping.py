@@ -1,0 +1,61 @@
+"""Signals by which a cluster asks a job to stop: this process takes note, and `mpicomp.Reducer` tells the other ranks.
+
+They may come on some ranks alone, and in different steps. The note of one rank travels with the next exchange, after
+which all of them know: see `mpicomp.StepRecord`.
+"""
+
+import atexit
+import signal
+import threading
+
+from mpicomp.errors import ConfigurationError
+
+STOPPED = 75
+"""Exit status of a job that was asked to stop and can go on: EX_TEMPFAIL of sysexits.h, "try again"."""
+
+_asked = False
+
+
+def stop_on_signals(*signals: int) -> None:
+    """From now on have these signals ask all ranks to stop after a step, in place of ending the process.
+
+    To be called by the main thread of every rank, best before anything that takes time. What was set for these signals
+    before is replaced.
+
+    Parameters
+    ----------
+    *signals : int
+        None stand for SIGTERM and SIGUSR1.
+
+    Raises
+    ------
+    ConfigurationError
+        In another thread than the main one.
+
+    Notes
+    -----
+    After a step of a `mpicomp.Reducer`, or of an optimizer that has one, ``reducer.last_step.stop`` says whether some
+    rank was asked by then: the same on all ranks of the reducer. A script then saves what it needs and leaves with the
+    status `mpicomp.STOPPED`. A second signal changes nothing, so a rank that hangs has to be killed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigurationError(
+            "stop_on_signals: Python handles signals in the main thread alone; call it there, or have something else "
+            "call ask_to_stop()"
+        )
+    for number in signals or (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: ask_to_stop())
+        # Python resets handlers at its end. Where one rank has ended, srun sends the others a SIGTERM, which would
+        # turn their status into that of a killed process.
+        atexit.register(signal.signal, number, signal.SIG_IGN)
+
+
+def ask_to_stop() -> None:
+    """Ask all ranks to stop after a step, as a signal does; on any rank, at any time, by any thread."""
+    global _asked
+    _asked = True
+
+
+def asked() -> bool:
+    """Return whether this process was asked to stop; other ranks may not know of it yet."""
+    return _asked
