@@ -15,12 +15,13 @@ from mpicomp.bench.measure.correlation import Comparison, Correlations
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.probe import Probe, probe, probe_dense
 from mpicomp.bench.measure.progress import Progress
+from mpicomp.bench.resuming import Checkpoints
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.tasks.updating import Updater
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor
-from mpicomp.errors import MpicompError
+from mpicomp.errors import ConfigurationError, MpicompError
 from mpicomp.policies import Policy
 from mpicomp.policies.warmup import read_warmup
 from mpicomp.reducer import StepRecord
@@ -65,6 +66,8 @@ class Settings:
         Times the task's learning rate, which is tuned for dense exchange of gradients.
     on_failure : str
         See `mpicomp.Reducer`.
+    checkpoints : Checkpoints or None
+        Where the training goes on from, and what it writes; None for neither.
     """
 
     compressor: Compressor | None
@@ -80,6 +83,7 @@ class Settings:
     updates: dict[str, Any] | None = None
     lr_scale: float = 1.0
     on_failure: str = "abort"
+    checkpoints: Checkpoints | None = None
 
     @property
     def every(self) -> int:
@@ -133,6 +137,8 @@ class Outcome:
         without error feedback, where what is left out does not come later.
     every : float
         Steps from one exchange to the next, on the average. Seconds of steps are means over those of an exchange.
+    resumed_at : int
+        Steps that an earlier job has made, from whose checkpoint this one went on; what is measured is of the others.
     """
 
     quality: float
@@ -162,6 +168,14 @@ class Outcome:
     correlations: Correlations | None = None
     delay: float | None = None
     every: float = 1.0
+    resumed_at: int = 0
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A training that was asked to stop: a checkpoint was written after so many steps."""
+
+    step: int
 
 
 @dataclass
@@ -196,8 +210,8 @@ def train(
     progress: Progress,
     metrics: MetricsWriter,
     device: torch.device = CPU,
-) -> Outcome:
-    """Train a task. Collective over the transport's ranks.
+) -> Outcome | Stopped:
+    """Train a task, to its end or until ranks are asked to stop. Collective over the transport's ranks.
 
     Parameters
     ----------
@@ -231,6 +245,18 @@ def train(
         own["lr"] *= settings.lr_scale
     optimizer = _wrapped(optimizer, model, settings, transport)
     updater = Updater(task, optimizer, settings.steps)
+    saves, first = settings.checkpoints, 0
+    if saves is not None:
+        first = saves.load(task, model, optimizer, updater, transport)
+        if first >= settings.steps:
+            raise ConfigurationError(
+                f"train: the checkpoint in '{saves.folder}' was written after {first} steps, and this run has "
+                f"{settings.steps}; name more --steps, or another folder"
+            )
+        if first:
+            progress.resumed(first)
+    metrics.begin(first)
+    made = settings.steps - first
     numel = sum(parameter.numel() for group_ in optimizer.param_groups for parameter in group_["params"])
     every = settings.every
     warmup_steps = every * read_warmup(settings.warmup)[0]
@@ -242,7 +268,7 @@ def train(
     collectives: dict[str, None] = {}
     ends: list[int] = []  # steps that had been made when something was exchanged
     with progress.over(settings.steps):
-        for step in range(settings.steps):
+        for step in range(first, settings.steps):
             loss, seconds, phases, record = _step(
                 task, model, optimizer, updater, step, transport, comparison, settings.updates is None
             )
@@ -256,7 +282,7 @@ def train(
                 collectives |= dict.fromkeys(bucket.collective for bucket in record.buckets)
             if record.buckets:
                 choices.add(record)
-                ends.append(step + 1)
+                ends.append(step + 1 - first)
             quality = None
             if settings.evaluate_every and (step + 1) % settings.evaluate_every == 0:
                 quality = _quality(task, model, transport, task.glance)
@@ -265,13 +291,24 @@ def train(
                 | {"step": step, "seconds": seconds, "phases_s": phases, "loss": loss, "quality": quality}
             )
             progress.step(step, loss, seconds, record, quality)
+            if saves is None or step + 1 == settings.steps:
+                continue
+            # Where nothing was exchanged, ranks may not know the same: the record is an empty one.
+            if record.stop or saves.due(step + 1, bool(record.buckets)):
+                saves.save(step + 1, task, model, optimizer, updater, transport)
+            if record.stop:
+                return Stopped(step + 1)
 
     if settings.updates is not None:
         optimizer.synchronize()
+        if not ends:  # the only exchange
+            choices.add(optimizer.reducer.last_step)
+            ends.append(made)
     _check_replicas(model, transport)
-    skipped = min(5, settings.steps // 4)  # the first steps compile, agree and grow buffers
-    of_slowest = timings.of_slowest(transport, ends or [settings.steps])
-    half = max(settings.steps // 2, warmup_steps if warmup_steps < settings.steps else 0)
+    skipped = min(5, made // 4)  # the first steps compile, agree and grow buffers
+    of_slowest = timings.of_slowest(transport, ends)
+    warmup_steps -= first
+    half = max(made // 2, warmup_steps if warmup_steps < made else 0)
     late = max(skipped, half) if settings.changes else skipped
     before_half = sum(end <= half for end in ends)
     late_plans = choices.plans(before_half)
@@ -321,14 +358,15 @@ def train(
         gain=float(np.mean(gains)) if gains else None,
         own_probe=own_probe,
         dense_probe=dense_probe,
-        steps_timed=settings.steps - skipped,
+        steps_timed=made - skipped,
         ratios=choices.ratios,
         plans=choices.plans(),
         late_plans=late_plans,
         layers=layers,
         correlations=correlations,
         delay=delay,
-        every=settings.steps / max(1, len(ends)),
+        every=made / len(ends),
+        resumed_at=first,
     )
 
 

@@ -101,7 +101,7 @@ def _faster(ratio: float) -> str:
 
 def table(outcome: Outcome, quality_name: str, steps: int) -> str:
     """Return the measurements that the verdict rests on, a line each."""
-    median = outcome.median_step_s
+    median, made = outcome.median_step_s, steps - outcome.resumed_at
     lines = [
         f"{quality_name}: {outcome.quality:.4f} after {steps} steps",
         f"seconds a step: {median:.4f} (median of {outcome.steps_timed}, slowest rank), of which",
@@ -111,8 +111,8 @@ def table(outcome: Outcome, quality_name: str, steps: int) -> str:
     ]
     lines.append(f"choosing plans: {outcome.choosing_s:.4f} s a step, {100 * outcome.choosing_s / median:.1f} % (mean)")
     lines += [
-        f"bytes that left a rank: {outcome.wire_bytes / steps:,.0f} a step, "
-        f"dense ring {outcome.dense_wire_bytes / steps:,.0f}",
+        f"bytes that left a rank: {outcome.wire_bytes / made:,.0f} a step, "
+        f"dense ring {outcome.dense_wire_bytes / made:,.0f}",
         f"bytes at the start, once: {outcome.once_bytes:,}",
     ]
     if outcome.own_probe is not None and outcome.dense_probe is not None:

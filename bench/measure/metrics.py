@@ -17,11 +17,11 @@ class MetricsWriter:
     Raises
     ------
     OSError
-        Where the file cannot be opened. An old one is overwritten.
+        Where the file cannot be opened.
     """
 
     def __init__(self, path: str | None) -> None:
-        self._file = None if path is None else open(path, "w", encoding="utf-8")  # noqa: SIM115, closed in __exit__
+        self._file = None if path is None else open(path, "a+b")  # noqa: SIM115, closed in __exit__
 
     def __enter__(self) -> Self:
         return self
@@ -32,8 +32,23 @@ class MetricsWriter:
         if self._file is not None:
             self._file.close()
 
+    def begin(self, step: int) -> None:
+        """Begin with a step, before the first line: of what is there, only lines of earlier steps stay."""
+        if self._file is None:
+            return
+        self._file.seek(0)
+        kept = 0
+        for line in self._file if step else ():
+            try:
+                if json.loads(line)["step"] >= step:
+                    break
+            except (ValueError, LookupError, TypeError):  # torn, as its job ended
+                break
+            kept += len(line)
+        self._file.truncate(kept)
+
     def write(self, line: Mapping[str, Any]) -> None:
         """Write one step."""
         if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(json.dumps(line).encode() + b"\n")
             self._file.flush()

@@ -74,6 +74,11 @@ class Progress:
             self._last = time.monotonic()
             print(f"step {done:>{len(str(self._steps))}}/{self._steps}  {text}", flush=True)
 
+    def resumed(self, step: int) -> None:
+        """Show that a checkpoint was loaded, which was written after so many steps."""
+        if self._visible:
+            print(f"resumed at step {step}", flush=True)
+
     def evaluating(self) -> None:
         """Show that the held-out data are being evaluated."""
         if self._visible:

@@ -46,6 +46,18 @@ def check_writable(command: str, path: str) -> None:
         raise ConfigurationError(f"{command}: '{path}' cannot be written; make its folder, or name another file")
 
 
+def check_folder(command: str, path: str) -> None:
+    """Make a folder, or raise now, and not after hours of work, if nothing can be written into it."""
+    from mpicomp.errors import ConfigurationError
+
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{command}: the folder '{path}' cannot be made: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise ConfigurationError(f"{command}: nothing can be written into '{path}'; name another folder")
+
+
 def check_least(command: str, option: str, value: int, least: int = 1) -> int:
     """Return a whole number, or raise where it is too small."""
     from mpicomp.errors import ConfigurationError

@@ -72,6 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="compare ranks' gradients every N steps, and tell how much they have in common (0)",
     )
+    parser.add_argument(
+        "--checkpoints",
+        metavar="FOLDER",
+        help="go on from the newest checkpoint below FOLDER, on any number of ranks, and write new ones; SIGTERM and "
+        "SIGUSR1 then end training after a step, with a checkpoint and exit status 75",
+    )
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=100, metavar="N", help="steps from one to the next (%(default)s)"
+    )
     parser.add_argument("--replay", metavar="F", help="run the plans that another run has written with --metrics F")
     parser.add_argument(
         "--no-verdict",
@@ -85,15 +94,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print a verdict on rank 0."""
-    from mpicomp.cli.options import check_least, check_writable
+    from mpicomp.cli.options import check_folder, check_least, check_writable
     from mpicomp.errors import ConfigurationError
     from mpicomp.policies.warmup import choose_warmup, read_warmup
     from mpicomp.system import launcher
+    from mpicomp.system.stopping import STOPPED, stop_on_signals
 
+    if arguments.checkpoints is not None:
+        stop_on_signals()  # first of all: what is loaded below takes seconds
     if arguments.steps is not None:
         check_least("train", "--steps", arguments.steps)
     check_least("train", "--evaluate-every", arguments.evaluate_every, 0)
     check_least("train", "--correlation", arguments.correlation, 0)
+    check_least("train", "--checkpoint-every", arguments.checkpoint_every)
     if not 0 < arguments.lr_scale < math.inf:
         raise ConfigurationError(f"train: --lr-scale must be a number above 0, got {arguments.lr_scale}")
     compressor = _compressor(arguments)
@@ -105,6 +118,8 @@ def run(arguments: argparse.Namespace) -> int:
     if launch is None or launch.rank == 0:
         for path in filter(None, (arguments.json, arguments.metrics)):
             check_writable("train", path)
+        if arguments.checkpoints is not None:
+            check_folder("train", arguments.checkpoints)
     from mpicomp.bench import devices
 
     gpu = devices.find() if arguments.device == "gpu" else None  # before MPI starts, as it calls another program
@@ -113,8 +128,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     transport = MPITransport()
     try:
+        from mpicomp.bench.resuming import Checkpoints
         from mpicomp.bench.tasks import get_task
-        from mpicomp.bench.train import CPU, Settings, train
+        from mpicomp.bench.train import CPU, Settings, Stopped, train
         from mpicomp.bench.verdict import judge, table
 
         task = get_task(arguments.task, arguments.seed, arguments.data, arguments.shards)
@@ -144,6 +160,17 @@ def run(arguments: argparse.Namespace) -> int:
             f"train: --warmup {arguments.warmup} leaves none of {steps // every} "
             f"{'steps' if updates is None else 'exchanges'} to what comes after it; give it fewer, or name more --steps"
         )
+    checkpoints = None
+    if arguments.checkpoints is not None:
+        same = {
+            "seed": arguments.seed,
+            "compressor": None if compressor is None else compressor.get_config(),
+            "collective": arguments.collective,
+            "policy": policy.get_config(),
+            "exchange": "gradients" if updates is None else updates,
+            "lr-scale": arguments.lr_scale,
+        }
+        checkpoints = Checkpoints(arguments.checkpoints, arguments.checkpoint_every, same)
     settings = Settings(
         compressor,
         arguments.collective,
@@ -158,6 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
         updates,
         arguments.lr_scale,
         arguments.on_failure,
+        checkpoints,
     )
     if first:
         what = "chosen by mpicomp" if compressor is None else repr(compressor)
@@ -168,6 +196,14 @@ def run(arguments: argparse.Namespace) -> int:
         outcome = train(task, settings, transport, Progress(first), metrics, device)
     first = transport.group.rank == 0  # of those that are left
     transport.close()
+    if isinstance(outcome, Stopped):
+        if first:
+            print(
+                f"stopped after step {outcome.step} of {steps}: a checkpoint is in '{arguments.checkpoints}', and the "
+                f"same command goes on from it (exit status {STOPPED})",
+                flush=True,
+            )
+        return STOPPED
     if not first:
         return 0
     print(table(outcome, task.quality_name, steps))
@@ -283,6 +319,7 @@ def _result(task: "Task", settings: "Settings", outcome: "Outcome") -> dict[str,
         "ranks": outcome.ranks,
         "hosts": outcome.hosts,
         "steps": settings.steps,
+        "resumed_at": outcome.resumed_at,
         "seed": settings.seed,
         "parameters": outcome.parameters,
         "quality": {"name": task.quality_name, "value": outcome.quality, "better": task.better},
@@ -302,7 +339,7 @@ def _result(task: "Task", settings: "Settings", outcome: "Outcome") -> dict[str,
         "sent_bytes": outcome.sent_bytes,
         "wire_bytes": outcome.wire_bytes,
         "dense_wire_bytes": outcome.dense_wire_bytes,
-        "dense_bytes": 4 * outcome.parameters * settings.steps,
+        "dense_bytes": 4 * outcome.parameters * (settings.steps - outcome.resumed_at),
         "once_bytes": outcome.once_bytes,
         "verdict": judge(outcome),
     }
