@@ -304,9 +304,9 @@ class Step:
     def _absences(self, names: list[str]) -> Generator[Asked, Any, list[str]]:
         """Return those of these names that some rank has no gradient for, and note whether some rank is to stop."""
         own = [name in self._absent and not self._beside.idle for name in sorted(names)]
-        everyones = (yield from self._share([stopping.asked(), *own])).any(axis=0)
-        self._core.stop = self._core.stop or bool(everyones[0])
-        return [name for name, absent in zip(sorted(names), everyones[1:], strict=True) if absent]
+        stop, *flags = (yield from self._share([stopping.asked(), *own])).T
+        self._core.stop = self._core.stop or bool(stop.any())
+        return [name for name, own_flags in zip(sorted(names), flags, strict=True) if own_flags.any()]
 
     def _used(self) -> Generator[Asked, Any, set[str]]:
         """Return the conditional arrays that some rank has a gradient for, the same on all ranks."""
