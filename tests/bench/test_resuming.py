@@ -1,0 +1,156 @@
+"""A training that is stopped goes on from its checkpoint: the same numbers, on another number of ranks as well."""
+
+import json
+import os
+import signal
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+from marks import slow
+from mpicomp.bench.measure.metrics import MetricsWriter
+from mpicomp.bench.measure.progress import Progress
+from mpicomp.bench.resuming import Checkpoints
+from mpicomp.bench.tasks.digits import Digits
+from mpicomp.bench.train import Settings, Stopped, train
+
+import mpicomp
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies import get_policy
+from mpicomp.system import stopping
+from mpicomp.transport.mpi import MPITransport
+
+STEPS = 12
+UPDATES = {"every": 3, "outer": {"lr": 0.7, "momentum": 0.9}}
+LATE = {"every": 4, "late": 1, "fragments": 2}
+
+
+class Asked(Digits):
+    """Digits, of which one rank is asked to stop while it computes some step."""
+
+    at = None
+
+    def batch(self, step, rank, ranks):
+        if step == self.at and rank == ranks - 1:
+            stopping.ask_to_stop()
+        return super().batch(step, rank, ranks)
+
+
+@pytest.fixture
+def shared_folder(comm, tmp_path, monkeypatch):
+    monkeypatch.setattr(stopping, "_asked", False)
+    return comm.bcast(tmp_path)
+
+
+def run(comm, folder, name, updates=None, at=None, every=100, steps=STEPS, seed=0, checkpoints=True):
+    """Train; return what came of it, and the lines of rank 0."""
+    stopping._asked = False
+    task = Asked(seed=seed)
+    task.at = at
+    path = folder / f"{name}.jsonl"
+    same = {"seed": seed, "exchange": "gradients" if updates is None else updates}
+    saves = Checkpoints(str(folder / name), every, same) if checkpoints else None
+    settings = Settings(
+        mpicomp.TopK(0.05), "allgather", get_policy("static"), steps, seed, 0, probes=False, updates=updates,
+        checkpoints=saves,
+    )  # fmt: skip
+    transport = MPITransport(comm)
+    try:
+        with MetricsWriter(str(path) if comm.rank == 0 else None) as metrics:
+            outcome = train(task, settings, transport, Progress(False), metrics)
+    finally:
+        transport.close()
+    comm.barrier()
+    return outcome, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("updates", "stopped"),
+    [(None, (6,)), slow(UPDATES, (6,)), slow(LATE, (8, 9))],  # where a thread exchanges, a step later
+    ids=["gradients", "updates", "late updates"],
+)
+def test_it_stops_and_goes_on(comm, shared_folder, updates, stopped):
+    straight, expected = run(comm, shared_folder, "straight", updates, checkpoints=False)
+    first, _ = run(comm, shared_folder, "stopped", updates, at=4 if updates else 5)
+    assert isinstance(first, Stopped)
+    assert first.step in stopped
+    stopped = first.step
+    second, lines = run(comm, shared_folder, "stopped", updates)
+    assert second.resumed_at == stopped
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    if updates is LATE:  # a checkpoint brings together what is under way, and so exchanges at another step
+        return
+    assert [line["loss"] for line in lines] == [line["loss"] for line in expected]
+    if comm.rank == 0:
+        assert second.quality == straight.quality
+    wire = sum(line["wire_bytes"] for line in lines[stopped:])
+    assert comm.size > 1 or wire == 0
+    if comm.rank == 0 and updates is None:
+        assert second.wire_bytes == pytest.approx(wire, rel=0.02)
+
+
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.timeout(120)
+def test_checkpoints_come_so_often_and_belong_to_one_run(comm, shared_folder):
+    run(comm, shared_folder, "often", UPDATES, every=4)
+    # After 6 and 9 steps: the first exchanges behind 4 and 8. None after the last step, which has its outcome.
+    assert mpicomp.load_checkpoint(shared_folder / "often", comm)["step"] == 9
+    assert sorted(own.name for own in (shared_folder / "often").iterdir()) == ["00000002"]
+    with pytest.raises(ConfigurationError, match="is of a run with seed 0, and this one has 1"):
+        run(comm, shared_folder, "often", UPDATES, seed=1)
+    with pytest.raises(ConfigurationError, match="was written after 9 steps, and this run has 9; name more --steps"):
+        run(comm, shared_folder, "often", UPDATES, steps=9)
+
+
+def test_metrics_go_on_where_the_checkpoint_is(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st')
+    for step, expected in [(5, [0, 1, 2, 5]), (2, [0, 1, 2]), (0, [0])]:
+        with MetricsWriter(str(path)) as metrics:
+            metrics.begin(step)
+            metrics.write({"step": step})
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == expected
+
+
+SIGNALLED = """\
+import os, signal
+from mpicomp import register
+from mpicomp.bench.tasks.digits import Digits
+
+@register
+class Signalled(Digits):
+    name = "signalled"
+
+    def batch(self, step, rank, ranks):
+        if step == int(os.environ.get("SIGNAL_AT", -1)) and rank == 1:
+            os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+        return super().batch(step, rank, ranks)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_command_ends_with_its_status_and_goes_on_on_fewer_ranks(mpiexec, tmp_path, number):
+    (tmp_path / "signalled.py").write_text(SIGNALLED)
+    words = "--plugin signalled.py --task signalled --compressor topk --ratio 0.05 --steps 40 --no-verdict"
+    command = ["-m", "mpicomp", "train", *words.split(), "--checkpoints", "here", "--json", "out.json"]
+    signalled = {"SIGNAL": str(int(number)), "SIGNAL_AT": "7"}
+    done = mpiexec(3, *command, timeout=120, cwd=tmp_path, env=signalled)
+    assert done.returncode == mpicomp.STOPPED == os.EX_TEMPFAIL, done.stderr
+    assert "stopped after step 8 of 40: a checkpoint is in 'here'" in done.stdout
+    assert "left with status" not in done.stderr
+    assert not (tmp_path / "out.json").exists()
+    done = mpiexec(2, *command, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "resumed at step 8\n" in done.stdout
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert (result["resumed_at"], result["ranks"], result["steps"]) == (8, 2, 40)
+    assert result["dense_bytes"] == 4 * result["parameters"] * 32
+    assert result["quality"]["value"] > 0.5  # ten classes
+    done = mpiexec(2, *command, "--seed", "1", timeout=120, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is of a run with seed 0, and this one has 1" in done.stderr
