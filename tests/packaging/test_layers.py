@@ -39,6 +39,7 @@ HOMES = {
         "bench/trainers.py",
         "bench/gloo.py",
         "bench/replica_group.py",
+        "bench/resuming.py",
         "bench/tasks/",
         "studies/updates.py",
     ),

@@ -137,6 +137,7 @@ def test_a_node_that_is_set_down_is_left_behind(slurm, mpich, mpiexec, all_nodes
 
     job = submit(slurm, tmp_path, "train_requeue.sbatch", "--cpus-per-task=1", meanwhile=set_one_down, ARGS=TRAIN)
     assert "DUE TO NODE FAILURE" in job.printed
+    (tmp_path / "hold").unlink()
     check_goes_on(mpiexec, tmp_path, job, 20, 3)
 
 
