@@ -133,24 +133,26 @@ class Signalled(Digits):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_the_command_ends_with_its_status_and_goes_on_on_fewer_ranks(mpiexec, tmp_path, number):
     (tmp_path / "signalled.py").write_text(SIGNALLED)
     words = "--plugin signalled.py --task signalled --compressor topk --ratio 0.05 --steps 40 --no-verdict"
     command = ["-m", "mpicomp", "train", *words.split(), "--checkpoints", "here", "--json", "out.json"]
-    signalled = {"SIGNAL": str(int(number)), "SIGNAL_AT": "7"}
+    threads = {"OMP_NUM_THREADS": "1"}
+    signalled = {"SIGNAL": str(int(number)), "SIGNAL_AT": "7"} | threads
     done = mpiexec(3, *command, timeout=120, cwd=tmp_path, env=signalled)
     assert done.returncode == mpicomp.STOPPED == os.EX_TEMPFAIL, done.stderr
     assert "stopped after step 8 of 40: a checkpoint is in 'here'" in done.stdout
     assert "left with status" not in done.stderr
     assert not (tmp_path / "out.json").exists()
-    done = mpiexec(2, *command, timeout=120, cwd=tmp_path)
+    done = mpiexec(2, *command, timeout=120, cwd=tmp_path, env=threads)
     assert done.returncode == 0, done.stderr
     assert "resumed at step 8\n" in done.stdout
     result = json.loads((tmp_path / "out.json").read_text())
     assert (result["resumed_at"], result["ranks"], result["steps"]) == (8, 2, 40)
     assert result["dense_bytes"] == 4 * result["parameters"] * 32
     assert result["quality"]["value"] > 0.5  # ten classes
-    done = mpiexec(2, *command, "--seed", "1", timeout=120, cwd=tmp_path)
+    done = mpiexec(2, *command, "--seed", "1", timeout=120, cwd=tmp_path, env=threads)
     assert done.returncode == 2
     assert "is of a run with seed 0, and this one has 1" in done.stderr
