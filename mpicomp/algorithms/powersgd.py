@@ -241,7 +241,8 @@ class LowRank(Scheme[PowerSGD]):
             if iteration == 0:
                 rest = left[left_size:size]
                 kept_rest[0], kept_rest[1] = first.mean[left_size:], first.sent[left_size:]
-                rounding = kernels.energy(rest - kept_rest[1]), kernels.energy(rest)
+                with np.errstate(invalid="ignore"):  # an infinity that was sent is one that is left
+                    rounding = kernels.energy(rest - kept_rest[1]), kernels.energy(rest)
             # 3. Make the mean P orthonormal: a basis that all ranks share.
             means = self._lefts(first.mean)
             bases = [orthonormal(_finite(mean) if first.nonfinite else mean) for mean in means]

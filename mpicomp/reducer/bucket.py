@@ -52,6 +52,8 @@ class Bucket:
         self.numel = sum(sizes)
         self.dtype = self.members[0].work_dtype
         self.offsets = [int(offset) for offset in np.concatenate(([0], np.cumsum(sizes)))[:-1]]
+        spans = zip(self.names, self.offsets, sizes, strict=True)
+        self._spans = {name: slice(offset, offset + size) for name, offset, size in spans}
         if self.numel >= _INDEX_LIMIT:
             raise ConfigurationError(
                 f"reduce: '{self.members[0].name}' must have fewer than 2**32 elements, got {self.numel}; split it"
@@ -125,6 +127,11 @@ class Bucket:
         """Return the memory with every array in it copied to the host."""
         copied: dict[str, Any] = _on_host(self.memory, self.place)
         return copied
+
+    def residual(self, name: str) -> NDArray[np.floating]:
+        """Return the flat part of the residual that is a member's own, writable."""
+        own: NDArray[np.floating] = self._residual[self._spans[name]]
+        return own
 
     def residuals(self) -> Iterator[tuple[Described, NDArray[np.floating]]]:
         """Return every member with the flat part of the residual that is its own, writable."""

@@ -50,7 +50,8 @@ class Layout:
         self.buckets: list[Bucket] = []
         self.delivered: dict[str, NDArray[np.uint16]] = {}
         self.conditional: list[str] = []
-        self._places: dict[str, Place] = {}
+        self._known: dict[str, Described] = {}
+        self._bucket_of: dict[str, Bucket] = {}
         self._feedback = feedback
         self._decay = decay
         self.bucket_bytes = bucket_bytes
@@ -89,7 +90,8 @@ class Layout:
         self._memories |= {bucket.members[0].name: bucket.memory_on_host() for bucket in self.buckets}
         self.members = members
         self.buckets = buckets
-        self._places = {name: bucket.place for bucket in buckets for name in bucket.names}
+        self._known = {member.name: member for member in members}
+        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
         self.delivered = {
             member.name: self.place_of(member.name).empty(member.numel, np.uint16)
             for member in members
@@ -99,20 +101,20 @@ class Layout:
 
     def has(self, name: str) -> bool:
         """Return whether some bucket has an array."""
-        return name in self._places
+        return name in self._bucket_of
 
     def place_of(self, name: str) -> Place:
         """Return where the bucket of an array lives; the host for one that is in none."""
-        return self._places.get(name, HOST)
+        return self._bucket_of[name].place if name in self._bucket_of else HOST
 
     def residual(self, name: str) -> NDArray[np.floating]:
         """Return a copy of an array's residual; see `mpicomp.Reducer.residual`."""
-        for member in self.members or ():
-            if member.name == name:
-                held = self._held("residuals").get(name)
-                if held is None:
-                    return np.zeros(member.shape, member.work_dtype)
-                return self._copied(name, held).reshape(member.shape)
+        member = self._known.get(name)
+        if member is not None:
+            bucket = self._bucket_of.get(name)
+            if bucket is None or not self._feedback:
+                return np.zeros(member.shape, member.work_dtype)
+            return self._copied(name, bucket.residual(name)).reshape(member.shape)
         if name in self._kept["residuals"]:
             return self._kept["residuals"][name].copy()
         raise UnknownNameError("residual", name, [member.name for member in self.members or ()])

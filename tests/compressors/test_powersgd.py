@@ -308,7 +308,8 @@ def test_matrices_that_are_all_alike(value, iterations):
     assert np.isfinite(reducers[0].residual("w")).all()
 
 
-def test_infinity_leaves_factors_as_they_were():
+@pytest.mark.parametrize(("name", "place"), [("wide", (2, 3)), ("b", 1)], ids=["matrix", "vector"])
+def test_infinity_leaves_factors_as_they_were(name, place):
     world = LocalWorld(2)
     reducers = [
         mpicomp.Reducer(mpicomp.PowerSGD(2), "low-rank", nonfinite="skip", comm=end) for end in world.transports
@@ -317,7 +318,7 @@ def test_infinity_leaves_factors_as_they_were():
     def step(number, bad=False):
         own = [gradients(number, rank) for rank in range(2)]
         if bad:
-            own[1]["wide"][2, 3] = np.inf
+            own[1][name][place] = np.inf
         return world.run([r.rounds(g) for r, g in zip(reducers, own, strict=True)])
 
     step(0)
