@@ -114,7 +114,6 @@ class Accordion(Adaptive):
     def adopt(self, named: Named) -> None:
         """See `Policy.adopt`. Where no compressor was named it is top-k."""
         super().adopt(named)
-        self._by_layer = self.compressor.layer_setting == "ratio"
         self._survey = NormSurvey(_STRIDE)
         self._looked = 0  # steps of this period
         self._sums: dict[str, float] = {}  # of norms in this period, by part
@@ -123,6 +122,11 @@ class Accordion(Adaptive):
         self._highest: float | None = None  # learning rate
         self._current: dict[int, Compressor] = {}
         self._delivered: set[int] = set()  # steps that were not undone, of which ranks have not heard yet
+
+    @property
+    def by_layer(self) -> bool:
+        """See `Adaptive.by_layer`."""
+        return self.compressor.layer_setting == "ratio"
 
     def survey(self, bucket: int) -> Survey | None:
         """See `Policy.survey`: norms, at every step."""
@@ -137,7 +141,7 @@ class Accordion(Adaptive):
 
     def levels(self) -> list[Compressor]:
         """See `Adaptive.levels`. With a ratio for each layer a bucket's may be anywhere between the two."""
-        ratios = ladder(self.least, self.most) if self._by_layer else [self.least, self.most]
+        ratios = ladder(self.least, self.most) if self.by_layer else [self.least, self.most]
         return [at_ratio(self.compressor, ratio) for ratio in dict.fromkeys(ratios)]
 
     def choose(self, bucket: int) -> tuple[Compressor | None, str]:
@@ -146,7 +150,7 @@ class Accordion(Adaptive):
         if bucket not in self._current:
             self._current[bucket] = self._compressor_of(bucket, parts)
         quiet = sum(part in self._quiet for part in parts)
-        if not self._by_layer:
+        if not self.by_layer:
             return self._current[bucket], f"its gradient changes {'little' if quiet else 'much, or may'}"
         return self._current[bucket], f"gradients of {quiet} of {len(parts)} layers change little"
 
@@ -196,11 +200,11 @@ class Accordion(Adaptive):
     def _parts(self, bucket: int) -> tuple[str, ...]:
         """Name the parts of a bucket; a bucket as a whole by its first layer."""
         names = self._shapes[bucket].names
-        return names if self._by_layer else names[:1]
+        return names if self.by_layer else names[:1]
 
     def _compressor_of(self, bucket: int, parts: Sequence[str]) -> Compressor:
         ratios = {part: self.least if part in self._quiet else self.most for part in parts}
-        if not self._by_layer:
+        if not self.by_layer:
             return at_ratio(self.compressor, ratios[parts[0]])
         shape = self._shapes[bucket]
         kept = sum(size * ratios[name] for name, size in zip(shape.names, shape.sizes, strict=True))
@@ -222,7 +226,7 @@ class Accordion(Adaptive):
             if bucket not in told.surveys:
                 return None
             energies = told.surveys[bucket].sum(axis=0, dtype=np.float64)
-            own = energies if self._by_layer else energies.sum(keepdims=True)
+            own = energies if self.by_layer else energies.sum(keepdims=True)
             norms |= zip(self._parts(bucket), np.sqrt(own).tolist(), strict=True)
         return norms if all(math.isfinite(norm) for norm in norms.values()) else None
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpicomp.collectives import bind
-from mpicomp.compressors import Compressor, Dense
+from mpicomp.compressors import Compressor, Dense, get_compressor
 from mpicomp.cost import CostModel
 from mpicomp.policies.plan_selector import PlanSelector, names_for
 from mpicomp.policies.policy import Named, Plan, Policy, Shape, StepReport, feedback_of
@@ -34,6 +34,11 @@ class Adaptive(Policy):
         What `choose` gives is predicted to take what the nearest of them does.
         """
 
+    @property
+    def by_layer(self) -> bool:
+        """Whether `choose` gives layers of a bucket settings of their own, which not every collective carries."""
+        return False
+
     @abstractmethod
     def choose(self, bucket: int) -> tuple[Compressor | None, str]:
         """Return the compressor of a bucket in this step, None for dense, and the reason. Asked for once a step."""
@@ -45,7 +50,7 @@ class Adaptive(Policy):
         self.feedback = feedback_of(self.compressor, named.feedback)
         self._pinned = None if named.collective == "auto" else named.collective
         if self._pinned is not None:
-            bind(self.compressor, self._pinned)  # what does not fit is refused here
+            bind(self._given(self.compressor), self._pinned)  # what does not fit is refused here
         self._selector = PlanSelector(self.id, self.feedback, named.cost, self._pinned is not None)
         self._shapes: list[Shape] = []
 
@@ -68,9 +73,20 @@ class Adaptive(Policy):
         ladders = []
         for shape in shapes:
             own = [level.bind(shape.names, shape.sizes, shape.shapes) for level in self.levels()]
-            names = [[self._pinned] if self._pinned else names_for(level, transport.group, whole=True) for level in own]
+            names = [
+                [self._pinned] if self._pinned else names_for(self._given(level), transport.group, whole=True)
+                for level in own
+            ]
             ladders.append([*zip(own, names, strict=True), (Dense(), names_for(Dense(), transport.group))])
         yield from self._selector.start(ladders, shapes, transport)
+
+    def _given(self, level: Compressor) -> Compressor:
+        """Return a compressor such as `choose` gives, which collectives carry, or not, as they do that."""
+        setting = level.layer_setting
+        if not self.by_layer or setting is None:
+            return level
+        config = level.get_config()
+        return get_compressor(config | {"layers": {"*": config[setting]}})
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.refresh`. Where the network has changed, its links are measured anew."""

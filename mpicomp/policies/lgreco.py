@@ -145,6 +145,11 @@ class LGreCo(Adaptive):
             )
 
     @property
+    def by_layer(self) -> bool:
+        """See `Adaptive.by_layer`."""
+        return True
+
+    @property
     def listens(self) -> bool:
         """See `Policy.listens`: what was surveyed in a step comes at the end of the next one."""
         other = self._inner is not None and self._inner.listens

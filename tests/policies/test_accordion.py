@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 from marks import slow
+from networks import Link
 from worlds import Ranks
 
 import mpicomp
 from mpicomp.collectives import fitting
-from mpicomp.errors import ConfigurationError
+from mpicomp.errors import ConfigurationError, IncompatiblePairError
 
 LAG = 2  # a step is planned with what is known of the second step before it
 SIZES = {"steady": 400, "moving[0]": 300, "late*": 200}  # names as file patterns would misread them
@@ -241,3 +242,18 @@ def test_settings_that_cannot_be(settings, text):
 def test_compressors_that_do_not_fit(compressor, text):
     with pytest.raises(ConfigurationError, match=text):
         Ranks(1, compressor, policy="accordion")
+
+
+@pytest.mark.parametrize("policy", [{"id": "accordion", "every": 2}, {"id": "lgreco", "first": 2, "every": 2}])
+def test_what_carries_no_ratios_of_layers_is_not_chosen(policy):
+    """Where hosts have several ranks a hierarchical exchange is the fastest, and it cuts a bucket anywhere."""
+    hosts = [0, 0, 1, 1]
+    together = Ranks(4, "topk", policy=policy, hosts=hosts, network=Link(latency=50e-6, bits=1e8))
+    rng = np.random.default_rng(0)
+    for _ in range(8):
+        together.reduce([{name: rng.normal(size=(300, 200)).astype(np.float32) for name in "ab"} for _ in hosts])
+    plans = together.reducers[0].last_step.buckets
+    assert all("hierarchical" not in own.collective for own in plans)
+    assert any(own.compressor["layers"] for own in plans)
+    with pytest.raises(IncompatiblePairError, match="does not fit collective 'hierarchical'"):
+        Ranks(4, "topk", "hierarchical", policy=policy)
