@@ -1,0 +1,461 @@
+"""Soak: random plans, shapes and faults for thousands of steps, and everything looked at that must not change.
+
+    mpiexec -n 4 python tests/faults/soak.py [--steps 20000] [--seed 0] [--episode 0] [--json F]
+
+An episode is a reducer with random settings, on all ranks or with the ranks in two groups that go by themselves. Its
+steps have random arrays, and now and then a fault on one rank, or a checkpoint that another reducer goes on from. In
+every step it is checked that nothing is lost (gradient + residual before = ranks x mean + residual after, summed over
+ranks), that means have the same bits on all ranks, and that an error is one on all ranks and leaves residuals as they
+were. The first episodes take every compressor with every collective that carries it; from then on memory, file
+descriptors, threads, communicators and requests may not grow.
+
+A failure names the seed, the episode and the step. Everything random comes from these, so that ``--seed S --episode E``
+begins with the episode that failed.
+"""
+
+import argparse
+import collections
+import faulthandler
+import gc
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+from mpi4py import MPI
+from schemes import OWN, UNBIASED, USERS, pairs
+
+import mpicomp
+from mpicomp.errors import MpicompError, NonFiniteError, UnknownNameError
+from mpicomp.transport.interleave import ProgressThread
+from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
+from mpicomp.transport.mpi_pool import pools
+from mpicomp.transport.naps import wait
+
+PAIRS = pairs(OWN) + pairs(UNBIASED) + pairs(USERS)
+CHOOSING = [  # settings with which decisions are due every few steps
+    {"compressor": {"id": "topk", "ratio": 0.05}, "policy": {"id": "gravac", "window": 3, "every": 2}},
+    {"compressor": "topk", "policy": {"id": "lgreco", "first": 2, "every": 3}},
+    {"compressor": "powersgd", "policy": {"id": "lgreco", "first": 2, "every": 3}},
+    {"compressor": "topk", "policy": {"id": "accordion", "every": 3}},
+    {"compressor": "sidco", "policy": {"id": "flexible", "every": 4}},
+    {"compressor": "dgc", "policy": {"id": "schedule", "steps": 10}},
+    {"compressor": "topk", "warmup": 3},
+    {"compressor": "sidco", "warmup": "ramp:5"},
+    {"policy": "auto"},
+    {"compressor": "topk", "policy": "static"},
+]
+DTYPES = [np.float32, np.float32, np.float64, np.float16]
+SIZES = [0, 1, 1, 2, 7, 64, 300, 1000, 5000, 20_000]
+PARTS = {2: [[0, 1]], 3: [[0, 0, 1], [0, 1, 0]], 4: [[0, 0, 1, 1], [0, 1, 1, 1], [0, 1, 0, 1]]}  # groups of ranks
+LAYOUTS = {3: [[0, 0, 1]], 4: [[0, 0, 1, 1], [0, 1, 1, 1]]}  # hosts of ranks, as if there were several
+FAULTS = ["shape", "dtype", "text", "lr", "missing", "nan", "inf"]
+LOOK = 4  # episodes from one look at what is held to the next
+LIMIT_S = 300  # seconds of an episode, after which every rank prints its stacks and ends
+EPS = {"float16": 2.0**-11, "float32": 1e-6, "float64": 1e-6}
+"""Rounding of a delivered mean relative to the largest number of its array, and of the sums that it comes from."""
+MOST_GROWTH = 0.01  # of memory, after the first episodes
+
+
+class Open:
+    """Counts communicators by an attribute that MPI copies when it duplicates one and deletes when it frees one."""
+
+    def __init__(self):
+        self.made = self.freed = 0
+        self._key = MPI.Comm.Create_keyval(self._copy, self._delete)
+        self.watch(MPI.COMM_WORLD)
+
+    def watch(self, comm):
+        self.made += 1
+        comm.Set_attr(self._key, True)
+
+    def _copy(self, *_):
+        self.made += 1
+        return True
+
+    def _delete(self, *_):
+        self.freed += 1
+
+
+def held(opened):
+    """Return what this process holds, by name."""
+    gc.collect()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    known = [own for pool in pools.values() for own in pool._sets.values()]
+    channels = {channel for own in known for channel in own.channels.values()}
+    return {
+        "rss_kib": int(status["VmRSS"].split()[0]),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "communicators": opened.made - opened.freed + sum(len(channel._graphs) for channel in channels),
+        "sets_in_use": sum(not own.free for own in known),
+        "rounds_under_way": sum(not own.settle() for own in known),
+    }
+
+
+class Episode:
+    """A reducer with random settings, and its steps.
+
+    Attributes
+    ----------
+    counts : Counter
+        What was done, by name.
+    worst : float
+        Largest error of the law so far, as a share of what is allowed.
+    """
+
+    def __init__(self, seed, number, opened, folder, counts):
+        self.key = [seed, number]
+        world = MPI.COMM_WORLD
+        rng = np.random.default_rng(self.key)
+        self.counts, self.folder, self.worst = counts, folder, 0.0
+        self.first = number < len(PAIRS)
+        self.length = 4 if self.first else int(rng.integers(5, 60))
+        parts = PARTS.get(world.size, [[0] * world.size])
+        parted = not self.first and rng.random() < 0.25
+        self.colour = parts[int(rng.integers(len(parts)))][world.rank] if parted else 0
+        self.comm = world.Split(self.colour) if parted else world.Dup()
+        if parted:
+            opened.watch(self.comm)
+        self.key.append(self.colour)
+        self.settings = self._settings(number)
+        self.overlap = self.shared("overlap").random() < 0.4 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.shapes = self._shapes()
+        self._transport = self.thread = None
+        self._open()
+
+    def shared(self, *what):
+        """Return random numbers that are the same on the ranks of this group."""
+        return np.random.default_rng([*self.key, *_numbers(what)])
+
+    def _settings(self, number):
+        rng = self.shared("settings")
+        settings = {"warmup": 0, "nonfinite": str(rng.choice(["raise", "raise", "skip", "pass"]))}
+        settings |= {"bucket_bytes": int(rng.choice([1, 2000, 100_000, 32 << 20])), "seed": int(rng.integers(100))}
+        if self.first or rng.random() < 0.6:
+            compressor, collective = PAIRS[number if self.first else int(rng.integers(len(PAIRS)))]
+            settings |= {"compressor": compressor, "collective": collective if rng.random() < 0.9 else "auto"}
+            feedback = compressor in OWN and (self.first or rng.random() < 0.9)
+            settings |= {"feedback": feedback}
+        else:
+            feedback = True
+            settings |= CHOOSING[int(rng.integers(len(CHOOSING)))]
+        if feedback and not self.first and rng.random() < 0.2:
+            settings["feedback_decay"] = 0.9
+        self.limit, self.layout = COUNT_LIMIT, None
+        if not self.first and self.comm.size == MPI.COMM_WORLD.size:
+            self.limit = int(rng.choice([COUNT_LIMIT, COUNT_LIMIT, 1000]))
+            layouts = [None, None, *LAYOUTS.get(self.comm.size, [])]
+            self.layout = layouts[int(rng.integers(len(layouts)))]
+        return settings
+
+    def _shapes(self):
+        rng = self.shared("shapes")
+        shapes = {}
+        for place in range(int(rng.integers(1, 9))):
+            numel = int(rng.choice(SIZES))
+            rows = int(rng.choice([1, 2, 10])) if numel >= 300 else 1
+            shape = (rows, numel // rows) if rows > 1 else [(numel,), ()][numel == 1 and rng.random() < 0.5]
+            dtype = DTYPES[place % 4] if self.first else DTYPES[int(rng.integers(len(DTYPES)))]
+            shapes[f"{place}"] = (shape, np.dtype(dtype))
+        if not self.first and rng.random() < 0.02:
+            shapes["large"] = ((300_000,), np.dtype(np.float32))  # messages of several segments
+        return shapes
+
+    def _open(self):
+        comm = self.comm
+        if self.limit != COUNT_LIMIT or self.layout is not None:
+            comm = self._transport = MPITransport(self.comm, self.limit, self.layout)
+        self.reducer = mpicomp.Reducer(**self.settings, comm=comm)
+        if self.overlap:
+            self.thread = ProgressThread(self.reducer.transport, lanes=1).start()
+
+    def _close(self):
+        if self.thread is not None:
+            self.thread.stop()
+            self.thread = None
+        self.reducer.close()
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    def end(self):
+        """Release everything."""
+        self._close()
+        self.comm.Free()
+
+    def gradients(self, step):
+        """Return this rank's gradients of a step: some transposed, backwards or zero."""
+        rng = np.random.default_rng([*self.key, step, 7, self.comm.rank])
+        loud = float(self.shared("loud", step).choice([1e-2, 1, 1, 1, 100]))
+        found = {}
+        for name, (shape, dtype) in self.shapes.items():
+            kind = int(rng.integers(10))
+            array = np.asarray(loud * rng.normal(size=shape[::-1] if kind == 0 else shape)).astype(dtype)
+            found[name] = np.asarray(
+                array.T if kind == 0 else array[::-1] if kind == 1 and shape else array * dtype.type(kind > 2)
+            )
+        return found
+
+    def residuals(self, names):
+        """Return copies of residuals in float64, by name."""
+        found = {}
+        for name in names:
+            try:
+                found[name] = self.reducer.residual(name).astype(np.float64)
+            except UnknownNameError:
+                found[name] = np.zeros(self.shapes[name][0])
+        return found
+
+    def step(self, step):
+        """Make a step of a random kind, and check it."""
+        rng = self.shared("step", step)
+        kind = rng.choice(
+            ["plain", "fault", "absent", "other arrays", "reload", "reopen", "back"],
+            p=[0.66, 0.12, 0.08, 0.04, 0.03, 0.05, 0.02],
+        )
+        kind = "plain" if self.first else str(kind)
+        self.counts[kind] += 1
+        culprit = int(rng.integers(self.comm.size))
+        gradients, absent, lr, fault = self.gradients(step), [], 0.1, None
+        match kind:
+            case "fault":
+                fault = str(rng.choice(FAULTS))
+                gradients, lr, fault = self._spoil(gradients, fault, culprit, rng)
+                self.counts[str(fault)] += 1
+            case "absent":
+                everywhere = rng.random() < 0.3
+                name = str(rng.choice(list(gradients)))
+                if everywhere or self.comm.rank == culprit:
+                    absent = [name]
+                    gradients[name] = np.zeros_like(gradients[name])
+            case "other arrays":
+                if rng.random() < 0.5 and len(gradients) > 1:
+                    del gradients[str(rng.choice(list(gradients)))]
+                else:
+                    self.shapes[f"new {step}"] = ((int(rng.integers(1, 500)),), np.dtype(np.float32))
+                    gradients = self.gradients(step)
+            case "reload":
+                self._reload(step)
+            case "reopen":
+                state = self.reducer.state_dict()
+                if rng.random() < 0.8:
+                    self._close()  # else it is dropped without a word
+                elif self.thread is not None:
+                    self.thread.stop()
+                self._open()
+                self.reducer.load_state_dict(state)
+            case "back":
+                self.reducer.load_state_dict(self.reducer.state_dict())
+        before = self.residuals(gradients)
+        means, error = self._reduce(gradients, absent, lr, step)
+        self._check(gradients, before, means, error, fault)
+
+    def _reload(self, step):
+        """Write a checkpoint, and go on from it with another reducer."""
+        folder = self.folder / f"{self.colour}"
+        mpicomp.save_checkpoint(folder, {"step": step, "reducer": self.reducer.state_dict()}, self.comm, keep=2)
+        self._close()
+        state = mpicomp.load_checkpoint(folder, self.comm)
+        assert state["step"] == step
+        self._open()
+        self.reducer.load_state_dict(state["reducer"])
+
+    def _spoil(self, gradients, fault, culprit, rng):
+        """Return gradients and learning rate, on one rank with a fault in them, and the name of the fault."""
+        name = str(rng.choice(list(gradients)))
+        numel = int(np.prod(self.shapes[name][0]))
+        if (self.comm.size == 1 and fault in ("shape", "missing")) or (fault in ("nan", "inf") and numel == 0):
+            fault = "text"
+        if self.comm.rank != culprit:
+            return gradients, 0.1, fault
+        match fault:
+            case "shape":
+                gradients[name] = np.zeros(numel + 1, gradients[name].dtype)
+            case "dtype":
+                gradients[name] = np.zeros(self.shapes[name][0], np.int32)
+            case "text":
+                gradients[name] = "text"
+            case "lr":
+                return gradients, "fast", fault
+            case "missing":
+                del gradients[name]
+            case "nan" | "inf":
+                bad = np.array(gradients[name])
+                bad.flat[int(rng.integers(numel))] = float(fault)
+                gradients[name] = bad
+        return gradients, 0.1, fault
+
+    def _reduce(self, gradients, absent, lr, step):
+        """Return the means and None, or None and the error."""
+        try:
+            stream = None if self.thread is None else self.reducer.stream(self.thread)
+            if stream is None:
+                return self.reducer.reduce(gradients, lr, absent=absent), None
+            self.counts["overlapped"] += 1
+            order = list(self.shapes)
+            self.shared("order", step).shuffle(order)
+            for name in order:
+                if name in gradients and not isinstance(gradients[name], str) and name not in absent:
+                    stream.put(name, gradients[name])
+            return stream.finish(gradients, lr, absent), None
+        except MpicompError as error:
+            return None, error
+
+    def _check(self, gradients, before, means, error, fault):
+        comm, counts = self.comm, self.counts
+        said = f"{type(error).__name__}: {error}" if error is not None else ""
+        digest = hashlib.blake2b(said.encode(), digest_size=8)
+        for name in sorted(means or ()):
+            digest.update(name.encode())
+            digest.update(means[name].tobytes())
+        everyones = np.empty((comm.size, 8), np.uint8)
+        wait(comm.Iallgather(np.frombuffer(digest.digest(), np.uint8), everyones).Test)
+        assert (everyones == everyones[0]).all(), f"ranks differ in their means or errors; here: {said or 'means'}"
+        nonfinite = fault in ("nan", "inf")
+        mode = self.settings["nonfinite"]
+        undone = fault is not None and (not nonfinite or mode != "pass")
+        assert (error is not None) == (undone and not (nonfinite and mode == "skip")), f"{fault}, {mode}: {said}"
+        if nonfinite and error is not None:
+            assert isinstance(error, NonFiniteError), said
+        counts["errors"] += error is not None
+        after = self.residuals(before)
+        if undone:
+            assert all(after[name].tobytes() == before[name].tobytes() for name in before), "an undone step left traces"
+            assert not any(mean.any() for mean in (means or {}).values())
+            return
+        assert all(np.isfinite(array).all() for array in after.values()), "a residual is not finite"
+        exact = self.settings.get("compressor") == mpicomp.Dense()
+        if nonfinite or not (self.reducer.feedback or exact):
+            return
+        self._check_law(gradients, before, after, means)
+
+    def _check_law(self, gradients, before, after, means):
+        """Check that gradient + residual before is ranks x mean + residual after, summed over ranks."""
+        decay = self.settings.get("feedback_decay", 1.0)
+        if not gradients:
+            return
+        own = [gradients[name].astype(np.float64) + decay * before[name] - after[name] for name in gradients]
+        largest = [max(np.abs(before[n]).max(initial=0), np.abs(after[n]).max(initial=0)) for n in gradients]
+        local, sizes = np.concatenate([array.reshape(-1) for array in own]), np.array(largest)
+        total, most = np.empty_like(local), np.empty_like(sizes)
+        for request in (self.comm.Iallreduce(local, total), self.comm.Iallreduce(sizes, most, MPI.MAX)):
+            wait(request.Test)  # with naps, as ranks may share cores
+        start = 0
+        for name, array, size in zip(gradients, own, most.tolist(), strict=True):
+            put_in, start = total[start : start + array.size], start + array.size
+            mean = means.get(name)
+            delivered = np.zeros(array.size) if mean is None else self.comm.size * mean.astype(np.float64).reshape(-1)
+            scale = max(1e-3, size, np.abs(delivered).max(initial=0), np.abs(put_in).max(initial=0))
+            allowed = 4 * EPS[str(gradients[name].dtype)] * scale
+            off = float(np.abs(delivered - put_in).max(initial=0)) / allowed
+            assert off <= 1, f"'{name}': {off:.3g} of the rounding that is allowed is lost or gained"
+            self.worst = max(self.worst, off)
+        self.counts["laws"] += 1
+
+
+def _numbers(what):
+    return [own if isinstance(own, int) else int.from_bytes(own.encode()[:4]) for own in what]
+
+
+def soak(steps, seed, number, say):
+    """Run episodes until so many steps are made, and return what was seen on this rank."""
+    world, opened, counts = MPI.COMM_WORLD, Open(), collections.Counter()
+    folder = Path(world.bcast(tempfile.mkdtemp(prefix="mpicomp-soak-") if world.rank == 0 else None))
+    done, worst, began, seen = 0, 0.0, time.monotonic(), []
+    episode = None
+    while done < steps:
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+        step = -1
+        try:
+            episode = Episode(seed, number, opened, folder, counts)
+            for step in range(min(episode.length, steps - done)):
+                episode.step(step)
+                done += 1
+            step = -1
+            episode.end()
+        except BaseException as error:
+            about = {} if episode is None else vars(episode)
+            told = {name: about.get(name) for name in ("settings", "overlap", "limit", "layout", "colour", "shapes")}
+            error.add_note(f"soak: --seed {seed} --episode {number}, its step {step}, rank {world.rank}: {told}")
+            raise
+        worst = max(worst, episode.worst)
+        episode = None
+        number += 1
+        if number % LOOK == 0:
+            own = held(opened)
+            say(f"{done} steps, {number} episodes, {time.monotonic() - began:.0f} s, {own}")
+            if number > len(PAIRS):
+                seen.append((done, own))
+    faulthandler.cancel_dump_traceback_later()
+    world.Barrier()
+    if world.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    return {"steps": done, "episodes": number, "seconds": time.monotonic() - began, "worst": worst, "seen": seen} | {
+        "counts": dict(counts)
+    }
+
+
+def verdict(seen):
+    """Return, of what a rank held after each episode, the growth of memory and the names of what else has grown.
+
+    Memory is that of the last tenth of steps over that of the first tenth, medians.
+    """
+    if len(seen) < 2:
+        return None, []
+    first, last = seen[0][0], seen[-1][0]
+    tenth = (last - first) / 10
+    early = [own["rss_kib"] for done, own in seen if done <= first + tenth]
+    late = [own["rss_kib"] for done, own in seen if done >= last - tenth]
+    held_before, held_after = ([own for _, own in part] for part in (seen[: len(seen) // 2], seen[len(seen) // 2 :]))
+    names = [name for name in seen[0][1] if name != "rss_kib"]
+    grown = [name for name in names if max(o[name] for o in held_after) > max(o[name] for o in held_before)]
+    return statistics.median(late) / statistics.median(early) - 1, grown
+
+
+def main():
+    """Run what was asked for; rank 0 prints."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--episode", type=int, default=0, help="the first one")
+    parser.add_argument("--json", help="a file for what was seen")
+    arguments = parser.parse_args()
+    world = MPI.COMM_WORLD
+
+    def say(text):
+        if world.rank == 0:
+            print(f"soak: {text}", flush=True)
+
+    os.environ |= {"MPICOMP_STALL": "20", "MPICOMP_STALL_END": "60"}  # who waits longer is told of, and ends the job
+    warnings.simplefilter("error", RuntimeWarning)  # of NumPy, which ends a step in its middle where a user has it so
+    say(f"{world.size} ranks, {MPI.get_vendor()}, seed {arguments.seed}, {len(PAIRS)} pairs")
+    everyones = world.allgather(soak(arguments.steps, arguments.seed, arguments.episode, say))
+    growths, grown = zip(*(verdict(own["seen"]) for own in everyones), strict=True)
+    judged = all(growth is not None for growth in growths)
+    if world.rank == 0 and arguments.json:
+        Path(arguments.json).write_text(json.dumps({"ranks": world.size, "seed": arguments.seed, "of_rank": everyones}))
+    own = everyones[0]
+    say(f"{own['steps']} steps, {own['episodes']} episodes, {own['seconds']:.0f} s; counts of rank 0: {own['counts']}")
+    say(f"largest error of the law: {max(each['worst'] for each in everyones):.3f} of what rounding is allowed")
+    if judged:
+        say(f"growth of memory, by rank: {', '.join(f'{100 * growth:+.2f} %' for growth in growths)}")
+        say(f"held at the end, by rank: {[each['seen'][-1][1] for each in everyones]}")
+        for rank, names in enumerate(grown):
+            if names:
+                say(f"rank {rank} holds more and more {', '.join(names)}")
+    return 1 if judged and (max(growths) > MOST_GROWTH or any(grown)) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Buckets of more than 2^31 elements: indices, counts and messages stay right.
+
+Their arrays are folded, see `folded`: all but three windows of each is zero, and takes no memory. The windows are at
+the beginning, around element 2^31, and at the end. A test takes half a minute, and less than 1 GB.
+"""
+
+import numpy as np
+import pytest
+from limits.folded import folded
+from marks import slow
+from worlds import Ranks
+
+import mpicomp
+from mpicomp.errors import ConfigurationError
+from mpicomp.places.place import Place
+
+NUMEL = 2**31 + 2**18 + 3
+WINDOWS = [slice(0, 1 << 17), slice(2**31 - (1 << 16), 2**31 + (1 << 16)), slice(NUMEL - (1 << 17), NUMEL)]
+LONG = 1 << 30  # bytes, from which on arrays are folded
+FEW = 3e-5  # elements: a few tens of thousands of the 400,000 that are not zero
+
+SELECTIONS = [
+    (mpicomp.TopK(ratio=FEW, indices="plain"), "allgather"),
+    (mpicomp.TopK(ratio=FEW, indices="elias-fano", wire="fp16"), "allgather"),
+    (mpicomp.TopK(ratio=FEW, wire="q4"), "allgather"),
+    (mpicomp.TopK(ratio=FEW), "star-topk"),
+    (mpicomp.TopK(ratio=FEW), "gtopk"),
+    (mpicomp.TopK(ratio=FEW), "oktopk"),
+    (mpicomp.TopK(ratio=FEW), "parameter-server"),
+    (mpicomp.SIDCo(ratio=FEW), "var-topk"),
+    (mpicomp.DGC(ratio=FEW), "allgather"),
+    (mpicomp.RedSync(ratio=FEW), "allgather"),
+    (mpicomp.GaussianK(ratio=FEW), "allgather"),
+    (mpicomp.MSTopK(ratio=FEW), "allgather"),
+    (mpicomp.Threshold(limit=2.0), "allgather"),
+    (mpicomp.ChunkTopK(ratio=FEW, chunk=1 << 16), "allgather"),
+    (mpicomp.BlockRandomK(ratio=0.0001), "allreduce"),
+    (mpicomp.RandomK(ratio=0.001), "allreduce"),
+    (mpicomp.CountSketch(ratio=FEW, columns=1e-3, wire=None), "sketched"),
+    (mpicomp.LGC(ratio=1e-3, code="linear", dense_steps=0, training_steps=1), "learned"),
+]
+
+
+@pytest.fixture
+def long_arrays(monkeypatch):
+    """Have arrays as long as a bucket folded, wherever a reducer makes one."""
+    short = Place.empty
+
+    def empty(place, size, dtype):
+        if size * np.dtype(dtype).itemsize < LONG:
+            return short(place, size, dtype)
+        assert NUMEL <= size <= NUMEL + 100, f"an array of {size} elements"
+        return folded(size, dtype, [(own.start, own.stop - 1) for own in WINDOWS] + [(NUMEL, size - 1)])
+
+    def zeros(place, size, dtype):
+        return empty(place, size, dtype) if size * np.dtype(dtype).itemsize >= LONG else np.zeros(size, dtype)
+
+    monkeypatch.setattr(Place, "empty", empty)
+    monkeypatch.setattr(Place, "zeros", zeros)
+
+
+def gradient_of(rank):
+    array, rng = folded(NUMEL, np.float32, [(own.start, own.stop - 1) for own in WINDOWS]), np.random.default_rng(rank)
+    for own in WINDOWS:
+        array[own] = rng.normal(size=own.stop - own.start)
+    return array
+
+
+def held(reducer):
+    """Return the residual itself: a copy would not be folded."""
+    return reducer._core.layout._held("residuals")["w"]
+
+
+def count_nonzero(array):
+    """Count what is not zero; folded pages would be counted for each place that they are at."""
+    return [np.count_nonzero(array[own]) for own in WINDOWS]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("compressor", "collective"), SELECTIONS, ids=str)
+def test_nothing_is_lost_and_nothing_goes_astray(compressor, collective, long_arrays):
+    """An index that is cut, or has a wrong sign, puts a value somewhere else: then the law does not hold there."""
+    together = Ranks(2, compressor, collective, feedback=True, bucket_bytes=1 << 40)
+    gradients = [gradient_of(rank) for rank in range(2)]
+    before = [0.0 for _ in WINDOWS]
+    for _ in range(2):
+        means = [own["w"] for own in together.reduce([{"w": own} for own in gradients])]
+        for place, own in enumerate(WINDOWS):
+            put_in = sum(array[own].astype(np.float64) for array in gradients) + before[place]
+            before[place] = sum(held(reducer)[own].astype(np.float64) for reducer in together.reducers)
+            delivered = 2 * means[0][own].astype(np.float64)
+            scale = max(1.0, np.abs(put_in).max())
+            np.testing.assert_allclose(delivered + before[place], put_in, rtol=0, atol=4e-6 * scale)
+            assert means[1][own].tobytes() == means[0][own].tobytes()
+        found = count_nonzero(means[0])
+        if isinstance(compressor, mpicomp.BlockRandomK | mpicomp.LGC):
+            continue  # one block that may lie anywhere
+        assert all(found), f"nothing was delivered of some window: {found}"
+        middle = WINDOWS[1].start + np.flatnonzero(means[0][WINDOWS[1]])
+        assert middle[0] < 2**31 <= middle[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_exactly_the_largest_are_delivered(long_arrays):
+    """They are found here among the windows' elements alone, whose places are added in 64 bits."""
+    compressor = mpicomp.TopK(ratio=FEW)
+    together = Ranks(1, compressor, "allgather", feedback=True, bucket_bytes=1 << 40)
+    gradient = gradient_of(0)
+    places = np.concatenate([np.arange(own.start, own.stop, dtype=np.int64) for own in WINDOWS])
+    values = np.concatenate([gradient[own] for own in WINDOWS])
+    chosen = np.sort(np.argsort(-np.abs(values), kind="stable")[: compressor.count(NUMEL)])
+    [means] = together.reduce([{"w": gradient}])
+    found = np.concatenate([own.start + np.flatnonzero(means["w"][own]) for own in WINDOWS])
+    np.testing.assert_array_equal(found, places[chosen])
+    np.testing.assert_array_equal(means["w"][found], values[chosen])
+    [left] = [held(reducer) for reducer in together.reducers]
+    assert not left[found].any()
+
+
+@pytest.mark.parametrize("numel", [2**32, slow(2**33)])
+def test_beyond_32_bits_there_is_an_error_before_an_array_is_made(numel):
+    array = np.broadcast_to(np.float32(0), numel)
+    reducer = Ranks(1, mpicomp.TopK(ratio=0.01)).reducers[0]
+    with pytest.raises(ConfigurationError, match=rf"'w' must have fewer than 2\*\*32 elements, got {numel}; split it"):
+        reducer.reduce({"w": array})

@@ -1,0 +1,147 @@
+"""Messages that are longer than one call of MPI may be: they are cut, at any length and whatever carries them."""
+
+import os
+
+import numpy as np
+import pytest
+from limits.folded import FOLD, folded
+from marks import once
+from schemes import OWN, pairs
+
+import mpicomp
+from mpicomp.rounds import Round
+
+GIB = 1 << 30
+ROOM = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+LONG = 2**31 + 2**20 + 5  # elements of a byte
+WINDOWS = [(0, 1 << 20), (LONG // 2 - (1 << 20), LONG // 2 + (1 << 20)), (2**31 - (1 << 20), LONG - 1)]
+MANY = 540_000_000  # float32: 12 MB more than 2^31 bytes
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.parametrize(("compressor", "collective"), once(pairs(OWN)), ids=str)
+def test_cut_messages_deliver_the_same(comm, compressor, collective):
+    """No call of MPI has more than 100 bytes on the one transport; on the other one all have what they like."""
+    from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
+
+    transports = [MPITransport(comm, limit) for limit in (100, COUNT_LIMIT)]
+    reducers = [mpicomp.Reducer(compressor, collective, feedback=True, warmup=0, comm=end) for end in transports]
+    before = 0.0
+    for step in range(3):
+        own = np.random.default_rng([comm.rank, step]).normal(size=(20, 25)).astype(np.float32)
+        cut, whole = (reducer.reduce({"w": own})["w"].copy() for reducer in reducers)
+        if comm.size == 2:  # sums of more have another order where they are cut
+            assert cut.tobytes() == whole.tobytes()
+        assert len(set(comm.allgather(cut.tobytes()))) == 1
+        put_in = comm.allreduce(own.astype(np.float64)) + before
+        before = comm.allreduce(reducers[0].residual("w").astype(np.float64))
+        np.testing.assert_allclose(comm.size * cut + before, put_in, rtol=0, atol=1e-4)
+    for reducer, end in zip(reducers, transports, strict=True):
+        reducer.close()
+        end.close()
+
+
+def ramp(start, stop, rank):
+    """Return what stands in a part of a rank's array; its place can be told from it."""
+    return ((np.arange(start, stop, dtype=np.int64) * 7 + rank) % 113).astype(np.uint8)
+
+
+def filled(rank, windows=WINDOWS, size=LONG):
+    array = folded(size, np.uint8, windows)
+    for first, last in windows:
+        array[first : last + 1] = ramp(first, last + 1, rank)
+    return array
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("limit", [1 << 26, None], ids=["cut to 64 MiB", "whole"])
+@pytest.mark.parametrize("operation", ["allreduce", "bcast", "sendrecv", "allgatherv", "gatherv", "alltoallv"])
+def test_more_elements_than_31_bits_count(comm, operation, limit):
+    """Rounds of bytes, most of which are in the same few pages, see `folded`: 2 GiB of memory at most."""
+    from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
+
+    transport = MPITransport(comm, limit or COUNT_LIMIT)
+    rank, other, byte = comm.rank, 1 - comm.rank, np.dtype(np.uint8)
+    short = 3  # elements that the second rank adds where all parts are in one array
+    match operation:
+        case "allgatherv" | "gatherv":
+            send = filled(0) if rank == 0 else ramp(0, short, 1)
+            windows = [*WINDOWS, (LONG, LONG + short - 1)]
+            recv = folded(LONG + short, byte, windows) if operation == "allgatherv" or rank == 0 else None
+            task = Round(operation, [LONG, short], byte, send=send, recv=recv)
+        case "alltoallv":
+            send = filled(rank)  # the other one's part is all of it
+            counts = [LONG if place == other else 0 for place in range(2)]
+            recv = folded(LONG, byte, WINDOWS)
+            task = Round(operation, counts, byte, send=send, recv=recv, received=counts)
+        case "sendrecv":
+            recv = folded(LONG, byte, WINDOWS)
+            task = Round(operation, (LONG, LONG), byte, send=filled(rank), recv=recv, peers=(other, other))
+        case _:
+            recv = folded(LONG, byte, WINDOWS)
+            task = Round(operation, [LONG], byte, send=filled(rank), recv=recv)
+    transport.perform(task)
+    of = {"allreduce": (0, 1), "sendrecv": (other,), "alltoallv": (other,)}.get(operation, (0,))
+    if recv is not None:
+        for first, last in WINDOWS:
+            expected = sum(ramp(first, last + 1, sender) for sender in of)
+            np.testing.assert_array_equal(recv[first : last + 1], expected)
+        if operation in ("allgatherv", "gatherv"):
+            np.testing.assert_array_equal(recv[LONG:], ramp(0, short, 1))
+    transport.close()
+
+
+def repeated(numel, rank):
+    """Return an array of which a short part stands in it over and over, and that part: it takes no more memory."""
+    array = folded(numel, np.float32, [])
+    part = np.random.default_rng(rank).normal(size=FOLD // 4).astype(np.float32)
+    array[: part.size] = part
+    return array, part
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(ROOM < 22 * GIB, reason="needs 22 GiB of memory, 18 of them free")
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("collective", ["allreduce", "ring", "scatter-reduce", "recursive-doubling"])
+def test_more_bytes_than_31_bits_count(comm, collective):
+    """A bucket of 540 million float32: 2.16 GB of sums, and as much for the mean, on each rank."""
+    reducer = mpicomp.Reducer("dense", collective, bucket_bytes=1 << 40, comm=comm)
+    mine, _ = repeated(MANY, comm.rank)
+    mean = reducer.reduce({"w": mine})["w"]
+    expected = (repeated(MANY, 0)[1] + repeated(MANY, 1)[1]) / np.float32(2)
+    for start in range(0, MANY, expected.size):
+        own = mean[start : start + expected.size]
+        np.testing.assert_array_equal(own, expected[: own.size])
+    assert reducer.last_step.buckets[0].numel == MANY
+    reducer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(ROOM < 22 * GIB, reason="needs 22 GiB of memory, 18 of them free")
+@pytest.mark.mpi(min_size=2, max_size=2)
+@pytest.mark.parametrize("indices", ["plain", "elias-fano"])
+def test_more_bytes_of_messages_than_31_bits_count(comm, indices):
+    """Half of 280 million elements, of two ranks: 2.24 GB are received, with plain indices."""
+    numel = 280_000_000
+    compressor = mpicomp.TopK(ratio=0.5, indices=indices)
+    reducer = mpicomp.Reducer(compressor, "allgather", feedback=False, warmup=0, bucket_bytes=1 << 40, comm=comm)
+    mine, _ = repeated(numel, comm.rank)
+    mean = reducer.reduce({"w": mine})["w"]
+    parts = [repeated(numel, rank)[1] for rank in range(2)]
+    limits = []
+    for part in parts:  # a few are equal to the smallest that is sent, of which not all are
+        magnitudes, (whole, rest) = np.abs(part), divmod(numel, part.size)
+        order = np.argsort(-magnitudes)
+        times = np.cumsum(whole + (order < rest))  # that the so many largest values of the part stand in the array
+        limits.append(magnitudes[order[np.searchsorted(times, compressor.count(numel))]])
+    expected = sum(np.where(np.abs(p) > limit, p, 0) for p, limit in zip(parts, limits, strict=True)) / np.float32(2)
+    clear = np.logical_and.reduce([np.abs(p) != limit for p, limit in zip(parts, limits, strict=True)])
+    for start in range(0, numel, expected.size):
+        own = mean[start : start + expected.size]
+        np.testing.assert_array_equal(own[clear[: own.size]], expected[: own.size][clear[: own.size]])
+    assert (~clear).sum() < 10
+    reducer.close()
