@@ -1,12 +1,13 @@
 """Soak: random plans, shapes and faults for thousands of steps, and everything looked at that must not change.
 
-    mpiexec -n 4 python tests/faults/soak.py [--steps 20000] [--seed 0] [--episode 0] [--json F]
+    mpiexec -n 4 python tests/faults/soak.py [--steps 20000] [--seed 0] [--episode 0] [--seconds S] [--json F]
 
 An episode is a reducer with random settings, on all ranks or with the ranks in two groups that go by themselves. Its
 steps have random arrays, and now and then a fault on one rank, or a checkpoint that another reducer goes on from. In
 every step it is checked that nothing is lost (gradient + residual before = ranks x mean + residual after, summed over
 ranks), that means have the same bits on all ranks, and that an error is one on all ranks and leaves residuals as they
-were. The first episodes take every compressor with every collective that carries it; from then on memory, file
+were. The first episodes take every compressor with every collective that carries it, and
+every policy; from then on memory, file
 descriptors, threads, communicators and requests may not grow.
 
 A failure names the seed, the episode and the step. Everything random comes from these, so that ``--seed S --episode E``
@@ -15,10 +16,12 @@ begins with the episode that failed.
 
 import argparse
 import collections
+import ctypes
 import faulthandler
 import gc
 import hashlib
 import json
+import math
 import os
 import shutil
 import statistics
@@ -55,6 +58,7 @@ CHOOSING = [  # settings with which decisions are due every few steps
     {"policy": "auto"},
     {"compressor": "topk", "policy": "static"},
 ]
+FIRST = len(PAIRS) + len(CHOOSING)  # episodes that take each of these once
 DTYPES = [np.float32, np.float32, np.float64, np.float16]
 SIZES = [0, 1, 1, 2, 7, 64, 300, 1000, 5000, 20_000]
 PARTS = {2: [[0, 1]], 3: [[0, 0, 1], [0, 1, 0]], 4: [[0, 0, 1, 1], [0, 1, 1, 1], [0, 1, 0, 1]]}  # groups of ranks
@@ -88,8 +92,9 @@ class Open:
 
 
 def held(opened):
-    """Return what this process holds, by name."""
+    """Return what this process holds, by name; memory that is free goes back to the system first."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     known = [own for pool in pools.values() for own in pool._sets.values()]
     channels = {channel for own in known for channel in own.channels.values()}
@@ -119,8 +124,8 @@ class Episode:
         world = MPI.COMM_WORLD
         rng = np.random.default_rng(self.key)
         self.counts, self.folder, self.worst = counts, folder, 0.0
-        self.first = number < len(PAIRS)
-        self.length = 4 if self.first else int(rng.integers(5, 60))
+        self.first = number < FIRST
+        self.length = int(rng.integers(5, 60)) if not self.first else 4 if number < len(PAIRS) else 20
         parts = PARTS.get(world.size, [[0] * world.size])
         parted = not self.first and rng.random() < 0.25
         self.colour = parts[int(rng.integers(len(parts)))][world.rank] if parted else 0
@@ -142,14 +147,14 @@ class Episode:
         rng = self.shared("settings")
         settings = {"warmup": 0, "nonfinite": str(rng.choice(["raise", "raise", "skip", "pass"]))}
         settings |= {"bucket_bytes": int(rng.choice([1, 2000, 100_000, 32 << 20])), "seed": int(rng.integers(100))}
-        if self.first or rng.random() < 0.6:
+        if number < len(PAIRS) or (not self.first and rng.random() < 0.6):
             compressor, collective = PAIRS[number if self.first else int(rng.integers(len(PAIRS)))]
             settings |= {"compressor": compressor, "collective": collective if rng.random() < 0.9 else "auto"}
             feedback = compressor in OWN and (self.first or rng.random() < 0.9)
             settings |= {"feedback": feedback}
         else:
             feedback = True
-            settings |= CHOOSING[int(rng.integers(len(CHOOSING)))]
+            settings |= CHOOSING[number - len(PAIRS) if self.first else int(rng.integers(len(CHOOSING)))]
         if feedback and not self.first and rng.random() < 0.2:
             settings["feedback_decay"] = 0.9
         self.limit, self.layout = COUNT_LIMIT, None
@@ -162,8 +167,8 @@ class Episode:
     def _shapes(self):
         rng = self.shared("shapes")
         shapes = {}
-        for place in range(int(rng.integers(1, 9))):
-            numel = int(rng.choice(SIZES))
+        for place in range(4 if self.first else int(rng.integers(1, 9))):
+            numel = int(rng.choice(SIZES[5:] if self.first else SIZES))
             rows = int(rng.choice([1, 2, 10])) if numel >= 300 else 1
             shape = (rows, numel // rows) if rows > 1 else [(numel,), ()][numel == 1 and rng.random() < 0.5]
             dtype = DTYPES[place % 4] if self.first else DTYPES[int(rng.integers(len(DTYPES)))]
@@ -346,7 +351,8 @@ class Episode:
         if not gradients:
             return
         own = [gradients[name].astype(np.float64) + decay * before[name] - after[name] for name in gradients]
-        largest = [max(np.abs(before[n]).max(initial=0), np.abs(after[n]).max(initial=0)) for n in gradients]
+        parts = ([gradients[name], before[name], after[name]] for name in gradients)
+        largest = [max(float(np.abs(own).max(initial=0)) for own in part) for part in parts]
         local, sizes = np.concatenate([array.reshape(-1) for array in own]), np.array(largest)
         total, most = np.empty_like(local), np.empty_like(sizes)
         for request in (self.comm.Iallreduce(local, total), self.comm.Iallreduce(sizes, most, MPI.MAX)):
@@ -368,13 +374,13 @@ def _numbers(what):
     return [own if isinstance(own, int) else int.from_bytes(own.encode()[:4]) for own in what]
 
 
-def soak(steps, seed, number, say):
-    """Run episodes until so many steps are made, and return what was seen on this rank."""
+def soak(steps, seed, number, say, most_s=math.inf):
+    """Run episodes until so many steps are made, or seconds gone, and return what was seen on this rank."""
     world, opened, counts = MPI.COMM_WORLD, Open(), collections.Counter()
     folder = Path(world.bcast(tempfile.mkdtemp(prefix="mpicomp-soak-") if world.rank == 0 else None))
     done, worst, began, seen = 0, 0.0, time.monotonic(), []
     episode = None
-    while done < steps:
+    while done < steps and world.bcast(time.monotonic() - began < most_s):
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         step = -1
         try:
@@ -395,7 +401,7 @@ def soak(steps, seed, number, say):
         if number % LOOK == 0:
             own = held(opened)
             say(f"{done} steps, {number} episodes, {time.monotonic() - began:.0f} s, {own}")
-            if number > len(PAIRS):
+            if number >= FIRST:
                 seen.append((done, own))
     faulthandler.cancel_dump_traceback_later()
     world.Barrier()
@@ -429,6 +435,7 @@ def main():
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--episode", type=int, default=0, help="the first one")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no episode after so many")
     parser.add_argument("--json", help="a file for what was seen")
     arguments = parser.parse_args()
     world = MPI.COMM_WORLD
@@ -440,7 +447,7 @@ def main():
     os.environ |= {"MPICOMP_STALL": "20", "MPICOMP_STALL_END": "60"}  # who waits longer is told of, and ends the job
     warnings.simplefilter("error", RuntimeWarning)  # of NumPy, which ends a step in its middle where a user has it so
     say(f"{world.size} ranks, {MPI.get_vendor()}, seed {arguments.seed}, {len(PAIRS)} pairs")
-    everyones = world.allgather(soak(arguments.steps, arguments.seed, arguments.episode, say))
+    everyones = world.allgather(soak(arguments.steps, arguments.seed, arguments.episode, say, arguments.seconds))
     growths, grown = zip(*(verdict(own["seen"]) for own in everyones), strict=True)
     judged = all(growth is not None for growth in growths)
     if world.rank == 0 and arguments.json:
