@@ -7,7 +7,7 @@ steps have random arrays, and now and then a fault on one rank, or a checkpoint 
 every step it is checked that nothing is lost (gradient + residual before = ranks x mean + residual after, summed over
 ranks), that means have the same bits on all ranks, and that an error is one on all ranks and leaves residuals as they
 were. The first episodes take every compressor with every collective that carries it, and
-every policy; from then on memory, file
+every policy, and with 50 more the rest has come; from then on memory, file
 descriptors, threads, communicators and requests may not grow.
 
 A failure names the seed, the episode and the step. Everything random comes from these, so that ``--seed S --episode E``
@@ -59,6 +59,7 @@ CHOOSING = [  # settings with which decisions are due every few steps
     {"compressor": "topk", "policy": "static"},
 ]
 FIRST = len(PAIRS) + len(CHOOSING)  # episodes that take each of these once
+WARM = FIRST + 50  # episodes, by when every group of ranks, and what else is rare, has come a few times
 DTYPES = [np.float32, np.float32, np.float64, np.float16]
 SIZES = [0, 1, 1, 2, 7, 64, 300, 1000, 5000, 20_000]
 PARTS = {2: [[0, 1]], 3: [[0, 0, 1], [0, 1, 0]], 4: [[0, 0, 1, 1], [0, 1, 1, 1], [0, 1, 0, 1]]}  # groups of ranks
@@ -68,7 +69,7 @@ LOOK = 4  # episodes from one look at what is held to the next
 LIMIT_S = 300  # seconds of an episode, after which every rank prints its stacks and ends
 EPS = {"float16": 2.0**-11, "float32": 1e-6, "float64": 1e-6}
 """Rounding of a delivered mean relative to the largest number of its array, and of the sums that it comes from."""
-MOST_GROWTH = 0.01  # of memory, after the first episodes
+MOST_GROWTH = 0.01  # of memory, once it is warm
 
 
 class Open:
@@ -401,7 +402,7 @@ def soak(steps, seed, number, say, most_s=math.inf):
         if number % LOOK == 0:
             own = held(opened)
             say(f"{done} steps, {number} episodes, {time.monotonic() - began:.0f} s, {own}")
-            if number >= FIRST:
+            if number >= WARM:
                 seen.append((done, own))
     faulthandler.cancel_dump_traceback_later()
     world.Barrier()
