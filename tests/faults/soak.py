@@ -6,9 +6,8 @@ An episode is a reducer with random settings, on all ranks or with the ranks in 
 steps have random arrays, and now and then a fault on one rank, or a checkpoint that another reducer goes on from. In
 every step it is checked that nothing is lost (gradient + residual before = ranks x mean + residual after, summed over
 ranks), that means have the same bits on all ranks, and that an error is one on all ranks and leaves residuals as they
-were. The first episodes take every compressor with every collective that carries it, and
-every policy, and with 50 more the rest has come; from then on memory, file
-descriptors, threads, communicators and requests may not grow.
+were. The first episodes take every compressor with every collective that carries it, and every policy, and with 50 more
+the rest has come; from then on memory, file descriptors, threads, communicators and requests may not grow.
 
 A failure names the seed, the episode and the step. Everything random comes from these, so that ``--seed S --episode E``
 begins with the episode that failed.
