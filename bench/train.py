@@ -27,7 +27,7 @@ from mpicomp.policies.warmup import read_warmup
 from mpicomp.reducer import StepRecord
 from mpicomp.rounds import Round, dense_ring_bytes
 from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters
-from mpicomp.torch.updates import AUTO
+from mpicomp.torch.update_checks import AUTO
 from mpicomp.transport import Transport
 
 PHASES = ("compute", "compress", "exchange", "decode", "update", "other")

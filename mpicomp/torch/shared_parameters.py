@@ -13,6 +13,7 @@ from mpicomp.reducer.beside import Beside, Given
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Asked
 from mpicomp.torch.comparing import Fingerprint, check_same
+from mpicomp.torch.moments import SharedMoments
 from mpicomp.transport.interleave import ProgressThread
 
 _LOOKED_AT = 64  # elements of a parameter that are compared where torch says that nothing was written to it
@@ -36,9 +37,10 @@ class SharedParameters(Beside):
         JSON-able, compared among ranks.
     outer : mapping or None
         Settings of a `torch.optim.SGD` that moves the shared parameters, and ``"sign"``; None moves them by the mean.
-
     compare_every : int
         See `mpicomp.torch.comparing.Fingerprint`.
+    moments : SharedMoments or None
+        Second moments of these parameters, which are averaged in some of the exchanges.
 
     Attributes
     ----------
@@ -55,7 +57,9 @@ class SharedParameters(Beside):
         settings: dict[str, Any],
         outer: Mapping[str, Any] | None,
         compare_every: int = 0,
+        moments: SharedMoments | None = None,
     ) -> None:
+        self._moments = moments
         self._fingerprint = Fingerprint(compare_every)
         self.fresh = True
         self.values: dict[str, torch.Tensor] = {}
@@ -101,6 +105,14 @@ class SharedParameters(Beside):
                         self._compared = False
                     self._versions[name] = own._version
         self.fresh = False
+
+    def follow(self) -> None:
+        """Go on after a step of this rank's optimizer."""
+        if self._moments is not None:
+            self._moments.follow(self._taking_part())
+
+    def _taking_part(self) -> dict[str, torch.Tensor]:
+        return {name: self._parameters[name] for name in self.values}
 
     def meet(self) -> Generator[Asked, Any, None]:
         """Make sure that on all ranks some may run out of batches, from now on. As rounds; nothing is exchanged."""
@@ -210,9 +222,11 @@ class SharedParameters(Beside):
         return given
 
     def exchange(self) -> Generator[Asked, Any, bool]:
-        """See `Beside.exchange`: the shared parameters are compared now and then."""
+        """See `Beside.exchange`: shared parameters are compared now and then, and second moments averaged."""
         yield from self._fingerprint.look(self.values, self.reducer.transport.group, _WHO)
-        return True
+        if self._moments is None:
+            return True
+        return (yield from self._moments.average(self._taking_part(), self.idle, self._scale))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shared parameters and the states of the reducer and of the outer optimizer, on this rank."""
@@ -221,6 +235,7 @@ class SharedParameters(Beside):
             "shared": {name: shared.clone() for name, shared in self.values.items()},
             "fresh": self.fresh,
             "outer": self._outer.state_dict() if self._outer is not None else self._outer_state,
+            "moments": None if self._moments is None else self._moments.state_dict(),
         }
 
     def check_fits(self, state: Mapping[str, Any]) -> None:
@@ -244,6 +259,18 @@ class SharedParameters(Beside):
         self.fresh = bool(state["fresh"])
         self._compared = False
         self._outer, self._outer_state = None, state["outer"]
+        self.load_moments(state.get("moments"))
+
+    def load_moments(self, state: Mapping[str, Any] | None) -> None:
+        """Load what is there of shared second moments; None begins with those in the optimizer's state."""
+        if self._moments is not None:
+            self._moments.load_state_dict(state, self._parameters)
+
+    def close(self) -> None:
+        """Release the resources of its reducers."""
+        self.reducer.close()
+        if self._moments is not None:
+            self._moments.close()
 
     def _watch(self) -> None:
         """Let parameters take part that require a gradient now; those that do so once take part for ever."""
@@ -272,6 +299,8 @@ class SharedParameters(Beside):
         record = self.reducer.last_step
         if record is not None and record.skipped:
             return
+        if self._moments is not None:
+            self._moments.take_up(self._taking_part())
         if self._outer_settings is None:
             for name, mean in means.items():
                 self.values[name].add_(mean)

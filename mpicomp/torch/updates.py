@@ -1,33 +1,26 @@
 """An optimizer whose steps each rank makes by itself, and whose changes of the parameters are averaged."""
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from mpicomp.compressors import Compressor, get_compressor
-from mpicomp.errors import ConfigurationError
+from mpicomp.compressors import Compressor
 from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
-from mpicomp.rounds import Asked
-from mpicomp.torch.comparing import COMPARE_EVERY, check_every, share
-from mpicomp.torch.exchanging import Exchanging
-from mpicomp.torch.named import names_of_group, parameters_of
+from mpicomp.torch.comparing import COMPARE_EVERY
+from mpicomp.torch.moments import SharedMoments
 from mpicomp.torch.overlap import overlap_thread
 from mpicomp.torch.shared_parameters import SharedParameters
-from mpicomp.torch.wrapped import Arguments, Wrapped, unwrap, wrap
+from mpicomp.torch.update_checks import AUTO, Sharing, check, check_moments
+from mpicomp.torch.updating import WHO, Updating
+from mpicomp.torch.wrapped import Wrapped, unwrap, wrap
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
-from mpicomp.transport.interleave import ProgressThread
 
-_WHO = "UpdateOptimizer"
-AUTO = "auto"
 _LOCAL_STEPS = (1, 2, 4, 8, 16)  # that "auto" chooses from: with more, what they harm is not known well enough
-_OUTER = ("lr", "momentum", "nesterov", "dampening", "weight_decay", "sign")
 
 
 def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it stands for
@@ -39,6 +32,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     policy: Policy | str | Mapping[str, Any] | None = None,
     *,
     outer: Mapping[str, Any] | None = None,
+    moments: str | Mapping[str, Any] = "own",
     late: int = 0,
     fragments: int = 1,
     feedback: bool | None = None,
@@ -76,6 +70,15 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         shared parameters along the mean change, as DiLoCo does with a rate of 0.7 and a Nesterov momentum of 0.9. With
         ``"sign": True`` the mean change counts by its sign alone, times the learning rate of the first group, as in
         DeMo. None moves them by the mean.
+    moments : {"own", "shared"} or mapping
+        Whether ranks share the second moments that the optimizer divides by the root of. A rank's own have the noise of
+        its batches alone, which makes steps shorter. With ``"shared"`` they are averaged at exchanges, the first time
+        at the first one, then when half as many steps more were made, and at the latest after 100; in between all ranks
+        divide by the average, or by a quarter of what they have seen by themselves where that is more, since a burst is
+        not to be divided by next to nothing. They travel as powers of two, in 9 bits an element, and cost two copies of
+        the parameters. A mapping shares them with ``every``, in place of 100, and ``compressor``, ``"dense"`` in place
+        of ``"natural"``. It takes Adam, AdamW, NAdam, RAdam, RMSprop, or another one that keeps a mean square as
+        ``exp_avg_sq`` or ``square_avg``.
     late : int
         Steps, at most ``every / fragments``, that are made while an exchange is under way: its outcome is taken up
         after them, and what a rank has changed in them it keeps. It costs another copy of the parameters. A thread
@@ -151,17 +154,19 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     """
     transport = connect(comm)
     try:
-        named, parameters, chosen = together(
-            lambda: _check(optimizer, named_parameters, every, compressor, outer, late, fragments, compare_every),
-            transport,
-            _WHO,
-        )
+
+        def examine() -> Any:
+            found = check(optimizer, named_parameters, every, compressor, outer, late, fragments, compare_every)
+            return *found, check_moments(optimizer, moments)
+
+        named, parameters, chosen, sharing = together(examine, transport, WHO)
         own = {
             "every": every,
             "outer": None if outer is None else dict(outer),
             "late": late,
             "fragments": fragments,
             "compare_every": compare_every,
+            "moments": "own" if sharing is None else {"every": sharing.every, **sharing.compressor.get_config()},
         }
         policies = [policy] if fragments == 1 else [_copy_of(policy) for _ in range(fragments)]
         settings |= {"warmup": warmup, "feedback_decay": feedback_decay, "normalises": False}
@@ -174,6 +179,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
                 own,
                 outer,
                 compare_every,
+                None if sharing is None else _moments(optimizer, sharing, nonfinite, transport, settings),
             )
             for part, of_part in zip(_cut(parameters, fragments), policies, strict=True)
         ]
@@ -185,7 +191,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     thread = overlap_thread(parts[0].reducer, True) if beside else None
     if isinstance(optimizer, Wrapped):
         unwrap(optimizer)
-    wrapped = wrap(optimizer, _Updating, "Updating")
+    wrapped = wrap(optimizer, Updating, "Updating")
     wrapped._mpicomp_names = {id(parameter): name for name, parameter in named}
     wrapped._mpicomp_steps = 0
     wrapped._mpicomp_chooses = every == AUTO
@@ -200,342 +206,15 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     return wrapped
 
 
-class _Updating(Wrapped):
-    """Mixin that `UpdateOptimizer` puts in front of an optimizer's class: it exchanges changes after its steps."""
-
-    param_groups: list[dict[str, Any]]
-    _mpicomp_names: dict[int, str]
-    _mpicomp_steps: int
-    _mpicomp_chooses: bool  # whether the policy says how many steps there are to an exchange
-    _mpicomp_every: int
-    _mpicomp_late: int
-    _mpicomp_parts: list[SharedParameters]
-    _mpicomp_thread: ProgressThread | None
-    _mpicomp_skips: bool
-    _mpicomp_transport: Transport
-    _mpicomp_owned: bool
-    _mpicomp_closed: bool
-    _mpicomp_exchanges = True
-    _mpicomp_idle = False
-    _mpicomp_joined: "_Joined | None" = None
-    _mpicomp_hidden: tuple[dict[str, Any], list[tuple[torch.Tensor, torch.Tensor]]] = ({}, [])
-
-    # A GradScaler leaves step() out where this rank's gradients overflowed, and the others would wait for it. With this
-    # it calls step() on all of them, after it has set ``found_inf``.
-    _step_supports_amp_scaling = True
-
-    @property
-    def reducer(self) -> Reducer:
-        """The reducer of the first fragment."""
-        return self._mpicomp_parts[0].reducer
-
-    @property
-    def reducers(self) -> list[Reducer]:
-        """A reducer for each fragment."""
-        return [part.reducer for part in self._mpicomp_parts]
-
-    @property
-    def every(self) -> int:
-        """Steps from one exchange to the next."""
-        return self._mpicomp_every
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a thread exchanges while later steps are computed."""
-        return self._mpicomp_thread is not None
-
-    def shared(self) -> dict[str, torch.Tensor]:
-        """Return the shared parameters by name, the same bits on all ranks; not to be written to."""
-        return {name: shared for part in self._mpicomp_parts for name, shared in part.values.items()}
-
-    @contextmanager
-    def join(self) -> Iterator[None]:
-        """Return a context for a loop that has more batches on some ranks than on others, on all ranks.
-
-        Where the loop of a rank is over, the end of the context takes part in the exchanges of the others, with what
-        its residuals hold, until all are done. Means are those of the ranks that have had batches since the exchange
-        before. If an error leaves the loop, the context communicates nothing.
-
-        Raises
-        ------
-        ConfigurationError
-            Inside of another one.
-        DisagreementError
-            At the first exchange, on all ranks, where some rank makes it without ``join()``.
-        """
-        if self._mpicomp_joined is not None:
-            raise ConfigurationError(f"{_WHO}: join() inside of join(); put the whole loop into one")
-        self._mpicomp_joined = joined = _Joined()
-        try:
-            yield
-            self._mpicomp_idle = True
-            while not joined.over:
-                self.step()
-        finally:
-            self._mpicomp_joined, self._mpicomp_idle = None, False
-            for part in self._mpicomp_parts:
-                part.part()
-
-    def rounds(self, closure: Callable[[], Any] | None = None) -> Generator[Asked, Any, Any]:
-        """Step, then exchange where it is due, as a generator of rounds, for ranks that live in one process."""
-        self._mpicomp_exchanges = False
-        try:
-            loss = self.step(closure)
-        finally:
-            self._mpicomp_exchanges = True
-        yield from self._mpicomp_rounds()
-        return loss
-
-    def synchronize(self) -> None:
-        """Exchange all that was changed by now, and wait for what is under way. Collective."""
-        self._mpicomp_transport.run(self.synchronizing())
-
-    def synchronizing(self) -> Generator[Asked, Any, None]:
-        """Do what `synchronize` does as a generator of rounds, for ranks that live in one process."""
-        for part in self._mpicomp_parts:
-            if part.under_way:
-                part.finish()
-        for part in self._mpicomp_parts:
-            if not part.fresh:
-                yield from part.exchange_now(self._mpicomp_lr())
-
-    def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Take over what a script has written to parameters, and hide gradients that are not finite."""
-        for part in self._mpicomp_parts:
-            part.notice()
-        scaled: dict[str, Any] = {
-            name: self.__dict__.pop(name) for name in ("grad_scale", "found_inf") if name in self.__dict__
-        }
-        self._mpicomp_hidden = scaled, []
-        factor, overflowed = scaled.get("grad_scale"), scaled.get("found_inf")
-        if factor is not None:
-            for _, gradient in self._mpicomp_gradients():
-                gradient.mul_(1 / factor.to(gradient.device))
-        closure = args[0] if args else kwargs.get("closure")
-        if closure is None:
-            self._mpicomp_hide(overflowed)
-        elif self._mpicomp_skips:
-
-            def called() -> Any:
-                loss = closure()
-                self._mpicomp_hide(None)
-                return loss
-
-            args, kwargs = ((called, *args[1:]), kwargs) if args else (args, kwargs | {"closure": called})
-        return args, kwargs
-
-    def _mpicomp_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
-
-    def _mpicomp_hide(self, overflowed: torch.Tensor | None) -> None:
-        """Hide gradients that are not finite from this rank's step, or all where this rank has no batches."""
-        own = self._mpicomp_gradients()
-        if overflowed is not None:
-            spoilt = bool(overflowed)
-        else:
-            spoilt = self._mpicomp_skips and not all(_is_finite(gradient) for _, gradient in own)
-        if spoilt or self._mpicomp_idle:
-            for parameter, _ in own:
-                parameter.grad = None  # optimizers pass over such parameters
-            self._mpicomp_hidden = self._mpicomp_hidden[0], own
-
-    def _mpicomp_after(self) -> None:
-        """Exchange where it is due. Collective."""
-        scaled, gradients = self._mpicomp_hidden
-        self.__dict__.update(scaled)  # the scaler removes them
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        self._mpicomp_hidden = {}, []
-        self._mpicomp_steps += 1
-        if self._mpicomp_joined is not None and not self._mpicomp_idle:
-            self._mpicomp_joined.batches += 1
-        if self._mpicomp_exchanges:
-            self._mpicomp_transport.run(self._mpicomp_rounds())
-
-    def _mpicomp_rounds(self) -> Generator[Asked, Any, None]:
-        """Take up what has come, and begin what is due. As rounds."""
-        every, late, lr = self._mpicomp_every, self._mpicomp_late, self._mpicomp_lr()
-        ages = [
-            (self._mpicomp_steps + place * every // len(self._mpicomp_parts)) % every
-            for place in range(len(self._mpicomp_parts))
-        ]
-        if self._mpicomp_joined is not None and 0 in ages:
-            yield from self._mpicomp_meet(self._mpicomp_joined)
-            if self._mpicomp_joined.over:
-                return
-        for part, age in zip(self._mpicomp_parts, ages, strict=True):
-            if part.under_way and age == late % every:
-                part.finish()
-        for part, age in zip(self._mpicomp_parts, ages, strict=True):
-            if age == 0:
-                yield from part.start(lr, self._mpicomp_thread) if late else part.exchange_now(lr)
-        if self._mpicomp_chooses and ages == [0]:
-            self._mpicomp_steps, self._mpicomp_every = 0, self.reducer.local_steps
-
-    def _mpicomp_meet(self, joined: "_Joined") -> Generator[Asked, Any, None]:
-        """Find out which ranks have had batches since the last exchange. As rounds."""
-        parts = self._mpicomp_parts
-        if not joined.met:
-            yield from parts[0].meet()
-            joined.met = True
-        told = yield from share([joined.batches > 0], self._mpicomp_transport.group)
-        active, idle = int(told.sum()), joined.batches == 0
-        joined.batches, joined.over = 0, active == 0
-        for part in parts:
-            part.take_part(max(active, 1), idle)
-
-    def _mpicomp_lr(self) -> Any:
-        lr = self.param_groups[0].get("lr")
-        return lr.detach() if isinstance(lr, torch.Tensor) else lr
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; see `torch.optim.Optimizer.add_param_group`. On all ranks, between two steps.
-
-        Raises
-        ------
-        ConfigurationError
-            Where they were not among ``named_parameters``.
-        """
-        super().add_param_group(param_group)  # type: ignore[misc]
-        self._mpicomp_parts[-1].add(names_of_group(self, self._mpicomp_names, _WHO))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, with the shared parameters and the reducers' states under ``"mpicomp"``.
-
-        Raises
-        ------
-        ConfigurationError
-            Where an exchange is under way.
-        """
-        if any(part.under_way for part in self._mpicomp_parts):
-            raise ConfigurationError(
-                f"{_WHO}: an exchange is under way; call synchronize() on all ranks before state_dict()"
-            )
-        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        own = {
-            "steps": self._mpicomp_steps,
-            "every": self._mpicomp_every,
-            "parts": [part.state_dict() for part in self._mpicomp_parts],
-        }
-        return state | {"mpicomp": own}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a result of `state_dict`, or one of the plain optimizer's `state_dict`. Not collective.
-
-        Raises
-        ------
-        ConfigurationError
-            Where the part under ``"mpicomp"`` does not fit.
-        """
-        kept = state_dict.get("mpicomp")
-        if kept is not None:
-            if len(kept.get("parts", ())) != len(self._mpicomp_parts):
-                raise ConfigurationError(
-                    f"{_WHO}: the state has {len(kept.get('parts', ()))} fragments and the optimizer "
-                    f"{len(self._mpicomp_parts)}; make it with fragments={len(kept.get('parts', ()))}"
-                )
-            for part, own in zip(self._mpicomp_parts, kept["parts"], strict=True):
-                part.check_fits(own)
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
-        if kept is not None:
-            for part, own in zip(self._mpicomp_parts, kept["parts"], strict=True):
-                part.load_state_dict(own)
-            self._mpicomp_steps = int(kept["steps"])
-            if self._mpicomp_chooses:
-                self._mpicomp_every = int(kept["every"])
-
-    def close(self) -> None:
-        """Release its MPI resources. It waits for nobody; a second call does nothing."""
-        self._mpicomp_closed = True
-        if self._mpicomp_thread is not None:
-            self._mpicomp_thread.stop()
-            self._mpicomp_thread = None
-        for part in self._mpicomp_parts:
-            part.reducer.close()
-        if self._mpicomp_owned:
-            self._mpicomp_transport.close()
-
-
-@dataclass
-class _Joined:
-    """State of `_Updating.join`.
-
-    Attributes
-    ----------
-    batches : int
-        Steps that this rank has made with batches since the last exchange.
-    met : bool
-        Whether ranks have compared that all of them may run out of batches.
-    over : bool
-        Whether no rank has had any since the exchange before.
-    """
-
-    batches: int = 0
-    met: bool = False
-    over: bool = False
-
-
-def _check(
-    optimizer: Any,
-    named_parameters: Iterable[tuple[str, torch.Tensor]],
-    every: int | str,
-    compressor: Compressor | str | Mapping[str, Any] | None,
-    outer: Mapping[str, Any] | None,
-    late: int,
-    fragments: int,
-    compare_every: int,
-) -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
-    """Refuse settings that cannot be served; return names, the optimizer's parameters by name, and the compressor."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(f"{_WHO}: a torch optimizer is needed, got {type(optimizer).__name__}")
-    closed = isinstance(optimizer, _Updating) and optimizer._mpicomp_closed
-    if isinstance(optimizer, Exchanging | Wrapped) and not closed:
-        raise ConfigurationError(f"{_WHO}: {type(optimizer).__name__} exchanges already; pass a plain optimizer")
-    if every == AUTO and (late or fragments != 1):
-        raise ConfigurationError(
-            f"{_WHO}: every='{AUTO}' chooses anew after each exchange, which late and fragments are fractions of; "
-            "name a number, or leave them out"
-        )
-    most = 1 if isinstance(every, str) else every
-    if isinstance(every, str) and every != AUTO:
-        raise ConfigurationError(f"{_WHO}: every must be a whole number of at least 1, or '{AUTO}', got {every!r}")
-    for name, value, least in (("every", most, 1), ("late", late, 0), ("fragments", fragments, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"{_WHO}: {name} must be a whole number of at least {least}, got {value!r}")
-    if fragments > most:
-        raise ConfigurationError(f"{_WHO}: fragments must be at most every={most}, got {fragments}")
-    if late > most // fragments:
-        raise ConfigurationError(
-            f"{_WHO}: late must be at most every // fragments = {most // fragments}, so that one exchange ends before "
-            f"the next begins, got {late}"
-        )
-    check_every(_WHO, compare_every)
-    if outer is not None:
-        unknown = sorted(set(outer) - set(_OUTER)) if isinstance(outer, Mapping) else [outer]
-        if unknown:
-            raise ConfigurationError(f"{_WHO}: outer must have some of {', '.join(_OUTER)}, got {unknown[0]!r}")
-        if not isinstance(outer.get("sign", False), bool):
-            raise ConfigurationError(f"{_WHO}: outer['sign'] must be True or False, got {outer['sign']!r}")
-        if outer.get("sign") and outer.get("momentum"):
-            raise ConfigurationError(
-                f"{_WHO}: outer has momentum and takes the sign of changes, which have no scale any more; leave "
-                "momentum out: residuals are one, with feedback_decay"
-            )
-        try:
-            torch.optim.SGD([torch.zeros(1)], **{name: own for name, own in outer.items() if name != "sign"})
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"{_WHO}: outer: {error}") from None
-    chosen = None if compressor is None else get_compressor(compressor)
-    if chosen is not None and chosen.entry.momentum:
-        raise ConfigurationError(
-            f"{_WHO}: {chosen!r} applies momentum to gradients, and what is exchanged here are changes of parameters, "
-            "which the optimizer's own momentum is part of; set momentum=0 in it"
-        )
-    named = list(named_parameters)
-    parameters = parameters_of(optimizer, named, _WHO)
-    if fragments > len(parameters):
-        raise ConfigurationError(f"{_WHO}: fragments must be at most {len(parameters)}, as many as parameters")
-    return named, parameters, chosen
+def _moments(
+    optimizer: torch.optim.Optimizer, sharing: Sharing, nonfinite: str, transport: Transport, settings: dict[str, Any]
+) -> SharedMoments:
+    """Return what shares the second moments of some parameters; like the reducer's they are skipped, or passed on."""
+    of_reducer = {name: settings[name] for name in ("seed", "threads") if name in settings}
+    collective = "two-phase" if sharing.compressor.message == "packed" else "scatter-reduce"
+    unclear = "pass" if nonfinite == "pass" else "skip"  # the changes' reducer then raises or leaves out the step
+    reducer = Reducer(sharing.compressor, collective, "static", False, unclear, transport, warmup=0, **of_reducer)
+    return SharedMoments(optimizer, reducer, sharing.key, sharing.every)
 
 
 def _cut(parameters: Mapping[str, torch.Tensor], fragments: int) -> list[dict[str, torch.Tensor]]:
@@ -556,8 +235,3 @@ def _cut(parameters: Mapping[str, torch.Tensor], fragments: int) -> list[dict[st
 def _copy_of(policy: Policy | str | Mapping[str, Any] | None) -> Any:
     """Return what makes a policy like this one: an object serves one reducer alone."""
     return policy.get_config() if isinstance(policy, Policy) else policy
-
-
-def _is_finite(gradient: torch.Tensor) -> bool:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return bool(torch.isfinite(values).all())

@@ -1,0 +1,150 @@
+"""Second moments of the ranks' optimizers, averaged now and then and held in between."""
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from mpicomp.reducer import Reducer
+from mpicomp.rounds import Asked
+
+_BURST = 4  # what a rank has seen by itself counts where it is more than so many times the average; of text-gpt
+DECAYS: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    "exp_avg_sq": lambda group: group["betas"][1],
+    "square_avg": lambda group: group["alpha"],
+}
+"""Names under which optimizers keep second moments, and how these decay, by the settings of a group."""
+
+
+class SharedMoments:
+    """Second moments of some parameters, which ranks average now and then; by the averages they divide in between.
+
+    What a rank has seen by itself goes on beside, and is what the next average is of: an average counts for all that
+    has come before it, at the moment's own decay. At step ``t`` a moment that began at zero stands at
+    ``1 - decay**t`` of the mean square; means are of mean squares.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Whose state has them.
+    reducer : Reducer
+        Averages them, without error feedback.
+    key : str
+        Of the moments in the optimizer's state.
+    every : int
+        Most steps from one average to the next; early in training it is half of the steps made so far.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: Reducer, key: str, every: int) -> None:
+        self._optimizer, self._reducer, self._key, self._every = optimizer, reducer, key, every
+        self._steps, self._next = 0, 1
+        self._held: dict[str, torch.Tensor] = {}  # averages of mean squares, the same on all ranks
+        self._ahead: dict[str, torch.Tensor] = {}  # a rank's own moments, less what stands in the optimizer's state
+        self._means: dict[str, torch.Tensor] = {}  # that have come and count once the step is applied
+
+    @torch.no_grad()
+    def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Go on after a step of the optimizer, with gradients as it saw them."""
+        self._steps += 1
+        for name, state, decay in self._states(parameters):
+            if parameters[name].grad is None or name not in self._held:
+                continue
+            if name in self._ahead:
+                # The step has made b v + (1 - b) g^2 of what stood in its state; so what stands apart fades by b.
+                self._ahead[name] *= decay
+            self._hold(name, state, decay)
+
+    def average(self, parameters: Mapping[str, torch.Tensor], idle: bool, scale: float) -> Generator[Asked, Any, bool]:
+        """Average moments if it is time to; return whether they are finite. As rounds, on all ranks alike.
+
+        Parameters
+        ----------
+        parameters : mapping of str to torch.Tensor
+            The same names on all ranks. Where a rank has no moments of one yet, they count as zeros.
+        idle : bool
+            Whether this rank's moments are left out.
+        scale : float
+            Number of ranks over those that are not left out.
+        """
+        self._means = {}
+        if self._steps < self._next:
+            return True
+        squares = {name: torch.zeros_like(_wide(own.detach())) for name, own in parameters.items()}
+        for name, state, decay in () if idle else self._states(parameters):
+            squares[name] += self._own(name, state).div_(_share(state, decay))
+        means = yield from self._reducer.rounds(squares, scale=scale)
+        record = self._reducer.last_step
+        if record is not None and record.skipped:
+            return False
+        self._means = {name: mean.clone() for name, mean in means.items()}
+        return True
+
+    @torch.no_grad()
+    def take_up(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Hold what has come, as the exchange that it came with was applied."""
+        if not self._means:
+            return
+        self._held, self._means = self._means, {}
+        self._next = self._steps + min(self._every, max(1, self._steps // 2))
+        for name, state, decay in self._states(parameters):
+            self._hold(name, state, decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages and what is this rank's own."""
+        return {
+            "steps": self._steps,
+            "next": self._next,
+            "held": {name: own.clone() for name, own in self._held.items()},
+            "ahead": {name: own.clone() for name, own in self._ahead.items()},
+            "reducer": self._reducer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Load what `state_dict` returned; with None the next exchange averages. Not collective."""
+        self._means = {}
+        if state is None:
+            self._next, self._held, self._ahead = self._steps, {}, {}
+            return
+        self._steps, self._next = int(state["steps"]), int(state["next"])
+        self._held, self._ahead = (
+            {name: own.to(parameters[name].device, copy=True) for name, own in state[kept].items()}
+            for kept in ("held", "ahead")
+        )
+        self._reducer.load_state_dict(state["reducer"])
+
+    def close(self) -> None:
+        """Release the reducer's resources."""
+        self._reducer.close()
+
+    def _states(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, dict[str, Any], float]]:
+        """Yield the name, the optimizer's state and the decay of each parameter that was in a step already."""
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self._optimizer.state.get(parameter)
+                if state and id(parameter) in names:
+                    yield names[id(parameter)], state, DECAYS[self._key](group)
+
+    def _own(self, name: str, state: Mapping[str, Any]) -> torch.Tensor:
+        """Return the moment of what this rank has seen by itself."""
+        moment = _wide(state[self._key].detach())
+        return (moment + self._ahead[name]).clamp_(min=0) if name in self._ahead else moment.clone()
+
+    def _hold(self, name: str, state: dict[str, Any], decay: float) -> None:
+        """Have the next step divide by the average, or by a part of this rank's own moment where that is more.
+
+        What was hardly ever seen before would be divided by next to nothing otherwise.
+        """
+        own, moment = self._own(name, state), state[self._key]
+        moment.copy_(torch.maximum(self._held[name] * _share(state, decay), own / _BURST))
+        self._ahead[name] = own - moment
+
+
+def _share(state: Mapping[str, Any], decay: float) -> torch.Tensor:
+    """Return what a moment that began at zero has reached of the mean square by now; nothing leaves its device."""
+    return 1 - decay ** torch.as_tensor(state["step"], dtype=torch.float64)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in at least 32 bits."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -1,0 +1,169 @@
+"""What `mpicomp.torch.UpdateOptimizer` refuses, before anything is exchanged."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpicomp.compressors import Compressor, get_compressor
+from mpicomp.errors import ConfigurationError
+from mpicomp.torch.comparing import check_every
+from mpicomp.torch.exchanging import Exchanging
+from mpicomp.torch.moments import DECAYS
+from mpicomp.torch.named import parameters_of
+from mpicomp.torch.updating import WHO, Updating
+from mpicomp.torch.wrapped import Wrapped
+
+AUTO = "auto"
+OWN, SHARED = "own", "shared"
+_OUTER = ("lr", "momentum", "nesterov", "dampening", "weight_decay", "sign")
+_EVERY = 100  # steps from one average of second moments to the next, once training has come so far; of text-gpt
+_FITS = "Adam, AdamW, NAdam, RAdam, RMSprop and others that keep a mean square as 'exp_avg_sq' or 'square_avg'"
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How ranks share second moments: what averages them, their name in an optimizer's state, steps to an average."""
+
+    compressor: Compressor
+    key: str
+    every: int
+
+
+def check(
+    optimizer: Any,
+    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    every: int | str,
+    compressor: Compressor | str | Mapping[str, Any] | None,
+    outer: Mapping[str, Any] | None,
+    late: int,
+    fragments: int,
+    compare_every: int,
+) -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
+    """Refuse settings that cannot be served; return names, the optimizer's parameters by name, and the compressor."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(f"{WHO}: a torch optimizer is needed, got {type(optimizer).__name__}")
+    closed = isinstance(optimizer, Updating) and optimizer._mpicomp_closed
+    if isinstance(optimizer, Exchanging | Wrapped) and not closed:
+        raise ConfigurationError(f"{WHO}: {type(optimizer).__name__} exchanges already; pass a plain optimizer")
+    if every == AUTO and (late or fragments != 1):
+        raise ConfigurationError(
+            f"{WHO}: every='{AUTO}' chooses anew after each exchange, which late and fragments are fractions of; "
+            "name a number, or leave them out"
+        )
+    most = 1 if isinstance(every, str) else every
+    if isinstance(every, str) and every != AUTO:
+        raise ConfigurationError(f"{WHO}: every must be a whole number of at least 1, or '{AUTO}', got {every!r}")
+    for name, value, least in (("every", most, 1), ("late", late, 0), ("fragments", fragments, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"{WHO}: {name} must be a whole number of at least {least}, got {value!r}")
+    if fragments > most:
+        raise ConfigurationError(f"{WHO}: fragments must be at most every={most}, got {fragments}")
+    if late > most // fragments:
+        raise ConfigurationError(
+            f"{WHO}: late must be at most every // fragments = {most // fragments}, so that one exchange ends before "
+            f"the next begins, got {late}"
+        )
+    check_every(WHO, compare_every)
+    if outer is not None:
+        unknown = sorted(set(outer) - set(_OUTER)) if isinstance(outer, Mapping) else [outer]
+        if unknown:
+            raise ConfigurationError(f"{WHO}: outer must have some of {', '.join(_OUTER)}, got {unknown[0]!r}")
+        if not isinstance(outer.get("sign", False), bool):
+            raise ConfigurationError(f"{WHO}: outer['sign'] must be True or False, got {outer['sign']!r}")
+        if outer.get("sign") and outer.get("momentum"):
+            raise ConfigurationError(
+                f"{WHO}: outer has momentum and takes the sign of changes, which have no scale any more; leave "
+                "momentum out: residuals are one, with feedback_decay"
+            )
+        try:
+            torch.optim.SGD([torch.zeros(1)], **{name: own for name, own in outer.items() if name != "sign"})
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"{WHO}: outer: {error}") from None
+    chosen = None if compressor is None else get_compressor(compressor)
+    if chosen is not None and chosen.entry.momentum:
+        raise ConfigurationError(
+            f"{WHO}: {chosen!r} applies momentum to gradients, and what is exchanged here are changes of parameters, "
+            "which the optimizer's own momentum is part of; set momentum=0 in it"
+        )
+    named = list(named_parameters)
+    parameters = parameters_of(optimizer, named, WHO)
+    if fragments > len(parameters):
+        raise ConfigurationError(f"{WHO}: fragments must be at most {len(parameters)}, as many as parameters")
+    return named, parameters, chosen
+
+
+def check_moments(optimizer: torch.optim.Optimizer, moments: Any) -> Sharing | None:
+    """Return how second moments are shared; None where each rank has its own.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Which has to keep second moments.
+    moments : str or mapping
+        See `mpicomp.torch.UpdateOptimizer`.
+
+    Raises
+    ------
+    ConfigurationError
+        Where they cannot be shared.
+    """
+    if moments == OWN:
+        return None
+    given = {} if moments == SHARED else moments
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(f"{WHO}: moments must be '{OWN}', '{SHARED}' or a mapping, got {moments!r}")
+    unknown = sorted(set(given) - {"every", "compressor"})
+    if unknown:
+        raise ConfigurationError(f"{WHO}: moments must have some of every, compressor, got {unknown[0]!r}")
+    every = given.get("every", _EVERY)
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ConfigurationError(f"{WHO}: moments['every'] must be a whole number of at least 1, got {every!r}")
+    compressor = get_compressor(given.get("compressor", "natural"))
+    if compressor.id not in ("natural", "dense") or getattr(compressor, "wire", None) == "fp16":
+        raise ConfigurationError(
+            f"{WHO}: moments['compressor'] must be 'natural' or 'dense', got {compressor!r}; mean squares span many "
+            "powers of ten, and none of them may become zero"
+        )
+    return Sharing(compressor, _key_of(optimizer), every)
+
+
+def _key_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of the second moments in the optimizer's state, as seen in two steps of one of its kind."""
+    first, second = 1.0, 2.0  # gradients
+    kind = type(optimizer).__bases__[1] if isinstance(optimizer, Wrapped) else type(optimizer)
+    refused = f"{WHO}: moments='{SHARED}' needs an optimizer with second moments, and {kind.__name__}"
+    like = next(own for group in optimizer.param_groups for own in group["params"])
+    for group in optimizer.param_groups:
+        trial = torch.zeros(1, dtype=torch.float32, device=like.device, requires_grad=True)
+        settings = {name: own for name, own in group.items() if name not in ("params", "param_names")}
+        settings |= {name: 0.0 for name in ("lr", "weight_decay") if name in settings}  # so that it stays where it is
+        try:
+            alike = kind([{"params": [trial]} | settings])  # type: ignore[call-arg]
+            for gradient in (first, second):
+                trial.grad = torch.full_like(trial, gradient)
+                alike.step()
+            state = alike.state[trial]
+        except Exception as error:
+            raise ConfigurationError(
+                f"{refused} cannot be tried out ({type(error).__name__}: {error}); what fits: {_FITS}"
+            ) from None
+        for extreme, setting in (("max_exp_avg_sq", "amsgrad"), ("grad_avg", "centered")):
+            if extreme in state:
+                raise ConfigurationError(
+                    f"{refused} does not divide by them alone with {setting}=True; make it with {setting}=False"
+                )
+        key = next((name for name in DECAYS if name in state), None)
+        if key is None:
+            raise ConfigurationError(f"{refused} has none; what fits: {_FITS}. moments='{OWN}' shares nothing")
+        try:
+            decay = float(DECAYS[key](group))
+        except LookupError:
+            decay = float("nan")
+        expected = decay * (1 - decay) * first**2 + (1 - decay) * second**2
+        if not abs(float(state[key]) - expected) <= 1e-4 * expected or "step" not in state:
+            raise ConfigurationError(
+                f"{refused} has '{key}', which is no mean square with the decay of its group; what fits: {_FITS}"
+            )
+    return key
