@@ -5,22 +5,22 @@ differs between the runs of a task.
 """
 
 import argparse
+import functools
 import itertools
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
+import kept_rows
 import numpy as np
 from mpicomp.bench.measure import results
-from mpicomp.bench.tasks import get_task, list_tasks
+from mpicomp.bench.tasks import get_task
 from mpicomp.bench.tasks.updating import Updater
 from numpy.typing import NDArray
 
 import mpicomp
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least, check_writable, read_list
+from mpicomp.cli.options import read_list
 from mpicomp.collectives import bind
 from mpicomp.compressors import Quantiser
 from mpicomp.policies.elements import Elements, ElementSurvey
@@ -141,11 +141,11 @@ def train(task_name: str, seed: int, exchange: str, steps: int, exchanges: Seque
     }  # fmt: skip
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def table(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows with how far each is behind the dense one of its task, seed and steps."""
-    dense = {(row["task"], row["seed"], row["steps"]): row for row in rows if row["exchange"] == "dense"}
+    dense = {(row["task"], row["seed"], row["steps"]): row for row in trainings if row["exchange"] == "dense"}
     made = []
-    for row in rows:
+    for row in trainings:
         base = dense.get((row["task"], row["seed"], row["steps"]))
         if base is not None:
             behind = 0.0 if base is row else steps_behind(np.array(base["losses"]), np.array(row["losses"]))
@@ -161,48 +161,28 @@ def parser() -> argparse.ArgumentParser:
         prog=f"studies/{_STUDY}.py",
         description="Show how far compressed training falls behind dense, beside what may foretell it.",
     )
-    parser.add_argument("--task", default="digits", metavar="T[,..]", help=f"{', '.join(list_tasks())} (%(default)s)")
-    parser.add_argument("--seeds", default="0", metavar="K[,..]", help="(%(default)s)")
     parser.add_argument(
         "--exchange",
         default=_EXCHANGES,
         metavar="X[,..]",
         help="NAME, NAME:RATIO or NAME:RATIO:COLLECTIVE (%(default)s)",
     )
-    parser.add_argument("--steps", type=int, metavar="S", help="of a training (those of the task)")
-    parser.add_argument(
-        "--rows", metavar="F.jsonl", help="append each training's row to F; what is there is not run again"
-    )
-    parser.set_defaults(alone=True)
+    kept_rows.add_arguments(parser, "digits")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train what is not there yet, and print a table."""
-    if arguments.steps is not None:
-        check_least(_STUDY, "--steps", arguments.steps, 20)
-    tasks, exchanges = read_list(arguments.task), ["dense", *read_list(arguments.exchange)]
-    seeds = [int(word) for word in read_list(arguments.seeds)]
+    exchanges = ["dense", *read_list(arguments.exchange)]
     for exchange in exchanges:
         exchange_of(exchange)  # says what is wrong before hours of work
-    path = None if arguments.rows is None else Path(arguments.rows)
-    if path is not None:
-        check_writable(_STUDY, str(path))
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path is not None and path.exists() else []
-    for task, seed in itertools.product(tasks, seeds):
+    tasks, seeds, there = kept_rows.read(_STUDY, arguments, _KEY, 20)
+    for task, seed, exchange in itertools.product(tasks, seeds, exchanges):
         steps = arguments.steps or get_task(task).steps
-        for exchange in exchanges:
-            if any(
-                (row["task"], row["seed"], row["exchange"], row["steps"]) == (task, seed, exchange, steps)
-                for row in rows
-            ):
-                continue
-            rows.append(train(task, seed, exchange, steps, exchanges))
-            if path is not None:
-                with path.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
-            print(f"{task}, seed {seed}, {exchange}: {rows[-1]['quality']:.4f}", flush=True)
-    results.show(table(rows), _COLUMNS)
+        row = there.complete(functools.partial(train, exchanges=exchanges), task, seed, exchange, steps)
+        if row is not None:
+            print(f"{task}, seed {seed}, {exchange}: {row['quality']:.4f}", flush=True)
+    results.show(table(there.made), _COLUMNS)
     return 0
 
 

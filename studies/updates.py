@@ -6,23 +6,22 @@ learning rates.
 
 import argparse
 import itertools
-import json
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import kept_rows
 import numpy as np
 import torch
 from behind import steps_behind
 from mpicomp.bench.measure import results
-from mpicomp.bench.tasks import Task, get_task, list_tasks
+from mpicomp.bench.tasks import Task, get_task
 
 import mpicomp
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least, check_writable, read_list
+from mpicomp.cli.options import read_list
 from mpicomp.errors import UnknownNameError
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import UpdateOptimizer
@@ -32,10 +31,9 @@ _STUDY = "updates"
 _RANKS = 4
 _KEY = ("task", "arm", "rate", "seed", "steps")
 _BATCHES = 4  # gradients in a row whose mean is squared, in the attempt of that name
-_HELD = 0.5, 100  # share of the steps done, and most steps, from one average of held second moments to the next
 _LONG_ENOUGH = 20  # steps of a run whose losses can be compared
-_BURST = 4  # times held second moments, to which a rank's own may grow
 _TOPK = {"id": "topk", "ratio": 0.01, "wire": "q4"}
+_HELD = {"moments": "shared"}  # averaged now and then, and held in between
 _COLUMNS = {
     "task": "", "steps": "d", "arm": "", "rate": "g", "quality": ".4f", "above": "+.2f", "behind": ".2f",
     "sent_less": ".0f", "wire_less": ".0f", "seeds": "d",
@@ -54,10 +52,9 @@ class Arm:
         Whether what ranks' optimizers change is exchanged, in place of gradients.
     settings : dict
         Of `mpicomp.torch.UpdateOptimizer`.
-    moments : str
-        ``"own"``: each rank's own; ``"b2"``: with a memory as many times longer as there are ranks; ``"batches"``: of
-        the mean of some gradients in a row; ``"shared"``: averaged over ranks after each step; ``"held"``: averaged in
-        8 bits now and then, and held in between; ``"arrived"``: of the mean that arrives.
+    moments : str or None
+        Attempts that the library has no setting for. ``"b2"``: with a memory as many times longer as there are ranks;
+        ``"batches"``: of the mean of some gradients in a row; ``"arrived"``: of the mean that arrives.
     inner : str
         ``"task"``: the task's optimizer; ``"sgd"``: plain gradient descent.
     """
@@ -65,7 +62,7 @@ class Arm:
     compressor: Any
     updates: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
-    moments: str = "own"
+    moments: str | None = None
     inner: str = "task"
 
 
@@ -77,17 +74,17 @@ ARMS = {
     "topk": Arm(_TOPK),
     "topk-b2": Arm(_TOPK, moments="b2"),
     "topk-warmup": Arm(_TOPK, settings={"warmup": 30}),
-    "topk-shared": Arm(_TOPK, moments="shared"),
-    "topk-held": Arm(_TOPK, moments="held"),
-    "dense-held": Arm("dense", moments="held"),
+    "topk-shared": Arm(_TOPK, settings={"moments": {"every": 1, "compressor": "dense"}}),
+    "topk-held": Arm(_TOPK, settings=_HELD),
+    "dense-held": Arm("dense", settings=_HELD),
     "topk-batches": Arm(_TOPK, moments="batches"),
     "topk-arrived": Arm(_TOPK, moments="arrived"),
     "topk-every-4": Arm(_TOPK | {"ratio": 0.04}, settings={"every": 4}),
-    "topk-every-4-held": Arm(_TOPK | {"ratio": 0.04}, settings={"every": 4}, moments="held"),
-    "chunks-held": Arm(_TOPK | {"id": "chunktopk"}, moments="held"),
+    "topk-every-4-held": Arm(_TOPK | {"ratio": 0.04}, settings={"every": 4} | _HELD),
+    "chunks-held": Arm(_TOPK | {"id": "chunktopk"}, settings=_HELD),
     "onebit": Arm("onebit"),
     "onebit-every-4": Arm("onebit", settings={"every": 4}),
-    "onebit-every-4-held": Arm("onebit", settings={"every": 4}, moments="held"),
+    "onebit-every-4-held": Arm("onebit", settings={"every": 4} | _HELD),
     "sparseloco": Arm(
         {"id": "chunktopk", "ratio": 64 / 4096, "wire": "q2"},
         settings={"every": 15, "outer": {"lr": 1.0}, "feedback_decay": 0.95},
@@ -154,98 +151,32 @@ def inner_of(task: Task, model: torch.nn.Module, arm: Arm, rate: float) -> torch
     return optimizer
 
 
-class Moments:
-    """Second moments of ranks' optimizers, treated as an arm says, after each step.
+def take_what_arrived(
+    optimizers: Sequence[Any], before: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str]
+) -> None:
+    """Make second moments those of the mean that has moved the shared parameters, on all ranks.
 
     Parameters
     ----------
-    arm : Arm
-        Says how.
     optimizers : sequence of torch.optim.Optimizer
-        Of all ranks; already wrapped.
-    shared : callable
-        Returns the shared parameters, in the order of the optimizers'.
+        Of all ranks.
+    before : mapping of str to torch.Tensor
+        The shared parameters as they were.
+    names : mapping of torch.Tensor to str
+        Of the first rank's parameters.
     """
-
-    def __init__(self, arm: Arm, optimizers: Sequence[Any], shared: Callable[[], list[torch.Tensor]]) -> None:
-        self._kind, self._optimizers, self._shared = arm.moments, optimizers, shared
-        self._steps = self._since = 0
-        self._next = 1
-        self._squares: list[list[torch.Tensor]] = []  # of each rank, sums of gradients' squares since the last average
-        self._own: list[list[torch.Tensor]] = []  # of each rank, second moments as it would have them by itself
-        self._held: list[torch.Tensor] = []
-        self.bits = 0.0  # an element, that averages have taken
-        self._before = [own.clone() for own in shared()]
-
-    def after(self) -> None:
-        """Treat them after a step."""
-        self._steps += 1
-        if self._kind == "shared":
-            self.bits += 32
-            for states in zip(*map(self._states, self._optimizers), strict=True):
-                mean = sum(state["exp_avg_sq"] for state in states) / len(states)
-                for state in states:
-                    state["exp_avg_sq"].copy_(mean)
-        elif self._kind == "held":
-            self._hold()
-        elif self._kind == "arrived":
-            self._take_what_arrived()
-
-    def _hold(self) -> None:
-        """Average what ranks have seen of squares where that is due, and let all of them divide by its root."""
-        gradients = [
-            [own.grad for group in optimizer.param_groups for own in group["params"]] for optimizer in self._optimizers
-        ]
-        if not self._squares:
-            self._squares, self._own = (
-                [[torch.zeros_like(gradient) for gradient in own] for own in gradients] for _ in range(2)
-            )
-        b2 = self._optimizers[0].param_groups[0]["betas"][1]
-        for of_rank, totals, owns in zip(gradients, self._squares, self._own, strict=True):
-            for gradient, total, own in zip(of_rank, totals, owns, strict=True):
-                total.addcmul_(gradient, gradient)
-                own.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
-        self._since += 1
-        if self._steps == self._next:
-            self.bits += 8
-            self._held = []
-            for sums in zip(*self._squares, strict=True):
-                roots = [self._rounded((total / self._since).sqrt()) for total in sums]
-                self._held.append(torch.stack(roots).square().mean(dim=0))
-                for total in sums:
-                    total.zero_()
-            share, most = _HELD
-            self._since, self._next = 0, self._steps + min(most, max(1, round(share * self._steps)))
-        for optimizer, of_rank in zip(self._optimizers, self._own, strict=True):
-            for state, held, own in zip(self._states(optimizer), self._held, of_rank, strict=True):
-                # A burst, or what was never seen before, is not divided by next to nothing.
-                torch.maximum(held * (1 - b2**self._steps), own / _BURST, out=state["exp_avg_sq"])
-
-    def _take_what_arrived(self) -> None:
-        now = [own.clone() for own in self._shared()]
-        for place, moved in enumerate(new - old for new, old in zip(now, self._before, strict=True)):
-            of_ranks = [self._states(own)[place] for own in self._optimizers]
-            first, group = of_ranks[0], self._optimizers[0].param_groups[0]
+    now = optimizers[0].shared()
+    for place, group in enumerate(optimizers[0].param_groups):
+        for index, parameter in enumerate(group["params"]):
+            of_ranks = [own.state[own.param_groups[place]["params"][index]] for own in optimizers]
             lr, b2 = max(group["lr"], 1e-12), group["betas"][1]
-            before = first.get("arrived", first["exp_avg_sq"] / (1 - b2))
+            told = of_ranks[0].get("arrived", of_ranks[0]["exp_avg_sq"] / (1 - b2))
             # A change of lr m / sqrt(v) is undone to m.
-            mean = moved * before.sqrt() / lr
-            told = b2 * before + (1 - b2) * mean * mean
+            mean = (now[names[parameter]] - before[names[parameter]]) * told.sqrt() / lr
+            told = b2 * told + (1 - b2) * mean * mean
             for state in of_ranks:
                 state["arrived"] = told
                 state["exp_avg_sq"].copy_(told)
-        self._before = now
-
-    @staticmethod
-    def _rounded(roots: torch.Tensor) -> torch.Tensor:
-        """Return what eight bits an element make of positive numbers: one for each eighth of a power of two."""
-        largest = roots.max().clamp(min=1e-30)
-        codes = torch.log2(roots / largest).mul_(8).round_().clamp_(min=-254)
-        return torch.where(roots > 0, largest * torch.exp2(codes / 8), 0)
-
-    @staticmethod
-    def _states(optimizer: Any) -> list[dict[str, Any]]:
-        return [optimizer.state[own] for group in optimizer.param_groups for own in group["params"]]
 
 
 def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
@@ -260,9 +191,7 @@ def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int) -> 
             UpdateOptimizer(own, model.named_parameters(), compressor=arm.compressor, comm=end, **settings)
             for own, model, end in zip(inner, models, world.transports, strict=True)
         ]
-        groups = [own for group in optimizers[0].param_groups for own in group["params"]]
-        names = {id(parameter): name for name, parameter in models[0].named_parameters()}
-        moments = Moments(arm, optimizers, lambda: [optimizers[0].shared()[names[id(own)]] for own in groups])
+        names = {parameter: name for name, parameter in models[0].named_parameters()}
         reducers = optimizers[0].reducers
     else:
         of_ranks = [mpicomp.Reducer(arm.compressor, comm=end, **settings) for end in world.transports]
@@ -285,10 +214,13 @@ def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int) -> 
         if arm.updates:
             for model in models:
                 clip(task, model)
+            arrives = arm.moments == "arrived"
+            before = {name: own.clone() for name, own in optimizers[0].shared().items()} if arrives else {}
             world.run([own.rounds() for own in optimizers])
             if step + 1 == steps and steps % int(settings.get("every", 1)) + int(settings.get("late", 0)):
                 world.run([own.synchronizing() for own in optimizers])
-            moments.after()
+            if arrives:
+                take_what_arrived(optimizers, before, names)
         else:
             means = world.run([own.rounds(given) for own, given in zip(of_ranks, gradients, strict=True)])
             for name, parameter in models[0].named_parameters():
@@ -304,9 +236,6 @@ def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int) -> 
             if record is not None and record.step != told[place]:
                 told[place] = record.step
                 sent, wire = sent + record.sent_bytes, wire + record.wire_bytes
-    if arm.updates:  # averages of second moments travel as a dense exchange does
-        sent += moments.bits * numel / 8
-        wire += moments.bits / 32 * dense_ring_bytes(numel, _RANKS)
     return {
         "task": task_name, "arm": arm_name, "rate": rate, "seed": seed, "steps": steps,
         "quality": task.evaluate(models[0]), "sent_less": 4 * numel * steps / sent,
@@ -320,7 +249,7 @@ def clip(task: Task, model: torch.nn.Module) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def table(made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return, for each task, number of steps and arm, the rate that is best on the average over seeds.
 
     ``above`` is in percent of the quality of dense gradients at their own best rate, with the same seeds. ``behind`` is
@@ -328,7 +257,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     studies/behind.py.
     """
     dense = {
-        (row["task"], row["steps"], row["seed"], row["rate"]): row["losses"] for row in rows if row["arm"] == "dense"
+        (row["task"], row["steps"], row["seed"], row["rate"]): row["losses"] for row in made if row["arm"] == "dense"
     }
 
     def behind(row: Mapping[str, Any]) -> float:
@@ -338,8 +267,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return 0.0 if base is row["losses"] else steps_behind(np.array(base), np.array(row["losses"]))
 
     means: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-    for task, steps, arm, rate in dict.fromkeys((row["task"], row["steps"], row["arm"], row["rate"]) for row in rows):
-        own = [row for row in rows if (row["task"], row["steps"], row["arm"], row["rate"]) == (task, steps, arm, rate)]
+    for task, steps, arm, rate in dict.fromkeys((row["task"], row["steps"], row["arm"], row["rate"]) for row in made):
+        own = [row for row in made if (row["task"], row["steps"], row["arm"], row["rate"]) == (task, steps, arm, rate)]
         mean = {name: float(np.mean([row[name] for row in own])) for name in ("quality", "sent_less", "wire_less")}
         mean["behind"] = float(np.mean([behind(row) for row in own]))
         seeds = sorted(row["seed"] for row in own)
@@ -364,43 +293,26 @@ def parser() -> argparse.ArgumentParser:
         description="Train with exchanges of gradients and of updates, each at the same learning rates, and print for "
         "each the quality at its best rate, and how many times fewer bytes it sends than dense gradients.",
     )
-    parser.add_argument("--task", default="text-gpt", metavar="T[,..]", help=f"{', '.join(list_tasks())} (%(default)s)")
     parser.add_argument("--arms", default=",".join(ARMS), metavar="A[,..]", help="(%(default)s)")
     parser.add_argument("--rates", default="1,1.5,2", metavar="X[,..]", help="times the task's rate (%(default)s)")
-    parser.add_argument("--seeds", default="0", metavar="K[,..]", help="(%(default)s)")
-    parser.add_argument("--steps", type=int, metavar="S", help="of a training (those of the task)")
-    parser.add_argument(
-        "--rows", metavar="F.jsonl", help="append each training's row to F; what is there is not run again"
-    )
-    parser.set_defaults(alone=True)
+    kept_rows.add_arguments(parser, "text-gpt")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train what is not there yet, and print a table."""
-    if arguments.steps is not None:
-        check_least(_STUDY, "--steps", arguments.steps, 1)
     arms = read_list(arguments.arms)
     for arm in arms:
         if arm not in ARMS:
             raise UnknownNameError(f"{_STUDY}: --arms", arm, list(ARMS))
     rates = [float(word) for word in read_list(arguments.rates)]
-    seeds = [int(word) for word in read_list(arguments.seeds)]
-    path = None if arguments.rows is None else Path(arguments.rows)
-    if path is not None:
-        check_writable(_STUDY, str(path))
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path is not None and path.exists() else []
+    tasks, seeds, there = kept_rows.read(_STUDY, arguments, _KEY, 1)
     torch.set_num_threads(1)  # rows of different machines are to have the same bits
-    for task, seed, arm, rate in itertools.product(read_list(arguments.task), seeds, arms, rates):
-        key = (task, arm, rate, seed, arguments.steps or get_task(task).steps)
-        if any(tuple(row[name] for name in _KEY) == key for row in rows):
-            continue
-        rows.append(train(*key))
-        if path is not None:
-            with path.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
-        print(f"{task}, seed {seed}, {arm} at {rate:g} times the rate: {rows[-1]['quality']:.4f}", flush=True)
-    results.show(table(rows), _COLUMNS)
+    for task, seed, arm, rate in itertools.product(tasks, seeds, arms, rates):
+        row = there.complete(train, task, arm, rate, seed, arguments.steps or get_task(task).steps)
+        if row is not None:
+            print(f"{task}, seed {seed}, {arm} at {rate:g} times the rate: {row['quality']:.4f}", flush=True)
+    results.show(table(there.made), _COLUMNS)
     return 0
 
 

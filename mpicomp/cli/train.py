@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--every", metavar="H", help="steps from one exchange of updates to the next, or 'auto' (1)")
     parser.add_argument(
+        "--moments",
+        choices=("own", "shared"),
+        help="second moments of the optimizers, with --exchange updates: each rank's own, or averaged over ranks (own)",
+    )
+    parser.add_argument(
         "--lr-scale",
         type=float,
         default=1.0,
@@ -237,20 +242,23 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
     if name not in ("gradients", "updates"):
         raise UnknownNameError("train: --exchange", str(name), ["gradients", "updates"])
     if name == "gradients":
-        if config or arguments.every is not None:
-            what = "--every" if arguments.every is not None else f"'{next(iter(config))}'"
+        named = [f"--{option}" for option in ("every", "moments") if getattr(arguments, option) is not None]
+        if config or named:
+            what = named[0] if named else f"'{next(iter(config))}'"
             raise ConfigurationError(
                 f"train: gradients are exchanged in every step, so {what} says nothing; name --exchange updates"
             )
         return None
     if arguments.replay is not None:
         raise ConfigurationError("train: --replay runs recorded exchanges of gradients; leave --exchange updates out")
-    unknown = sorted(set(config) - {"every", "outer", "late", "fragments", "feedback_decay"})
+    known = ("every", "outer", "moments", "late", "fragments", "feedback_decay")
+    unknown = sorted(set(config) - set(known))
     if unknown:
         raise ConfigurationError(
-            f"train: --exchange: updates have no setting '{unknown[0]}'; known: every, outer, late, fragments, "
-            "feedback_decay"
+            f"train: --exchange: updates have no setting '{unknown[0]}'; known: {', '.join(known)}"
         )
+    if arguments.moments is not None:
+        config["moments"] = arguments.moments
     every = config.pop("every", 1) if arguments.every is None else arguments.every
     if every != "auto":
         try:

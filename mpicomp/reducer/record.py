@@ -143,7 +143,7 @@ class StepRecord:
     overhead_bytes : int
         Payload of rounds outside the buckets' exchanges: agreement, exchanges that it cut short, what ranks tell each
         other about the seconds of a step, and what PyTorch's wrapper exchanges beside buckets since the last step, such
-        as rows of sparse gradients.
+        as rows of sparse gradients and second moments.
     overhead_wire_bytes : float
         Bytes that left this rank in them.
     buckets : list of BucketRecord

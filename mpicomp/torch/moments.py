@@ -40,6 +40,7 @@ class SharedMoments:
         self._steps, self._next = 0, 1
         self._held: dict[str, torch.Tensor] = {}  # averages of mean squares, the same on all ranks
         self._ahead: dict[str, torch.Tensor] = {}  # a rank's own moments, less what stands in the optimizer's state
+        self._squares: dict[str, torch.Tensor] = {}  # of this rank, in the exchange that is under way
         self._means: dict[str, torch.Tensor] = {}  # that have come and count once the step is applied
 
     @torch.no_grad()
@@ -54,8 +55,8 @@ class SharedMoments:
                 self._ahead[name] *= decay
             self._hold(name, state, decay)
 
-    def average(self, parameters: Mapping[str, torch.Tensor], idle: bool, scale: float) -> Generator[Asked, Any, bool]:
-        """Average moments if it is time to; return whether they are finite. As rounds, on all ranks alike.
+    def prepare(self, parameters: Mapping[str, torch.Tensor], idle: bool) -> None:
+        """Keep what is to be averaged in the exchange that begins, if it is time to.
 
         Parameters
         ----------
@@ -63,16 +64,18 @@ class SharedMoments:
             The same names on all ranks. Where a rank has no moments of one yet, they count as zeros.
         idle : bool
             Whether this rank's moments are left out.
-        scale : float
-            Number of ranks over those that are not left out.
         """
-        self._means = {}
-        if self._steps < self._next:
+        self._squares, self._means = {}, {}
+        if self._steps >= self._next:
+            self._squares = {name: torch.zeros_like(_wide(own.detach())) for name, own in parameters.items()}
+            for name, state, decay in () if idle else self._states(parameters):
+                self._squares[name] += self._own(name, state).div_(_share(state, decay))
+
+    def average(self, scale: float) -> Generator[Asked, Any, bool]:
+        """Average what was prepared, times a scale; return whether it is finite. As rounds, on all ranks alike."""
+        if not self._squares:
             return True
-        squares = {name: torch.zeros_like(_wide(own.detach())) for name, own in parameters.items()}
-        for name, state, decay in () if idle else self._states(parameters):
-            squares[name] += self._own(name, state).div_(_share(state, decay))
-        means = yield from self._reducer.rounds(squares, scale=scale)
+        means = yield from self._reducer.rounds(self._squares, scale=scale)
         record = self._reducer.last_step
         if record is not None and record.skipped:
             return False
@@ -84,7 +87,7 @@ class SharedMoments:
         """Hold what has come, as the exchange that it came with was applied."""
         if not self._means:
             return
-        self._held, self._means = self._means, {}
+        self._held, self._means, self._squares = self._means, {}, {}
         self._next = self._steps + min(self._every, max(1, self._steps // 2))
         for name, state, decay in self._states(parameters):
             self._hold(name, state, decay)
@@ -101,7 +104,7 @@ class SharedMoments:
 
     def load_state_dict(self, state: Mapping[str, Any] | None, parameters: Mapping[str, torch.Tensor]) -> None:
         """Load what `state_dict` returned; with None the next exchange averages. Not collective."""
-        self._means = {}
+        self._squares, self._means = {}, {}
         if state is None:
             self._next, self._held, self._ahead = self._steps, {}, {}
             return

@@ -226,7 +226,7 @@ class SharedParameters(Beside):
         yield from self._fingerprint.look(self.values, self.reducer.transport.group, _WHO)
         if self._moments is None:
             return True
-        return (yield from self._moments.average(self._taking_part(), self.idle, self._scale))
+        return (yield from self._moments.average(self._scale))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shared parameters and the states of the reducer and of the outer optimizer, on this rank."""
@@ -286,6 +286,8 @@ class SharedParameters(Beside):
     def _prepare(self) -> None:
         self._watch()
         self.stale = not self._compared
+        if self._moments is not None:
+            self._moments.prepare(self._taking_part(), self.idle)
 
     def _change(self, name: str, in_place: bool = False) -> torch.Tensor:
         """Return what was changed of a parameter, as wide as the shared one; in place where the own one is as wide."""

@@ -1,6 +1,6 @@
 """What `mpicomp.torch.UpdateOptimizer` refuses, before anything is exchanged."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ AUTO = "auto"
 OWN, SHARED = "own", "shared"
 _OUTER = ("lr", "momentum", "nesterov", "dampening", "weight_decay", "sign")
 _EVERY = 100  # steps from one average of second moments to the next, once training has come so far; of text-gpt
+_NEAR = 1e-4  # what rounding makes of a mean square in float32
 _FITS = "Adam, AdamW, NAdam, RAdam, RMSprop and others that keep a mean square as 'exp_avg_sq' or 'square_avg'"
 
 
@@ -131,20 +132,14 @@ def check_moments(optimizer: torch.optim.Optimizer, moments: Any) -> Sharing | N
 
 def _key_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of the second moments in the optimizer's state, as seen in two steps of one of its kind."""
-    first, second = 1.0, 2.0  # gradients
+    gradients = 1.0, 2.0
     kind = type(optimizer).__bases__[1] if isinstance(optimizer, Wrapped) else type(optimizer)
     refused = f"{WHO}: moments='{SHARED}' needs an optimizer with second moments, and {kind.__name__}"
-    like = next(own for group in optimizer.param_groups for own in group["params"])
+    device = next(own.device for group in optimizer.param_groups for own in group["params"])
+    keys = set()
     for group in optimizer.param_groups:
-        trial = torch.zeros(1, dtype=torch.float32, device=like.device, requires_grad=True)
-        settings = {name: own for name, own in group.items() if name not in ("params", "param_names")}
-        settings |= {name: 0.0 for name in ("lr", "weight_decay") if name in settings}  # so that it stays where it is
         try:
-            alike = kind([{"params": [trial]} | settings])  # type: ignore[call-arg]
-            for gradient in (first, second):
-                trial.grad = torch.full_like(trial, gradient)
-                alike.step()
-            state = alike.state[trial]
+            state = _tried_out(kind, group, gradients, device)
         except Exception as error:
             raise ConfigurationError(
                 f"{refused} cannot be tried out ({type(error).__name__}: {error}); what fits: {_FITS}"
@@ -154,16 +149,33 @@ def _key_of(optimizer: torch.optim.Optimizer) -> str:
                 raise ConfigurationError(
                     f"{refused} does not divide by them alone with {setting}=True; make it with {setting}=False"
                 )
-        key = next((name for name in DECAYS if name in state), None)
-        if key is None:
+        found = [name for name in DECAYS if name in state]
+        if not found:
             raise ConfigurationError(f"{refused} has none; what fits: {_FITS}. moments='{OWN}' shares nothing")
+        keys.add(found[0])
         try:
-            decay = float(DECAYS[key](group))
+            decay = float(DECAYS[found[0]](group))
         except LookupError:
             decay = float("nan")
-        expected = decay * (1 - decay) * first**2 + (1 - decay) * second**2
-        if not abs(float(state[key]) - expected) <= 1e-4 * expected or "step" not in state:
+        expected = decay * (1 - decay) * gradients[0] ** 2 + (1 - decay) * gradients[1] ** 2
+        if not abs(float(state[found[0]]) - expected) <= _NEAR * expected or "step" not in state:
             raise ConfigurationError(
-                f"{refused} has '{key}', which is no mean square with the decay of its group; what fits: {_FITS}"
+                f"{refused} has '{found[0]}', which is no mean square with the decay of its group; what fits: {_FITS}"
             )
+    [key] = keys  # of one class
     return key
+
+
+def _tried_out(
+    kind: Any, group: Mapping[str, Any], gradients: Sequence[float], device: torch.device
+) -> Mapping[str, Any]:
+    """Return what an optimizer of a kind, with a group's settings, has in its state after some steps."""
+    trial = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
+    settings = {name: own for name, own in group.items() if name not in ("params", "param_names")}
+    settings |= {name: 0.0 for name in ("lr", "weight_decay") if name in settings}  # so that it stays where it is
+    optimizer = kind([{"params": [trial]} | settings])
+    for gradient in gradients:
+        trial.grad = torch.full_like(trial, gradient)
+        optimizer.step()
+    state: Mapping[str, Any] = optimizer.state[trial]
+    return state

@@ -261,6 +261,7 @@ def test_the_learning_rate_is_scaled(mpiexec, tmp_path):
     ("arguments", "updates", "exchanges"),
     [
         (["--exchange", "updates", "--every", "3"], {"every": 3}, [2, 5]),
+        slow(["--exchange", "updates", "--moments", "shared"], {"every": 1, "moments": "shared"}, list(range(8))),
         slow(["--exchange", "updates"], {"every": 1}, list(range(8))),
         slow(
             ["--exchange", '{"id": "updates", "outer": {"lr": 0.5}, "every": 4, "late": 2}'],
@@ -313,6 +314,7 @@ def test_updates_are_exchanged_in_place_of_gradients(mpiexec, tmp_path, argument
         slow(["--task", "digits", "--replay", "m.jsonl", "--warmup", "1"], "--warmup says nothing; leave one out"),
         (["--task", "digits", "--lr-scale", "0"], "train: --lr-scale must be a number above 0, got 0.0"),
         (["--task", "digits", "--every", "2"], "--every says nothing; name --exchange updates"),
+        slow(["--task", "digits", "--moments", "shared"], "--moments says nothing; name --exchange updates"),
         slow(["--task", "digits", "--exchange", "update"], "unknown name 'update'; did you mean 'updates'"),
         slow(["--task", "digits", "--exchange", "updates", "--every", "0"], "--every must be at least 1, got 0"),
         slow(

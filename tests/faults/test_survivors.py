@@ -122,7 +122,8 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(*[layer for _ in range(5) for layer in (torch.nn.Linear(200, 200), torch.nn.Tanh())])
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 settings = {"compressor": compressor, "warmup": 0, "on_failure": "shrink"}
-if kind == "updates":
+if kind in ("updates", "moments"):
+    settings |= {"moments": {"every": 1}} if kind == "moments" else {}
     optimizer = mpicomp.torch.UpdateOptimizer(optimizer, model.named_parameters(), **settings)
 else:
     settings |= {"overlap": kind == "overlap", "bucket_bytes": 200_000}
@@ -164,7 +165,14 @@ def check_survivors(printed, victims, ranks=4):
 
 @pytest.mark.parametrize(
     ("kind", "compressor"),
-    [("overlap", "topk"), ("updates", "topk"), slow("inline", "dense"), slow("overlap", None), slow("updates", None)],
+    [
+        ("overlap", "topk"),
+        ("updates", "topk"),
+        slow("inline", "dense"),
+        slow("overlap", None),
+        slow("updates", None),
+        slow("moments", "topk"),
+    ],
     ids=str,
 )
 def test_optimizers_go_on(job, kind, compressor):

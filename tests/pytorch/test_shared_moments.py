@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 import pytest
+from marks import slow
 
 import mpicomp
 from mpicomp.checkpoint import load_rounds, save_rounds
@@ -149,8 +150,10 @@ def rmsprop_by_hand(ranks, rank, gradient):
     ranks.ranks[rank] -= 0.01 * gradient / (np.sqrt(ranks.divided_by[rank]) + 1e-8)
 
 
-@pytest.mark.parametrize("most", [1, 3, 100])
-@pytest.mark.parametrize(("size", "every"), [(2, 1), (4, 1), (3, 2), (7, 3)])
+@pytest.mark.parametrize(
+    ("size", "every", "most"),
+    [(2, 1, 1), (3, 2, 3), (7, 3, 100), *(slow(4, 1, most) for most in (1, 3, 100)), slow(7, 3, 1), slow(2, 1, 100)],
+)
 def test_ranks_divide_by_what_they_have_averaged(size, every, most):
     ranks = Ranks(size, every=every, moments=LOSSLESS | {"every": most})
     plain = InNumPy(size, adamw_by_hand, by_element(0.9, 0.99), every, most)
@@ -205,8 +208,16 @@ def test_a_rank_that_leaves_out_a_step_has_its_own_count():
     np.testing.assert_allclose(ranks.values()[0], plain.places, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (torch.optim.NAdam, torch.float32),
+        (torch.optim.RMSprop, torch.bfloat16),
+        slow(torch.optim.Adam, torch.float32),
+        slow(torch.optim.Adam, torch.bfloat16),
+        slow(torch.optim.RAdam, torch.float32),
+    ],
+)
 def test_other_optimizers_in_few_bits(kind, dtype):
     """As powers of two, too, and twice rounded, averages are nearly the same, and bits on all ranks."""
     held = []

@@ -53,6 +53,7 @@ def in_one_process(size, steps, **settings):
         {"compressor": "topk", "collective": "star-topk:ring", "every": 3, "outer": {"lr": 0.7, "momentum": 0.9}},
         {"compressor": "topk", "collective": "allgather", "late": 1},
         {"compressor": "qsgd", "collective": "two-phase", "every": 4, "late": 2, "fragments": 2},
+        {"compressor": "topk", "collective": "allgather", "every": 2, "late": 1, "moments": "shared"},
     ],
     ids=str,
 )
@@ -102,6 +103,34 @@ def test_ranks_that_run_out_of_batches(comm, every):
     backward(model, optimizer, comm.rank, 20)  # all have batches again
     for _ in range(every):
         optimizer.step()
+    assert len(set(comm.allgather(digest(model)))) == 1
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+def test_moments_of_ranks_that_run_out_of_batches(comm):
+    """An average is that of the ranks which have had batches since the exchange before."""
+    batches = [3, 2, 0][: comm.size]
+    model = network()
+    base = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = mpicomp.torch.UpdateOptimizer(
+        base, model.named_parameters(), comm=comm, compressor="dense", moments={"every": 1, "compressor": "dense"}
+    )
+    squares = []
+    with optimizer.join():
+        for step in range(batches[comm.rank]):
+            backward(model, optimizer, comm.rank, step)
+            squares.append(model[0].weight.grad.square().numpy())
+            optimizer.step()
+    held = optimizer.state_dict()["mpicomp"]["parts"][0]["moments"]["held"]["0.weight"]
+    everyones = comm.allgather(squares)
+    expected = np.zeros((30, 40))
+    for square in everyones[0]:  # of the last exchange only rank 0 has had batches
+        expected = 0.999 * expected + 0.001 * square
+    np.testing.assert_allclose(held.numpy(), expected / (1 - 0.999**3), rtol=1e-3)
+    assert len(set(comm.allgather(digest(model)))) == 1
+    backward(model, optimizer, comm.rank, 20)  # all have batches again
+    optimizer.step()
     assert len(set(comm.allgather(digest(model)))) == 1
     optimizer.close()
 

@@ -1,0 +1,64 @@
+"""Studies whose trainings run in this process: the options that they share, and rows that a later run goes on from."""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpicomp.bench.tasks import list_tasks
+
+from mpicomp.cli.options import check_least, check_writable, read_list
+
+
+def add_arguments(parser: argparse.ArgumentParser, task: str) -> None:
+    """Declare tasks, seeds, steps and the file of rows; ``task`` is the default."""
+    parser.add_argument("--task", default=task, metavar="T[,..]", help=f"{', '.join(list_tasks())} (%(default)s)")
+    parser.add_argument("--seeds", default="0", metavar="K[,..]", help="(%(default)s)")
+    parser.add_argument("--steps", type=int, metavar="S", help="of a training (those of the task)")
+    parser.add_argument(
+        "--rows", metavar="F.jsonl", help="append each training's row to F; what is there is not run again"
+    )
+    parser.set_defaults(alone=True)
+
+
+@dataclass
+class Rows:
+    """Rows of trainings, in a file if there is one.
+
+    Parameters
+    ----------
+    key : sequence of str
+        Fields that tell one training from another.
+    path : Path or None
+        Of JSON lines.
+    """
+
+    key: Sequence[str]
+    path: Path | None = None
+    made: list[dict[str, Any]] = field(default_factory=list)
+
+    def complete(self, train: Callable[..., dict[str, Any]], *training: Any) -> dict[str, Any] | None:
+        """Train with these values of the key and keep the row; None where there is one already."""
+        if any(tuple(row[name] for name in self.key) == training for row in self.made):
+            return None
+        self.made.append(train(*training))
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(self.made[-1]) + "\n")
+        return self.made[-1]
+
+
+def read(
+    study: str, arguments: argparse.Namespace, key: Sequence[str], least: int
+) -> tuple[list[str], list[int], Rows]:
+    """Return the tasks, the seeds and the rows that are there; a training has at least ``least`` steps."""
+    if arguments.steps is not None:
+        check_least(study, "--steps", arguments.steps, least)
+    path = None if arguments.rows is None else Path(arguments.rows)
+    if path is not None:
+        check_writable(study, str(path))
+    there = path.read_text().splitlines() if path is not None and path.exists() else []
+    rows = Rows(key, path, [json.loads(line) for line in there])
+    return read_list(arguments.task), [int(word) for word in read_list(arguments.seeds)], rows
