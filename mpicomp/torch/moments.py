@@ -50,10 +50,10 @@ class SharedMoments:
         for name, state, decay in self._states(parameters):
             if parameters[name].grad is None or name not in self._held:
                 continue
-            if name in self._ahead:
-                # The step has made b v + (1 - b) g^2 of what stood in its state; so what stands apart fades by b.
-                self._ahead[name] *= decay
-            self._hold(name, state, decay)
+            moment, ahead = state[self._key], self._ahead.get(name)
+            # The step has made b v + (1 - b) g^2 of what stood in its state; so what stands apart fades by b.
+            own = self._own(name, state) if ahead is None else torch.add(moment, ahead, alpha=decay, out=ahead)
+            self._hold(name, state, decay, own)
 
     def prepare(self, parameters: Mapping[str, torch.Tensor], idle: bool) -> None:
         """Keep what is to be averaged in the exchange that begins, if it is time to.
@@ -90,7 +90,7 @@ class SharedMoments:
         self._held, self._means, self._squares = self._means, {}, {}
         self._next = self._steps + min(self._every, max(1, self._steps // 2))
         for name, state, decay in self._states(parameters):
-            self._hold(name, state, decay)
+            self._hold(name, state, decay, self._own(name, state))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and what is this rank's own."""
@@ -129,18 +129,20 @@ class SharedMoments:
                     yield names[id(parameter)], state, DECAYS[self._key](group)
 
     def _own(self, name: str, state: Mapping[str, Any]) -> torch.Tensor:
-        """Return the moment of what this rank has seen by itself."""
+        """Return the moment of what this rank has seen by itself, in an array of its own."""
         moment = _wide(state[self._key].detach())
         return (moment + self._ahead[name]).clamp_(min=0) if name in self._ahead else moment.clone()
 
-    def _hold(self, name: str, state: dict[str, Any], decay: float) -> None:
+    def _hold(self, name: str, state: Mapping[str, Any], decay: float, own: torch.Tensor) -> None:
         """Have the next step divide by the average, or by a part of this rank's own moment where that is more.
 
-        What was hardly ever seen before would be divided by next to nothing otherwise.
+        What was hardly ever seen before would be divided by next to nothing otherwise. Five sweeps of memory a step,
+        with that of `follow`.
         """
-        own, moment = self._own(name, state), state[self._key]
-        moment.copy_(torch.maximum(self._held[name] * _share(state, decay), own / _BURST))
-        self._ahead[name] = own - moment
+        moment = state[self._key]
+        torch.mul(self._held[name], _share(state, decay), out=moment)
+        torch.maximum(moment, own / _BURST, out=moment)
+        self._ahead[name] = own.sub_(moment)
 
 
 def _share(state: Mapping[str, Any], decay: float) -> torch.Tensor:

@@ -118,7 +118,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
 
     Notes
     -----
-    With one rank and ``outer=None`` it is the optimizer itself, to rounding.
+    With one rank and ``outer=None`` it is the optimizer itself, to rounding; nothing is shared then.
 
     A GradScaler works as in a single process, each rank with its own scale: a rank whose gradients overflowed leaves
     out its step, and takes part in the exchange.
@@ -157,7 +157,8 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
 
         def examine() -> Any:
             found = check(optimizer, named_parameters, every, compressor, outer, late, fragments, compare_every)
-            return *found, check_moments(optimizer, moments)
+            sharing = check_moments(optimizer, moments)
+            return *found, None if transport.group.size == 1 else sharing
 
         named, parameters, chosen, sharing = together(examine, transport, WHO)
         own = {

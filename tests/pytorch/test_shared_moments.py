@@ -186,6 +186,17 @@ def test_shared_in_each_step_they_are_those_of_the_mean_square():
             np.testing.assert_allclose(torch.cat(states).numpy(), moment, rtol=1e-9)
 
 
+def test_alone_it_is_the_optimizer_itself():
+    ranks, model = Ranks(1, moments="shared"), network()
+    plain = adamw(model)
+    for number in range(8):
+        ranks.step(number)
+        plain.zero_grad()
+        loss_of(model, 0, number).backward()
+        plain.step()
+    np.testing.assert_allclose(ranks.values()[0], values(model), rtol=1e-12, atol=1e-13)
+
+
 def test_of_rmsprop():
     base = lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, alpha=0.9)  # noqa: E731
     ranks = Ranks(3, base, moments=LOSSLESS | {"every": 4})
