@@ -43,6 +43,11 @@ class SharedMoments:
         self._squares: dict[str, torch.Tensor] = {}  # of this rank, in the exchange that is under way
         self._means: dict[str, torch.Tensor] = {}  # that have come and count once the step is applied
 
+    @property
+    def progress(self) -> list[int]:
+        """Steps that were made, and those at which the next average is due; the same on all ranks."""
+        return [self._steps, self._next]
+
     @torch.no_grad()
     def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Go on after a step of the optimizer, with gradients as it saw them."""

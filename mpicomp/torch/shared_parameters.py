@@ -208,7 +208,10 @@ class SharedParameters(Beside):
             for name, shared in self.values.items()
         ]
         group = self.reducer.transport.group
-        yield from agree(Signature({"join()": False} | self._settings, members), None, group, _WHO)
+        settings = {"join()": False} | self._settings
+        if self._moments is not None:
+            settings["steps, and when moments are averaged next,"] = self._moments.progress
+        yield from agree(Signature(settings, members), None, group, _WHO)
         if self._meeting:
             return None
         yield from check_same(
@@ -265,6 +268,7 @@ class SharedParameters(Beside):
         """Load what is there of shared second moments; None begins with those in the optimizer's state."""
         if self._moments is not None:
             self._moments.load_state_dict(state, self._parameters)
+            self._compared = False
 
     def close(self) -> None:
         """Release the resources of its reducers."""

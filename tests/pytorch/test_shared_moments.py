@@ -436,3 +436,16 @@ def test_ranks_that_share_and_ranks_that_do_not():
         loss_of(model, rank, 0).backward()
     with pytest.raises(DisagreementError, match="moments must be the same on all ranks, got own on rank 0 and"):
         world.run([optimizer.rounds() for optimizer in own])
+
+
+def test_a_state_that_one_rank_alone_has_loaded():
+    """It would wait for an average that the others do not make."""
+    ranks = Ranks(2, moments=LOSSLESS)
+    for number in range(4):
+        ranks.step(number)
+    state = {key: value for key, value in ranks.optimizers[1].state_dict().items() if key != "mpicomp"}
+    ranks.optimizers[1].load_state_dict(state)
+    with pytest.raises(
+        DisagreementError, match=r"moments are averaged next, must be the same on all ranks, got \[5, 6\]"
+    ):
+        ranks.step(4)
