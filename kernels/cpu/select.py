@@ -124,7 +124,7 @@ def _kth_magnitude(bits, mask, k, most):  # type: ignore[no-untyped-def]
                 if (magnitude >> above) == prefix:
                     counts[(magnitude >> below) & last] += 1
         place = (1 << digit) - 1
-        while counts[place] < remaining:
+        while place > 0 and counts[place] < remaining:
             remaining -= counts[place]
             place -= 1
         known |= np.uint64(place) << below

@@ -8,7 +8,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp import kernels
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, is_finite, undelivered
+from mpicomp.collectives.scheme import (
+    Exchange,
+    Result,
+    Scheme,
+    check_counts,
+    gain_of,
+    is_finite,
+    undelivered,
+)
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
@@ -63,7 +71,7 @@ class Allgather(Scheme[Sparsifier]):
             ask = self._ask(group)
             ask.send = np.array([selection.indices.size], _COUNT)
             ask.recv = workspace.host_array("counts", group.size, _COUNT)
-            counts = [int(count) for count in (yield ask)]
+            counts = check_counts(self.id, (yield ask), 0, numel, (group.rank, counts[group.rank]))
         sizes = [self._bytes(count, numel, dtype) for count in counts]
         message = workspace.array("message", sizes[group.rank], _BYTE)
         wire = self.compressor.wire_for(counts[group.rank], numel)

@@ -86,7 +86,7 @@ def read_header(message: NDArray[np.uint8], count: int) -> tuple[int, float, flo
         raise MessageError(f"message: flags must be below {_KNOWN + 1}, got {flags}")
     if elements != count:
         raise MessageError(f"message: {count} elements are expected, got {elements}")
-    if words != message.size // _WORD % (1 << 16):
+    if words != message.size // _WORD % (1 << 16) or message.size % _WORD:
         raise MessageError(
             f"message: it has {message.size} bytes, of which its sender has written {words} words of {_WORD} "
             f"(modulo {1 << 16})"

@@ -10,6 +10,7 @@ from mpicomp.collectives.scheme import (
     Exchange,
     Result,
     Scheme,
+    check_counts,
     check_undamaged,
     far_from_largest,
     flags_of,
@@ -80,7 +81,8 @@ class Gtopk(Scheme[Sparsifier]):
             ask = self._ask(group)
             ask.send = np.array([selection.indices.size], _COUNT)
             ask.recv = workspace.host_array("counts", group.size, _COUNT)
-            count = int((yield ask).max())
+            own = group.rank, selection.indices.size
+            count = max(check_counts(self.id, (yield ask), 0, numel, own))
         wire, room = self.compressor.wire_for(count, numel), self._room(count, numel, dtype)
         node = _Node(selection, count, accumulated, context)
         message = workspace.array("message", room, _BYTE)

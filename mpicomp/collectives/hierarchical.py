@@ -313,6 +313,10 @@ def _put_together(
     if problem is not None:
         problem = MessageError(f"hierarchical: between hosts: {problem}")
     check_undamaged("hierarchical", DAMAGED * (damaged > 0), problem)
+    if problem is None and not 0 <= kept <= mean.size:
+        problem = MessageError(
+            f"hierarchical: inside the host: kept elements must be from 0 to {mean.size}, got {kept}"
+        )
     if alone > 0 and problem is None:
         problem = MessageError("hierarchical: the owner of a slice on this rank's host was sent a damaged message")
     return Result(

@@ -10,7 +10,16 @@ from numpy.typing import NDArray
 
 from mpicomp import kernels
 from mpicomp.collectives.owned_regions import even_bounds, mean_bounds, overlaps, quantiles
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged, flags_of, gain_of, undelivered
+from mpicomp.collectives.scheme import (
+    Exchange,
+    Result,
+    Scheme,
+    check_counts,
+    check_undamaged,
+    flags_of,
+    gain_of,
+    undelivered,
+)
 from mpicomp.collectives.selection_ops import added, common, less, parted, room
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
@@ -130,8 +139,8 @@ class _Step:
         target, arrived = yield from self._scatter(selection, regions)
         sums = self._sum([message.selection for message in arrived])
         kernels.scale(sums.values, 1 / ranks)
-        counts, threshold = yield from self._agree(sums, selection, target)
-        chosen, _ = parted(sums, threshold, counts[self.group.rank], self.workspace, "sums")
+        counts, threshold, own = yield from self._agree(sums, selection, target)
+        chosen, _ = parted(sums, threshold, own, self.workspace, "sums")
         energy, kept = self._energies(arrived, chosen) if wire is None else (0.0, 0.0)
         error = None if wire is None else self._round(chosen, wire)
         chosen.indices += np.uint32(regions[self.group.rank][0])
@@ -184,7 +193,9 @@ class _Step:
         ask.send = np.array([(count, selection.indices.size) for count in counts], _COUNT).reshape(-1)
         ask.recv = self.workspace.host_array("counts", 2 * ranks, _COUNT)
         answers = (yield ask).reshape(ranks, 2)
-        coming, selected = [int(count) for count in answers[:, 0]], int(answers[:, 1].sum())
+        own_region = regions[self.group.rank]
+        coming = self._within(answers[:, 0], own_region[1] - own_region[0])
+        selected = sum(self._within(answers[:, 1], self.numel))
         target = max(min(selected, 1), (2 * selected + ranks) // (2 * ranks))  # at least 1 where there is any
 
         sizes = [self._bytes(count, region) for count, region in zip(counts, regions, strict=True)]
@@ -194,12 +205,23 @@ class _Step:
             own = slice(*part)
             piece = Selection(selection.indices[own], selection.values[own])
             self._write(piece, region, out, self.accumulated.energy, kept)
-        own_region = regions[self.group.rank]
         received = [self._bytes(count, own_region) for count in coming]
         scatter = Round("alltoallv", sizes, _BYTE, send=outgoing, received=received)
         scatter.recv = self.workspace.array("incoming", sum(received), _BYTE)
         incoming = yield scatter
         return target, self._read(incoming, received, coming, [(0, own_region[1] - own_region[0])] * ranks, "arrived")
+
+    def _within(self, counts: NDArray[np.int64], most: int) -> list[int]:
+        """Return numbers of elements that each rank has told this one; a wrong one is taken to what may be, and noted.
+
+        The others have heard nothing of it, so this rank has to go on with them.
+        """
+        found = [int(count) for count in counts]
+        for rank, count in enumerate(found):
+            if not 0 <= count <= most:
+                text = f"oktopk: from rank {rank}: a number of elements must be from 0 to {most}, got {count}"
+                self.problem = self.problem or MessageError(text)
+        return [min(max(count, 0), most) for count in found]
 
     def _sum(self, parts: list[Selection], name: str = "sum") -> Selection:
         """Add selections by halves."""
@@ -211,8 +233,11 @@ class _Step:
 
     def _agree(
         self, sums: Selection, selection: Selection, target: int
-    ) -> Generator[Round, NDArray[Any], tuple[list[int], int]]:
-        """Return how many sums of each owner are delivered, and the magnitude bits that they reach."""
+    ) -> Generator[Round, NDArray[Any], tuple[list[int], int, int]]:
+        """Return how many sums of each owner are delivered, the magnitude bits that they reach, and this rank's number.
+
+        The last one is that of its own sums, where what it heard of them is damaged.
+        """
         ranks, state = self.group.size, self.state
         bits = 0 if state["threshold"] is None else kernels.magnitude_bits(state["threshold"], self.dtype)
         [reaching] = numbers(0 if state["threshold"] is None else kernels.count_reaching(sums.values, bits))
@@ -221,25 +246,34 @@ class _Step:
         tell = Round("allgatherv", [len(told)] * ranks, _COUNT, send=np.array(told, _COUNT))
         tell.recv = self.workspace.host_array("told", ranks * len(told), _COUNT)
         answers = (yield tell).reshape(ranks, len(told))
-        counts, found = ([int(count) for count in column] for column in answers.T[:2])
+        rank = self.group.rank
+        found = check_counts("oktopk", answers[:, 1], 0, self.numel, (rank, told[1]))
+        most = 0 if state["threshold"] is None else max(found)
+        counts = check_counts("oktopk", answers[:, 0], 0, most, (rank, told[0]))
         if renew:
-            state["bounds"] = mean_bounds(answers[:, 2:], state["bounds"])
+            cuts = answers[:, 2:]
+            check_counts("oktopk", cuts.reshape(-1), -1, self.numel, (0, int(cuts[0, 0]) if cuts.size else 0))
+            state["bounds"] = sorted(mean_bounds(cuts, state["bounds"]))
 
-        reached = sum(counts)
+        reached, own = sum(counts), counts[rank]
         due = state["exchanges"] % _RENEW_THRESHOLD == 0
         if sum(found) > 0 and (due or reached > 2 * target or 2 * reached < target):
             gather = Round("allgatherv", found, self.dtype, send=sums.values)
             gather.recv = self.workspace.array("magnitudes", sum(found), self.dtype)
             magnitudes = yield gather
-            [bits] = numbers(kernels.kth_magnitude(magnitudes, target))
+            [bits] = numbers(kernels.kth_magnitude(magnitudes, max(1, min(target, magnitudes.size))))
             threshold = kernels.magnitude_of(bits, self.dtype)
             state["threshold"] = threshold if math.isfinite(threshold) else None
-            counts = list(numbers(*(kernels.count_reaching(part, bits) for part in _cut(magnitudes, found))))
+            parts = _cut(magnitudes, found)
+            *counts, own = numbers(*(kernels.count_reaching(part, bits) for part in (*parts, sums.values)))
+            if own != counts[rank]:
+                text = f"oktopk: of the {sums.values.size} sums of rank {rank} others came back than it has sent"
+                self.problem = self.problem or MessageError(text)
         elif 3 * reached > 4 * target:
             state["threshold"] *= _ADJUST
         elif 3 * reached < 2 * target:
             state["threshold"] /= _ADJUST
-        return counts, bits
+        return counts, bits, own
 
     def _energies(self, arrived: Sequence[Sparse], chosen: Selection) -> tuple[float, float]:
         """Return the energy of all messages to this owner, and that of their delivered elements."""

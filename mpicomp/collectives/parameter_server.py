@@ -9,7 +9,16 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.dense_message import add, dense_bytes, pack, unpack, write_header
 from mpicomp.collectives.owners import read_answers, read_sent
-from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, is_finite, plus, undelivered
+from mpicomp.collectives.scheme import (
+    Exchange,
+    Result,
+    Scheme,
+    check_counts,
+    gain_of,
+    is_finite,
+    plus,
+    undelivered,
+)
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor
@@ -124,7 +133,7 @@ class ParameterServer(Scheme[Compressor]):
             ask = _ask(group)
             ask.send = np.array([selection.indices.size], _COUNT)
             ask.recv = workspace.host_array("counts", group.size, _COUNT)
-            counts = [int(count) for count in (yield ask)]
+            counts = check_counts(self.id, (yield ask), 0, numel, (group.rank, counts[group.rank]))
         sizes = [self._bytes(count, numel, dtype) for count in counts]
         gather = _gather(sizes)
         gather.send = workspace.array("message", sizes[group.rank], _BYTE)
@@ -148,6 +157,7 @@ class ParameterServer(Scheme[Compressor]):
                 problem = error
                 tell.send = np.array([-1], _COUNT)
         told = int((yield tell)[0])
+        check_counts(self.id, [told], -1, numel, (0, int(tell.send[0]) if tell.send is not None else told))
         if told < 0:
             raise MessageError(f"parameter-server: rank {_SERVER} was sent a damaged message") from problem
 

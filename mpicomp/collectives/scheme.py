@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -186,6 +186,33 @@ def check_undamaged(collective: str, flags: int, problem: MessageError | None) -
     """
     if flags & DAMAGED:
         raise MessageError(f"{collective}: some rank was sent a damaged message") from problem
+
+
+def check_counts(collective: str, counts: Iterable[int], least: int, most: int, own: tuple[int, int]) -> list[int]:
+    """Return the numbers of elements that all ranks were told, or raise on all of them before memory is taken for any.
+
+    Parameters
+    ----------
+    collective : str
+        Its name.
+    counts : iterable of int
+        What each rank has told.
+    least, most : int
+        Between which all have to be.
+    own : (int, int)
+        This rank and what it has told.
+    """
+    found = [int(count) for count in counts]
+    rank, said = own
+    wrong = next((place for place, count in enumerate(found) if not least <= count <= most), None)
+    problem = None
+    if wrong is not None:
+        problem = f"from rank {wrong}: a number of elements must be from {least} to {most}, got {found[wrong]}"
+    elif found[rank] != said:
+        problem = f"rank {rank} has told of {said} elements and heard of {found[rank]}"
+    if problem is not None:
+        raise MessageError(f"{collective}: a damaged number of elements") from MessageError(f"{collective}: {problem}")
+    return found
 
 
 def cause_of(error: MessageError) -> MessageError | None:

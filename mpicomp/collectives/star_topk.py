@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpicomp.collectives.scheme import Exchange
+from mpicomp.collectives.scheme import Exchange, check_counts
 from mpicomp.collectives.shared_indices import Leading
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
@@ -44,7 +44,9 @@ class StarTopk(Leading):
             ask.recv = context.workspace.host_array("count", 1, np.int64)
             if chosen is not None:
                 ask.send = np.array([chosen.indices.size], np.int64)
-            count = int((yield ask)[0])
+            told = (yield ask)[0]
+            own = 0, int(told) if chosen is None else chosen.indices.size
+            [count] = check_counts(self.id, [told], 0, accumulated.numel, own)
         return (yield from self._exchange_led(leader, count, chosen, accumulated, context))
 
     def _ask(self, leader: int) -> Round:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.collectives.scheme import Exchange
+from mpicomp.collectives.scheme import Exchange, check_counts
 from mpicomp.collectives.shared_indices import Leading
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.context import Context
@@ -51,8 +51,10 @@ class VarTopk(Leading):
         compare.send = header.view(np.uint8)
         compare.recv = context.workspace.host_array("headers", sum(compare.counts), np.uint8)
         headers = (yield compare).view(_HEADER)
+        own = group.rank, chosen.indices.size
+        counts = check_counts(self.id, headers["count"], 0, accumulated.numel, own)
         leader = _leader(headers["energy"])
-        return (yield from self._exchange_led(leader, int(headers["count"][leader]), chosen, accumulated, context))
+        return (yield from self._exchange_led(leader, counts[leader], chosen, accumulated, context))
 
     def _compare(self, group: Group) -> Round:
         return Round("allgatherv", [_HEADER.itemsize] * group.size, np.dtype(np.uint8))

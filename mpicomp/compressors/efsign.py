@@ -67,26 +67,26 @@ class EFSign(Quantiser):
     ) -> float:
         """Pack signs and the magnitude; see `Quantiser.pack`."""
         message[-8:] = 0  # padding
-        words, scales = _parts(message, array.size)
+        words, scales = self._parts(message, array.size)
         return kernels.pack_signs(array, _block(array.size), scales, words, sent)
 
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
         """Write the magnitude with its signs; see `Quantiser.unpack`."""
-        words, scales = _parts(message, out.size)
+        words, scales = self._parts(message, out.size)
         kernels.unpack_signs(scales, words, _block(out.size), out)
 
     def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
         """Add the magnitude with its signs; see `Quantiser.unpack_add`."""
-        words, scales = _parts(message, out.size)
+        words, scales = self._parts(message, out.size)
         kernels.unpack_signs_add(scales, words, _block(out.size), factor, out)
+
+    def _parts(self, message: NDArray[np.uint8], numel: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+        """Return a message's words of signs, and the magnitude behind them; none where there are no elements."""
+        self.check_length(message, numel)
+        end = 8 * -(-numel // _WORD)
+        return message[:end].view(np.uint64), message[end:].view(np.float32)[: min(numel, 1)]
 
 
 def _block(numel: int) -> int:
     """Return the length of a block that holds all elements."""
     return max(1, -(-numel // _WORD)) * _WORD
-
-
-def _parts(message: NDArray[np.uint8], numel: int) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-    """Return a message's words of signs, and the magnitude behind them; none where there are no elements."""
-    end = 8 * -(-numel // _WORD)
-    return message[:end].view(np.uint64), message[end:].view(np.float32)[: min(numel, 1)]

@@ -157,6 +157,7 @@ class Grid(Quantiser):
         self, message: NDArray[np.uint8], numel: int
     ) -> tuple[NDArray[np.uint64], NDArray[np.float32] | None, NDArray[np.float32]]:
         """Return a message's words, its bases if it has any, and its steps."""
+        self.check_length(message, numel)
         end, buckets = 8 * self.bits * -(-numel // _WORD), self._buckets(numel)
         words, numbers = message[:end].view(np.uint64), message[end:].view(np.float32)
         if self.numbers == 1:

@@ -11,6 +11,7 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor, bound, check_choice, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.wire import INDICES, VALUES, Wire, compact, value_bytes
+from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
 
 
@@ -191,6 +192,13 @@ class Quantiser(Compressor):
     def packed_bytes(self, numel: int) -> int:
         """Return the number of bytes that ``numel`` elements are packed into: a multiple of 8; 0 for none."""
 
+    def check_length(self, message: NDArray[np.uint8], numel: int) -> None:
+        """Raise `MessageError` where a message is not as long as that of ``numel`` elements, before it is read."""
+        if message.size != self.packed_bytes(numel):
+            raise MessageError(
+                f"{self.id}: {numel} elements are packed into {self.packed_bytes(numel)} bytes, got {message.size}"
+            )
+
     @abstractmethod
     def pack(
         self, array: NDArray[np.floating], message: NDArray[np.uint8], sent: NDArray[np.floating], key: int
@@ -217,7 +225,13 @@ class Quantiser(Compressor):
 
     @abstractmethod
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
-        """Write the packed values to an array of the same length and dtype."""
+        """Write the packed values to an array of the same length and dtype.
+
+        Raises
+        ------
+        MessageError
+            Where it is a message of another length, see `check_length`.
+        """
 
     @abstractmethod
     def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:

@@ -59,21 +59,21 @@ class Natural(Quantiser):
     ) -> float:
         """Pack signs and exponents; see `Quantiser.pack`."""
         message[-8:] = 0  # padding
-        words, exponents = _parts(message, array.size)
+        words, exponents = self._parts(message, array.size)
         return kernels.pack_exponents(array, words, exponents, sent, key)
 
     def unpack(self, message: NDArray[np.uint8], out: NDArray[np.floating]) -> None:
         """Write powers of two with their signs; see `Quantiser.unpack`."""
-        words, exponents = _parts(message, out.size)
+        words, exponents = self._parts(message, out.size)
         kernels.unpack_exponents(words, exponents, out)
 
     def unpack_add(self, message: NDArray[np.uint8], factor: float, out: NDArray[np.floating]) -> None:
         """Add powers of two with their signs; see `Quantiser.unpack_add`."""
-        words, exponents = _parts(message, out.size)
+        words, exponents = self._parts(message, out.size)
         kernels.unpack_exponents_add(words, exponents, factor, out)
 
-
-def _parts(message: NDArray[np.uint8], numel: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
-    """Return a message's words of signs, and the exponents behind them."""
-    end = 8 * -(-numel // _WORD)
-    return message[:end].view(np.uint64), message[end : end + numel]
+    def _parts(self, message: NDArray[np.uint8], numel: int) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+        """Return a message's words of signs, and the exponents behind them."""
+        self.check_length(message, numel)
+        end = 8 * -(-numel // _WORD)
+        return message[:end].view(np.uint64), message[end : end + numel]

@@ -1,6 +1,5 @@
 """One cost model for all ranks: given, remembered, or measured."""
 
-import json
 import os
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from mpicomp.cost.probe import probe
 from mpicomp.errors import ConfigurationError
 from mpicomp.places import HOST, Place
 from mpicomp.rounds import Asked, Round
+from mpicomp.rounds.reports import from_one
 from mpicomp.transport.base import Transport
 from mpicomp.transport.clocks import compare_clocks
 
@@ -50,7 +50,7 @@ def share_model(given: CostModel | str | None, transport: Transport) -> Generato
             content = _first_rank_knows(given, transport)
         except ConfigurationError as error:
             content = {"error": str(error)}
-    content = yield from _broadcast(content, transport)
+    content = yield from from_one(content, transport.group, "cost")
     if "error" in content:
         raise ConfigurationError(content["error"])
     if "model" in content:
@@ -58,7 +58,7 @@ def share_model(given: CostModel | str | None, transport: Transport) -> Generato
         model = CostModel.from_json(content["model"])
     else:
         model = CostModel(Network(group.hosts))
-        if content["probe"]:
+        if content.get("probe"):
             yield from _measure(model, transport)
     if transport.family is not None:
         _remembered[_layout(transport)] = model
@@ -152,20 +152,6 @@ def _first_rank_knows(given: CostModel | str | None, transport: Transport) -> di
 def _measure(model: CostModel, transport: Transport) -> Generator[Asked, Any, None]:
     yield from compare_clocks(transport)
     yield from probe(model.network, transport)
-
-
-def _broadcast(content: dict[str, Any], transport: Transport) -> Generator[Asked, Any, dict[str, Any]]:
-    """Return rank 0's object on all ranks."""
-    first = transport.group.rank == 0
-    report = np.frombuffer(json.dumps(content).encode(), _BYTE)
-    length = np.array([report.size], np.int64)
-    size = yield Round("bcast", (1,), length.dtype, send=length if first else None, recv=np.empty(1, np.int64))
-    count = int(size[0])
-    shared = yield Round(
-        "bcast", (count,), _BYTE, send=report if first else None, recv=np.empty(count, np.uint8)
-    )  # fmt: skip
-    told: dict[str, Any] = json.loads(shared.tobytes())
-    return told
 
 
 def _layout(transport: Transport) -> tuple[str, tuple[int, ...], int]:

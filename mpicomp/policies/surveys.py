@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.algorithms.matrix_batches import Matrix, orthonormal
 from mpicomp.compressors.kinds import Quantiser
+from mpicomp.errors import MessageError
 from mpicomp.kernels import cpu
 from mpicomp.places import HOST, Place, here, numbers
 from mpicomp.workspace import Workspace
@@ -279,7 +280,14 @@ class Spectra:
     def __init__(self, sizes: Sequence[int], told: NDArray[np.float32]) -> None:
         self.sizes = tuple(sizes)
         rows = told.reshape(len(told), len(sizes), 1 + 2 * BINS).astype(np.float64)
-        places = rows[:, :, :1].astype(np.int64) + np.arange(BINS)
+        first = rows[:, :, :1]
+        right = (first >= 0) & (first <= _FINITE - BINS) & (first == np.floor(first))
+        if not right.all():
+            rank, found = int(np.argwhere(~right)[0, 0]), first[~right][0]
+            raise MessageError(
+                f"survey: from rank {rank}: bins must begin at one from 0 to {_FINITE - BINS}, got {found}"
+            )
+        places = first.astype(np.int64) + np.arange(BINS)
         layers = np.broadcast_to(np.arange(len(sizes))[:, None], places.shape)
         self._bins = np.zeros((2, len(sizes), _ALL))  # counts and energies, from zero upwards
         np.add.at(self._bins[0], (layers, places), rows[:, :, 1 : 1 + BINS] / len(told))

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from mpicomp import errors
 from mpicomp.arrays import Described
-from mpicomp.errors import DisagreementError, MpicompError
+from mpicomp.errors import DisagreementError, MessageError, MpicompError
 from mpicomp.rounds import Group, Round
+from mpicomp.rounds.reports import checked_lengths, read_object
 from mpicomp.transport import Transport
 
 Made = TypeVar("Made")
@@ -59,6 +60,8 @@ def agree(
         Where signatures differ; the message names the first difference, with ranks and values.
     MpicompError
         Where some rank has a problem: of that rank's class, on all ranks.
+    MessageError
+        Where what ranks have reported cannot be read.
     """
     content: dict[str, Any] = {} if signature is None else signature.to_json()
     if problem is not None:
@@ -73,11 +76,18 @@ def agree(
     lengths = yield Round(
         "allgatherv", [1] * group.size, length.dtype, send=length, recv=np.empty(group.size, np.int64)
     )
-    counts = [int(count) for count in lengths]
+    counts = checked_lengths(lengths, subsystem)
+    if counts[group.rank] != len(report):
+        raise MessageError(f"{subsystem}: a report of {len(report)} bytes is taken for one of {counts[group.rank]}")
     everything = yield _gather(np.frombuffer(report, _BYTE), counts)
     bounds = np.concatenate(([0], np.cumsum(counts)))
-    reports = [json.loads(everything[bounds[rank] : bounds[rank + 1]].tobytes()) for rank in range(group.size)]
-    raise _difference(reports, subsystem)
+    parts = [everything[bounds[rank] : bounds[rank + 1]] for rank in range(group.size)]
+    reports = [read_object(part, subsystem, rank) for rank, part in enumerate(parts)]
+    try:
+        found = _difference(reports, subsystem)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise MessageError(f"{subsystem}: ranks report what is no signature ({error!r:.200})") from None
+    raise found
 
 
 def together(make: Callable[[], Made], transport: Transport, subsystem: str) -> Made:
@@ -124,7 +134,9 @@ def _difference(reports: list[dict[str, Any]], subsystem: str) -> MpicompError:
     if wrong:
         first = reports[wrong[0]]
         where = "" if len(wrong) == len(reports) else f" (on {_ranks(wrong)})"
-        return _build(getattr(errors, first["error"], MpicompError), first["message"] + where)
+        cls = getattr(errors, first["error"], MpicompError)
+        known = isinstance(cls, type) and issubclass(cls, MpicompError)
+        return _build(cls if known else MpicompError, first["message"] + where)
     return DisagreementError(f"{subsystem}: the ranks were given different things")
 
 

@@ -1,7 +1,6 @@
 """Ranks that run out of batches at different times."""
 
 import contextlib
-import json
 from collections.abc import Generator
 from types import TracebackType
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.rounds import Asked, Round
+from mpicomp.rounds.reports import from_one
 from mpicomp.torch.broadcast import as_bytes
 from mpicomp.torch.gradients import Gradients
 
@@ -91,12 +91,8 @@ def follow(optimizer: Any, gradients: Gradients) -> Generator[Asked, Any, None]:
     changed = gradients.changed() if leads else {}
     parts = {name: _parts(gradient) for name, gradient in changed.items()}
     shapes = {name: [list(part.shape) for part in own] for name, own in parts.items()}
-    said = np.frombuffer(json.dumps({"groups": settings_of(optimizer), "shapes": shapes}).encode(), _BYTE)
-    length = np.array([said.size if leads else 0])
-    yield from _from_root(root, leads, length.view(_BYTE))
-    heard = said if leads else np.empty(length[0], _BYTE)
-    yield from _from_root(root, leads, heard)
-    told = json.loads(heard.tobytes())
+    said = {"groups": settings_of(optimizer), "shapes": shapes}
+    told = yield from from_one(said, gradients.group, "join", root)
     if gradients.idle:
         for group, settings in zip(optimizer.param_groups, told["groups"], strict=True):
             _put(group, settings)

@@ -148,7 +148,8 @@ class Learned(Scheme[LGC]):
             result, values = yield from self._exchange_values(selected, accumulated, context)
             everyones = yield from _collected(values, selected, context)
             result.note = "lgc: learning"
-            if everyones is not None and not (result.nonfinite or result.stale):
+            sound = everyones is not None and not (result.nonfinite or result.stale)
+            if everyones is not None and sound and np.isfinite(everyones).all():  # what has come here may be damaged
                 result.code_error = self._learn(held, known, everyones, selected, context)
         # Phase 3: rank 0 broadcasts what it has learnt, once; values travel in the code.
         else:

@@ -1,0 +1,66 @@
+"""Objects that ranks tell each other as JSON."""
+
+import json
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.errors import MessageError
+from mpicomp.rounds.group import Group
+from mpicomp.rounds.round import Round
+
+_BYTE, _LENGTH = np.dtype(np.uint8), np.dtype(np.int64)
+_MOST = 1 << 28
+"""Bytes of an object: some hundred for each of a million parameters."""
+
+
+def from_one(
+    content: dict[str, Any] | None, group: Group, subsystem: str, root: int = 0
+) -> Generator[Round, NDArray[Any], dict[str, Any]]:
+    """Return one rank's object on all ranks. As rounds.
+
+    Parameters
+    ----------
+    content : dict or None
+        JSON-able; not looked at on other ranks than ``root``.
+    group : Group
+        All ranks.
+    subsystem : str
+        Name of the caller, with which errors begin.
+    root : int
+        Whose object it is.
+
+    Raises
+    ------
+    MessageError
+        Where what has arrived is no such object, or too long.
+    """
+    leads = group.rank == root
+    send = np.frombuffer(json.dumps(content).encode(), _BYTE) if leads else None
+    length = None if send is None else np.array([send.size], _LENGTH)
+    told = yield Round("bcast", (1,), _LENGTH, root=root, send=length, recv=np.empty(1, _LENGTH))
+    [size] = checked_lengths(told, subsystem)
+    arrived = yield Round("bcast", (size,), _BYTE, root=root, send=send, recv=np.empty(size, _BYTE))
+    return read_object(arrived, subsystem, root)
+
+
+def checked_lengths(lengths: NDArray[np.int64], subsystem: str) -> list[int]:
+    """Return the bytes of each rank's object, before memory is taken for them."""
+    found = [int(length) for length in lengths]
+    for length in found:
+        if not 0 <= length <= _MOST:
+            raise MessageError(f"{subsystem}: a report must have from 0 to {_MOST} bytes, got {length}")
+    return found
+
+
+def read_object(arrived: NDArray[np.uint8], subsystem: str, rank: int) -> dict[str, Any]:
+    """Return the object in a rank's report."""
+    try:
+        content = json.loads(arrived.tobytes())
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"{subsystem}: from rank {rank}: a report is no JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise MessageError(f"{subsystem}: from rank {rank}: a report must be an object, got {content!r:.100}")
+    return content
