@@ -48,6 +48,8 @@ def cached(function: Function) -> Function:
         The same.
     """
     dispatcher: Any = function
+    if not hasattr(dispatcher, "py_func"):  # with NUMBA_DISABLE_JIT, Numba leaves functions as they are
+        return function
     dispatcher._cache = HostCache(dispatcher.py_func)  # what enable_caching() sets to a cache of Numba's own
     return function
 

@@ -269,9 +269,9 @@ class _Step:
             if own != counts[rank]:
                 text = f"oktopk: of the {sums.values.size} sums of rank {rank} others came back than it has sent"
                 self.problem = self.problem or MessageError(text)
-        elif 3 * reached > 4 * target:
+        elif state["threshold"] is not None and 3 * reached > 4 * target:
             state["threshold"] *= _ADJUST
-        elif 3 * reached < 2 * target:
+        elif state["threshold"] is not None and 3 * reached < 2 * target:
             state["threshold"] /= _ADJUST
         return counts, bits, own
 

@@ -282,7 +282,7 @@ def main():
     parser.add_argument("--name", dest="names", action="append", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.told and arguments.how == "coverage":
-        from faults.coverage import explore
+        from faults.explored import explore
 
         return explore(arguments.names[0], arguments.messages, arguments.seed, arguments.told)
     if arguments.told:
@@ -299,7 +299,7 @@ def main():
     if not names:
         parser.error("no decoder has such a name; see --list")
     if arguments.how == "coverage":
-        from faults.coverage import run_all
+        from faults.explored import run_all
 
         done, faults = run_all(names, arguments.messages, arguments.seed, sys.stdout)
     else:
