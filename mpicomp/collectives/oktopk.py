@@ -252,7 +252,7 @@ class _Step:
         counts = check_counts("oktopk", answers[:, 0], 0, most, (rank, told[0]))
         if renew:
             cuts = answers[:, 2:]
-            check_counts("oktopk", cuts.reshape(-1), -1, self.numel, (0, int(cuts[0, 0]) if cuts.size else 0))
+            check_counts("oktopk", cuts.reshape(-1), -1, self.numel)
             state["bounds"] = sorted(mean_bounds(cuts, state["bounds"]))
 
         reached, own = sum(counts), counts[rank]

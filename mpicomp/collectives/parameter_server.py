@@ -156,8 +156,8 @@ class ParameterServer(Scheme[Compressor]):
             except MessageError as error:
                 problem = error
                 tell.send = np.array([-1], _COUNT)
-        told = int((yield tell)[0])
-        check_counts(self.id, [told], -1, numel, (0, int(tell.send[0]) if tell.send is not None else told))
+        own = None if tell.send is None else (0, int(tell.send[0]))
+        [told] = check_counts(self.id, (yield tell), -1, numel, own)
         if told < 0:
             raise MessageError(f"parameter-server: rank {_SERVER} was sent a damaged message") from problem
 

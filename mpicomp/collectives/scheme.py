@@ -188,7 +188,9 @@ def check_undamaged(collective: str, flags: int, problem: MessageError | None) -
         raise MessageError(f"{collective}: some rank was sent a damaged message") from problem
 
 
-def check_counts(collective: str, counts: Iterable[int], least: int, most: int, own: tuple[int, int]) -> list[int]:
+def check_counts(
+    collective: str, counts: Iterable[int], least: int, most: int, own: tuple[int, int] | None = None
+) -> list[int]:
     """Return the numbers of elements that all ranks were told, or raise on all of them before memory is taken for any.
 
     Parameters
@@ -199,17 +201,16 @@ def check_counts(collective: str, counts: Iterable[int], least: int, most: int, 
         What each rank has told.
     least, most : int
         Between which all have to be.
-    own : (int, int)
+    own : (int, int), optional
         This rank and what it has told.
     """
     found = [int(count) for count in counts]
-    rank, said = own
     wrong = next((place for place, count in enumerate(found) if not least <= count <= most), None)
     problem = None
     if wrong is not None:
         problem = f"from rank {wrong}: a number of elements must be from {least} to {most}, got {found[wrong]}"
-    elif found[rank] != said:
-        problem = f"rank {rank} has told of {said} elements and heard of {found[rank]}"
+    elif own is not None and found[own[0]] != own[1]:
+        problem = f"rank {own[0]} has told of {own[1]} elements and heard of {found[own[0]]}"
     if problem is not None:
         raise MessageError(f"{collective}: a damaged number of elements") from MessageError(f"{collective}: {problem}")
     return found

@@ -44,9 +44,8 @@ class StarTopk(Leading):
             ask.recv = context.workspace.host_array("count", 1, np.int64)
             if chosen is not None:
                 ask.send = np.array([chosen.indices.size], np.int64)
-            told = (yield ask)[0]
-            own = 0, int(told) if chosen is None else chosen.indices.size
-            [count] = check_counts(self.id, [told], 0, accumulated.numel, own)
+            own = None if chosen is None else (0, chosen.indices.size)
+            [count] = check_counts(self.id, (yield ask), 0, accumulated.numel, own)
         return (yield from self._exchange_led(leader, count, chosen, accumulated, context))
 
     def _ask(self, leader: int) -> Round:

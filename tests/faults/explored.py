@@ -30,6 +30,7 @@ def explore(name, messages, seed, folder):
     with atheris.instrument_imports(include=["mpicomp"], enable_loader_override=False):
         import faults.decoders
         from faults.uncompiled import replace_intrinsics
+
         from mpicomp.errors import MpicompError
 
     replace_intrinsics()

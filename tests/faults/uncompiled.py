@@ -8,9 +8,8 @@ import sys
 import warnings
 
 import numpy as np
-from numba.core import config
-
 from mpicomp.kernels.cpu import bit_ops, bit_planes, grid, simd
+from numba.core import config
 
 LANES = simd.LANES
 
