@@ -149,10 +149,11 @@ def _read(path: str) -> list[list[dict[str, Any]]]:
         for buckets in steps:
             for bucket in buckets:
                 bind(get_compressor(bucket["compressor"]), bucket["collective"])
-                [(layer["name"], layer["numel"]) for layer in bucket["layers"]]
+                [(str(layer["name"]), int(layer["numel"])) for layer in bucket["layers"]]
+                int(bucket["numel"])
     except OSError as error:
         raise ConfigurationError(f"replay: '{path}' cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"replay: '{path}' must hold lines that mpicomp train --metrics wrote, got {type(error).__name__}: {error}"
         ) from error

@@ -202,14 +202,15 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; an empty one where there is none, or half of one."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, RecursionError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the lines that ``train --metrics`` wrote; an empty list where there are none, or half of a line."""
+    """Read the lines that ``train --metrics`` wrote; an empty list where there are others, or half of one."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError):
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, RecursionError, ValueError):
         return []
+    return lines if all(isinstance(line, dict) for line in lines) else []

@@ -243,6 +243,7 @@ def _lines(process, told, left):
         if process.poll() is None:
             process.kill()
         process.wait()
+        process.stdout.close()
 
 
 def _used_s(process):

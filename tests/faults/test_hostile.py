@@ -1,0 +1,289 @@
+"""Mutated messages and files: an error of mpicomp or a result of the right shape, and never a byte out of bounds."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faults import fuzz
+from faults.decoders import decoders, exchanges
+from mpicomp.bench.measure.jobs import read_json, read_lines
+from mpicomp.bench.replay import Replay
+from mpicomp.kernels import cpu
+
+import mpicomp
+from mpicomp.collectives import Context, bind
+from mpicomp.collectives.scheme import check_counts
+from mpicomp.errors import ConfigurationError, MessageError
+from mpicomp.policies.surveys import Spectra, SpectrumSurvey
+from mpicomp.rounds import Group, drive
+from mpicomp.rounds.reports import from_one
+from mpicomp.testing.ranks import accumulated
+from mpicomp.transport import LocalWorld
+
+SCRIPT = Path(fuzz.__file__)
+LIMIT_S = 600
+
+
+def ran(*arguments):
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+
+
+def total(done):
+    return sum(said.get("decoded", 0) + said.get("refused", 0) for said in done)
+
+
+def test_every_decoder_at_least_a_little():
+    """All in one process. The slow ones and the command send more."""
+    names = [name for name in decoders() if not name.startswith("code/") and "=" not in name]
+    few = [name for number, name in enumerate(exchanges()) if number % 40 == 0]
+    done, faults = fuzz.fuzz(names + few, "whole", 50, 1)
+    assert faults == []
+    assert [said["decoder"] for said in done] == names + few
+    assert total(done) == 50 * len(names + few)
+    assert all(said["decoded"] > 0 for said in done if said["decoder"].startswith("sparse/"))
+    assert sum(said.get("refused", 0) for said in done) > 500
+
+
+def test_everything_registered_is_found():
+    found = exchanges()
+    for name in mpicomp.list_compressors():
+        assert any(own.startswith((f"exchange/{name}/", f"exchange/{name}-")) for own in found), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_every_exchange():
+    done, faults = fuzz.fuzz(list(exchanges()), "whole", 100, 2)
+    assert faults == []
+    assert total(done) == 100 * len(exchanges())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_kernels_alone():
+    names = [name for name in decoders() if name.startswith(("sparse/", "packed/", "indices/", "lead/"))]
+    done, faults = fuzz.fuzz(names, "compiled", 100_000, 3)
+    assert faults == []
+    assert total(done) >= 100_000 * len(names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+def test_what_reaches_more():
+    pytest.importorskip("atheris", reason="pip install atheris")
+    done = ran("--how", "coverage", "--messages", "2000", "--decoder", "sparse/q4-elias-fano", "--decoder", "header/*")
+    assert done.returncode == 0, done.stdout
+    assert "2 decoders, 4,000 messages, 0 faults" in done.stdout
+
+
+# That faults are found, whichever they are.
+
+PLUGIN = """
+import dataclasses, typing
+import numba, numpy as np
+import mpicomp
+from mpicomp.errors import MessageError
+
+@numba.njit
+def beyond(words, out):
+    for i in range(out.size):
+        out[i] = words[out.size + 8 * words[0] + i]
+
+@mpicomp.register
+@dataclasses.dataclass(frozen=True, repr=False)
+class Faulty(mpicomp.compressors.Quantiser):
+    id: typing.ClassVar[str] = "test-faulty"
+    paper: typing.ClassVar[str] = "none"
+
+    def packed_bytes(self, numel):
+        return 8 * numel
+
+    def pack(self, array, message, sent, key):
+        message[:] = 0
+        sent[:] = 0
+        return float(np.square(array).sum())
+
+    def unpack(self, message, out):
+        HOW
+
+    unpack_add = lambda self, message, factor, out: None
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("if message[0] == 255: beyond(message.astype(np.int64), out)", None),
+        ("if message[0] & 1: beyond(message[:out.size], out)", "ended with status -11"),
+        ("if message[0] & 1: raise KeyError('lost')", "KeyError: 'lost'"),
+        ("if message[0] & 1: bytearray(1 << 40)", "MemoryError"),
+    ],
+    ids=["nothing", "reads beyond its end", "raises something else", "takes what memory there is"],
+)
+def test_a_new_compressor_is_found_and_its_faults_are_shown(tmp_path, monkeypatch, how, said):
+    plugin = tmp_path / "faulty.py"
+    plugin.write_text(textwrap.dedent(PLUGIN).replace("HOW", how if said else "out[:] = 0"))
+    monkeypatch.setenv("MPICOMP_PLUGINS", str(plugin))
+    done = ran("--decoder", "packed/test-faulty", "--messages", "1500", "--seed", "5")
+    if said is None:
+        assert done.returncode == 0, done.stdout
+        return
+    assert done.returncode == 1
+    assert "FAULT in packed/test-faulty: seed 5, case " in done.stdout
+    assert said in done.stdout
+
+
+# What it has found, one by one.
+
+
+def told(compressor, collective, answers, numel=40, ranks=2):
+    """Run an exchange of the first of some ranks, whose rounds are answered by these functions of what they ask."""
+    scheme, replies = bind(compressor, collective), iter(answers)
+
+    def answer(task):
+        task.recv[:] = next(replies)(task)
+        return task.recv
+
+    array = np.random.default_rng(0).normal(size=numel).astype(np.float32)
+    return drive(scheme.exchange(accumulated(array), Context(Group(0, ranks))), answer)
+
+
+@pytest.mark.parametrize("count", [-1, 41, 2**31, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("collective", ["allgather", "gtopk", "parameter-server"])
+def test_a_count_that_lies_is_one_error_before_memory_is_taken(collective, count):
+    with pytest.raises(MessageError, match=f"{collective}: a damaged number") as raised:
+        told(mpicomp.Threshold(limit=1.5), collective, [lambda task: [task.send[0], count]])
+    assert str(raised.value.__cause__) == (
+        f"{collective}: from rank 1: a number of elements must be from 0 to 40, got {count}"
+    )
+
+
+def test_a_rank_that_hears_of_itself_what_it_has_not_said():
+    assert check_counts("x", np.array([3, 4]), 0, 9, (1, 4)) == [3, 4]
+    with pytest.raises(MessageError) as raised:
+        check_counts("x", [3, 4], 0, 9, (0, 2))
+    assert str(raised.value.__cause__) == "x: rank 0 has told of 2 elements and heard of 3"
+
+
+def test_ok_topk_goes_on_with_the_others_to_the_end():
+    """Only this rank has heard what is wrong: it says so in its next message, and all raise."""
+
+    def worlds(count):
+        world = LocalWorld(2)
+        scheme = bind(mpicomp.TopK(ratio=0.2), "oktopk")
+        arrays = [np.random.default_rng(rank).normal(size=40).astype(np.float32) for rank in range(2)]
+
+        def first():
+            exchange, reply = scheme.exchange(accumulated(arrays[0]), Context(world.transports[0].group)), None
+            while True:
+                try:
+                    asked = exchange.send(reply)
+                except StopIteration as stop:
+                    return stop.value
+                reply = yield asked
+                if asked.operation == "alltoallv" and asked.dtype == np.int64:
+                    reply[3] = count
+
+        runs = [first(), scheme.exchange(accumulated(arrays[1]), Context(world.transports[1].group))]
+        return world.run(runs)
+
+    assert np.isfinite(worlds(8)[0].mean).all()
+    with pytest.raises(MessageError, match="oktopk: some rank was sent a damaged message") as raised:
+        worlds(2**40)
+    assert str(raised.value.__cause__) == (
+        "oktopk: from rank 1: a number of elements must be from 0 to 40, got 1099511627776"
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_magnitude_that_there_are_not_enough_for(dtype):
+    """It read in front of its counters until it met something large."""
+    array = np.array([1, -2, 3], dtype)
+    assert cpu.kth_magnitude(array, 3) == cpu.magnitude_bits(1.0, array.dtype)
+    assert cpu.kth_magnitude(array, 2**40) == 0
+
+
+@pytest.mark.parametrize("name", ["onebit", "efsign", "natural", "qsgd", "uniform"])
+@pytest.mark.parametrize("size", [0, 8, -8, 1])
+def test_a_packed_message_of_another_length(name, size):
+    compressor, array = mpicomp.get_compressor(name), np.ones(200, np.float32)
+    length = compressor.packed_bytes(200)
+    message = np.zeros(size + length if size else 0, np.uint8)
+    for act in (lambda: compressor.unpack(message, array), lambda: compressor.unpack_add(message, 1.0, array)):
+        with pytest.raises(MessageError, match=f"{name}: 200 elements are packed into {length} bytes, got"):
+            act()
+
+
+@pytest.mark.parametrize("first", [-1, 2**30, np.nan, np.inf, 0.5])
+def test_a_spectrum_that_begins_nowhere(first):
+    told = SpectrumSurvey().measure(np.ones(9, np.float32), None, [4, 5], 0).reshape(1, -1).repeat(2, axis=0)
+    assert Spectra([4, 5], told).energies.tolist() == [8, 10]
+    told[1, told.shape[1] // 2] = first
+    with pytest.raises(MessageError, match="survey: from rank 1: bins must begin at one from 0 to"):
+        Spectra([4, 5], told)
+
+
+def _line(**changed):
+    layers = [{"name": "w", "numel": 3}]
+    bucket = {"compressor": {"id": "topk"}, "collective": "allgather", "numel": 3, "layers": layers}
+    return json.dumps({"buckets": [bucket | changed]})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 200_000,
+        "5",
+        "[]",
+        '{"buckets": 1}',
+        _line(collective=7),
+        _line(compressor=7),
+        _line(compressor={"id": ["topk"]}),
+        _line(numel=None),
+        _line(numel=1e999),
+        _line(layers=[{"name": "w", "numel": []}]),
+        _line()[:-9],
+        _line().encode("utf-16").decode("latin-1"),
+    ],
+    ids=lambda text: text[:60],
+)
+def test_recorded_lines_that_are_none(tmp_path, text):
+    path = tmp_path / "run.jsonl"
+    path.write_text(_line() + "\n")
+    assert len(read_lines(path)) == Replay(path=str(path)).steps == 1
+    path.write_text(_line() + "\n" + text + "\n")
+    with pytest.raises(ConfigurationError, match=r"replay: .*run\.jsonl' must hold lines that mpicomp train"):
+        Replay(path=str(path))
+    assert all(isinstance(line, dict) for line in read_lines(path))
+    assert isinstance(read_json(path), dict)
+
+
+@pytest.mark.parametrize(
+    ("length", "text", "said"),
+    [
+        (-1, b"", "must have from 0 to"),
+        (2**62, b"", "must have from 0 to"),
+        (2, b"{]", "from rank 0: a report is no JSON"),
+        (2, b"12", "from rank 0: a report must be an object, got 12"),
+        (2, b"\xff\xfe", "from rank 0: a report is no JSON"),
+        (200_000, b"[" * 200_000, "from rank 0: a report is no JSON"),
+    ],
+    ids=str,
+)
+def test_an_object_that_is_none(length, text, said):
+    answers = iter([[length], np.frombuffer(text, np.uint8)])
+
+    def answer(task):
+        task.recv[:] = next(answers)
+        return task.recv
+
+    with pytest.raises(MessageError, match=f"^cost: .*{said}"):
+        drive(from_one(None, Group(1, 2), "cost"), answer)
