@@ -35,9 +35,9 @@ from mpicomp.errors import DisagreementError, MpicompError
 from mpicomp.places.place import entered
 from mpicomp.policies.surveys import RankSurvey, Spectra, SpectrumSurvey
 from mpicomp.reducer.agreement import Signature, agree
-from mpicomp.registry import COMPRESSORS
+from mpicomp.registry import COMPRESSORS, POLICIES
 from mpicomp.rounds import Round, observe
-from mpicomp.rounds.drive import Returned, advance
+from mpicomp.rounds.drive import Returned, advance, drive
 from mpicomp.testing.examples import example, representatives
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace
@@ -91,6 +91,8 @@ def decoders() -> dict[str, Decoder]:
         found[f"code/{code}"] = _learned(code)
     found["survey/spectrum"] = _spectrum
     found["survey/ranks"] = _ranks
+    for policy in POLICIES.names():
+        found[f"telemetry/{policy}"] = _telemetry(policy)
     found["header/agreement"] = _agreement
     found["file/checkpoint"] = _checkpoint
     found["file/cost"] = _file(_written_cost, CostModel.load)
@@ -371,6 +373,42 @@ def _ranks(rng, fence):
         assert lost.shape == (3,)
 
     return Case(told.tobytes(), decode, resizes=False)
+
+
+def _telemetry(name):
+    """What ranks tell each other of the seconds of a step, and of surveys; then the policy chooses the next plans."""
+
+    def make(rng, fence):
+        world, first = LocalWorld(2), None
+        for compressor in (None, "topk", "powersgd"):  # what a policy can choose for
+            with contextlib.suppress(MpicompError):
+                reducers = [mpicomp.Reducer(compressor, policy=name, warmup=0, comm=end) for end in world.transports]
+                first = reducers[0]._core
+                for step in range(_STEPS):
+                    gradients = [_array(rng, 144, np.float32).reshape(12, 12) for _ in reducers]
+                    world.run([own.rounds({"w": grad}) for own, grad in zip(reducers, gradients, strict=True)])
+                    if step > 2 and first.telemetry._under_way is not None:
+                        break
+                break
+        pending, report = first.telemetry._under_way, first.telemetry._report
+        message = b"" if pending is None else pending.task.recv.tobytes()
+
+        def decode(message):
+            if pending is None:  # it listens to nobody
+                return
+            _fill(pending.task, message)
+            first.telemetry._under_way, first.telemetry._report = pending, report
+            with np.errstate(all="ignore"):
+                drive(first.telemetry.receive(first.policy), lambda asked: asked.task.recv)
+                plan = first.policy.plan(0)
+            assert plan.scheme.rounds(144, np.dtype(np.float32), world.transports[0].group)
+
+        return Case(message, decode, resizes=False)
+
+    return make
+
+
+_STEPS = 24  # after which a policy that exchanges surveys now and then has done so
 
 
 def _agreement(rng, fence):
