@@ -139,6 +139,8 @@ class Outcome:
         Steps from one exchange to the next, on the average. Seconds of steps are means over those of an exchange.
     resumed_at : int
         Steps that an earlier job has made, from whose checkpoint this one went on; what is measured is of the others.
+    by_rank : list of RankTimes
+        What each rank took, in the order of ranks.
     """
 
     quality: float
@@ -169,6 +171,7 @@ class Outcome:
     delay: float | None = None
     every: float = 1.0
     resumed_at: int = 0
+    by_rank: list["RankTimes"] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,25 @@ class Stopped:
     """A training that was asked to stop: a checkpoint was written after so many steps."""
 
     step: int
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Seconds of one rank.
+
+    Attributes
+    ----------
+    rank : int
+        Among those that are there in the end.
+    slowest : float
+        Share of the steps in which it was busy longest outside the exchange, where the others wait.
+    phases_s : dict of str to float
+        Medians over steps.
+    """
+
+    rank: int
+    slowest: float
+    phases_s: dict[str, float]
 
 
 @dataclass
@@ -187,17 +209,30 @@ class _Timings:
     def add(self, seconds: float, phases: Mapping[str, float], choosing_s: float) -> None:
         self.rows.append([seconds, *(phases[name] for name in PHASES), choosing_s])
 
-    def of_slowest(self, transport: Transport, ends: Sequence[int]) -> NDArray[np.float64]:
-        """Return every step's row of the rank that was slowest in it, as means over the steps between ends. Collective.
+    def of_all(self, transport: Transport, ends: Sequence[int]) -> NDArray[np.float64]:
+        """Return every rank's rows, shape (ranks, steps, fields), as means over the steps between ends. Collective.
 
         Steps behind the last end are left out.
         """
         everyones = _gather(transport, np.array(self.rows, np.float64))
         sums = np.cumsum(everyones, axis=1)[:, np.array(ends) - 1]
         means = np.diff(sums, axis=1, prepend=0.0) / np.diff(ends, prepend=0)[None, :, None]
-        slowest = means[:, :, 0].argmax(axis=0)
-        rows: NDArray[np.float64] = means[slowest, np.arange(slowest.size)].repeat(np.diff(ends, prepend=0), axis=0)
+        rows: NDArray[np.float64] = means.repeat(np.diff(ends, prepend=0), axis=1)
         return rows
+
+
+def _of_slowest(everyones: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return every step's row of the rank that was slowest in it."""
+    rows: NDArray[np.float64] = everyones[everyones[:, :, 0].argmax(axis=0), np.arange(everyones.shape[1])]
+    return rows
+
+
+def _by_rank(everyones: NDArray[np.float64]) -> list[RankTimes]:
+    """Return each rank's medians, and how often the others waited for it."""
+    exchange = 1 + PHASES.index("exchange")
+    busy = everyones[:, :, 1 : 1 + len(PHASES)].sum(axis=2) - everyones[:, :, exchange]
+    slowest = np.bincount(busy.argmax(axis=0), minlength=len(everyones)) / busy.shape[1]
+    return [RankTimes(rank, float(slowest[rank]), _medians(rows)) for rank, rows in enumerate(everyones)]
 
 
 CPU = torch.device("cpu")
@@ -286,10 +321,11 @@ def train(
             quality = None
             if settings.evaluate_every and (step + 1) % settings.evaluate_every == 0:
                 quality = _quality(task, model, transport, task.glance)
-            metrics.write(
-                record.to_json()
-                | {"step": step, "seconds": seconds, "phases_s": phases, "loss": loss, "quality": quality}
-            )
+            if metrics.wanted:
+                metrics.write(
+                    record.to_json()
+                    | {"step": step, "seconds": seconds, "phases_s": phases, "loss": loss, "quality": quality}
+                )
             progress.step(step, loss, seconds, record, quality)
             if saves is None or step + 1 == settings.steps:
                 continue
@@ -306,7 +342,8 @@ def train(
             ends.append(made)
     _check_replicas(model, transport)
     skipped = min(5, made // 4)  # the first steps compile, agree and grow buffers
-    of_slowest = timings.of_slowest(transport, ends)
+    everyones = timings.of_all(transport, ends)
+    of_slowest = _of_slowest(everyones)
     warmup_steps -= first
     half = max(made // 2, warmup_steps if warmup_steps < made else 0)
     late = max(skipped, half) if settings.changes else skipped
@@ -367,6 +404,7 @@ def train(
         delay=delay,
         every=made / len(ends),
         resumed_at=first,
+        by_rank=_by_rank(everyones[:, skipped:]),
     )
 
 

@@ -47,6 +47,11 @@ class MetricsWriter:
             kept += len(line)
         self._file.truncate(kept)
 
+    @property
+    def wanted(self) -> bool:
+        """Whether lines are written, so that others need not make them."""
+        return self._file is not None
+
     def write(self, line: Mapping[str, Any]) -> None:
         """Write one step."""
         if self._file is not None:

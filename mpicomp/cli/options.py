@@ -58,6 +58,20 @@ def check_folder(command: str, path: str) -> None:
         raise ConfigurationError(f"{command}: nothing can be written into '{path}'; name another folder")
 
 
+def check_drawing(command: str) -> None:
+    """Raise now, and not after hours of work, if what draws a report is not installed."""
+    import importlib.util
+
+    from mpicomp.errors import ConfigurationError
+
+    missing = [name for name in ("matplotlib", "msgspec") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"{command}: a report is drawn with {' and '.join(missing)}, which is not installed; install it with "
+            "pip install 'mpicomp[report]'"
+        )
+
+
 def check_least(command: str, option: str, value: int, least: int = 1) -> int:
     """Return a whole number, or raise where it is too small."""
     from mpicomp.errors import ConfigurationError

@@ -1,9 +1,12 @@
 """``mpicomp train``: a real model on real data, its gradients exchanged through mpicomp."""
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import statistics
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 from mpicomp.cli.options import add_device, add_plugin, add_task
@@ -95,11 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser, "where the model is")
     parser.add_argument("--json", metavar="F", help="write the outcome to F as one JSON object")
     parser.add_argument("--metrics", metavar="F", help="write a JSON line a step to F")
+    parser.add_argument("--report", metavar="F.html", help="write what `mpicomp report` makes of the run to F.html")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print a verdict on rank 0."""
-    from mpicomp.cli.options import check_folder, check_least, check_writable
+    from mpicomp.cli.options import check_drawing, check_folder, check_least, check_writable
     from mpicomp.errors import ConfigurationError
     from mpicomp.policies.warmup import choose_warmup, read_warmup
     from mpicomp.system import launcher
@@ -121,10 +125,12 @@ def run(arguments: argparse.Namespace) -> int:
     warmup = choose_warmup(arguments.warmup, compressor, arguments.collective, arguments.policy)
     launch = launcher.detect()
     if launch is None or launch.rank == 0:
-        for path in filter(None, (arguments.json, arguments.metrics)):
+        for path in filter(None, (arguments.json, arguments.metrics, arguments.report)):
             check_writable("train", path)
         if arguments.checkpoints is not None:
             check_folder("train", arguments.checkpoints)
+        if arguments.report is not None:
+            check_drawing("train")
     from mpicomp.bench import devices
 
     gpu = devices.find() if arguments.device == "gpu" else None  # before MPI starts, as it calls another program
@@ -197,26 +203,35 @@ def run(arguments: argparse.Namespace) -> int:
         what += f", warmup {warmup}" if warmup else ""
         what += "" if updates is None else ", updates" + _every(updates["every"])
         print(f"{task.name}: {steps} steps on {group.size} ranks, policy {policy.id}, compressor {what}", flush=True)
-    with MetricsWriter(arguments.metrics if first else None) as metrics:
-        outcome = train(task, settings, transport, Progress(first), metrics, device)
-    first = transport.group.rank == 0  # of those that are left
-    transport.close()
-    if isinstance(outcome, Stopped):
-        if first:
-            print(
-                f"stopped after step {outcome.step} of {steps}: a checkpoint is in '{arguments.checkpoints}', and the "
-                f"same command goes on from it (exit status {STOPPED})",
-                flush=True,
-            )
-        return STOPPED
-    if not first:
-        return 0
-    print(table(outcome, task.quality_name, steps))
-    print(f"verdict: {judge(outcome)}", flush=True)
-    if arguments.json is not None:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(_result(task, settings, outcome), file, indent=1)
-            file.write("\n")
+    with contextlib.ExitStack() as stack:
+        lines = arguments.metrics
+        if first and lines is None and arguments.report is not None:
+            lines = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), "run.jsonl")
+        with MetricsWriter(lines if first else None) as metrics:
+            outcome = train(task, settings, transport, Progress(first), metrics, device)
+        wrote, first = first, transport.group.rank == 0  # of those that are left
+        transport.close()
+        if isinstance(outcome, Stopped):
+            if first:
+                print(
+                    f"stopped after step {outcome.step} of {steps}: a checkpoint is in '{arguments.checkpoints}', and "
+                    f"the same command goes on from it (exit status {STOPPED})",
+                    flush=True,
+                )
+            return STOPPED
+        if not first:
+            return 0
+        print(table(outcome, task.quality_name, steps))
+        print(f"verdict: {judge(outcome)}", flush=True)
+        result = _result(task, settings, outcome)
+        if arguments.json is not None:
+            with open(arguments.json, "w", encoding="utf-8") as file:
+                json.dump(result, file, indent=1)
+                file.write("\n")
+        if arguments.report is not None:
+            from mpicomp.bench.report.write import report_of_run
+
+            report_of_run(result, lines if wrote else None, arguments.report)
     return 0
 
 
@@ -340,6 +355,7 @@ def _result(task: "Task", settings: "Settings", outcome: "Outcome") -> dict[str,
         "dense_step_s": dense_step_s(outcome),
         "gain": outcome.gain,
         "delay": outcome.delay,
+        "by_rank": [{"rank": own.rank, "slowest": own.slowest, "phases_s": own.phases_s} for own in outcome.by_rank],
         "ratios": {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]},
         "plans": [plan.to_json() for plan in outcome.plans],
         "layers": [layer.to_json() for layer in outcome.layers],

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ["mpi4py.MPI", "torch", "cupy", "safetensors"]
 # Each opens hundreds of files, which hundreds of ranks do at once on one file system; what needs them loads them.
-SLOW = ["numpy", "numba", "llvmlite", "scipy", "sklearn", "rich", "pymoo"]
+SLOW = ["numpy", "numba", "llvmlite", "scipy", "sklearn", "rich", "pymoo", "matplotlib", "msgspec"]
 
 
 def python(code, executable=sys.executable, cwd="/"):
@@ -23,7 +23,7 @@ def python(code, executable=sys.executable, cwd="/"):
     "module",
     [
         *("mpicomp", "mpicomp.kernels", "mpicomp.cli"),
-        *("mpicomp.bench", "mpicomp.bench.lab", "mpicomp.bench.measure", "mpicomp.bench.tasks"),
+        *("mpicomp.bench", "mpicomp.bench.lab", "mpicomp.bench.measure", "mpicomp.bench.report", "mpicomp.bench.tasks"),
     ],
 )
 def test_an_import_loads_nothing_heavy(module):

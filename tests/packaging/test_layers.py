@@ -14,6 +14,7 @@ LAYERS = [
     ["mpicomp.cli"],
     ["mpicomp.bench"],
     ["mpicomp.bench.measure"],
+    ["mpicomp.bench.report"],
     ["mpicomp.bench.lab", "mpicomp.bench.tasks"],
     ["mpicomp.torch", "mpicomp.testing", "mpicomp.checkpoint"],
     ["mpicomp.reducer"],
@@ -43,6 +44,8 @@ HOMES = {
         "bench/tasks/",
         "studies/updates.py",
     ),
+    "matplotlib": ("bench/report/",),
+    "msgspec": ("bench/report/lines.py",),
     "cupy": ("mpicomp/places/choose.py",),
 }
 

@@ -1,0 +1,73 @@
+"""``mpicomp report``: files of runs in, one page out, and pictures for papers where they are asked for."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpicomp.bench.report import behind, chosen, draw, loss, phases, predicted, ranks
+from mpicomp.bench.report.lines import read_lines
+from mpicomp.bench.report.page import page
+from mpicomp.bench.report.runs import Run, read_runs
+from mpicomp.bench.report.verdict import verdict
+
+
+def write_report(paths: Sequence[str], output: str, folder: str | None = None) -> int:
+    """Write the report of one run, or of several compared.
+
+    Parameters
+    ----------
+    paths : sequence of str
+        Files of ``train --json`` and ``--metrics``; those of the same name before the ending are one run.
+    output : str
+        The page, HTML. An old file is overwritten.
+    folder : str or None
+        Where each picture is written as SVG and as PNG, too. Made where it is not there.
+
+    Returns
+    -------
+    int
+        Number of pictures.
+
+    Raises
+    ------
+    ConfigurationError
+        See `read_runs`.
+    OSError
+        Where something cannot be written.
+    """
+    return _write(read_runs(paths), output, folder)
+
+
+def report_of_run(outcome: dict[str, Any], lines: str | None, output: str) -> int:
+    """Write the report of a run that has just ended.
+
+    Parameters
+    ----------
+    outcome : dict
+        The object of --json.
+    lines : str or None
+        The file of --metrics; None where this rank has not written it, since the one that did has died.
+    output : str
+        The page.
+    """
+    name = str(outcome["compressor"])
+    return _write([Run(name, outcome, None if lines is None else read_lines(lines))], output, None)
+
+
+def _write(runs: list[Run], output: str, folder: str | None) -> int:
+    found = [loss.section(runs), phases.section(runs), chosen.section(runs), behind.section(runs)]
+    found += [predicted.section(runs), ranks.section(runs)]
+    sections = [own for own in found if own is not None]
+    drawn: dict[str, str] = {}
+    for section in sections:
+        for picture in section.pictures:
+            name = re.sub(r"[^a-z0-9]+", "-", picture.name.lower()).strip("-")
+            picture.name = name if name not in drawn else f"{name}-{len(drawn)}"
+            drawn[picture.name] = draw.svg(picture.figure)
+            if folder is not None:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                Path(folder, f"{picture.name}.svg").write_text(drawn[picture.name], encoding="utf-8")
+                draw.png(picture.figure, str(Path(folder, f"{picture.name}.png")))
+    Path(output).write_text(page(runs, verdict(runs), sections, drawn), encoding="utf-8")
+    return len(drawn)

@@ -1,0 +1,35 @@
+"""``mpicomp report``: pictures, tables and a verdict of one or several runs, on one page."""
+
+import argparse
+
+HELP = "show one run, or several compared, on one page that needs no network"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.set_defaults(alone=True)
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="a file that train has written with --json or with --metrics; topk.json and topk.jsonl are one run",
+    )
+    parser.add_argument("-o", "--output", required=True, metavar="F.html", help="the page to write")
+    parser.add_argument("--pictures", metavar="DIR", help="write each picture as SVG and as PNG to DIR, too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the report, and say where it is."""
+    from mpicomp.cli.options import check_drawing, check_writable
+
+    check_writable("report", arguments.output)
+    check_drawing("report")
+    from mpicomp.bench.report.write import write_report
+    from mpicomp.errors import ConfigurationError
+
+    try:
+        pictures = write_report(arguments.runs, arguments.output, arguments.pictures)
+    except OSError as error:
+        raise ConfigurationError(f"report: {error}; name a folder that can be written") from error
+    print(f"{arguments.output}: {pictures} pictures" + (f", each in {arguments.pictures}" * bool(arguments.pictures)))
+    return 0
