@@ -43,6 +43,7 @@ class Browser:
             self._end()
             raise
         self._address += f"/session/{started['sessionId']}"
+        self._ask("/url", {"url": "about:blank"})
         return self
 
     def __exit__(self, *_):
@@ -62,6 +63,8 @@ class Browser:
         self._protocol("Emulation.setDeviceMetricsOverride", size)
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self._protocol("Emulation.setEmulatedMedia", {"features": features})
+        for kind in ("browser", "performance"):
+            self._ask("/se/log", {"type": kind})  # what came before is of another page
         self._ask("/url", {"url": path.as_uri()})
         console = [entry["message"] for entry in self._ask("/se/log", {"type": "browser"})]
         events = [json.loads(entry["message"])["message"] for entry in self._ask("/se/log", {"type": "performance"})]

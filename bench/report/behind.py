@@ -37,7 +37,7 @@ def _steps(value: float) -> str:
 
 
 def _picture(drawn: Sequence[tuple[int, Run]]) -> Picture:
-    figure, axes = draw.panel("step", "steps behind", right=92 if len(drawn) > 1 else 18)
+    figure, axes = draw.panel("step", "steps behind", right=106 if len(drawn) > 1 else 18)
     labels, rows, said, highest = [], [], [], 0.0
     largest = 1
     for place, run in drawn:
@@ -64,7 +64,7 @@ def _picture(drawn: Sequence[tuple[int, Run]]) -> Picture:
     bins = put_together(drawn[0][1].lines.step.size)
     spread = "" if largest == 1 else ": line, their median; band, their least to their greatest value"
     return Picture(
-        "behind",
+        "steps-behind",
         "Steps of progress that wait in residuals",
         f"Steps behind: {'; '.join(said)}.",
         figure,

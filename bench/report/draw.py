@@ -137,7 +137,7 @@ def label_ends(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
     for height, (_, text, token) in zip(heights, at, strict=True):
         place = (box.x1 + 5) / figure.bbox.width, height / figure.bbox.height
         with matplotlib.rc_context(_STYLE):
-            figure.text(*place, shortened(text, 12), color=LIGHT[token], va="center", fontweight="bold")
+            figure.text(*place, shortened(text, 11), color=LIGHT[token], va="center", fontweight="bold")
 
 
 def spread(heights: Sequence[float], apart: float, low: float, high: float) -> list[float]:
@@ -195,7 +195,7 @@ def heat(
     """
     height = HEIGHT + 50 if len(names) > 8 else 90 + 20 * len(names)
     width = min(22, max(len(name) for name in names))  # characters of names
-    figure, axes = panel(across, up, left=22 + 7 * width, right=58, height=height, grid=None)
+    figure, axes = panel(across, up, left=22 + 7 * width, right=68, height=height, grid=None)
     norm = Normalize(0, 1) if least is None else LogNorm(least, 1, clip=True)
     with matplotlib.rc_context(_STYLE):
         edges = (x[0] - 0.5, x[1] + 0.5, len(names) - 0.5, -0.5)
@@ -206,7 +206,7 @@ def heat(
         for side in axes.spines.values():
             side.set_visible(False)
         box = axes.get_position()
-        scale = figure.add_axes((box.x1 + 10 / WIDTH, box.y0, 9 / WIDTH, box.height))
+        scale = figure.add_axes((box.x1 + 10 / WIDTH, box.y0, 9 / WIDTH, box.height), facecolor="none")
         bar = figure.colorbar(image, cax=scale)
         bar.outline.set_visible(False)
         scale.tick_params(length=0, pad=3, which="both")

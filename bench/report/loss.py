@@ -56,7 +56,7 @@ def _start_s(run: Run) -> float:
 
 def _against(runs: Sequence[Run], across: str) -> Picture:
     unit = {"steps": "step", "seconds": "seconds of training", "bytes": "bytes that left rank 0"}[across]
-    figure, axes = draw.panel(unit, "training loss", right=92 if len(runs) > 1 else 18)
+    figure, axes = draw.panel(unit, "training loss", right=106 if len(runs) > 1 else 18)
     labels, rows, said, lows = [], [], [], []
     for place, run in enumerate(runs):
         lines = run.lines
@@ -134,7 +134,7 @@ def _least(run: Run) -> float:
 def _quality(runs: Sequence[Run]) -> Picture:
     name, better = runs[0].quality()
     name = "held-out quality" if runs[0].outcome is None else name
-    figure, axes = draw.panel("seconds of training", name, right=92 if len(runs) > 1 else 18)
+    figure, axes = draw.panel("seconds of training", name, right=106 if len(runs) > 1 else 18)
     labels, rows, said = [], [], []
     for place, run in enumerate(runs):
         lines = run.lines

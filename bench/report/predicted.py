@@ -42,7 +42,7 @@ def _picture(run: Run) -> Picture:
     assert lines is not None
     bins = put_together(lines.step.size)
     x = bins.last(lines.step)
-    figure, axes = draw.panel("step", "seconds of a step's exchanges", left=58, right=92)
+    figure, axes = draw.panel("step", "seconds of a step's exchanges", left=58, right=88)
     rows, labels = [], []
     found = {}
     for name, token, values in (("measured", "run1", lines.measured), ("predicted", "run0", lines.predicted)):

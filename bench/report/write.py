@@ -36,7 +36,7 @@ def write_report(paths: Sequence[str], output: str, folder: str | None = None) -
     OSError
         Where something cannot be written.
     """
-    return _write(read_runs(paths), output, folder)
+    return draw_report(read_runs(paths), output, folder)
 
 
 def report_of_run(outcome: dict[str, Any], lines: str | None, output: str) -> int:
@@ -52,10 +52,11 @@ def report_of_run(outcome: dict[str, Any], lines: str | None, output: str) -> in
         The page.
     """
     name = str(outcome["compressor"])
-    return _write([Run(name, outcome, None if lines is None else read_lines(lines))], output, None)
+    return draw_report([Run(name, outcome, None if lines is None else read_lines(lines))], output, None)
 
 
-def _write(runs: list[Run], output: str, folder: str | None) -> int:
+def draw_report(runs: list[Run], output: str, folder: str | None) -> int:
+    """Write the report of runs that have been read; see `write_report`."""
     found = [loss.section(runs), phases.section(runs), chosen.section(runs), behind.section(runs)]
     found += [predicted.section(runs), ranks.section(runs)]
     sections = [own for own in found if own is not None]

@@ -1,0 +1,403 @@
+"""The report: what is read, what is said, and what the page is made of."""
+
+import json
+import math
+import re
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from browser import BROWSER, DRIVER, Browser
+from marks import slow
+from recordings import PHASES, write_lines, write_outcome
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("msgspec")
+
+from mpicomp.bench.report.bins import put_together
+from mpicomp.bench.report.lines import read_lines
+from mpicomp.bench.report.palette import DARK, LIGHT
+from mpicomp.bench.report.runs import read_runs
+from mpicomp.bench.report.verdict import verdict
+
+from mpicomp import cli
+from mpicomp.errors import ConfigurationError
+
+
+def report(folder, *names, more=()):
+    """Write a report of files of a folder; give its text."""
+    page = folder / "F.html"
+    assert cli.main(["report", *(str(folder / name) for name in names), "-o", str(page), *more]) == 0
+    return page.read_text()
+
+
+# ---- what is read
+
+
+def test_lines_become_arrays_over_steps(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write_lines(path, 30, layers=5, buckets=2)
+    own = read_lines(str(path))
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    for name in ("step", "seconds", "loss", "wire_bytes", "dense_wire_bytes"):
+        assert getattr(own, name).tolist() == [line[name] for line in lines]
+    assert own.phases.tolist() == [[line["phases_s"][name] for name in PHASES] for line in lines]
+    assert [int(step) for step in own.step[np.isfinite(own.quality)]] == [9, 19, 29]
+    parts = [[layer for bucket in line["buckets"] for layer in bucket["layers"]] for line in lines]
+    assert own.layers.names == [layer["name"] for layer in parts[0]]
+    assert own.layers.numels == [layer["numel"] for layer in parts[0]]
+    for name in ("ratio", "gain"):
+        assert getattr(own.layers, name).tolist() == [[layer[name] for layer in step] for step in parts]
+    for place, line in enumerate(lines):
+        buckets = line["buckets"]
+        numel = sum(bucket["numel"] for bucket in buckets)
+        kept = sum(bucket["ratio_reached"] * bucket["numel"] for bucket in buckets)
+        waits = sum((1 - bucket["gain"]) * bucket["energy"] for bucket in buckets)
+        sent = sum(bucket["gain"] * bucket["energy"] for bucket in buckets)
+        measured = sum(sum(bucket["phases_s"].values()) for bucket in buckets)
+        assert own.ratio[place] == pytest.approx(kept / numel)
+        assert own.behind[place] == pytest.approx(waits / sent)
+        assert own.predicted[place] == pytest.approx(sum(bucket["predicted_s"] for bucket in buckets))
+        assert own.measured[place] == pytest.approx(measured)
+
+
+def test_plans_and_layers_may_change(tmp_path):
+    def change(step, line):
+        bucket = line["buckets"][0]
+        if step >= 15:
+            bucket["compressor"], bucket["collective"] = {"id": "dense"}, "allreduce"
+            bucket["gain"] = bucket["energy"] = bucket["predicted_s"] = None
+        if step >= 10:
+            del bucket["layers"][0]
+            bucket["layers"].reverse()
+            bucket["layers"][0]["gain"] = None
+
+    write_lines(tmp_path / "m.jsonl", 20, layers=3, change=change)
+    own = read_lines(str(tmp_path / "m.jsonl"))
+    assert own.plans == ["topk 0.01 by allgather", "dense by allreduce"]
+    assert own.shares.tolist() == [[1, 0]] * 15 + [[0, 1]] * 5
+    assert np.isnan(own.behind).tolist() == np.isnan(own.predicted).tolist() == [False] * 15 + [True] * 5
+    assert own.layers.names == [f"blocks.{place}.weight" for place in range(3)]
+    assert np.isnan(own.layers.ratio[:, 0]).tolist() == [False] * 10 + [True] * 10
+    assert np.isnan(own.layers.gain[:, 2]).tolist() == [False] * 10 + [True] * 10
+    last = json.loads((tmp_path / "m.jsonl").read_text().splitlines()[-1])["buckets"][0]["layers"]
+    assert own.layers.ratio[-1, 1] == next(layer["ratio"] for layer in last if layer["name"] == "blocks.1.weight")
+
+
+def test_a_line_that_was_cut_off_and_numbers_that_json_has_not(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write_lines(path, 10, change=lambda step, line: line.update(loss=math.nan if step == 9 else 1.0))
+    assert "NaN" in path.read_text()
+    path.write_text(path.read_text() + '{"schema": 1, "step": 10, "seco')
+    own = read_lines(str(path))
+    assert own.step.size == 10
+    assert np.isnan(own.loss).tolist() == [False] * 9 + [True]
+    assert own.plans == ["topk 0.01 by allgather"]
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"a.jsonl": '{"step": 0}\n'}, "line 1 of '.*a.jsonl' is no step of --metrics"),
+        ({"a.jsonl": ""}, "holds no step"),
+        ({"a.json": '{"rows": []}'}, "has no field 'dense_wire_bytes', so train has not written it"),
+        ({"a.json": "[1]"}, "is no file that train has written"),
+        ({}, "cannot be read: No such file"),
+    ],
+)
+def test_files_of_something_else_are_refused(tmp_path, files, says):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigurationError, match=says):
+        read_runs([str(tmp_path / name) for name in files or ["a.json"]])
+
+
+def test_files_of_one_name_are_one_run(tmp_path):
+    for name in ("lab-auto", "lab-topk"):
+        write_lines(tmp_path / f"{name}.jsonl", 20)
+        write_outcome(tmp_path / f"{name}.json", 20)
+    runs = read_runs([str(path) for path in sorted(tmp_path.iterdir())])
+    assert [run.name for run in runs] == ["auto", "topk"]
+    assert all(run.outcome is not None and run.lines is not None for run in runs)
+    write_outcome(tmp_path / "lab-topk.json", 21)
+    with pytest.raises(ConfigurationError, match="--json tells of 21 steps, --metrics of 20"):
+        read_runs([str(tmp_path / "lab-topk.json"), str(tmp_path / "lab-topk.jsonl")])
+    write_outcome(tmp_path / "other.json", 20, task="vgg")
+    with pytest.raises(ConfigurationError, match=r"runs of one task can be compared, got digits \(lab-auto\) and vgg"):
+        read_runs([str(tmp_path / "lab-auto.json"), str(tmp_path / "other.json")])
+
+
+# ---- what is put together
+
+
+@pytest.mark.parametrize("steps", [1, 7, 39, 40, 163, 10_000])
+def test_bins_hold_every_step_once(steps):
+    values = np.random.default_rng(steps).normal(size=(steps, 3))
+    values[:: max(2, steps // 3), 1] = np.nan
+    values[: steps // 2, 2] = np.nan
+    bins = put_together(steps)
+    assert bins.edges[0] == 0
+    assert bins.edges[-1] == steps
+    assert bins.edges.size - 1 <= 100
+    for of, plain in (("min", min), ("max", max), ("mean", lambda own: sum(own) / len(own)), ("median", _median)):
+        found = bins.each(of, values)
+        for place, (first, end) in enumerate(zip(bins.edges, bins.edges[1:], strict=False)):
+            for column in range(3):
+                known = [value for value in values[first:end, column] if not math.isnan(value)]
+                assert found[place, column] == pytest.approx(plain(known) if known else math.nan, nan_ok=True)
+
+
+def _median(values):
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+# ---- what is said
+
+
+def test_the_verdict_goes_by_quality_and_not_by_the_time_of_a_step(tmp_path):
+    """The quickest step never gets there; of the other two, the one with the shorter steps is there first."""
+
+    def reaching(best):
+        return lambda step, line: line.update(quality=best * (1 - math.exp(-step / 20)) if step % 5 == 4 else None)
+
+    for name, step_s, best in (("dense", 0.1, 0.97), ("quick", 0.001, 0.6), ("auto", 0.01, 0.97)):
+        write_lines(tmp_path / f"{name}.jsonl", 100, step_s=step_s, change=reaching(best))
+        config = {"id": "dense"} if name == "dense" else {"id": "topk", "ratio": 0.01}
+        plans = [{"compressor": config["id"], "compressor_config": config, "collective": "ring", "share": 1.0}]
+        write_outcome(tmp_path / f"{name}.json", 100, step_s=step_s, quality=best, plans=plans)
+    said = verdict(read_runs([str(path) for path in sorted(tmp_path.iterdir())]))
+    assert re.match(r"auto comes first: it reaches a held-out accuracy of 0\.9\d+ after", said[0])
+    assert "; dense needs " in said[0]
+    assert said[0].endswith("; quick does not reach it.")
+    assert said[1] == "Held-out accuracy in the end, higher is better: auto 0.97, dense 0.97 and quick 0.6."
+    assert said[2].startswith("A step takes, and sends from a rank: quick 1 ms and")
+    assert said[3] == "One run of each: what differs by chance, runs of other seeds would tell."
+
+
+def test_the_verdict_says_after_how_many_seconds(tmp_path):
+    """Steps of a tenth of a second whose loss falls by one a step from 100: 95 % of the way is at loss 5."""
+    for name, lag in (("dense", 0), ("slow", 40)):
+        change = lambda step, line, lag=lag: line.update(seconds=0.1, loss=float(max(0, 100 + lag - step)))  # noqa: E731
+        write_lines(tmp_path / f"{name}.jsonl", 200, change=change)
+    [said, *_] = verdict(read_runs([str(tmp_path / "dense.jsonl"), str(tmp_path / "slow.jsonl")]))
+    # Points are medians of 5 steps: the first one below 5 ends with step 99 at loss 3, and with step 139.
+    assert "after 10 s" in said
+    assert "slow needs 14 s, 1.4 times as long" in said
+
+
+def test_runs_that_differ_in_more_than_what_is_compared(tmp_path):
+    for name, ranks in (("one", 2), ("two", 4)):
+        write_outcome(tmp_path / f"{name}.json", 20, ranks=ranks)
+    said = verdict(read_runs([str(tmp_path / "one.json"), str(tmp_path / "two.json")]))
+    assert said[-1].startswith("The runs differ in ranks (one 2, two 4) and hosts (one 2, two 4), too.")
+
+
+# ---- what the page is made of
+
+
+class Page(HTMLParser):
+    """Collects tags with what they have, and refuses what is not closed."""
+
+    EMPTY = ("meta", "link", "br", "path", "rect", "image", "use")
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self._open = [], []
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in self.EMPTY:
+            assert self._open.pop() == tag
+
+    def of(self, tag):
+        return [attrs for own, attrs in self.tags if own == tag]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Make a folder with a run alone, and with two runs one of which has changing plans and odd names."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def change(step, line):
+        bucket = line["buckets"][0]
+        bucket["layers"][0]["name"] = "<script>alert(1)</script>&amp;"
+        if step > 50:
+            bucket["compressor"], bucket["collective"] = {"id": "dense"}, "recursive-doubling"
+
+    write_lines(folder / "auto.jsonl", 100, buckets=3, change=change)
+    write_outcome(folder / "auto.json", 100, ranks=3, policy="auto")
+    write_lines(folder / "a run & <more>.jsonl", 100, layers=200, step_s=0.05, seed=1)
+    write_outcome(folder / "a run & <more>.json", 100, step_s=0.05, delay=None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compared(folder):
+    """Write the report of both runs."""
+    report(folder, *sorted(path.name for path in folder.iterdir()))
+    return folder / "F.html"
+
+
+PICTURES = {(0, False): 17, (1, False): 2, (1, True): 10, (2, True): 12}
+
+
+@pytest.mark.parametrize("names", [[], ["auto.json"], slow(["auto.jsonl"]), slow(["auto.json", "auto.jsonl"])])
+def test_the_page_asks_for_nothing_and_all_pictures_have_words(folder, compared, tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_text((folder / name).read_text())
+    text = report(tmp_path, *names) if names else compared.read_text()
+    page = Page(text)
+    assert page.of("script") == []
+    assert re.findall(r"https?://(?!www\.w3\.org/(?:2000/svg|1999/xlink)\")", text) == []
+    assert all(attrs["href"].startswith("data:") for attrs in page.of("link"))
+    assert all(attrs["href"].startswith("#") for attrs in page.of("a"))
+    assert all(attrs["xlink:href"].startswith("data:image/png") for attrs in page.of("image"))
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    links = re.findall(r'(?:href="#|url\(#)([^")]+)', text)
+    links += [one for _, attrs in page.tags for one in attrs.get("aria-labelledby", "").split()]
+    assert set(links) <= set(ids)
+    pictures = [attrs for attrs in page.of("svg") if "aria-hidden" not in attrs]
+    assert len(pictures) == len(page.of("figure")) == PICTURES[len(names), names[-1:] == ["auto.jsonl"]]
+    assert all(attrs["role"] == "img" for attrs in pictures)
+    for words in re.findall(r"<desc[^>]*>(.*?)</desc>", text):
+        assert re.search(r"\d", words)
+    assert len(page.of("details")) == len(pictures)
+    scrolls = [attrs for attrs in page.of("div") if attrs.get("class") == "scroll"]
+    assert all(attrs["tabindex"] == "0" and attrs["aria-label"] for attrs in scrolls)
+    assert "nan" not in re.sub(r"<image.*?>", "", text).lower().replace("resonan", "")
+    # Every colour of a picture but those of maps is one of the page's, so that it changes with the page.
+    drawn = "".join(re.findall(r"<figure>.*?</figure>", text, flags=re.DOTALL))
+    assert set(re.findall(r"(?:fill|stroke): ([^;\"]+)", drawn)) <= {"none", *(f"var(--{token})" for token in LIGHT)}
+
+
+def test_all_that_was_asked_for_is_there(folder, tmp_path):
+    for name in ("auto.json", "auto.jsonl"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    text = report(tmp_path, "auto.json", "auto.jsonl", more=["--pictures", str(tmp_path / "pictures")])
+    sections = re.findall(r'<section id="(\w+)"', text)
+    assert sections == ["loss", "seconds", "chosen", "behind", "predicted", "ranks", "runs"]
+    names = {path.stem for path in (tmp_path / "pictures").iterdir()}
+    wanted = {"loss-steps", "loss-seconds", "loss-bytes", "quality-seconds", "step-by-phase", "phases-auto"}
+    wanted |= {"plans-auto", "ratio-auto", "gain-auto", "predicted-auto", "ranks-auto"}
+    wanted |= {"steps-behind"}
+    assert names == wanted
+    for name in names:
+        assert (tmp_path / "pictures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        own = (tmp_path / "pictures" / f"{name}.svg").read_text()
+        assert "var(--" not in own  # by itself it has no page to ask
+
+
+def contrast(one, other):
+    """Return the contrast of two colours as WCAG 2.2 defines it."""
+
+    def luminance(colour):
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_contrast(colours):
+    for token, colour in colours.items():
+        if token in ("ground", "line"):
+            continue
+        least = 3 if token in PHASES else 4.5  # runs' colours are also those of their names
+        assert contrast(colour, colours["ground"]) >= least, token
+
+
+def test_without_what_draws_it_the_error_says_what_to_install(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "matplotlib" else sys)
+    assert cli.main(["report", "a.json", "-o", str(tmp_path / "F.html")]) == 2
+    said = capsys.readouterr().err
+    assert "a report is drawn with matplotlib, which is not installed" in said
+    assert "pip install 'mpicomp[report]'" in said
+
+
+# ---- what a browser makes of it
+
+
+OVER = """
+const wide = document.documentElement.scrollWidth > document.documentElement.clientWidth;
+const over = [];
+for (const own of document.querySelectorAll("body *")) {
+  const box = own.getBoundingClientRect();
+  const out = box.width && (box.right > innerWidth + 1 || box.left < -1);
+  if (out && !own.closest(".scroll, svg, .skip"))
+    over.push(own.tagName + " " + own.textContent.slice(0, 30));
+}
+for (const svg of document.querySelectorAll("figure svg")) {
+  const all = svg.getBoundingClientRect();
+  for (const own of svg.querySelectorAll("text")) {
+    const box = own.getBoundingClientRect();
+    if (box.left < all.left - 1 || box.right > all.right + 1 || box.top < all.top - 1 || box.bottom > all.bottom + 1)
+      over.push("text " + own.textContent);
+  }
+}
+return [wide, over];
+"""
+COLOURS = """
+const text = document.querySelector("figure svg text");
+return [getComputedStyle(document.body).backgroundColor, getComputedStyle(text).fill];
+"""
+SMALLEST = """
+return Math.min(...[...document.querySelectorAll("figure svg text")].map(own => {
+  const svg = own.closest("svg");
+  return parseFloat(getComputedStyle(own).fontSize) * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+}));
+"""
+
+
+@pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs Chromium and its driver: apt install chromium-driver")
+def test_in_a_browser(compared, tmp_path):
+    with Browser(tmp_path / "browser") as browser:
+        for width, height in ((1280, 800), (360, 740)):
+            for dark in (False, True):
+                console, asked = browser.show(compared, width, height, dark)
+                assert console == []
+                assert asked == []
+                assert browser.ask(OVER) == [False, []]
+                ground, ink = browser.ask(COLOURS)
+                colours = DARK if dark else LIGHT
+                assert (ground, ink) == (_rgb(colours["ground"]), _rgb(colours["soft"]))
+                assert browser.ask(SMALLEST) >= 10
+        assert browser.ask("return [...document.querySelectorAll('figure svg')].every(own => own.clientHeight > 60)")
+        browser.press("Tab")
+        assert browser.ask("return document.activeElement.className") == "skip"
+        for _ in range(60):
+            browser.press("Tab")
+            if browser.ask("return document.activeElement.tagName") == "SUMMARY":
+                break
+        browser.press("Enter")
+        assert browser.ask("return document.activeElement.parentElement.open")
+        assert browser.ask(OVER) == [False, []]
+
+
+def _rgb(colour):
+    return f"rgb({', '.join(str(int(colour[place : place + 2], 16)) for place in (1, 3, 5))})"
+
+
+# ---- long runs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_long_run_makes_a_small_page(tmp_path):
+    write_lines(tmp_path / "run.jsonl", 10_000, layers=100, buckets=10, every=100)
+    write_outcome(tmp_path / "run.json", 10_000, ranks=64, layers=100)
+    assert len(report(tmp_path, "run.json", "run.jsonl").encode()) < 5e6
