@@ -259,6 +259,11 @@ def svg(figure: Figure) -> str:
     return file.getvalue()
 
 
+def on_white(text: str) -> str:
+    """Return an SVG with a white ground, for use outside the page."""
+    return text.replace('style="fill: none"', f'style="fill: {LIGHT["ground"]}"', 1)
+
+
 def png(figure: Figure, path: str) -> None:
     """Write a picture as PNG of 300 pixels an inch, on white."""
     with matplotlib.rc_context(_STYLE):

@@ -68,7 +68,7 @@ def draw_report(runs: list[Run], output: str, folder: str | None) -> int:
             drawn[picture.name] = draw.svg(picture.figure)
             if folder is not None:
                 Path(folder).mkdir(parents=True, exist_ok=True)
-                Path(folder, f"{picture.name}.svg").write_text(drawn[picture.name], encoding="utf-8")
+                Path(folder, f"{picture.name}.svg").write_text(draw.on_white(drawn[picture.name]), encoding="utf-8")
                 draw.png(picture.figure, str(Path(folder, f"{picture.name}.png")))
     Path(output).write_text(page(runs, verdict(runs), sections, drawn), encoding="utf-8")
     return len(drawn)

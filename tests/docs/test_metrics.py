@@ -1,5 +1,6 @@
 """docs/metrics.md has every field that is written, and no other."""
 
+import importlib.util
 import json
 
 import numpy as np
@@ -42,15 +43,16 @@ def run(mpiexec, tmp_path_factory):
         "--collective",
         "allgather",
     ]  # in which all ranks send as much as rank 0, whose lines they are
+    words += ["--report", folder / "r.html"] if importlib.util.find_spec("msgspec") else []
     done = mpiexec(2, *words, "--json", folder / "o.json", "--metrics", folder / "m.jsonl", timeout=100)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
-    return json.loads((folder / "o.json").read_text()), lines
+    return folder, json.loads((folder / "o.json").read_text()), lines
 
 
 @pytest.mark.slow
 def test_the_lines_of_a_run(run):
-    _, lines = run
+    _, _, lines = run
     assert [line["step"] for line in lines] == [0, 1, 2]
     for line in lines:
         compare(line, "A line of --metrics")
@@ -62,11 +64,16 @@ def test_the_lines_of_a_run(run):
 
 
 def test_the_object_of_a_run(run):
-    outcome, lines = run
+    folder, outcome, lines = run
     compare(outcome, "The object of --json")
     compare(outcome["phases_s"], "phases_s of a line")
     compare(outcome["quality"], "quality")
     compare(outcome["ratios"], "ratios")
+    assert [own["rank"] for own in outcome["by_rank"]] == [0, 1]
+    assert sum(own["slowest"] for own in outcome["by_rank"]) == pytest.approx(1)
+    for own in outcome["by_rank"]:
+        compare(own, "An entry of by_rank")
+        compare(own["phases_s"], "phases_s of a line")
     for plan in outcome["plans"]:
         compare(plan, "An entry of plans")
     compare(outcome["correlation"], "correlation")
@@ -78,3 +85,8 @@ def test_the_object_of_a_run(run):
         compare(layer, "An entry of layers")
     assert outcome["dense_bytes"] == 4 * outcome["parameters"] * outcome["steps"]
     assert outcome["wire_bytes"] == pytest.approx(sum(line["wire_bytes"] for line in lines), abs=8 * len(lines))
+    if importlib.util.find_spec("msgspec"):
+        page = (folder / "r.html").read_text()
+        assert "Training digits with topk" in page
+        for section in ("loss", "seconds", "ranks", "runs"):
+            assert f'<section id="{section}"' in page
