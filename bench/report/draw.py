@@ -80,7 +80,7 @@ def plain_log(axis: str, axes: Axes) -> None:
     """Write the numbers of a logarithmic axis: powers of ten, and parts of these where they are few."""
     low, high = getattr(axes, f"get_{axis}lim")()
     span = np.log10(high / low)
-    steps = [1, 2, 5] if span < 1.6 else [1, 3] if span < 2.6 else [1]
+    steps = [1, 1.5, 2, 3, 5, 7] if span < 0.8 else [1, 2, 5] if span < 1.6 else [1, 3] if span < 2.6 else [1]
     ticks = [m * 10.0**e for e in range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1) for m in steps]
     own = getattr(axes, f"{axis}axis")
     own.set_ticks([tick for tick in ticks if low <= tick <= high])

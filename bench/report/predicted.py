@@ -57,14 +57,14 @@ def _picture(run: Run) -> Picture:
     both = both[np.isfinite(both) & (both > 0)]
     if both.size:
         axes.set_yscale("log")
-        axes.set_ylim(both.min() / 1.6, both.max() * 1.6)
+        axes.set_ylim(both.min() / 2, both.max() * 2)
         draw.plain_log("y", axes)
         draw.formatted("y", axes, draw.in_seconds)
     axes.set_xlim(left=0)
     draw.label_ends(axes, labels)
     ratio = _ratio(run)
     near = float(np.mean((ratio > 0.5) & (ratio < 2)))
-    spread = "" if bins.largest == 1 else ": lines, medians; bands, least to greatest"
+    spread = "" if bins.largest == 1 else ": lines, medians; bands, least to greatest, cut by the axis"
     return Picture(
         f"predicted-{run.name}",
         run.titled("predicted and measured"),

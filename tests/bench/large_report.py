@@ -8,6 +8,7 @@ from time import process_time as seconds  # the machine may be shared
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))
+import numpy as np  # noqa: E402
 from recordings import write_lines, write_outcome  # noqa: E402
 
 
@@ -29,6 +30,31 @@ def main(steps=10_000, layers=100):
         size = os.path.getsize(folder / "F.html")
     parts = f"loading {loaded - begin:.2f} s, reading {read - loaded:.2f} s, drawing {drawn - read:.2f} s"
     print(f"of the processor: {parts}; the page has {size / 1e6:.2f} MB")
+    step_s, line_s = cost_of_metrics(layers)
+    print(f"a line of --metrics: {1e6 * line_s:.0f} us, {100 * line_s / step_s:.2f} % of what reduce takes by itself")
+
+
+def cost_of_metrics(layers, numel=100_000, repeats=50):
+    """Return the seconds of a reduce of so many layers on one rank, and of writing its line."""
+    from mpicomp.bench.measure.metrics import MetricsWriter
+
+    import mpicomp
+    from mpicomp.transport import LocalWorld
+
+    rng = np.random.default_rng(0)
+    gradients = {f"blocks.{place}.weight": rng.normal(size=numel).astype(np.float32) for place in range(layers)}
+    reducer = mpicomp.Reducer("topk", "allgather", comm=LocalWorld(1).transports[0])
+    own = {"seconds": 1.0, "phases_s": {}, "loss": 1.0, "quality": None}
+    steps, lines = [], []
+    with tempfile.TemporaryDirectory() as folder, MetricsWriter(f"{folder}/m.jsonl") as metrics:
+        for _ in range(repeats):
+            begin = seconds()
+            reducer.reduce(gradients, lr=0.1)
+            reduced = seconds()
+            metrics.write(reducer.last_step.to_json() | own)
+            lines.append(seconds() - reduced)
+            steps.append(reduced - begin)
+    return np.median(steps), np.median(lines)
 
 
 if __name__ == "__main__":
