@@ -17,6 +17,7 @@ from mpicomp.bench.report.words import amount, digits, seconds
 
 WIDTH, HEIGHT = 380, 250  # in pixels of the page at which text has its own size; as wide as a phone
 TEXT = 12  # pixels
+DASHES: dict[str, Any] = {f"run{place}": (0, (4, 1.5)) for place in range(4, 8)}
 TALL = 13  # pixels between labels, so that they do not touch
 
 _STYLE: dict[Any, Any] = {
@@ -114,7 +115,10 @@ def in_bytes(value: float) -> str:
 def curve(axes: Axes, x: Array, low: Array, middle: Array, high: Array, token: str) -> None:
     """Draw medians as a line and what lies between least and most as a band."""
     axes.fill_between(x, low, high, color=LIGHT[token], alpha=0.16, linewidth=0)
-    axes.plot(x, middle, color=LIGHT[token], linewidth=1.8, marker="o" if x.size == 1 else None, markersize=4)
+    marker = "o" if x.size == 1 else None
+    axes.plot(
+        x, middle, color=LIGHT[token], linewidth=1.8, linestyle=DASHES.get(token, "-"), marker=marker, markersize=4
+    )
 
 
 def label_ends(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:

@@ -212,7 +212,7 @@ def _numbers(line: _Line) -> tuple[float, ...]:
     quality = math.nan if line.quality is None else line.quality
     phases = line.phases_s
     head = (line.step, line.seconds, loss, quality, line.wire_bytes, line.dense_wire_bytes)
-    return (*head, *(phases.get(name, math.nan) for name in PHASES))
+    return (*head, *(phases.get(name, 0.0) for name in PHASES))
 
 
 def _sums(buckets: list[_Bucket]) -> tuple[float, float, float, float]:

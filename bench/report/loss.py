@@ -16,8 +16,8 @@ _DECADES = 20  # the greatest loss over the least one, from which on the axis is
 
 
 def section(runs: Sequence[Run]) -> Section | None:
-    """Return the pictures of the runs that have --metrics; None where none has."""
-    runs = [run for run in runs if run.lines is not None]
+    """Return the pictures of the runs that have recorded a loss; None where none has."""
+    runs = [run for run in runs if run.lines is not None and np.isfinite(run.lines.loss).any()]
     if not runs:
         return None
     pictures = [_against(runs, across) for across in ("steps", "seconds", "bytes")]
@@ -141,7 +141,10 @@ def _quality(runs: Sequence[Run]) -> Picture:
         assert lines is not None
         seen = np.isfinite(lines.quality)
         x, y = run.elapsed[seen], lines.quality[seen]
-        axes.plot(x, y, color=LIGHT[f"run{place}"], linewidth=1.8, marker="o", markersize=3)
+        token = f"run{place}"
+        axes.plot(
+            x, y, color=LIGHT[token], linewidth=1.8, linestyle=draw.DASHES.get(token, "-"), marker="o", markersize=3
+        )
         labels.append((float(y[-1]), run.name, f"run{place}"))
         said.append(f"{'' if run.alone else run.name + ' '}{digits(y[-1])} after {seconds(float(x[-1]))}")
         rows += [
