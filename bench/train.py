@@ -10,17 +10,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from mpicomp.bench.measure.backward import Backward
 from mpicomp.bench.measure.chosen_plans import Choices, Layer, Ran, leading
 from mpicomp.bench.measure.correlation import Comparison, Correlations
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.probe import Probe, probe, probe_dense
 from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.resuming import Checkpoints
+from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.tasks.updating import Updater
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor
+from mpicomp.cost import calibrate
 from mpicomp.errors import ConfigurationError, MpicompError
 from mpicomp.policies import Policy
 from mpicomp.policies.warmup import read_warmup
@@ -68,6 +71,9 @@ class Settings:
         See `mpicomp.Reducer`.
     checkpoints : Checkpoints or None
         Where the training goes on from, and what it writes; None for neither.
+    records : bool
+        Whether backward is recorded, and the network measured, for ``mpicomp simulate``. It needs an exchange of
+        gradients and a model on the CPU.
     """
 
     compressor: Compressor | None
@@ -84,6 +90,7 @@ class Settings:
     lr_scale: float = 1.0
     on_failure: str = "abort"
     checkpoints: Checkpoints | None = None
+    records: bool = False
 
     @property
     def every(self) -> int:
@@ -141,6 +148,8 @@ class Outcome:
         Steps that an earlier job has made, from whose checkpoint this one went on; what is measured is of the others.
     by_rank : list of RankTimes
         What each rank took, in the order of ranks.
+    measured : Measured or None
+        What ``mpicomp simulate`` needs; None where it was not asked for.
     """
 
     quality: float
@@ -172,6 +181,7 @@ class Outcome:
     every: float = 1.0
     resumed_at: int = 0
     by_rank: list["RankTimes"] = field(default_factory=list)
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True)
@@ -298,6 +308,9 @@ def train(
 
     timings, choices = _Timings(), Choices()
     comparison = Comparison(settings.compare_every, settings.seed, group) if settings.compare_every else None
+    backward = None
+    if settings.records:
+        backward = Backward([(name, own) for name, own in model.named_parameters() if own.requires_grad])
     sent = wire = dense_wire = 0.0
     gains = []
     collectives: dict[str, None] = {}
@@ -305,7 +318,7 @@ def train(
     with progress.over(settings.steps):
         for step in range(first, settings.steps):
             loss, seconds, phases, record = _step(
-                task, model, optimizer, updater, step, transport, comparison, settings.updates is None
+                task, model, optimizer, updater, step, transport, comparison, settings.updates is None, backward
             )
             timings.add(seconds, phases, record.choosing_s)
             sent += record.sent_bytes
@@ -373,6 +386,10 @@ def train(
     totals = _gather(transport, np.array([sent, wire, dense_wire], np.float64)).mean(axis=0)
     layers = choices.layers(_gather(transport, choices.sums()))
     correlations = None if comparison is None else transport.run(comparison.outcome())
+    measured = None
+    if backward is not None:
+        backward.close()
+        measured = _measured(task.name, backward, skipped, reducer, transport)
     progress.evaluating()
     quality = _quality(task, model, transport)
     return Outcome(
@@ -405,7 +422,45 @@ def train(
         every=made / len(ends),
         resumed_at=first,
         by_rank=_by_rank(everyones[:, skipped:]),
+        measured=measured,
     )
+
+
+def _measured(name: str, backward: Backward, skipped: int, reducer: Any, transport: Transport) -> Measured:
+    """Return what simulations of this training start from, the same on all ranks. Collective.
+
+    Parameters
+    ----------
+    name : str
+        Of the task.
+    backward : Backward
+        This rank's.
+    skipped : int
+        Steps at the beginning that are left out.
+    reducer : Reducer
+        Of the training. What it knows of the network is taken; where it knows nothing that is measured now.
+    transport : Transport
+        Among the ranks.
+    """
+    numbers = np.median(_gather(transport, backward.rows()).max(axis=0)[skipped:], axis=0).tolist()
+    forward_s, backward_s, update_s, *ready = numbers
+    when = dict(zip(backward.names, ready, strict=True))
+    record = reducer.last_step
+    buckets = [
+        Bucket(tuple(Gradient(name, backward.shapes[name], when[name]) for name in bucket.layers.names))
+        for bucket in record.buckets
+    ]
+    state = reducer.state_dict()
+    auto = None
+    if reducer.policy.id == "auto":
+        auto = {
+            "config": reducer.policy.get_config(),
+            "state": reducer.policy.state_dict(),
+            "normalises": state["settings"]["normalises"],
+        }
+    cost = reducer.cost or calibrate(transport)
+    group = transport.group
+    return Measured(name, group.size, group.hosts, cost, forward_s, backward_s, update_s, buckets, auto)
 
 
 def _wrapped(optimizer: Any, model: torch.nn.Module, settings: Settings, transport: Transport) -> Any:
@@ -455,6 +510,7 @@ def _step(
     transport: Transport,
     comparison: Comparison | None,
     gradients: bool,
+    backward: Backward | None = None,
 ) -> tuple[float, float, dict[str, float], StepRecord]:
     """Do one step; return the loss on this rank, the seconds, the seconds by phase, and the record of the exchange.
 
@@ -467,6 +523,7 @@ def _step(
     start = time.perf_counter()
     optimizer.zero_grad(set_to_none=False)
     loss = task.loss(model, task.batch(step, group.rank, group.size))
+    forward = time.perf_counter()
     loss.backward()  # type: ignore[no-untyped-call]
     finish(loss.device)
     computed = compared = time.perf_counter()
@@ -486,6 +543,8 @@ def _step(
         record = StepRecord(step)
     seconds = end - compared + computed - start
     update_s = end - synchronized - (0.0 if gradients else record.seconds)
+    if backward is not None:
+        backward.add(start, forward, computed, update_s)
     phases = {"compute": computed - start, "update": update_s}
     phases |= {name: record.phases_s[name] for name in ("compress", "exchange", "decode")}
     phases["other"] = max(0.0, seconds - sum(phases.values()))

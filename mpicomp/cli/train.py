@@ -99,6 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="F", help="write the outcome to F as one JSON object")
     parser.add_argument("--metrics", metavar="F", help="write a JSON line a step to F")
     parser.add_argument("--report", metavar="F.html", help="write what `mpicomp report` makes of the run to F.html")
+    parser.add_argument(
+        "--measured",
+        metavar="F",
+        help="record backward and the network, and write what `mpicomp simulate --from F` needs",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -120,12 +125,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"train: --lr-scale must be a number above 0, got {arguments.lr_scale}")
     compressor = _compressor(arguments)
     updates = _updates(arguments)
+    if arguments.measured is not None and (updates is not None or arguments.device == "gpu"):
+        what = "--exchange updates" if updates is not None else "--device gpu, whose backward ends after it was called"
+        raise ConfigurationError(f"train: --measured records exchanges of gradients on the CPU; leave {what} out")
     every = 1 if updates is None or updates["every"] == "auto" else updates["every"]
     policy = _policy(arguments, compressor) if arguments.replay is None else _replay(arguments)
     warmup = choose_warmup(arguments.warmup, compressor, arguments.collective, arguments.policy)
     launch = launcher.detect()
     if launch is None or launch.rank == 0:
-        for path in filter(None, (arguments.json, arguments.metrics, arguments.report)):
+        for path in filter(None, (arguments.json, arguments.metrics, arguments.report, arguments.measured)):
             check_writable("train", path)
         if arguments.checkpoints is not None:
             check_folder("train", arguments.checkpoints)
@@ -197,6 +205,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.lr_scale,
         arguments.on_failure,
         checkpoints,
+        arguments.measured is not None,
     )
     if first:
         what = "chosen by mpicomp" if compressor is None else repr(compressor)
@@ -224,6 +233,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(table(outcome, task.quality_name, steps))
         print(f"verdict: {judge(outcome)}", flush=True)
         result = _result(task, settings, outcome)
+        if arguments.measured is not None:
+            assert outcome.measured is not None
+            with open(arguments.measured, "w", encoding="utf-8") as file:
+                json.dump(outcome.measured.to_json(), file, indent=1)
+                file.write("\n")
         if arguments.json is not None:
             with open(arguments.json, "w", encoding="utf-8") as file:
                 json.dump(result, file, indent=1)

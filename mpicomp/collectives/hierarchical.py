@@ -275,7 +275,8 @@ def _groups(group: Group) -> tuple[Group, Group | None]:
 
 def _slices(numel: int, group: Group) -> list[int]:
     """Return the number of elements in every owner's slice; of the first ones 0 where owners are more."""
-    owners = min(Counter(group.layout).values(), default=1)  # without a layout every rank has a host of its own
+    across = group.part(ACROSS)  # without a layout every rank has a host of its own
+    owners = min(Counter(group.layout).values()) if across is None else across.sharing
     return parts_of(numel, owners)[::-1]
 
 

@@ -94,8 +94,9 @@ class Oktopk(Scheme[Sparsifier]):
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """Return the rounds of an exchange in which nothing is found anew or shared out; see `Scheme.rounds`."""
         size = group.size
-        counts, lengths = parts_of(self.compressor.expected(numel), size), parts_of(numel, size)
-        sizes = [self.bytes_of(count, length, dtype) for count, length in zip(counts, lengths, strict=True)]
+        parts = list(zip(parts_of(self.compressor.expected(numel), size), parts_of(numel, size), strict=True))
+        known = {part: self.bytes_of(*part, dtype) for part in set(parts)}  # of thousands of ranks, few differ
+        sizes = [known[part] for part in parts]
         return [
             Round("alltoallv", [2] * size, _COUNT),
             Round("alltoallv", sizes, _BYTE),

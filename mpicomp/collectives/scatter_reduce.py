@@ -33,7 +33,9 @@ class ScatterReduce(Scheme[Dense]):
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
         """One alltoallv and one allgatherv of bytes; see `Scheme.rounds`."""
-        counts = [dense_bytes(count, dtype, self.compressor.wire) for count in parts_of(numel, group.size)]
+        parts = parts_of(numel, group.size)
+        known = {part: dense_bytes(part, dtype, self.compressor.wire) for part in set(parts)}
+        counts = [known[part] for part in parts]
         return [Round(operation, counts, np.dtype(np.uint8)) for operation in ("alltoallv", "allgatherv")]
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:

@@ -1,6 +1,5 @@
 """Packing of a bucket whose parts have quantisers of their own, whole or in the pieces that owners have of it."""
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -61,17 +60,20 @@ def packers(compressor: Quantiser, sizes: Sequence[int]) -> list[Packer]:
     sizes : sequence of int
         Elements of each piece, in order.
     """
-    numel = sum(sizes)
-    if sum(size for size, _ in compressor.parts) != numel:
-        return [Packer([(size, compressor)]) for size in sizes]
-    ends = np.cumsum([size for size, _ in compressor.parts]).tolist()
-    bounds = np.cumsum([0, *sizes]).tolist()
+    if sum(size for size, _ in compressor.parts) != sum(sizes):
+        known = {size: Packer([(size, compressor)]) for size in set(sizes)}
+        return [known[size] for size in sizes]
+    left = list(reversed(compressor.parts))
     made = []
-    for start, stop in itertools.pairwise(bounds):
-        inside = [
-            (min(end, stop) - max(end - size, start), own)
-            for end, (size, own) in zip(ends, compressor.parts, strict=True)
-            if max(end - size, start) < min(end, stop)
-        ]
+    for size in sizes:
+        inside: list[tuple[int, Quantiser]] = []
+        while size:
+            whole, own = left.pop()
+            taken = min(size, whole)
+            if taken:
+                inside.append((taken, own))
+            if taken < whole:
+                left.append((whole - taken, own))
+            size -= taken
         made.append(Packer(inside))
     return made

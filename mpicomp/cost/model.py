@@ -97,10 +97,16 @@ class CostModel:
         own = self.kernels.get(scheme_key(scheme, True, on_device))
         if own is None:
             return 0.0
+        return self.slowdown(on_device) * own.seconds(numel, scheme.compressor.expected(numel))
+
+    def slowdown(self, on_device: bool = False) -> float:
+        """Return how many times longer own work takes than alone, by all compressors that were run; 1 where none was.
+
+        Other ranks take memory and cores.
+        """
         alike = [lengths for key, lengths in self.speeds_learnt.items() if key.endswith(_SUFFIX) == on_device]
         errors = [own.error for lengths in alike for own in lengths.values() if own.runs]
-        slower = math.exp(statistics.median(errors)) if errors else 1.0  # than alone: other ranks take memory and cores
-        return slower * own.seconds(numel, scheme.compressor.expected(numel))
+        return math.exp(statistics.median(errors)) if errors else 1.0
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able object that `from_json` takes."""

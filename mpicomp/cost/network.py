@@ -33,6 +33,8 @@ _PATIENCE = 2, 6  # such measurements before the network counts as changed: at f
 _LEAST_STRANGE = 0.35  # of the logarithm: smaller deviations are never taken for a change
 
 _RANKS = 16  # number of ranks whose shapes are looked at
+_FEW = 4  # the same among more than `_MANY`, of whom each has shapes as long as there are ranks
+_MANY = 1024
 
 
 class Network:
@@ -171,6 +173,12 @@ class Network:
         self._state[place : place + 2] = np.log([latency, volume])
         self._spread_out(slice(place, place + 2), sd)
 
+    def factors(self, group: str, operation: str) -> tuple[float, float]:
+        """Return an operation's factors, of latency and of volume."""
+        place = _LINKS + _place(group, operation)
+        latency, volume = np.exp(self._state[place : place + 2])
+        return float(latency), float(volume)
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able object that `from_json` takes."""
         return {"hosts": self.hosts, "state": self._state.tolist(), "variance": self._variance.tolist()}
@@ -207,11 +215,8 @@ def add_terms(coefficients: NDArray[np.float64], operation: str, group: str, cos
 
 def seen_by_some(group: Group) -> list[Group]:
     """Return the group of all as some ranks see it: the same ranks wherever it is asked."""
-    ranks = (
-        range(group.size)
-        if group.size <= _RANKS
-        else {*range(_RANKS // 2), *range(group.size - _RANKS // 2, group.size)}
-    )
+    half = (_RANKS if group.size <= _MANY else _FEW) // 2
+    ranks = range(group.size) if group.size <= _RANKS else {*range(half), *range(group.size - half, group.size)}
     return [group.seen_by(rank) for rank in sorted(ranks)]
 
 

@@ -147,19 +147,11 @@ class Bucket:
             yield member, flat[offset : offset + member.numel]
 
 
-def make_buckets(
-    members: Sequence[Described],
-    feedback: bool,
-    limit_bytes: int,
-    entry: Entry,
-    threads: int,
-    place_of: Callable[[Sequence[Described]], Place] = lambda members: HOST,
-    decay: float = 1.0,
-) -> list[Bucket]:
-    """Cut arrays into buckets, in their order; those of one work dtype stay together.
+def cut(members: Sequence[Described], limit_bytes: int) -> list[list[Described]]:
+    """Cut arrays into groups, in their order; those of one work dtype stay together.
 
-    A bucket is closed when it has reached the limit, so that small arrays travel with large ones. Arrays without
-    elements are in no bucket. ``place_of`` returns where a bucket of some arrays lives.
+    A group is closed when it has reached the limit, so that small arrays travel with large ones. Arrays without
+    elements are in none.
     """
     groups: list[list[Described]] = []
     for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
@@ -172,6 +164,20 @@ def make_buckets(
                 filled = 0
             groups[-1].append(member)
             filled += member.numel * dtype.itemsize
+    return groups
+
+
+def make_buckets(
+    members: Sequence[Described],
+    feedback: bool,
+    limit_bytes: int,
+    entry: Entry,
+    threads: int,
+    place_of: Callable[[Sequence[Described]], Place] = lambda members: HOST,
+    decay: float = 1.0,
+) -> list[Bucket]:
+    """Cut arrays into buckets, see `cut`. ``place_of`` returns where a bucket of some arrays lives."""
+    groups = cut(members, limit_bytes)
     return [
         Bucket(index, group, feedback, entry, threads, place_of(group), decay=decay)
         for index, group in enumerate(groups)

@@ -94,7 +94,9 @@ def layout_groups(
     >>> layout_groups([0, 0, 1, 1, 1], rank=4)[0].part("across") is None
     True
     """
-    on_host = {host: [other for other, where in enumerate(layout) if where == host] for host in dict.fromkeys(layout)}
+    on_host: dict[int, list[int]] = {}
+    for other, where in enumerate(layout):
+        on_host.setdefault(where, []).append(other)
     owners = min(len(ranks) for ranks in on_host.values())
     own = on_host[layout[rank]]
     place = own.index(rank)
@@ -118,4 +120,4 @@ def parts_of(numel: int, size: int) -> list[int]:
     ([3, 3, 2, 2], [1, 0, 0])
     """
     least, more = divmod(numel, size)
-    return [least + (rank < more) for rank in range(size)]
+    return [least + 1] * more + [least] * (size - more)

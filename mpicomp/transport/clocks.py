@@ -39,8 +39,9 @@ def compare_clocks(transport: Transport) -> Generator[Round, Any, float]:
     if group.hosts == 1:
         return 0.0
     layout = group.layout or tuple(range(group.size))
+    first_on = dict(zip(reversed(layout), reversed(range(group.size)), strict=True))
     hosts = list(dict.fromkeys(layout))
-    firsts = [layout.index(host) for host in hosts]
+    firsts = [first_on[host] for host in hosts]
     offset, fastest = 0.0, 0.0
     for first in firsts[1:]:
         answers = []
@@ -53,8 +54,8 @@ def compare_clocks(transport: Transport) -> Generator[Round, Any, float]:
                 answers.append((answered - asked, told[0] - (asked + answered) / 2))
         if group.rank == first:
             fastest, offset = min(answers[1:])
-    counts = [2 if rank in firsts else 0 for rank in range(group.size)]
-    send = np.array([offset, fastest / 2] if group.rank in firsts else [])
+    counts = [2 if rank == first_on[host] else 0 for rank, host in enumerate(layout)]
+    send = np.array([offset, fastest / 2] if counts[group.rank] else [])
     recv = np.empty(2 * len(firsts))
     everyones = yield Round("allgatherv", counts, recv.dtype, send=send, recv=recv)
     of_host = everyones.reshape(-1, 2)

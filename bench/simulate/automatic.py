@@ -1,0 +1,88 @@
+"""What ``auto`` runs among ranks that are not here: the policy itself, which hears of simulated steps."""
+
+import numpy as np
+
+from mpicomp.bench.simulate.measured import Measured
+from mpicomp.bench.simulate.own_work import OwnWork
+from mpicomp.bench.simulate.clock import Clock
+from mpicomp.bench.simulate.step import Seconds, ends
+from mpicomp.bench.simulate.topology import Topology
+from mpicomp.cost import CostModel
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies import Delivered, Named, Plan, Shape, StepReport, get_policy
+from mpicomp.rounds import Asked, Round, drive
+from mpicomp.transport.local import LocalTransport
+
+_STEPS = 40  # until plans are those of the steady state: after each look for better ones nothing new is learnt
+
+
+def choose(
+    measured: Measured, topology: Topology, overlap: bool, own_work: OwnWork
+) -> tuple[list[Plan], list[Seconds]]:
+    """Return the plans that ``auto`` comes to, a bucket each, and what they take.
+
+    Parameters
+    ----------
+    measured : Measured
+        With what ``auto`` had learnt of elements.
+    topology : Topology
+        The ranks and the network.
+    overlap : bool
+        Whether buckets are exchanged while backward goes on.
+    own_work : OwnWork
+        Of schemes.
+
+    Raises
+    ------
+    ConfigurationError
+        Where the run that was recorded had another policy, or ended before enough was known.
+    """
+    if measured.auto is None:
+        raise ConfigurationError(
+            "simulate: auto needs what it learns of elements, and the recorded run had another policy; record one with "
+            "`mpicomp train --measured F` and neither --compressor nor --policy"
+        )
+    cost = CostModel.from_json(measured.cost.to_json() | {"network": topology.network.to_json()})
+    policy = get_policy(measured.auto["config"])
+    policy.adopt(Named(normalises=measured.auto["normalises"], cost=cost))
+    policy.load_state_dict(measured.auto["state"], cost)
+    shapes = [Shape(own.names, own.sizes, own.shapes, np.dtype(np.float32)) for own in measured.buckets]
+    group = topology.group(0)
+    transport = LocalTransport(group, {}, lambda task, group: 0.0)
+    clock = Clock(topology)
+    drive(policy.start(shapes, transport), _alike)
+    now, plans, told = 0.0, [], []
+    for step in range(_STEPS):
+        drive(policy.refresh(transport), _alike)
+        plans = [policy.plan(bucket) for bucket in range(len(shapes))]
+        told = [
+            Seconds(
+                own_work.seconds(plan.scheme, shape.numel, shape.dtype, topology),
+                clock.seconds(plan.scheme, shape.numel, shape.dtype),
+            )
+            for plan, shape in zip(plans, shapes, strict=True)
+        ]
+        ready, end = ends(measured, [own.whole for own in told], overlap)
+        times = np.array(
+            [
+                (now + finish - own.whole, now + finish, own.own, now + start)
+                for start, finish, own in zip(ready, end, told, strict=True)
+            ]
+        )[None]
+        delivered = [Delivered(1.0, 1.0, float(shape.numel)) for shape in shapes]
+        policy.deliver(step, delivered)
+        policy.learn(StepReport(step, None, plans, delivered, times, {}))
+        now += max(end[-1], measured.forward_s + measured.backward_s) + measured.update_s
+    return plans, told
+
+
+def _alike(asked: Asked) -> object:
+    """Answer a round as if all ranks had sent what this one sends."""
+    assert isinstance(asked, Round)
+    recv = asked.recv
+    if recv is None:
+        return np.empty(0, asked.dtype)
+    send = asked.send
+    if send is not None and send.size:
+        recv[:] = np.resize(send, recv.size)
+    return recv

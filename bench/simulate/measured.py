@@ -1,0 +1,165 @@
+"""What is simulated from: a cost model and a recorded backward, which ``mpicomp train --measured`` writes."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from mpicomp.arrays import Described
+from mpicomp.cost import CostModel
+from mpicomp.errors import ConfigurationError
+from mpicomp.reducer.bucket import cut
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient of the recorded model.
+
+    Attributes
+    ----------
+    name : str
+    shape : tuple of int
+    ready_s : float
+        When it was complete on the slowest rank, in seconds from the beginning of backward; the median over steps.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    ready_s: float
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are exchanged as one, in the order of exchange."""
+
+    gradients: tuple[Gradient, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of its gradients."""
+        return tuple(own.name for own in self.gradients)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each."""
+        return tuple(own.numel for own in self.gradients)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of each."""
+        return tuple(own.shape for own in self.gradients)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all."""
+        return sum(self.sizes)
+
+    @property
+    def ready_s(self) -> float:
+        """When the last one is complete, in seconds from the beginning of backward."""
+        return max(own.ready_s for own in self.gradients)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run has measured.
+
+    Attributes
+    ----------
+    task : str
+        What was trained.
+    ranks, hosts : int
+        Of the run.
+    cost : CostModel
+        Links, operations and own work of schemes.
+    forward_s, backward_s, update_s : float
+        Medians over steps of the slowest rank.
+    buckets : sequence of Bucket
+        In the order in which they were exchanged.
+    auto : dict or None
+        ``config``, ``state`` and ``normalises`` of the policy ``auto``, where that was run.
+    """
+
+    task: str
+    ranks: int
+    hosts: int
+    cost: CostModel
+    forward_s: float
+    backward_s: float
+    update_s: float
+    buckets: Sequence[Bucket]
+    auto: dict[str, Any] | None = None
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step without any exchange."""
+        return self.forward_s + self.backward_s + self.update_s
+
+    def cut(self, bucket_bytes: int) -> Self:
+        """Return the same with the gradients cut into other buckets, as a reducer does; there ``auto`` knows none."""
+        gradients = {own.name: own for bucket in self.buckets for own in bucket.gradients}
+        members = [Described(own.name, "float32", own.shape) for own in gradients.values()]
+        buckets = [Bucket(tuple(gradients[own.name] for own in part)) for part in cut(members, bucket_bytes)]
+        return replace(self, buckets=buckets, auto=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON-able object that `read` takes."""
+        return {
+            "schema": SCHEMA,
+            "task": self.task,
+            "ranks": self.ranks,
+            "hosts": self.hosts,
+            "forward_s": self.forward_s,
+            "backward_s": self.backward_s,
+            "update_s": self.update_s,
+            "buckets": [
+                [{"name": own.name, "shape": list(own.shape), "ready_s": own.ready_s} for own in bucket.gradients]
+                for bucket in self.buckets
+            ],
+            "auto": self.auto,
+            "cost": self.cost.to_json(),
+        }
+
+
+def read(path: str) -> Measured:
+    """Read a file that ``mpicomp train --measured`` wrote.
+
+    Raises
+    ------
+    ConfigurationError
+        Where there is none, or it holds something else.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"schema must be {SCHEMA}, got {content['schema']!r}")
+        measured = Measured(
+            str(content["task"]),
+            int(content["ranks"]),
+            int(content["hosts"]),
+            CostModel.from_json(content["cost"]),
+            *(float(content[name]) for name in ("forward_s", "backward_s", "update_s")),
+            [
+                Bucket(tuple(Gradient(str(own["name"]), tuple(own["shape"]), float(own["ready_s"])) for own in bucket))
+                for bucket in content["buckets"]
+            ],
+            content["auto"],
+        )
+        if not measured.buckets or any(bucket.numel == 0 for bucket in measured.buckets):
+            raise ValueError("a bucket has no elements")
+    except OSError as error:
+        raise ConfigurationError(f"simulate: '{path}' cannot be read: {error.strerror}") from None
+    except (ConfigurationError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"simulate: '{path}' is none of `mpicomp train --measured FILE` ({type(error).__name__}: {error})"
+        ) from None
+    return measured
