@@ -6,6 +6,7 @@ So of an operation of a library some ranks stand for all, and of rounds with par
 share the hosts' links.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from mpicomp.collectives import Scheme
 from mpicomp.cost import Terms
 from mpicomp.cost.formulas import slowest, terms
 from mpicomp.cost.network import GROUPS, OPERATIONS, add_terms
-from mpicomp.rounds import ACROSS, HOST, Group, Round
+from mpicomp.rounds import ACROSS, HOST, WORLD, Group, Round
 
 _LATER = 1 << 30  # number of a step in the long run: first steps may have other rounds
 _ROUNDS = 1 << 12  # that are looked at, with partners: of as many hosts as have no more, of one at least
@@ -58,11 +59,18 @@ class Clock:
         self._topology = topology
         self._units: dict[tuple[str, str], tuple[float, float]] = {}
 
-    def seconds(self, scheme: Scheme[Any], numel: int, dtype: np.dtype[Any]) -> float:
-        """Return the seconds of a scheme's rounds for an array, its own work left out."""
+    def seconds(
+        self, scheme: Scheme[Any], numel: int, dtype: np.dtype[Any], most: float = math.inf
+    ) -> float:
+        """Return the seconds of a scheme's rounds for an array, its own work left out.
+
+        Where they are found to be more than ``most`` before all is known, infinity.
+        """
         if self._topology.ranks == 1:
             return 0.0
-        ranks = self._look(scheme, numel, dtype)
+        ranks = self._look(scheme, numel, dtype, most)
+        if not ranks:
+            return math.inf
         now = busy = alone = 0.0  # now; when the link is free; when the last operation in the background ends
         under_way: deque[float] = deque()
         for place in _places(ranks):
@@ -84,10 +92,13 @@ class Clock:
                 under_way.append(busy + message.latency)
         return max(now, busy, alone, *under_way)
 
-    def _look(self, scheme: Scheme[Any], numel: int, dtype: np.dtype[Any]) -> list[_Rank]:
-        """Return the ranks that stand for all."""
+    def _look(self, scheme: Scheme[Any], numel: int, dtype: np.dtype[Any], most: float) -> list[_Rank]:
+        """Return the ranks that stand for all; none where the first one alone takes more than ``most``."""
         topology = self._topology
         first = scheme.rounds(numel, dtype, topology.group(0), _LATER)
+        hops = sum(task.peers != (None, None) and not task.background for task in first)
+        if most < hops * min(self._unit("sendrecv", name)[0] for name in (WORLD, HOST, ACROSS)):
+            return []
         hosts = _HOSTS
         if any(task.operation == "sendrecv" for task in first):
             hosts = max(1, _ROUNDS // (len(first) * topology.per_host))

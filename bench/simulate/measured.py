@@ -103,6 +103,12 @@ class Measured:
         """Seconds of a step without any exchange."""
         return self.forward_s + self.backward_s + self.update_s
 
+    @property
+    def bucket_bytes(self) -> int:
+        """Length at which a reducer cuts the gradients into these buckets."""
+        *closed, last = self.buckets
+        return min(4 * own.numel for own in closed or [last])
+
     def cut(self, bucket_bytes: int) -> Self:
         """Return the same with the gradients cut into other buckets, as a reducer does; there ``auto`` knows none."""
         gradients = {own.name: own for bucket in self.buckets for own in bucket.gradients}

@@ -1,0 +1,184 @@
+"""What `mpicomp simulate` predicts for labs that it has not seen, and what they take: ``python studies/simulated.py``.
+
+A run in one lab measures the network's operations and records backward. Steps in other labs are predicted from it, and
+then made: every rank sleeps as long as backward took, and exchanges gradients for which it sleeps.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpicomp.bench.lab.units import parse_bandwidth, parse_latency
+from mpicomp.bench.measure.networks import Network, check_lab, run_in_lab
+from mpicomp.bench.simulate.measured import Measured, read
+from mpicomp.bench.simulate.own_work import OwnWork
+from mpicomp.bench.simulate.rows import Plan, Simulation
+from mpicomp.bench.simulate.topology import Links, Topology
+
+from mpicomp.cli import run_program
+from mpicomp.compressors import get_compressor
+from mpicomp.errors import ConfigurationError
+from mpicomp.system import launcher
+
+_STUDY = "simulated"
+FITTED = 5, Network("100mbit", "100us")
+"""Hosts and links of the lab that all predictions start from."""
+UNSEEN = (
+    (2, Network("50mbit", "1ms")),
+    (3, Network("100mbit", "200us")),
+    (4, Network("200mbit", "500us")),
+    (8, Network("200mbit", "50us")),
+)
+"""The labs that are predicted: chosen before anything was measured, and never fitted on."""
+PLANS = (
+    ({"id": "dense"}, "allreduce"),
+    ({"id": "dense"}, "ring"),
+    ({"id": "dense"}, "scatter-reduce"),
+    ({"id": "topk", "ratio": 0.01}, "allgather"),
+    ({"id": "topk", "ratio": 0.05}, "allgather"),
+    ({"id": "topk", "ratio": 0.01}, "star-topk:allreduce"),
+    ({"id": "qsgd", "rounding": "nearest"}, "two-phase"),
+)
+_STEPS = 4  # timed steps of each plan
+_COLD = 2  # steps before them
+_BUCKET_BYTES = 8 << 20  # so that there is something to overlap
+
+
+def main() -> int:
+    """Run the study, or the part of it that runs in a lab."""
+    return run_program(_arguments, _run)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", default="simulated", help="where results are kept; what is there is not run again")
+    parser.add_argument("--task", default="text-lstm", help="what backward is recorded of (%(default)s)")
+    parser.add_argument("--steps", type=int, default=24, help="steps of the recorded run (%(default)s)")
+    parser.add_argument("--replay", metavar="F", help=argparse.SUPPRESS)  # the part that runs in a lab
+    parser.add_argument("--json", metavar="F", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.replay is not None:
+        return _replay(read(arguments.replay).cut(_BUCKET_BYTES), arguments.json)
+    if launcher.detect() is not None:
+        raise ConfigurationError(f"{_STUDY}: starts its own labs; run it without mpiexec")
+    check_lab(_STUDY)
+    folder = Path(arguments.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "measured.json"
+    if not source.exists():
+        words = ["train", "--task", arguments.task, "--steps", str(arguments.steps), "--no-verdict"]
+        run_in_lab(*FITTED, [*words, "--measured", str(source)])
+    measured = read(str(source)).cut(_BUCKET_BYTES)
+    rows: list[dict[str, Any]] = []
+    for hosts, network in UNSEEN:
+        path = folder / f"{hosts}.json"
+        expected = predict(measured, hosts, network)
+        if not path.exists():
+            words = ["--replay", str(source), "--json", str(path)]
+            run_in_lab(hosts, network, words, program=[sys.executable, __file__])
+        took = json.loads(path.read_text())
+        for own, seconds in zip(expected, took, strict=True):
+            rows.append({"hosts": hosts, "network": str(network), **own, "measured_s": seconds})
+    for row in rows:
+        row["error"] = row["predicted_s"] / row["measured_s"] - 1
+    (folder / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
+    print("\n".join(table(rows)))
+    return 0
+
+
+def predict(measured: Measured, hosts: int, network: Network) -> list[dict[str, Any]]:
+    """Return the predicted seconds of every plan in a lab, with and without overlap."""
+    fitted = FITTED[1]
+    # What MPI and the emulation add to a latency, and how much of a bandwidth they leave, is as where it was measured.
+    added = measured.cost.network.latency - parse_latency(fitted.latency) * 1e-9
+    share = 8 / parse_bandwidth(fitted.bandwidth) / measured.cost.network.seconds_per_byte
+    links = Links(8 / parse_bandwidth(network.bandwidth) / share, parse_latency(network.latency) * 1e-9 + added)
+    topology = Topology(hosts, 1, measured.cost.network, measured.ranks, links)
+    simulation = Simulation(measured, topology, OwnWork(measured.cost))
+    rows = []
+    for config, collective in PLANS:
+        plan = Plan(get_compressor(config), collective)
+        for overlap in (False, True):
+            row = simulation.row(plan, overlap)
+            rows.append({"plan": plan.title, "overlap": overlap, "predicted_s": row["step_s"], "own_work_s": row["own_work_s"]})
+    return rows
+
+
+def _replay(measured: Measured, path: str) -> int:
+    """Make the steps of every plan among the ranks of this job; rank 0 writes their seconds."""
+    from mpicomp.bench.measure.exchanges import share
+    from mpicomp.reducer import Reducer
+    from mpicomp.transport.interleave import ProgressThread
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport()
+    rank = transport.group.rank
+    random = np.random.default_rng(rank)
+    gradients = [own for bucket in measured.buckets for own in bucket.gradients]
+    arrays = {own.name: random.laplace(size=own.shape).astype(np.float32) for own in gradients}
+    thread = ProgressThread(transport, lanes=1).start()
+    medians = []
+    for config, collective in PLANS:
+        for overlap in (False, True):
+            reducer = Reducer(
+                get_compressor(config), collective, comm=transport, bucket_bytes=measured.bucket_bytes, warmup=0
+            )
+            seconds = []
+            for _ in range(_COLD + _STEPS):
+                share(np.zeros(1), transport)  # all ranks begin together
+                began = time.perf_counter()
+                stream = reducer.stream(thread) if overlap else None
+                if stream is None:
+                    _sleep_until(began + measured.forward_s + measured.backward_s)
+                    reducer.reduce(arrays)
+                else:
+                    for own in sorted(gradients, key=lambda own: own.ready_s):
+                        _sleep_until(began + measured.forward_s + own.ready_s)
+                        stream.put(own.name, arrays[own.name])
+                    _sleep_until(began + measured.forward_s + measured.backward_s)
+                    stream.finish(arrays)
+                time.sleep(measured.update_s)
+                took = share(np.array([time.perf_counter() - began]), transport)
+                seconds.append(float(took.max()))
+            medians.append(statistics.median(seconds[_COLD:]))
+            reducer.close()
+            if rank == 0:
+                print(f"{config['id']} {collective}: {medians[-1]:.3f} s", flush=True)
+    thread.stop()
+    if rank == 0:
+        Path(path).write_text(json.dumps(medians) + "\n")
+    transport.close()
+    return 0
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.perf_counter()))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table in Markdown, and of the medians of errors below it."""
+    lines = ["| hosts | links | plan | overlap | predicted s | measured s | error |", "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        lines.append(
+            f"| {row['hosts']} | {row['network']} | {row['plan']} | {'yes' if row['overlap'] else 'no'} | "
+            f"{row['predicted_s']:.3f} | {row['measured_s']:.3f} | {row['error']:+.1%} |"
+        )
+    for hosts in dict.fromkeys(row["hosts"] for row in rows):
+        errors = [abs(row["error"]) for row in rows if row["hosts"] == hosts]
+        lines.append(f"\n{hosts} hosts: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+    errors = [abs(row["error"]) for row in rows]
+    lines.append(f"\nall: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
