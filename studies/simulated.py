@@ -109,13 +109,16 @@ def predict(measured: Measured, hosts: int, network: Network) -> list[dict[str, 
         plan = Plan(get_compressor(config), collective)
         for overlap in (False, True):
             row = simulation.row(plan, overlap)
-            rows.append({"plan": plan.title, "overlap": overlap, "predicted_s": row["step_s"], "own_work_s": row["own_work_s"]})
+            rows.append(
+                {"plan": plan.title, "overlap": overlap, "predicted_s": row["step_s"], "own_work_s": row["own_work_s"]}
+            )
     return rows
 
 
 def _replay(measured: Measured, path: str) -> int:
     """Make the steps of every plan among the ranks of this job; rank 0 writes their seconds."""
     from mpicomp.bench.measure.exchanges import share
+
     from mpicomp.reducer import Reducer
     from mpicomp.transport.interleave import ProgressThread
     from mpicomp.transport.mpi import MPITransport

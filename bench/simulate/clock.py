@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
 from mpicomp.bench.simulate.topology import Topology
+
 from mpicomp.collectives import Scheme
 from mpicomp.cost import Terms
 from mpicomp.cost.formulas import slowest, terms
@@ -59,9 +59,7 @@ class Clock:
         self._topology = topology
         self._units: dict[tuple[str, str], tuple[float, float]] = {}
 
-    def seconds(
-        self, scheme: Scheme[Any], numel: int, dtype: np.dtype[Any], most: float = math.inf
-    ) -> float:
+    def seconds(self, scheme: Scheme[Any], numel: int, dtype: np.dtype[Any], most: float = math.inf) -> float:
         """Return the seconds of a scheme's rounds for an array, its own work left out.
 
         Where they are found to be more than ``most`` before all is known, infinity.
@@ -97,7 +95,8 @@ class Clock:
         topology = self._topology
         first = scheme.rounds(numel, dtype, topology.group(0), _LATER)
         hops = sum(task.peers != (None, None) and not task.background for task in first)
-        if most < hops * min(self._unit("sendrecv", name)[0] for name in (WORLD, HOST, ACROSS)):
+        names = (WORLD, ACROSS) if topology.per_host == 1 else (WORLD, ACROSS, HOST)
+        if most < hops * min(self._unit("sendrecv", name)[0] for name in names):
             return []
         hosts = _HOSTS
         if any(task.operation == "sendrecv" for task in first):

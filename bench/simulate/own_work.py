@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-
 from mpicomp.bench.simulate.topology import Topology
+
 from mpicomp.collectives import Context, Scheme, bind
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.cost import CostModel

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
 from mpicomp.bench.simulate.automatic import choose
 from mpicomp.bench.simulate.clock import Clock
 from mpicomp.bench.simulate.measured import Bucket, Measured
 from mpicomp.bench.simulate.own_work import OwnWork
 from mpicomp.bench.simulate.step import Seconds, step_seconds
 from mpicomp.bench.simulate.topology import Topology
+
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.policies.plan_selector import names_for
@@ -71,7 +71,9 @@ class Simulation:
         """Return a row; docs/simulate.md says what is in it."""
         if plan.compressor is None:
             plans, told = choose(self._measured, self._topology, overlap, self._own_work)
-            ran = [(f"{own.scheme.compressor!r} {own.scheme.id}", own_s) for own, own_s in zip(plans, told, strict=True)]
+            ran = [
+                (f"{own.scheme.compressor!r} {own.scheme.id}", own_s) for own, own_s in zip(plans, told, strict=True)
+            ]
         elif plan == Plan(Dense()):
             ran = self._fastest_dense()
         else:

@@ -1,0 +1,181 @@
+"""The clock: closed forms, each rank by itself, and the exchanges themselves."""
+
+import math
+
+import numpy as np
+import pytest
+from each_rank import simulate
+from marks import slow
+from mpicomp.bench.simulate.clock import Clock
+from mpicomp.bench.simulate.topology import Links, Topology
+
+import mpicomp
+from mpicomp.collectives import bind, variants
+from mpicomp.cost import Network
+from mpicomp.errors import ConfigurationError
+from mpicomp.rounds import HOST, WORLD, layout_groups
+
+FLOAT = np.dtype(np.float32)
+TAIL = 4  # numbers that travel behind an array
+BETWEEN, INSIDE = (1e-3, 1e-8), (1e-5, 1e-10)
+N = 60_000
+
+
+def topology(ranks, per_host=1, links=None, **words):
+    network = Network(2)
+    network.set_link(WORLD, *BETWEEN, 0.1)
+    network.set_link(HOST, *INSIDE, 0.1)
+    return Topology(ranks, per_host, network, 4, links or Links(), **words)
+
+
+def seconds(compressor, name, ranks, per_host=1, numel=N):
+    return Clock(topology(ranks, per_host)).seconds(bind(compressor, name), numel, FLOAT)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("ranks", [2, 4, 16, 1000])
+def test_a_ring_of_neighbours(ranks):
+    numel = 1000 * ranks - TAIL  # so that all parts are as long
+    alpha, beta = BETWEEN
+    expected = 2 * (ranks - 1) * (alpha + 4 * 1000 * beta)
+    assert seconds(mpicomp.Dense(), "ring", ranks, numel=numel) == pytest.approx(expected)
+
+
+@pytest.mark.quick
+def test_a_ring_of_halves_hides_latencies_that_are_shorter_than_a_half():
+    ranks = 4
+    numel = ranks * (1 << 20)  # parts of 4 MiB, each of which travels in two halves
+    alpha, beta = BETWEEN
+    volume = 2 * (ranks - 1) * 4 * (1 << 20) * beta
+    assert alpha < 2 * (1 << 20) * beta
+    assert seconds(mpicomp.Dense(), "ring", ranks, numel=numel) == pytest.approx(volume + alpha, rel=1e-3)
+
+
+@pytest.mark.quick
+def test_a_ring_of_halves_waits_for_latencies_that_are_longer():
+    ranks, alpha, beta = 4, 0.5, 1e-8
+    half = 2 * (1 << 20) * beta
+    clock = Clock(topology(ranks, links=Links(beta, alpha)))
+    steps = 2 * (ranks - 1)
+    # A half leaves when the one that came two before it is there: each step takes a latency and a half.
+    expected = steps * (alpha + half) + half
+    assert clock.seconds(bind(mpicomp.Dense(), "ring"), ranks * (1 << 20), FLOAT) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("ranks", [2, 8, 4096])
+def test_recursive_doubling(ranks):
+    alpha, beta = BETWEEN
+    expected = math.log2(ranks) * (alpha + 4 * (N + TAIL) * beta)
+    assert seconds(mpicomp.Dense(), "recursive-doubling", ranks) == pytest.approx(expected)
+
+
+@pytest.mark.quick
+def test_recursive_doubling_shares_the_links_of_hosts():
+    alpha, beta = BETWEEN
+    nbytes = 4 * (N + TAIL)
+    inside = 2 * (INSIDE[0] + nbytes * INSIDE[1])  # at distances 1 and 2
+    between = 2 * (alpha + 4 * nbytes * beta)  # at 4 and 8, all four ranks of a host at once
+    assert seconds(mpicomp.Dense(), "recursive-doubling", 16, 4) == pytest.approx(inside + between)
+
+
+@pytest.mark.quick
+def test_an_allgatherv_of_equal_messages():
+    alpha, beta = BETWEEN
+    topk = mpicomp.TopK(ratio=0.01)
+    [task] = bind(topk, "allgather").rounds(N, FLOAT, topology(8).group(0))
+    expected = 3 * alpha + 7 * task.counts[0] * beta
+    assert seconds(topk, "allgather", 8) == pytest.approx(expected)
+
+
+@pytest.mark.quick
+def test_an_alltoallv_shares_the_links_of_hosts():
+    alpha, beta = BETWEEN
+    ranks, per_host = 16, 4
+    numel = 1600
+    part = 4 * 100
+    scatter, _ = bind(mpicomp.Dense(), "scatter-reduce").rounds(numel, FLOAT, topology(ranks, per_host).group(0))
+    assert set(scatter.counts) == {scatter.counts[0]}
+    assert scatter.counts[0] >= part
+    length = scatter.counts[0]
+    expected = 15 * alpha + 15 * length * per_host * beta + 4 * alpha + 15 * length * beta
+    assert seconds(mpicomp.Dense(), "scatter-reduce", ranks, per_host, numel) == pytest.approx(expected)
+
+
+COMPRESSORS = [
+    mpicomp.Dense(),
+    mpicomp.Dense(wire="bf16"),
+    mpicomp.TopK(ratio=0.01),
+    mpicomp.get_compressor({"id": "threshold"}),
+    mpicomp.get_compressor({"id": "qsgd", "rounding": "nearest"}),
+    mpicomp.get_compressor({"id": "powersgd"}),
+]
+LAYOUTS = [
+    (2, 1), (5, 1), (7, 2), (16, 4), (24, 6), (18, 4), slow(33, 4), slow(48, 8), slow(64, 1), slow(64, 8), slow(40, 64)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "per_host"), LAYOUTS)
+def test_ranks_taken_together_are_as_fast_as_each_by_itself(ranks, per_host):
+    there = topology(ranks, per_host)
+    clock = Clock(there)
+    layout = [rank // per_host for rank in range(ranks)]
+    looked = 0
+    for compressor in COMPRESSORS:
+        bound = compressor.bind(["w"], [N], [(200, 300)], warm_up=False)
+        for name in variants(bound):
+            scheme = bind(bound, name)
+            expected = simulate(scheme, N, layout, BETWEEN, INSIDE)
+            told = clock.seconds(scheme, N, FLOAT)
+            if per_host == 6 and "gtopk" in name:
+                # Where some pairs of a hop are on one host and others are not, one rank may be ahead of another.
+                assert expected <= told < 1.15 * expected
+            else:
+                assert told == pytest.approx(expected, rel=1e-4), (compressor, name)
+            looked += 1  # parts of arrays differ by an element between ranks, which is less than the tolerance
+    assert looked > 50
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("ranks", "per_host"), LAYOUTS)
+def test_a_topology_groups_ranks_as_transports_do(ranks, per_host):
+    layout = [rank // per_host for rank in range(ranks)]
+    there = topology(ranks, per_host)
+    for rank in range(ranks):
+        assert there.group(rank) == layout_groups(layout, rank)[0]
+
+
+@pytest.mark.quick
+def test_a_switch_gives_every_host_an_even_share():
+    clocks = [Clock(topology(8, links=Links(1e-9, 1e-6, own))) for own in (None, 1e-9 / 16, 1e-9)]
+    free, wide, narrow = (own.seconds(bind(mpicomp.Dense(), "allreduce"), 10**7, FLOAT) for own in clocks)
+    assert wide == free
+    assert narrow == pytest.approx(8 * free, rel=1e-3)
+
+
+@pytest.mark.quick
+def test_no_exchange_is_slower_on_a_faster_link():
+    for compressor in COMPRESSORS:
+        bound = compressor.bind(["w"], [N], [(200, 300)], warm_up=False)
+        for name in variants(bound):
+            told = [
+                Clock(topology(12, 2, Links(1 / rate, 1e-4))).seconds(bind(bound, name), N, FLOAT)
+                for rate in (1e6, 1e7, 1e8, 1e10)
+            ]
+            assert told == sorted(told, reverse=True), (compressor, name)
+
+
+@pytest.mark.quick
+def test_links_that_nobody_measured_are_asked_for():
+    with pytest.raises(ConfigurationError, match=r"measured on one host, and 8 ranks are on 2.*--bandwidth"):
+        Topology(8, 4, Network(1), 4)
+    assert Topology(8, 4, Network(1), 4, Links(1e-9, 1e-5)).network.seconds_per_byte == pytest.approx(1e-9)
+
+
+@pytest.mark.quick
+def test_what_takes_longer_than_asked_for_is_not_followed():
+    clock = Clock(topology(64))
+    ring = bind(mpicomp.Dense(), "ring")
+    whole = clock.seconds(ring, N, FLOAT)
+    assert clock.seconds(ring, N, FLOAT, most=2 * whole) == whole
+    assert clock.seconds(ring, N, FLOAT, most=0.1 * whole) == math.inf
