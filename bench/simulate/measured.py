@@ -149,16 +149,18 @@ def read(path: str) -> Measured:
         if content["schema"] != SCHEMA:
             raise ValueError(f"schema must be {SCHEMA}, got {content['schema']!r}")
         measured = Measured(
-            str(content["task"]),
-            int(content["ranks"]),
-            int(content["hosts"]),
-            CostModel.from_json(content["cost"]),
-            *(float(content[name]) for name in ("forward_s", "backward_s", "update_s")),
-            [
+            task=str(content["task"]),
+            ranks=int(content["ranks"]),
+            hosts=int(content["hosts"]),
+            cost=CostModel.from_json(content["cost"]),
+            forward_s=float(content["forward_s"]),
+            backward_s=float(content["backward_s"]),
+            update_s=float(content["update_s"]),
+            buckets=[
                 Bucket(tuple(Gradient(str(own["name"]), tuple(own["shape"]), float(own["ready_s"])) for own in bucket))
                 for bucket in content["buckets"]
             ],
-            content["auto"],
+            auto=content["auto"],
         )
         if not measured.buckets or any(bucket.numel == 0 for bucket in measured.buckets):
             raise ValueError("a bucket has no elements")

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpicomp.cli.options import add_plugin
@@ -29,7 +29,6 @@ _COLUMNS = {
     "speedup": ".2f",
     "efficiency": ".1%",
 }
-_WHAT_IF = {"ranks": "d", "bandwidth": ".0f", "compression": "d", "scaling": ".1%"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,8 +107,11 @@ def run(arguments: argparse.Namespace) -> int:
         from mpicomp.bench.simulate.what_if import what_if
 
         written["what_if"] = what_if(measured, ranks)
-        print("\nif the network were used to the full, without latency and at no cost of compression:")
-        show(written["what_if"], _WHAT_IF)
+        print(
+            "\nif the network were used to the full, without latency and at no cost of compression: seconds of a step "
+            "alone over those among ranks, with so many times fewer bytes"
+        )
+        _show_what_if(written["what_if"])
     if arguments.output is not None:
         written["grid"] = _draw(arguments, measured, plans, ranks, links)
         print(f"drawn: {arguments.output}")
@@ -118,6 +120,19 @@ def run(arguments: argparse.Namespace) -> int:
             json.dump(written, file, indent=1)
             file.write("\n")
     return 0
+
+
+def _show_what_if(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a line for each number of ranks and bandwidth, with a column for each compression."""
+    from mpicomp.bench.measure.results import show
+
+    lines: dict[tuple[int, float], dict[str, Any]] = {}
+    for row in rows:
+        key = row["ranks"], row["bandwidth"]
+        line = lines.setdefault(key, {"ranks": row["ranks"], "gbit/s": row["bandwidth"] / 1e9})
+        line[f"{row['compression']}x"] = row["scaling"]
+    columns = [f"{times}x" for times in dict.fromkeys(row["compression"] for row in rows)]
+    show(list(lines.values()), {"ranks": "d", "gbit/s": "g"} | dict.fromkeys(columns, ".1%"))
 
 
 def _draw(
