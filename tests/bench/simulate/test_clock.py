@@ -10,10 +10,14 @@ from mpicomp.bench.simulate.clock import Clock
 from mpicomp.bench.simulate.topology import Links, Topology
 
 import mpicomp
-from mpicomp.collectives import bind, variants
+from mpicomp.collectives import Context, bind, variants
+from mpicomp.compressors.accumulated import Accumulated, Piece
 from mpicomp.cost import Network
+from mpicomp.cost.formulas import terms
 from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import HOST, WORLD, layout_groups
+from mpicomp.transport import LocalWorld
+from mpicomp.workspace import Workspace
 
 FLOAT = np.dtype(np.float32)
 TAIL = 4  # numbers that travel behind an array
@@ -110,6 +114,39 @@ COMPRESSORS = [
     mpicomp.get_compressor({"id": "qsgd", "rounding": "nearest"}),
     mpicomp.get_compressor({"id": "powersgd"}),
 ]
+
+
+@pytest.mark.parametrize(
+    ("compressor", "name"),
+    [
+        (mpicomp.Dense(), "allreduce"),
+        (mpicomp.Dense(), "ring"),
+        (mpicomp.Dense(), "scatter-reduce"),
+        (mpicomp.Dense(), "parameter-server"),
+        (mpicomp.TopK(ratio=0.01), "allgather"),
+        (mpicomp.TopK(ratio=0.01), "star-topk:ring"),
+        (mpicomp.get_compressor({"id": "qsgd", "rounding": "nearest"}), "two-phase"),
+        (mpicomp.get_compressor({"id": "powersgd"}), "low-rank:allreduce"),
+    ],
+)
+def test_exchanges_take_as_long_as_their_shapes_say(compressor, name):
+    ranks = 4
+    seconds_of = {"latency": BETWEEN[0], "seconds_per_byte": BETWEEN[1]}
+    world = LocalWorld(ranks, hosts=ranks, network=lambda task, group: terms(task, group).seconds(**seconds_of))
+    scheme = bind(compressor.bind(["w"], [N], [(200, 300)], warm_up=False), name)
+    memories, spaces = [{} for _ in range(ranks)], [Workspace() for _ in range(ranks)]
+    for step in range(2):  # in the first one some schemes ask more
+        before = world.transports[0].seconds
+        exchanges = []
+        for rank, end in enumerate(world.transports):
+            gradient = np.random.default_rng([rank, step]).laplace(size=N).astype(FLOAT)
+            accumulated = Accumulated(np.empty(N + TAIL, FLOAT), None, [Piece(0, gradient)])
+            context = Context(group=end.group, step=step, memory=memories[rank], workspace=spaces[rank])
+            exchanges.append(scheme.exchange(accumulated, context))
+        world.run(exchanges)
+    assert world.transports[0].seconds - before == pytest.approx(seconds(scheme.compressor, name, ranks), rel=1e-3)
+
+
 LAYOUTS = [
     (2, 1), (5, 1), (7, 2), (16, 4), (24, 6), (18, 4), slow(33, 4), slow(48, 8), slow(64, 1), slow(64, 8), slow(40, 64)
 ]  # fmt: skip
