@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from mpicomp.errors import MpicompError
     from mpicomp.policies import get_policy, list_policies, register_policy
     from mpicomp.reducer import BucketRecord, Reducer, StepRecord, allreduce
+    from mpicomp.reducer.tracing import trace
     from mpicomp.registry import register
     from mpicomp.system.gpus import local_device
     from mpicomp.system.stopping import STOPPED, ask_to_stop, stop_on_signals
@@ -112,6 +113,7 @@ _HOMES = {
     "register_compressor": "mpicomp.compressors",
     "save_checkpoint": "mpicomp.checkpoint",
     "stop_on_signals": "mpicomp.system.stopping",
+    "trace": "mpicomp.reducer.tracing",
 }
 
 __all__ = [
@@ -169,6 +171,7 @@ __all__ = [
     "save_checkpoint",
     "stop_on_signals",
     "torch",
+    "trace",
 ]
 
 

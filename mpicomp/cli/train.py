@@ -104,6 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="record backward and the network, and write what `mpicomp simulate --from F` needs",
     )
+    parser.add_argument(
+        "--trace",
+        metavar="F",
+        help="write what all ranks do to F, on one clock, for ui.perfetto.dev or chrome://tracing",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -133,7 +138,8 @@ def run(arguments: argparse.Namespace) -> int:
     warmup = choose_warmup(arguments.warmup, compressor, arguments.collective, arguments.policy)
     launch = launcher.detect()
     if launch is None or launch.rank == 0:
-        for path in filter(None, (arguments.json, arguments.metrics, arguments.report, arguments.measured)):
+        files = (arguments.json, arguments.metrics, arguments.report, arguments.measured, arguments.trace)
+        for path in filter(None, files):
             check_writable("train", path)
         if arguments.checkpoints is not None:
             check_folder("train", arguments.checkpoints)
@@ -162,6 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.measure.metrics import MetricsWriter
     from mpicomp.bench.measure.progress import Progress
     from mpicomp.reducer.agreement import together
+    from mpicomp.reducer.tracing import trace
 
     device = CPU if gpu is None else together(lambda: devices.torch_device("train", gpu), transport, "train")
     group = transport.group
@@ -216,7 +223,8 @@ def run(arguments: argparse.Namespace) -> int:
         lines = arguments.metrics
         if first and lines is None and arguments.report is not None:
             lines = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), "run.jsonl")
-        with MetricsWriter(lines if first else None) as metrics:
+        traced = contextlib.nullcontext() if arguments.trace is None else trace(arguments.trace, comm=transport)
+        with MetricsWriter(lines if first else None) as metrics, traced:
             outcome = train(task, settings, transport, Progress(first), metrics, device)
         wrote, first = first, transport.group.rank == 0  # of those that are left
         transport.close()

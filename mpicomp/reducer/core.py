@@ -1,6 +1,7 @@
 """The parts of a reducer and its state, which the steps work on."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from mpicomp.reducer.record import StepRecord, Tally
 from mpicomp.reducer.telemetry import Telemetry
 from mpicomp.transport import Transport
 from mpicomp.transport.staging import Staging
+
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class Core:
         Ranks that have died since the last step, by their numbers in the whole job.
     stop : bool
         Whether all ranks know that some rank was asked to stop.
+    number : int
+        Tells reducers of this process apart.
     """
 
     settings: dict[str, Any]
@@ -93,6 +98,7 @@ class Core:
     failed: RankFailedError | None = None
     lost: list[int] = field(default_factory=list)
     stop: bool = False
+    number: int = field(default_factory=lambda: next(_numbers))
 
     def expect(self, gradients: Mapping[str, Any]) -> None:
         """Begin to take gradients to where they are exchanged, in the thread that made them; nothing waits."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,13 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives import Context, Result
 from mpicomp.policies import Plan
+from mpicomp.reducer import tracing
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.reducer.core import Core
 from mpicomp.reducer.layers import layers_of
+from mpicomp.reducer.ranges import Ranges
 from mpicomp.reducer.record import BucketRecord
+from mpicomp.reducer.trace_lines import Span, Spans
 from mpicomp.rounds import Asked, Group, Pending, dense_ring_bytes, observe
 from mpicomp.transport.routes import at
 
@@ -42,6 +45,8 @@ class Exchanged:
         The survey that the policy has asked for; None where it has not.
     once_wire_bytes : float
         Bytes that left this rank in rounds that are made once in a run; they are in no other sum.
+    spans : list of Span
+        Its rounds, while a trace is written; else none.
     """
 
     plan: Plan
@@ -54,6 +59,7 @@ class Exchanged:
     own_s: float
     survey: NDArray[np.float32] | None
     once_wire_bytes: float = 0.0
+    spans: list[Span] = field(default_factory=list)
 
     def add(self, seconds: float) -> None:
         """Count more own work."""
@@ -70,17 +76,24 @@ class _Watch:
         self.own_s = self.waited_s = self.wire_bytes = self.once_wire_bytes = 0.0
         self.sent_bytes = 0
         self.operations: list[str] = []
+        self.ranges = Ranges()
+        self.ranges.show("compress")
+        self.spans = Spans() if tracing.active is not None else None
         self._asked = start
 
     def before(self, asked: Asked) -> None:
         """Note that a round begins."""
         self._asked = self._clock()
         self.own_s += self._asked - self.last
+        self.ranges.show("exchange")
 
     def after(self, asked: Asked) -> None:
         """Note that it has ended."""
         self.last = self._clock()
         self.waited_s += self.last - self._asked
+        self.ranges.show("decode")
+        if self.spans is not None:
+            self.spans.add(asked, self._asked, self.last)
         if isinstance(asked, Pending):
             return
         part = self._group.part(asked.group)
@@ -130,13 +143,18 @@ def exchange(
     )
     start = clock()
     watch = _Watch(clock, group, start)
-    arrays = None
-    if gradients is not None:
-        pairs = zip(bucket.members, gradients, strict=True)
-        arrays = [core.input_of(member.name, own) for member, own in pairs]
-    with bucket.place.current():
-        accumulated = bucket.accumulate(arrays, scale)
-    result = yield from observe(at(bucket.place, plan.scheme.exchange(accumulated, context)), watch.before, watch.after)
+    try:
+        arrays = None
+        if gradients is not None:
+            pairs = zip(bucket.members, gradients, strict=True)
+            arrays = [core.input_of(member.name, own) for member, own in pairs]
+        with bucket.place.current():
+            accumulated = bucket.accumulate(arrays, scale)
+        result = yield from observe(
+            at(bucket.place, plan.scheme.exchange(accumulated, context)), watch.before, watch.after
+        )
+    finally:
+        watch.ranges.show(None)
     end = clock()
     decode_s = end - watch.last
     begin = time.perf_counter()
@@ -175,4 +193,5 @@ def exchange(
         energy=result.energy if np.isfinite(result.energy) else None,
     )
     own_s, once = watch.own_s + decode_s, watch.once_wire_bytes
-    return Exchanged(plan, result, record, choosing_s, ready, start, end, own_s, survey, once)
+    spans = [] if watch.spans is None else watch.spans.done
+    return Exchanged(plan, result, record, choosing_s, ready, start, end, own_s, survey, once, spans)

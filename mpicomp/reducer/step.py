@@ -14,6 +14,7 @@ from mpicomp.collectives.scheme import cause_of
 from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFiniteError, RankFailedError
 from mpicomp.places import HOST, on_device
 from mpicomp.policies import Delivered, StepReport
+from mpicomp.reducer import tracing
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside
 from mpicomp.reducer.bucket import Bucket
@@ -222,6 +223,8 @@ class Step:
         """Record the seconds of the step, which may have failed."""
         if self._core.last_step is self._record:
             self._record.seconds = seconds
+            if tracing.active is not None:
+                tracing.active.step(self._record, self._done, self._core, seconds)
 
     def _agree(self) -> Generator[Asked, Any, bool]:
         """Compare the ranks' arrays, lay out buckets anew, and exchange them; False where the step ends here."""

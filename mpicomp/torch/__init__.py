@@ -5,6 +5,7 @@ from mpicomp.torch.ddp import DDPState, ddp_comm_hook
 from mpicomp.torch.onebit_adam import OneBitAdam
 from mpicomp.torch.optimizer import DistributedOptimizer
 from mpicomp.torch.power_gossip import PowerGossip
+from mpicomp.torch.profiling import show_ranges
 from mpicomp.torch.sketched_amsgrad import SketchedAMSGrad
 from mpicomp.torch.updates import UpdateOptimizer
 
@@ -18,3 +19,5 @@ __all__ = [
     "broadcast_parameters",
     "ddp_comm_hook",
 ]
+
+show_ranges()

@@ -1,0 +1,259 @@
+"""A trace of all ranks on one clock, in the format of Chrome's tracing, which Perfetto reads.
+
+Each rank writes what it did to a file of its own, step by step, so that a job that dies leaves it. In the end the first
+rank puts all of them into one.
+"""
+
+import contextlib
+import os
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from mpicomp.errors import ConfigurationError, RankFailedError
+from mpicomp.reducer.agreement import together
+from mpicomp.reducer.record import BucketRecord, StepRecord
+from mpicomp.reducer.trace_lines import counter, line, names_of_rank, names_of_tracks, partners
+from mpicomp.reducer.trace_merge import merge
+from mpicomp.rounds import Round
+from mpicomp.transport.clocks import compare_clocks
+from mpicomp.transport.connect import connect
+
+if TYPE_CHECKING:
+    from mpicomp.reducer.core import Core
+    from mpicomp.reducer.exchange import Exchanged
+
+active: "trace | None" = None
+"""The trace that is being written in this process."""
+
+
+class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
+    """Write what the ranks' reducers do from now on to one file, on one clock, for Perfetto or Chrome's tracing.
+
+    Making it and `finish` are collective over ``comm``, and so is the end of a ``with`` block that no error leaves. One
+    that an error leaves waits for nobody.
+
+    Parameters
+    ----------
+    path : str
+        The file, which rank 0 writes in the end. Until then each rank adds to one of its own after every step: beside
+        it, under the name ``PATH.rank-N``, or among temporary files where a host has no such folder. They are removed
+        when ``path`` is complete, and stay where the job dies: each is a trace by itself.
+    comm : mpi4py.MPI.Comm, Transport or None
+        A communicator is duplicated. None stands for MPI.COMM_WORLD.
+
+    Raises
+    ------
+    ConfigurationError
+        On all ranks, where a file cannot be written on one, or a trace is being written already.
+
+    Examples
+    --------
+    >>> import json, os, tempfile
+    >>> import numpy as np
+    >>> import mpicomp
+    >>> from mpicomp.transport import LocalWorld
+    >>> alone = LocalWorld(1).transports[0]
+    >>> reducer = mpicomp.Reducer("topk", warmup=0, comm=alone)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "trace.json")
+    ...     with mpicomp.trace(path, comm=alone):
+    ...         mean = reducer.reduce({"w": np.ones(4, np.float32)})
+    ...     events = json.load(open(path))["traceEvents"]
+    >>> sorted({event["name"] for event in events if event["ph"] == "X"})[:3]
+    ['allgatherv', 'compress', 'compute']
+    """
+
+    def __init__(self, path: str | os.PathLike[str], comm: Any = None) -> None:
+        transport = connect(comm)
+        self._owned = transport is not comm
+        self._transport = transport
+        self._generation = transport.generation
+        self._path = os.fspath(path)
+        self._part = ""
+        self._rank = transport.group.rank  # the name of this one, whoever dies later
+        self._lock = threading.Lock()
+        self._thread = threading.get_ident()
+        self._tracks: dict[int, int] = {}  # by number of the reducer
+        self._wire = self._dense = 0.0
+        self._file: IO[str] | None = None
+        self._finished = False
+        try:
+            together(self._open, transport, "trace")
+            self._error = transport.run(compare_clocks(transport))
+            base = np.array([transport.clock()])
+            transport.perform(Round("bcast", (1,), base.dtype, send=base.copy(), recv=base))
+        except BaseException:
+            self._stop()
+            self._leave(remove=True)
+            raise
+        self._offset = transport.offset
+        self._shift = transport.offset - float(base[0])  # from this rank's clock to that of the trace
+        self._left = time.perf_counter()  # when this thread came back to the script
+        layout = transport.group.layout
+        self._write("[\n" + names_of_rank(self._rank, layout[self._rank] if layout else 0))
+
+    def finish(self) -> None:
+        """End the trace and put the ranks' files into one. Collective; a second call does nothing.
+
+        Where ranks have died and the others have gone on, with this transport, it has what those did; with another one
+        the ranks' files stay as they are, with a warning.
+        """
+        if self._finished:
+            return
+        self._finished = True
+        self._stop()
+        transport, complete = self._transport, False
+        try:
+            drift, alive = 0.0, self._generation == transport.generation
+            if alive:
+                self._error = max(self._error, transport.run(compare_clocks(transport)))
+                drift = (transport.offset - self._offset) / (time.perf_counter() + self._shift)
+            transport.run(merge(self._part, self._path, transport.group, drift, self._error, alive))
+            complete = True
+        except RankFailedError:
+            warnings.warn(f"trace: a rank has died; what each rank did is in '{self._path}.rank-N'", stacklevel=2)
+        finally:
+            self._leave(remove=complete)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self._finished = True
+            self._stop()
+            self._leave(remove=False)
+
+    def step(self, record: StepRecord, done: "Sequence[Exchanged]", core: "Core", seconds: float) -> None:
+        """Write a step of a reducer, which has just ended and took so many seconds. Not collective."""
+        transport = core.transport
+        if self._file is None or (transport.group.size > 1 and not transport.concurrent):
+            return  # or ranks that live in one process, which are no ranks of the job
+        now = time.perf_counter()
+        begin = since = now - seconds
+        lines = ""
+        if core.number not in self._tracks:
+            self._tracks[core.number] = len(self._tracks)
+            lines = names_of_tracks(self._rank, self._tracks[core.number])
+        where = self._tracks[core.number], self._rank
+        if threading.get_ident() == self._thread:
+            since, self._left = self._left, now
+            lines += line(since + self._shift, begin + self._shift, "compute", *where, "compute", {"step": record.step})
+        for own in done:
+            lines += self._bucket(own, record.step, core, where)
+        self._wire += record.overhead_wire_bytes
+        about = {
+            "step": record.step,
+            "lr": record.lr,
+            "agreed": record.agreed,
+            "skipped": record.skipped,
+            "lost_ranks": record.lost_ranks,
+            "choosing_s": record.choosing_s,
+            "sent_bytes": record.sent_bytes,
+            "wire_bytes": record.wire_bytes,
+            "once_wire_bytes": record.once_wire_bytes,
+        }
+        lines += counter(now + self._shift, self._rank, self._wire, self._dense)
+        self._write(lines + line(since + self._shift, now + self._shift, "step", *where, f"step {record.step}", about))
+
+    def _bucket(self, own: "Exchanged", step: int, core: "Core", where: tuple[int, int]) -> str:
+        """Return the lines of a bucket."""
+        record, group = own.record, core.transport.group
+        whole = group.size == self._transport.group.size
+        move = self._shift - core.transport.offset
+        begin = at = own.start + move
+        place = {"step": step, "bucket": record.bucket, "reducer": where[0]}
+        phases = ""
+        for span in own.spans:
+            if span.begin + move > at:
+                phases += line(at, span.begin + move, "compress", *where, "compress", place)
+            at = span.end + move
+            about = place | partners(span, group, whole)
+            if span.begun != span.begin:
+                about["begun"] = round(1e6 * (span.begun + move), 3)
+            phases += line(span.begin + move, at, "exchange", *where, span.operation, about)
+        end = at + record.phases_s["decode"]
+        phases += line(at, end, "decode", *where, "decode", place)
+        self._wire += record.wire_bytes
+        self._dense += record.dense_wire_bytes
+        name = f"{record.compressor['id']} by {record.collective}"
+        return (
+            line(begin, end, "bucket", *where, name, place | _about(record))
+            + phases
+            + counter(at, self._rank, self._wire, self._dense)
+        )
+
+    def _open(self) -> None:
+        """Open this rank's file."""
+        global active
+        if active is not None:
+            raise ConfigurationError(f"trace: '{active._path}' is being written already; finish() it first")
+        folder = os.path.dirname(self._path) or "."
+        reached = os.access(folder, os.W_OK)
+        if os.path.isdir(self._path) or (self._rank == 0 and not reached):
+            raise ConfigurationError(f"trace: '{self._path}' cannot be written; make its folder, or name another file")
+        name = f"{self._path}.rank-{self._rank}"
+        self._part = name if reached else os.path.join(tempfile.gettempdir(), os.path.basename(name))
+        try:
+            self._file = open(self._part, "w", encoding="utf-8")  # noqa: SIM115, closed in _stop
+        except OSError as error:
+            raise ConfigurationError(f"trace: '{self._part}' cannot be written: {error}") from error
+        active = self
+
+    def _write(self, lines: str) -> None:
+        """Write lines; a disk that is full ends the trace of this rank, and not the training."""
+        with self._lock:
+            if self._file is not None:
+                try:
+                    self._file.write(lines)
+                    self._file.flush()
+                except OSError as error:
+                    warnings.warn(f"trace: no more is written to '{self._part}': {error}", stacklevel=4)
+                    self._stop()
+
+    def _stop(self) -> None:
+        """Write no more."""
+        global active
+        if active is self:
+            active = None
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # told when it was written to
+                file.close()
+
+    def _leave(self, remove: bool) -> None:
+        if remove and self._part:
+            with contextlib.suppress(OSError):
+                os.remove(self._part)
+        if self._owned:
+            self._transport.close()
+
+
+def _about(record: BucketRecord) -> dict[str, Any]:
+    """Return what a bucket's slice says of its plan."""
+    return {
+        "parameters": record.parameters,
+        "numel": record.numel,
+        "compressor": record.compressor,
+        "collective": record.collective,
+        "reason": record.reason,
+        "ratio": record.ratio,
+        "ratio_reached": record.ratio_reached,
+        "gain": record.gain,
+        "sent_bytes": record.sent_bytes,
+        "wire_bytes": record.wire_bytes,
+        "dense_wire_bytes": record.dense_wire_bytes,
+        "predicted_s": record.predicted_s,
+        "measured_s": sum(record.phases_s.values()),
+    }
