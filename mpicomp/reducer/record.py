@@ -186,6 +186,52 @@ class StepRecord:
         phases["other"] = max(0.0, self.seconds - sum(phases.values()))
         return phases
 
+    def scalars(self) -> dict[str, float]:
+        """Return what a step has in numbers, for a logger of a framework.
+
+        Returns
+        -------
+        dict of str to float
+            ``mpicomp/seconds``, ``mpicomp/seconds/compress`` and the other phases, ``mpicomp/seconds/choosing``;
+            ``mpicomp/bytes/sent``, ``mpicomp/bytes/wire`` and ``mpicomp/bytes/dense_ring``, of this step and rank;
+            ``mpicomp/ratio``, the kept fraction of all elements; ``mpicomp/gain``, the retained share of the energy,
+            and ``mpicomp/predicted_s``, the sum over buckets, where they are known of all buckets; ``mpicomp/skipped``.
+        """
+        numbers = {"seconds": self.seconds}
+        numbers |= {f"seconds/{name}": seconds for name, seconds in self.phases_s.items()}
+        numbers |= {
+            "seconds/choosing": self.choosing_s,
+            "bytes/sent": self.sent_bytes,
+            "bytes/wire": self.wire_bytes,
+            "bytes/dense_ring": self.dense_wire_bytes,
+            "skipped": float(self.skipped),
+        }
+        numel = sum(bucket.numel for bucket in self.buckets)
+        if numel:
+            numbers["ratio"] = sum(bucket.ratio_reached * bucket.numel for bucket in self.buckets) / numel
+        told = [(own.gain, own.energy) for own in self.buckets]
+        sent = [gain * energy for gain, energy in told if gain is not None and energy is not None]
+        energy = sum(energy for _, energy in told if energy is not None)
+        if energy and len(sent) == len(self.buckets):
+            numbers["gain"] = sum(sent) / energy
+        predicted = [bucket.predicted_s for bucket in self.buckets if bucket.predicted_s is not None]
+        if predicted and len(predicted) == len(self.buckets):
+            numbers["predicted_s"] = sum(predicted)
+        return {f"mpicomp/{name}": float(number) for name, number in numbers.items()}
+
+    def add_scalars(self, writer: Any, step: int | None = None) -> None:
+        """Hand `scalars` to TensorBoard's SummaryWriter, or whatever has its ``add_scalar(tag, value, step)``.
+
+        Parameters
+        ----------
+        writer : object
+            On rank 0 alone, as a rule.
+        step : int, optional
+            The training's own number of the step; None stands for this record's.
+        """
+        for tag, value in self.scalars().items():
+            writer.add_scalar(tag, value, self.step if step is None else step)
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able object; the schema is in docs/metrics.md."""
         return {

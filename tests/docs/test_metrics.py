@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import re
 
 import numpy as np
 import pytest
-from tables import check_types, documented
+from tables import DOCS, check_types, documented
+from tracing.chrome import check, names
 
 import mpicomp
 from mpicomp.transport import LocalWorld
@@ -30,6 +32,34 @@ def test_a_step_record():
             compare(layer, "An entry of layers")
 
 
+def test_scalars_for_a_writer():
+    """Anything with TensorBoard's ``add_scalar`` is told; the numbers are those of the record."""
+    told = {}
+
+    class Writer:
+        def add_scalar(self, tag, value, step):
+            assert step == 7
+            told[tag] = value
+
+    reducer = mpicomp.Reducer("topk", "allgather", warmup=0, bucket_bytes=40, comm=LocalWorld(1).transports[0])
+    reducer.reduce({"w": np.arange(10, dtype=np.float32), "v": np.ones(30, np.float32)})
+    record = reducer.last_step
+    record.add_scalars(Writer(), 7)
+    assert told == record.scalars()
+    line = record.to_json()
+    numel = [bucket["numel"] for bucket in line["buckets"]]
+    energy = [bucket["energy"] for bucket in line["buckets"]]
+    assert len(numel) == 2
+    expected = {"mpicomp/seconds": line["seconds"], "mpicomp/seconds/choosing": line["choosing_s"]}
+    expected |= {f"mpicomp/seconds/{name}": seconds for name, seconds in line["phases_s"].items()}
+    for tag, key in [("sent", "sent_bytes"), ("wire", "wire_bytes"), ("dense_ring", "dense_wire_bytes")]:
+        expected[f"mpicomp/bytes/{tag}"] = line[key]
+    expected["mpicomp/ratio"] = np.average([bucket["ratio_reached"] for bucket in line["buckets"]], weights=numel)
+    expected["mpicomp/gain"] = np.average([bucket["gain"] for bucket in line["buckets"]], weights=energy)
+    expected["mpicomp/skipped"] = 0
+    assert told == pytest.approx(expected)
+
+
 @pytest.fixture(scope="module")
 def run(mpiexec, tmp_path_factory):
     """Train for a few steps on two ranks; give the object and the lines."""
@@ -44,9 +74,11 @@ def run(mpiexec, tmp_path_factory):
         "allgather",
     ]  # in which all ranks send as much as rank 0, whose lines they are
     words += ["--report", folder / "r.html"] if importlib.util.find_spec("msgspec") else []
-    done = mpiexec(2, *words, "--json", folder / "o.json", "--metrics", folder / "m.jsonl", timeout=100)
+    words += ["--json", folder / "o.json", "--metrics", folder / "m.jsonl", "--trace", folder / "t.json"]
+    done = mpiexec(2, *words, timeout=100)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
+    assert not list(folder.glob("t.json.*"))
     return folder, json.loads((folder / "o.json").read_text()), lines
 
 
@@ -90,3 +122,14 @@ def test_the_object_of_a_run(run):
         assert "Training digits with topk" in page
         for section in ("loss", "seconds", "ranks", "runs"):
             assert f'<section id="{section}"' in page
+
+
+def test_the_trace_of_a_run(run):
+    folder, _, lines = run
+    trace = json.loads((folder / "t.json").read_text())
+    kinds = check(trace)
+    documented = re.findall(r"^\| `(\w+)` \|", (DOCS / "tracing.md").read_text(), re.MULTILINE)
+    assert set(names(kinds)[1].values()) == set(documented)
+    for line in lines:
+        [event] = [own for own in kinds["X"] if own["pid"] == 0 and own["name"] == f"step {line['step']}"]
+        assert event["args"]["wire_bytes"] == line["wire_bytes"]
