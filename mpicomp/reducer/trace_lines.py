@@ -14,6 +14,8 @@ from mpicomp.rounds import WORLD, Asked, Graph, Group, Pending, layout_groups
 TRACKS = ("step", "compute", "bucket", "compress", "wait", "exchange", "decode")
 """Threads of a rank, as a viewer shows them, from the top down; each reducer has its own."""
 
+_NUMBERS = {track: 1 + place for place, track in enumerate(TRACKS)}
+
 EXCHANGE = '"cat":"exchange"'
 STEP = '"cat":"step"'
 """Parts of lines by which they are found."""
@@ -49,12 +51,14 @@ class Spans:
         self.done.append(Span(task.operation, task.group, task.root, task.peers, task.graph, begin, end, begun))
 
 
-def line(begin: float, end: float, track: str, reducer: int, rank: int, name: str, about: dict[str, Any]) -> str:
-    """Return a slice of a rank's track, from and to a time in seconds."""
-    dur = max(0.0, 1e6 * (end - begin))
+encoded = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def line(begin: float, end: float, track: str, reducer: int, rank: int, name: str, about: str) -> str:
+    """Return a slice of a rank's track, from and to a time in seconds; ``about`` is JSON."""
     return (
-        f'{{"ts":{1e6 * begin:.3f},"dur":{dur:.3f},"ph":"X","cat":"{track}","name":{_quoted(name)},'
-        f'"pid":{rank},"tid":{tid(track, reducer)},"args":{json.dumps(about, separators=(",", ":"))}}},\n'
+        f'{{"ts":{1e6 * begin:.3f},"dur":{max(0.0, 1e6 * (end - begin)):.3f},"ph":"X","cat":"{track}",'
+        f'"name":{_quoted(name)},"pid":{rank},"tid":{tid(track, reducer)},"args":{about}}},\n'
     )
 
 
@@ -68,7 +72,7 @@ def counter(at: float, rank: int, wire: float, dense: float) -> str:
 
 def tid(track: str, reducer: int) -> int:
     """Return the number of a track."""
-    return 1 + 10 * reducer + TRACKS.index(track)
+    return 10 * reducer + _NUMBERS[track]
 
 
 def names_of_rank(rank: int, host: int) -> str:
@@ -152,9 +156,9 @@ def split(event: dict[str, Any], last: float) -> Iterable[str]:
     rank, reducer, about = event["pid"], event["args"]["reducer"], event["args"]
     if cut > begin:
         short = {key: about[key] for key in ("step", "bucket", "reducer")}
-        yield line(begin / 1e6, cut / 1e6, "wait", reducer, rank, "wait", short)
+        yield line(begin / 1e6, cut / 1e6, "wait", reducer, rank, "wait", encoded(short))
     if cut < end or cut == begin:
-        yield line(cut / 1e6, end / 1e6, "exchange", reducer, rank, event["name"], about)
+        yield line(cut / 1e6, end / 1e6, "exchange", reducer, rank, event["name"], encoded(about))
 
 
 @functools.lru_cache

@@ -5,6 +5,7 @@ rank puts all of them into one.
 """
 
 import contextlib
+import math
 import os
 import tempfile
 import threading
@@ -19,7 +20,7 @@ import numpy as np
 from mpicomp.errors import ConfigurationError, RankFailedError
 from mpicomp.reducer.agreement import together
 from mpicomp.reducer.record import BucketRecord, StepRecord
-from mpicomp.reducer.trace_lines import counter, line, names_of_rank, names_of_tracks, partners
+from mpicomp.reducer.trace_lines import counter, encoded, line, names_of_rank, names_of_tracks, partners
 from mpicomp.reducer.trace_merge import merge
 from mpicomp.rounds import Round
 from mpicomp.transport.clocks import compare_clocks
@@ -28,6 +29,9 @@ from mpicomp.transport.connect import connect
 if TYPE_CHECKING:
     from mpicomp.reducer.core import Core
     from mpicomp.reducer.exchange import Exchanged
+
+_FLUSH_S = 0.25  # seconds after which what is written goes to the system: a job that dies loses no more
+_BUFFER = 1 << 18  # bytes that a file of Python's keeps meanwhile
 
 active: "trace | None" = None
 """The trace that is being written in this process."""
@@ -42,9 +46,9 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
     Parameters
     ----------
     path : str
-        The file, which rank 0 writes in the end. Until then each rank adds to one of its own after every step: beside
-        it, under the name ``PATH.rank-N``, or among temporary files where a host has no such folder. They are removed
-        when ``path`` is complete, and stay where the job dies: each is a trace by itself.
+        The file, which rank 0 writes in the end. Until then each rank adds to one of its own, four times a second:
+        beside it, under the name ``PATH.rank-N``, or among temporary files where a host has no such folder. They are
+        removed when ``path`` is complete, and stay where the job dies: each is a trace by itself.
     comm : mpi4py.MPI.Comm, Transport or None
         A communicator is duplicated. None stands for MPI.COMM_WORLD.
 
@@ -83,6 +87,7 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         self._tracks: dict[int, int] = {}  # by number of the reducer
         self._wire = self._dense = 0.0
         self._file: IO[str] | None = None
+        self._flushed = -math.inf
         self._finished = False
         try:
             together(self._open, transport, "trace")
@@ -149,11 +154,13 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         where = self._tracks[core.number], self._rank
         if threading.get_ident() == self._thread:
             since, self._left = self._left, now
-            lines += line(since + self._shift, begin + self._shift, "compute", *where, "compute", {"step": record.step})
+            lines += line(
+                since + self._shift, begin + self._shift, "compute", *where, "compute", f'{{"step":{record.step}}}'
+            )
         for own in done:
             lines += self._bucket(own, record.step, core, where)
         self._wire += record.overhead_wire_bytes
-        about = {
+        told = {
             "step": record.step,
             "lr": record.lr,
             "agreed": record.agreed,
@@ -165,7 +172,8 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
             "once_wire_bytes": record.once_wire_bytes,
         }
         lines += counter(now + self._shift, self._rank, self._wire, self._dense)
-        self._write(lines + line(since + self._shift, now + self._shift, "step", *where, f"step {record.step}", about))
+        name = f"step {record.step}"
+        self._write(lines + line(since + self._shift, now + self._shift, "step", *where, name, encoded(told)))
 
     def _bucket(self, own: "Exchanged", step: int, core: "Core", where: tuple[int, int]) -> str:
         """Return the lines of a bucket."""
@@ -174,22 +182,25 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         move = self._shift - core.transport.offset
         begin = at = own.start + move
         place = {"step": step, "bucket": record.bucket, "reducer": where[0]}
+        short = encoded(place)
         phases = ""
         for span in own.spans:
             if span.begin + move > at:
-                phases += line(at, span.begin + move, "compress", *where, "compress", place)
+                phases += line(at, span.begin + move, "compress", *where, "compress", short)
             at = span.end + move
-            about = place | partners(span, group, whole)
+            about = partners(span, group, whole)
             if span.begun != span.begin:
                 about["begun"] = round(1e6 * (span.begun + move), 3)
-            phases += line(span.begin + move, at, "exchange", *where, span.operation, about)
+            phases += line(
+                span.begin + move, at, "exchange", *where, span.operation, encoded(place | about) if about else short
+            )
         end = at + record.phases_s["decode"]
-        phases += line(at, end, "decode", *where, "decode", place)
+        phases += line(at, end, "decode", *where, "decode", short)
         self._wire += record.wire_bytes
         self._dense += record.dense_wire_bytes
         name = f"{record.compressor['id']} by {record.collective}"
         return (
-            line(begin, end, "bucket", *where, name, place | _about(record))
+            line(begin, end, "bucket", *where, name, encoded(place | _about(record)))
             + phases
             + counter(at, self._rank, self._wire, self._dense)
         )
@@ -206,7 +217,7 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         name = f"{self._path}.rank-{self._rank}"
         self._part = name if reached else os.path.join(tempfile.gettempdir(), os.path.basename(name))
         try:
-            self._file = open(self._part, "w", encoding="utf-8")  # noqa: SIM115, closed in _stop
+            self._file = open(self._part, "w", _BUFFER, encoding="utf-8")  # noqa: SIM115, closed in _stop
         except OSError as error:
             raise ConfigurationError(f"trace: '{self._part}' cannot be written: {error}") from error
         active = self
@@ -217,7 +228,9 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
             if self._file is not None:
                 try:
                     self._file.write(lines)
-                    self._file.flush()
+                    if time.perf_counter() - self._flushed > _FLUSH_S:
+                        self._file.flush()
+                        self._flushed = time.perf_counter()
                 except OSError as error:
                     warnings.warn(f"trace: no more is written to '{self._part}': {error}", stacklevel=4)
                     self._stop()

@@ -12,7 +12,11 @@ STUDIES = Path(__file__).resolve().parents[2] / "studies"
 
 
 @pytest.mark.parametrize(
-    "name", ["policies", *map(slow, ("learned", "regret", "change", "estimators", "behind", "hindsight", "updates"))]
+    "name",
+    [
+        "policies",
+        *map(slow, ("learned", "regret", "change", "estimators", "behind", "hindsight", "observing", "updates")),
+    ],
 )
 def test_the_help_of_each(name, tmp_path, clean_environ):
     command = [sys.executable, STUDIES / f"{name}.py", "--help"]
@@ -45,3 +49,16 @@ def test_what_is_wrong_is_told_once(mpiexec):
     assert done.returncode == 2
     assert done.stderr.count("mpicomp: change: --seconds must be a number above 0, got 0.0") == 1
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_what_it_costs_to_be_watched(mpiexec):
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    done = mpiexec(2, STUDIES / "observing.py", "--turns", "4", "--steps", "3", timeout=100)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["ranks"], told["steps"]) == (2, 6)
+    assert told["median_step_s"] > 0
+    assert told["median_watched_step_s"] > 0
+    assert 500 < told["trace_bytes_a_step_and_rank"] < 20000

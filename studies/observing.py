@@ -1,0 +1,101 @@
+"""Study of what it costs to be watched: ``mpiexec -n 2 python studies/observing.py``."""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+
+import numpy as np
+from mpicomp.bench.measure.metrics import MetricsWriter
+from mpicomp.bench.tasks import get_task
+
+import mpicomp
+from mpicomp.cli import run_program
+from mpicomp.cli.options import check_least
+from mpicomp.rounds import Round
+from mpicomp.transport.mpi import MPITransport
+
+_WARM = 10  # steps that compile and agree
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(
+        prog="studies/observing.py",
+        description="Train a task, in turns with a trace and metrics that are written and without, and compare the "
+        "medians of the steps' seconds, and of the seconds of a processor, on the slowest rank.",
+    )
+    parser.add_argument("--task", default="digits", help="as of mpicomp train (%(default)s)")
+    parser.add_argument("--compressor", default="topk", help="its name (%(default)s)")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="in a turn (%(default)s)")
+    parser.add_argument("--turns", type=int, default=80, metavar="N", help="half of them with both (%(default)s)")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, and print on rank 0."""
+    check_least("observing", "--steps", arguments.steps)
+    check_least("observing", "--turns", arguments.turns, 2)
+    from mpicomp.torch import DistributedOptimizer, broadcast_parameters
+
+    transport = MPITransport()
+    group = transport.group
+    task = get_task(arguments.task, 0, None, False)
+    model = task.model()
+    broadcast_parameters(model, comm=transport)
+    named = model.named_parameters()
+    optimizer = DistributedOptimizer(
+        task.optimizer(model), named, arguments.compressor, "allgather", comm=transport, overlap=False, warmup=0
+    )
+    seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    step, size = 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json")
+        for turn in range(-1, arguments.turns):
+            watched = turn % 2 == 1
+            with contextlib.ExitStack() as stack:
+                writer = None
+                if watched:
+                    stack.enter_context(mpicomp.trace(path, comm=transport))
+                    writer = stack.enter_context(MetricsWriter(f"{path}l"))
+                for _ in range(_WARM if turn < 0 else arguments.steps):
+                    start, used = time.perf_counter(), time.process_time()
+                    optimizer.zero_grad()
+                    task.loss(model, task.batch(step, group.rank, group.size)).backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                    if writer is not None:
+                        writer.write(optimizer.reducer.last_step.to_json())
+                    if turn >= 0:
+                        seconds[watched].append((time.perf_counter() - start, time.process_time() - used))
+                    step += 1
+            if watched and group.rank == 0:
+                size = os.path.getsize(path)
+    medians = {}
+    for watched, own in seconds.items():
+        send = np.array(own).reshape(-1)
+        recv = np.empty(group.size * send.size)
+        task_ = Round("allgatherv", [send.size] * group.size, send.dtype, send=send, recv=recv)
+        medians[watched] = np.median(transport.perform(task_).reshape(group.size, -1, 2).max(axis=0), axis=0)
+    optimizer.close()
+    transport.close()
+    if group.rank == 0:
+        cost = medians[True] / medians[False] - 1
+        told = {
+            "task": arguments.task,
+            "ranks": group.size,
+            "steps": len(seconds[True]),
+            "median_step_s": medians[False][0],
+            "median_watched_step_s": medians[True][0],
+            "cost": cost[0],
+            "cost_of_processor": cost[1],
+            "trace_bytes_a_step_and_rank": size / arguments.steps / group.size,
+        }
+        print(json.dumps(told))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(parser().parse_args, run))

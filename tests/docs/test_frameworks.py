@@ -1,0 +1,70 @@
+"""The examples with people's frameworks run: replicas stay the same, the loss falls, TensorBoard has all of it."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+NEEDS = {"with_lightning": "lightning", "with_accelerate": "accelerate", "with_hf_trainer": "transformers"}
+INSTALL = "pip install -c constraints.txt torch lightning accelerate transformers tensorboard"
+
+DRIVER = """
+import json, runpy, sys
+import numpy as np
+import torch
+from mpi4py import MPI
+
+comm = MPI.COMM_WORLD
+torch.manual_seed(comm.rank)  # models differ until they are broadcast
+loss, model = runpy.run_path(sys.argv[1])["main"](sys.argv[2])
+mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
+everyones = comm.allgather(mine.tobytes())
+losses = comm.allgather(loss)
+if comm.rank == 0:
+    with open(sys.argv[3], "w") as file:
+        json.dump({"same": len(set(everyones)) == 1, "finite": bool(np.isfinite(mine).all()), "losses": losses}, file)
+"""
+
+
+def missing(name):
+    return next((own for own in ("torch", "tensorboard", name) if importlib.util.find_spec(own) is None), None)
+
+
+def read(folder):
+    """Return the scalars of all event files below a folder, by tag in order of steps, and the tags of everything."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    scalars, tags = {}, set()
+    for path in folder.rglob("events.out.tfevents.*"):
+        events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+        for tag in events.Tags()["scalars"]:
+            scalars[tag] = [event.value for event in events.Scalars(tag)]
+        tags |= set(events.summary_metadata)
+    return scalars, tags
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("example", NEEDS)
+def test_an_example_with_a_framework(mpiexec, tmp_path, example):
+    if missing(NEEDS[example]):
+        pytest.skip(f"there is no {missing(NEEDS[example])}: {INSTALL}")
+    runs, out = tmp_path / "runs", tmp_path / "out.json"
+    done = mpiexec(2, "-c", DRIVER, EXAMPLES / f"{example}.py", runs, out, timeout=280)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(out.read_text())
+    assert told["same"]
+    assert told["finite"]
+    assert len(set(told["losses"])) == 2  # each rank has had samples of its own
+    scalars, tags = read(runs)
+    losses = next(scalars[tag] for tag in ("loss", "train/loss") if tag in scalars)
+    assert len(losses) == 4 * 16  # epochs of 512 samples, 16 on each of two ranks
+    assert sum(losses[-16:]) < 0.7 * sum(losses[:16])
+    prefix = "train/" if "train/loss" in scalars else ""
+    for tag in ("seconds", "seconds/exchange", "bytes/wire", "bytes/dense_ring", "ratio"):
+        assert len(scalars[f"{prefix}mpicomp/{tag}"]) == len(losses)
+    numel = 8 * 32 + 32 + 32 + 1
+    assert scalars[f"{prefix}mpicomp/bytes/dense_ring"] == [4.0 * numel] * len(losses)
+    assert tags & {"_hparams_/session_start_info", "args/text_summary"}
