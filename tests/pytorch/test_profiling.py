@@ -1,0 +1,97 @@
+"""torch's profiler and NVTX show the phases of an exchange, and nothing is begun while nobody looks."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+import mpicomp
+from mpicomp.reducer import ranges
+from mpicomp.transport import LocalWorld
+
+torch = pytest.importorskip("torch")
+
+PHASES = ["compress", "exchange", "decode"]
+
+
+def training(compressor="topk", collective="allgather"):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(20, 20)
+    optimizer = mpicomp.torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compressor, collective,
+        comm=LocalWorld(1).transports[0], warmup=0,
+    )  # fmt: skip
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(4, 20)).sum().backward()
+        optimizer.step()
+
+    step()
+    return step
+
+
+def test_ranges_in_torchs_profiler():
+    step = training()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for _ in range(3):
+            step()
+    own = [event for event in profiler.events() if event.name.startswith("mpicomp::")]
+    assert [event.name for event in sorted(own, key=lambda event: event.time_range.start)] == [
+        f"mpicomp::{phase}" for phase in PHASES
+    ] * 3
+    ends = sorted((event.time_range.start, event.time_range.end) for event in own)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))
+
+
+def test_no_range_is_begun_while_no_profiler_runs(monkeypatch):
+    def begun(name):
+        raise AssertionError(name)
+
+    step = training()
+    monkeypatch.setattr(torch.profiler, "record_function", begun)
+    step()
+
+
+def test_what_has_begun_is_ended_where_an_exchange_fails(monkeypatch):
+    said = []
+
+    def mark(name):
+        said.append(name)
+        return lambda: said.append(f"end of {name}")
+
+    monkeypatch.setattr(ranges, "markers", [mark])
+    reducer = mpicomp.Reducer("topk", "allgather", warmup=0, comm=LocalWorld(1).transports[0])
+    rounds = reducer.rounds({"w": torch.ones(10)})
+    reply = None
+    while "mpicomp::exchange" not in said:  # in the agreement before it there is no range
+        asked = rounds.send(reply)
+        if "mpicomp::exchange" not in said:
+            asked.recv[:] = asked.send
+            reply = asked.recv
+    with pytest.raises(RuntimeError, match="the network"):
+        rounds.throw(RuntimeError("the network"))
+    assert said == [word for phase in PHASES[:2] for word in (f"mpicomp::{phase}", f"end of mpicomp::{phase}")]
+
+
+@pytest.mark.slow
+def test_nvtx_where_a_tool_collects_it(tmp_path, clean_environ):
+    """The package nvtx is given what it would pass on to Nsight; a stand-in where it is not installed."""
+    (tmp_path / "nvtx.py").write_text("said = []\npush_range = said.append\npop_range = lambda: said.append('end')\n")
+    code = f"""if True:
+        import sys; sys.path.insert(0, {str(tmp_path)!r})
+        import nvtx, numpy as np, mpicomp
+        from mpicomp.transport import LocalWorld
+        reducer = mpicomp.Reducer("topk", "allgather", warmup=0, comm=LocalWorld(1).transports[0])
+        reducer.reduce({{"w": np.ones(10, np.float32)}})
+        print(*nvtx.said)"""
+    out = []
+    for env in ({"NVTX_INJECTION64_PATH": "/nowhere"}, {}):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**clean_environ, **env}, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        out.append(done.stdout.split())
+    assert out == [[word for phase in PHASES for word in (f"mpicomp::{phase}", "end")], []]
