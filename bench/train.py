@@ -16,6 +16,7 @@ from mpicomp.bench.measure.correlation import Comparison, Correlations
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.probe import Probe, probe, probe_dense
 from mpicomp.bench.measure.progress import Progress
+from mpicomp.bench.measure.slowest import Slowest
 from mpicomp.bench.resuming import Checkpoints
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured
 from mpicomp.bench.tasks import Task
@@ -150,6 +151,8 @@ class Outcome:
         What each rank took, in the order of ranks.
     measured : Measured or None
         What ``mpicomp simulate`` needs; None where it was not asked for.
+    slowest : Slowest or None
+        The rank that the others waited for, over the steps that are timed; None where there is one rank.
     """
 
     quality: float
@@ -182,6 +185,7 @@ class Outcome:
     resumed_at: int = 0
     by_rank: list["RankTimes"] = field(default_factory=list)
     measured: Measured | None = None
+    slowest: Slowest | None = None
 
 
 @dataclass(frozen=True)
@@ -219,16 +223,15 @@ class _Timings:
     def add(self, seconds: float, phases: Mapping[str, float], choosing_s: float) -> None:
         self.rows.append([seconds, *(phases[name] for name in PHASES), choosing_s])
 
-    def of_all(self, transport: Transport, ends: Sequence[int]) -> NDArray[np.float64]:
-        """Return every rank's rows, shape (ranks, steps, fields), as means over the steps between ends. Collective.
+    def everyones(self, transport: Transport, ends: Sequence[int]) -> NDArray[np.float64]:
+        """Return every rank's rows, as means over the steps between ends; shape (ranks, ends, columns). Collective.
 
         Steps behind the last end are left out.
         """
         everyones = _gather(transport, np.array(self.rows, np.float64))
         sums = np.cumsum(everyones, axis=1)[:, np.array(ends) - 1]
-        means = np.diff(sums, axis=1, prepend=0.0) / np.diff(ends, prepend=0)[None, :, None]
-        rows: NDArray[np.float64] = means.repeat(np.diff(ends, prepend=0), axis=1)
-        return rows
+        means: NDArray[np.float64] = np.diff(sums, axis=1, prepend=0.0) / np.diff(ends, prepend=0)[None, :, None]
+        return means
 
 
 def _of_slowest(everyones: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -355,8 +358,11 @@ def train(
             ends.append(made)
     _check_replicas(model, transport)
     skipped = min(5, made // 4)  # the first steps compile, agree and grow buffers
-    everyones = timings.of_all(transport, ends)
+    means = timings.everyones(transport, ends)
+    everyones = means.repeat(np.diff(ends, prepend=0), axis=1)
     of_slowest = _of_slowest(everyones)
+    timed = means[:, np.searchsorted(ends, skipped, side="right") :]
+    slowest = Slowest.of(timed[:, :, 0] - timed[:, :, 1 + PHASES.index("exchange")])
     warmup_steps -= first
     half = max(made // 2, warmup_steps if warmup_steps < made else 0)
     late = max(skipped, half) if settings.changes else skipped
@@ -423,6 +429,7 @@ def train(
         resumed_at=first,
         by_rank=_by_rank(everyones[:, skipped:]),
         measured=measured,
+        slowest=slowest,
     )
 
 

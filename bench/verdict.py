@@ -42,8 +42,16 @@ def judge(outcome: Outcome) -> str:
     if outcome.ranks == 1:
         return "one rank: nothing was exchanged, so there was nothing to gain; start it with mpiexec -n 4"
     compressed = [plan.share for plan in outcome.late_plans if not _is_exact(plan.compressor)]
-    seconds = _judge_seconds(outcome)
-    return f"{seconds}; {_late(outcome.delay)}" if sum(compressed) >= 1 - _ALWAYS else seconds
+    said = [_judge_seconds(outcome)]
+    if sum(compressed) >= 1 - _ALWAYS:
+        said.append(_late(outcome.delay))
+    slowest = outcome.slowest
+    if slowest is not None and slowest.matters(outcome.median_step_s, _NOISE):
+        said.append(
+            f"rank {slowest.rank} is slow: a step takes it {slowest.costs_s:.3f} s more work than the middle rank, and "
+            "the others wait for it"
+        )
+    return "; ".join(said)
 
 
 def _is_exact(compressor: Compressor) -> bool:

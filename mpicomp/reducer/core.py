@@ -13,6 +13,7 @@ from mpicomp.errors import ConfigurationError, RankFailedError
 from mpicomp.places import HOST
 from mpicomp.policies import Plan, Policy
 from mpicomp.reducer.layout import Layout
+from mpicomp.reducer.pace import Pace
 from mpicomp.reducer.record import StepRecord, Tally
 from mpicomp.reducer.telemetry import Telemetry
 from mpicomp.transport import Transport
@@ -52,6 +53,8 @@ class Core:
         Runs rounds.
     telemetry : Telemetry
         Shares the seconds of steps between ranks.
+    pace : Pace
+        Finds out which rank is slowest.
     count : int
         Steps so far.
     last_step : StepRecord or None
@@ -87,6 +90,7 @@ class Core:
     policy: Policy
     transport: Transport
     telemetry: Telemetry
+    pace: Pace
     count: int = 0
     last_step: StepRecord | None = None
     staging: Staging = field(default_factory=Staging)

@@ -135,6 +135,11 @@ class StepRecord:
         and what the residuals of the dead held is lost.
     stop : bool
         Whether some rank was asked to stop, see `mpicomp.stop_on_signals`; the same on all ranks.
+    slowest_rank : int or None
+        The rank, by its number among the reducer's, that had most work of its own in the steps which ranks last told
+        each other of; see `mpicomp.reducer.pace`. None before they have, and where there is one.
+    slowest_costs_s : float or None
+        Seconds a step by which it worked longer than the middle rank, for which the others waited.
     choosing_s : float
         Seconds on this rank that were spent on choosing plans and on learning what they took.
     once_wire_bytes : float
@@ -156,6 +161,8 @@ class StepRecord:
     agreed: bool = False
     lost_ranks: list[int] = field(default_factory=list)
     stop: bool = False
+    slowest_rank: int | None = None
+    slowest_costs_s: float | None = None
     choosing_s: float = 0.0
     once_wire_bytes: float = 0.0
     overhead_bytes: int = 0
@@ -244,6 +251,8 @@ class StepRecord:
             "agreed": self.agreed,
             "lost_ranks": self.lost_ranks,
             "stop": self.stop,
+            "slowest_rank": self.slowest_rank,
+            "slowest_costs_s": self.slowest_costs_s,
             "choosing_s": self.choosing_s,
             "once_wire_bytes": self.once_wire_bytes,
             "overhead_bytes": self.overhead_bytes,

@@ -18,6 +18,7 @@ from mpicomp.reducer.agreement import together
 from mpicomp.reducer.beside import Beside
 from mpicomp.reducer.core import Core, Loaded
 from mpicomp.reducer.layout import LARGE_BUCKET, Layout
+from mpicomp.reducer.pace import Pace
 from mpicomp.reducer.record import StepRecord, Value
 from mpicomp.reducer.step import AGREED, Rounds, Step
 from mpicomp.reducer.stream import Stream
@@ -194,7 +195,9 @@ class Reducer:
             entry = chosen.compressor.entry
             layout = Layout(chosen.feedback, settings["bucket_bytes"], entry, _whole("threads", threads, 1), decay)
             telemetry = Telemetry(transport.group.size)
-            core = Core(settings, nonfinite, settings["seed"], entry, layout, runs, transport, telemetry)
+            # Where ranks take turns in one process, no rank's seconds are its own.
+            pace = Pace(transport.group.size if transport.probes else 1)
+            core = Core(settings, nonfinite, settings["seed"], entry, layout, runs, transport, telemetry, pace)
             core.survives = survives
             return core, chosen
 
@@ -351,7 +354,7 @@ class Reducer:
             step.forget()
             raise
         finally:
-            step.note_seconds(time.perf_counter() - begin)
+            step.note_seconds(begin)
 
     @property
     def survives(self) -> bool:

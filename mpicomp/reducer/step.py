@@ -207,6 +207,8 @@ class Step:
             return
         delivered = [Delivered(own.energy, own.gain, own.kept) for own in (done.result for done in self._done)]
         surveys = {done.record.bucket: done.survey for done in self._done if done.survey is not None}
+        yield from core.pace.tell(record.step)
+        record.slowest_rank, record.slowest_costs_s = core.pace.slowest_rank, core.pace.slowest_costs_s
         finite = not any(done.result.nonfinite for done in self._done)
         if finite and not record.skipped:
             core.policy.deliver(record.step, delivered)
@@ -219,12 +221,18 @@ class Step:
             record.overhead_bytes += tally.sent_bytes
             record.overhead_wire_bytes += tally.wire_bytes
 
-    def note_seconds(self, seconds: float) -> None:
-        """Record the seconds of the step, which may have failed."""
-        if self._core.last_step is self._record:
-            self._record.seconds = seconds
+    def note_seconds(self, begin: float, waited_s: float | None = None) -> None:
+        """Record the seconds of the step since its beginning; it may have failed.
+
+        In ``waited_s`` of them its thread waited for others; None stands for the rounds of its buckets.
+        """
+        end, record = time.perf_counter(), self._record
+        if applied := self._core.last_step is record:
+            record.seconds = end - begin
             if tracing.active is not None:
-                tracing.active.step(self._record, self._done, self._core, seconds)
+                tracing.active.step(record, self._done, self._core, record.seconds)
+            waited_s = record.phases_s["exchange"] if waited_s is None else waited_s
+        self._core.pace.note(end, waited_s or 0.0, applied and not record.agreed)
 
     def _agree(self) -> Generator[Asked, Any, bool]:
         """Compare the ranks' arrays, lay out buckets anew, and exchange them; False where the step ends here."""

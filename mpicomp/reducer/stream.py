@@ -57,13 +57,15 @@ class Stream:
         finite: bool = True,
     ) -> dict[str, Any]:
         """Exchange the remaining buckets, wait for all, return the means; see `mpicomp.Reducer.reduce`. Collective."""
-        begin = time.perf_counter()
+        begin, waited_s = time.perf_counter(), 0.0
         step = self._step
         try:
             step.examine(gradients, absent, lr)
             while self._left:
                 self._submit(step.of(self._left.pop(0)))
+            handed_over = time.perf_counter()
             self._thread.wait(self._jobs)
+            waited_s = time.perf_counter() - handed_over
             means: dict[str, Any] = self._core.transport.run(step.conclude(finite))
             return means
         except RankFailedError as error:
@@ -76,7 +78,7 @@ class Stream:
                     job.exception()
             raise
         finally:
-            step.note_seconds(time.perf_counter() - begin)
+            step.note_seconds(begin, waited_s)
 
     def _submit(self, gradients: list[Any] | None) -> None:
         bucket = self._core.layout.buckets[len(self._jobs) - 1]

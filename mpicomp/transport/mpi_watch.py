@@ -34,9 +34,10 @@ from mpicomp.transport.mpi_failures import completed, failure_of, fault_tolerant
 
 STALL_S = 60.0  # default of MPICOMP_STALL: seconds after which a rank that waits names those that are missing
 STALL_END_S = 1800.0  # default of MPICOMP_STALL_END: seconds after which the job ends; torch.distributed has as many
-_PARTS = 8  # looks in a stall limit: a question and its answer take two of them
+_PARTS = 20  # looks in a stall limit: who is missing is named within a tenth of it, and an answer takes two of them
 _ASK_AT = 0.5  # share of the stall limit after which ranks are asked, so that answers are there when it is over
 _LONGEST_S = 1.0  # seconds between two looks, at most: a rank that has left is noticed no later
+_BROKEN_S = 0.1  # the same once a rank has broken something off: it answers the first question by ending the job
 _TURN_S = 0.3  # seconds between ranks with the same message: the first one ends the job before the next prints it
 _MOST_TURNS = 10  # ranks from this one on speak at the same time
 _SAME_CALLS = "all ranks have to make the same calls in the same order"
@@ -127,7 +128,8 @@ class Watch:
     @property
     def period_s(self) -> float:
         """Seconds between two looks."""
-        return min(self.seconds / _PARTS or _LONGEST_S, _LONGEST_S)
+        longest = _BROKEN_S if self._broken or self._breakers else _LONGEST_S
+        return min(self.seconds / _PARTS or longest, longest)
 
     @property
     def alone(self) -> bool:
@@ -157,6 +159,7 @@ class Watch:
             for channel in channels:
                 self._broken.setdefault(channel.key, why)
             self._tell_all(_BROKE)
+        lookout.wake()
 
     def leave(self) -> None:
         """Announce to the other ranks that this rank begins no more rounds at all."""
@@ -172,11 +175,10 @@ class Watch:
     def look(self) -> None:
         """Receive and answer questions, ask the others where this rank has waited for long, and report the answers."""
         try:
-            try:
-                self._look()
-            except MPI.Exception as error:
-                raise failure_of(error) from None
-        except RankFailedError:
+            self._look()
+        except (MPI.Exception, RankFailedError) as error:
+            if isinstance(error, MPI.Exception) and failure_of(error) is error:
+                raise
             lookout.drop(self)  # whoever waits for the dead rank is told by MPI
 
     def _look(self) -> None:
@@ -246,9 +248,9 @@ class Watch:
         self._write(self._stacks())
         for rank in inquiry.others:
             self._tell(rank, _STACKS)
-        where = "py-spy dump --pid shows where one is"
+        where = "`py-spy dump --pid` shows where one is"
         if self._file is not None:
-            where = f"the stacks of all ranks that answer are in {self._file}"
+            where = f"Stacks of all ranks that answer are in {self._file}"
         self._print(inquiry, f"{self._missing(inquiry)}; {_SAME_CALLS}. {where}; MPICOMP_STALL=0 turns this off")
 
     def _missing(self, inquiry: Inquiry) -> str:
@@ -264,7 +266,9 @@ class Watch:
             who = "all ranks take part, so the network is slow or stuck"
         silent = [rank for rank in missing if rank not in inquiry.answers]
         if silent:
-            who += f" ({self._ranks(silent)} not answering: stopped, or in a long call that keeps Python's lock)"
+            who += (
+                f" ({self._ranks(silent)} not answering: stopped, cut off, or in a long call that keeps Python's lock)"
+            )
         return who
 
     def _stacks(self) -> str:
@@ -377,7 +381,8 @@ class Lookout:
     def __init__(self) -> None:
         self.watches: list[Watch] = []
         self._thread: threading.Thread | None = None
-        self._stopping = threading.Event()
+        self._woken = threading.Event()
+        self._stopping = False
 
     def add(self, watch: Watch) -> None:
         """Watch these rounds, too."""
@@ -392,14 +397,23 @@ class Lookout:
         if watch in self.watches:
             self.watches.remove(watch)
 
+    def wake(self) -> None:
+        """Look at once."""
+        self._woken.set()
+
     def stop(self) -> None:
         """End the thread."""
-        self._stopping.set()
+        self._stopping = True
+        self.wake()
         if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopping.wait(min((watch.period_s for watch in self.watches), default=_LONGEST_S)):
+        while True:
+            self._woken.wait(min((watch.period_s for watch in self.watches), default=_LONGEST_S))
+            self._woken.clear()
+            if self._stopping:
+                return
             for watch in list(self.watches):
                 watch.look()
 

@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
 from mpicomp.bench.measure.chosen_plans import Ran
 from mpicomp.bench.measure.probe import Probe
+from mpicomp.bench.measure.slowest import Slowest
 from mpicomp.bench.train import PHASES, Outcome
 from mpicomp.bench.verdict import dense_step_s, exchange_s, judge, table
 
@@ -126,3 +128,19 @@ def test_without_a_dense_exchange_there_is_no_verdict():
     )
     assert "; delay 4.9 steps" in judge(run)
     assert "without waiting" not in table(run, "accuracy", 100)
+
+
+def test_a_slow_rank_is_named_where_that_is_no_chance():
+    rng = np.random.default_rng(0)
+    own_s = 0.1 + 0.01 * rng.random((4, 40))
+    assert not Slowest.of(own_s).matters(0.12, 0.03)
+    own_s[2] += 0.05
+    slowest = Slowest.of(own_s)
+    assert (slowest.rank, slowest.costs_s) == (2, pytest.approx(0.05, abs=0.005))
+    said = "; rank 2 is slow: a step takes it 0.05"
+    assert said in judge(outcome(slowest=slowest))
+    assert said not in judge(outcome(slowest=dataclasses.replace(slowest, costs_s=0.003)))
+    once = 0.1 + np.zeros((2, 40))
+    once[1, 7] = 2.0  # a single pause
+    assert not Slowest.of(once).matters(0.12, 0.03)
+    assert Slowest.of(own_s[:1]) is None

@@ -56,7 +56,7 @@ def test_nothing_is_said_otherwise(run, stall):
 def test_a_file_has_the_stacks_of_all_ranks(run, tmp_path):
     done = run("allreduce", late="1,", stall="1")
     [file] = tmp_path.glob("mpicomp-stacks-*.txt")
-    assert f"the stacks of all ranks that answer are in {file}" in done.stderr
+    assert f"Stacks of all ranks that answer are in {file}" in done.stderr
     of_ranks = {own[0]: own for own in re.split(r"^rank (?=\d, process)", file.read_text(), flags=re.M)[1:]}
     assert set(of_ranks) == {"0", "1", "2"}
     assert all("thread MainThread:" in own and '"<string>", line' in own for own in of_ranks.values())
