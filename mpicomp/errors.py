@@ -63,6 +63,14 @@ class CheckpointError(MpicompError, RuntimeError):
     """A checkpoint that cannot be written, or is incomplete, torn or made of files of several ones."""
 
 
+class FileWriteError(MpicompError, OSError):
+    """A file that cannot be written: a full disk, a limit, a right that is missing."""
+
+
+class OutOfMemoryError(MemoryError, MpicompError):
+    """A rank has no memory left for what an exchange needs; raised on all of them before anything is delivered."""
+
+
 class LaunchError(MpicompError, RuntimeError):
     """The job was started in a way that cannot work."""
 

@@ -1,27 +1,46 @@
 """JSON lines, one a step; the schema is in docs/metrics.md."""
 
+import contextlib
 import json
+import sys
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from mpicomp.errors import FileWriteError
+
 
 class MetricsWriter:
-    """Writes a line a step, flushed at once, so that a job that dies leaves its measurements.
+    """Writes a line a step, at once, so that a job that dies leaves its measurements.
+
+    Where the system takes no more, the lines that are whole stay, the rest is left out, and the training goes on: it is
+    worth more than its measurements.
 
     Parameters
     ----------
     path : str or None
         None writes nothing.
 
+    Attributes
+    ----------
+    problem : FileWriteError or None
+        Why a line could not be written.
+
     Raises
     ------
-    OSError
+    FileWriteError
         Where the file cannot be opened.
     """
 
     def __init__(self, path: str | None) -> None:
-        self._file = None if path is None else open(path, "a+b")  # noqa: SIM115, closed in __exit__
+        self.problem: FileWriteError | None = None
+        self._path = path
+        self._length = 0
+        try:
+            # Without a buffer: what was not written would be tried once more when it is closed.
+            self._file = None if path is None else open(path, "a+b", buffering=0)  # noqa: SIM115, closed in __exit__
+        except OSError as error:
+            raise FileWriteError(f"train: '{path}' cannot be written: {error}") from error
 
     def __enter__(self) -> Self:
         return self
@@ -34,18 +53,17 @@ class MetricsWriter:
 
     def begin(self, step: int) -> None:
         """Begin with a step, before the first line: of what is there, only lines of earlier steps stay."""
-        if self._file is None:
+        if self._file is None or not self._file.seekable():  # a pipe has no earlier lines
             return
         self._file.seek(0)
-        kept = 0
-        for line in self._file if step else ():
+        for line in self._file.readall().splitlines(keepends=True) if step else ():
             try:
                 if json.loads(line)["step"] >= step:
                     break
             except (ValueError, LookupError, TypeError):  # torn, as its job ended
                 break
-            kept += len(line)
-        self._file.truncate(kept)
+            self._length += len(line)
+        self._file.truncate(self._length)
 
     @property
     def wanted(self) -> bool:
@@ -54,6 +72,19 @@ class MetricsWriter:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Write one step."""
-        if self._file is not None:
-            self._file.write(json.dumps(line).encode() + b"\n")
-            self._file.flush()
+        if self._file is None or self.problem is not None:
+            return
+        left = memoryview((json.dumps(line) + "\n").encode())
+        length = len(left)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):  # a pipe has no end that could be cut off
+                self._file.truncate(self._length)
+            self.problem = FileWriteError(
+                f"train: '{self._path}' has no line of step {line['step']} and those after it: {error}; make room, or "
+                "name another file"
+            )
+            print(f"mpicomp: {self.problem}. Training goes on, and ends with this error", file=sys.stderr, flush=True)
+        self._length += length

@@ -12,6 +12,7 @@ from typing import Any
 
 from mpicomp._version import __version__
 from mpicomp.system import abort
+from mpicomp.system.files import whole_file
 
 SCHEMA = 1
 
@@ -94,14 +95,14 @@ def write(
     written: dict[str, Any] = {"schema": SCHEMA, "environment": environment(threads, device, job), "rows": rows}
     if runs is not None:
         written["runs"] = runs
-    with open(path, "w", encoding="utf-8") as file:
+    with whole_file(path) as file:
         json.dump(written, file, indent=1)
         file.write("\n")
 
 
 def write_csv(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows with a line of names above them; what is no number and no text is written as JSON."""
-    with open(path, "w", encoding="utf-8", newline="") as file:
+    with whole_file(path, newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else [])
         writer.writeheader()
         for row in rows:

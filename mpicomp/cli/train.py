@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train, and print a verdict on rank 0."""
     from mpicomp.cli.options import check_drawing, check_folder, check_least, check_writable
-    from mpicomp.errors import ConfigurationError
+    from mpicomp.errors import ConfigurationError, FileWriteError
     from mpicomp.policies.warmup import choose_warmup, read_warmup
     from mpicomp.system import launcher
     from mpicomp.system.stopping import STOPPED, stop_on_signals
@@ -156,7 +156,6 @@ def run(arguments: argparse.Namespace) -> int:
         from mpicomp.bench.resuming import Checkpoints
         from mpicomp.bench.tasks import get_task
         from mpicomp.bench.train import CPU, Settings, Stopped, train
-        from mpicomp.bench.verdict import judge, table
 
         task = get_task(arguments.task, arguments.seed, arguments.data, arguments.shards)
     except ImportError as error:
@@ -167,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(str(error)) from error
     from mpicomp.bench.measure.metrics import MetricsWriter
     from mpicomp.bench.measure.progress import Progress
-    from mpicomp.reducer.agreement import together
+    from mpicomp.reducer.agreement import agree, together
     from mpicomp.reducer.tracing import trace
 
     device = CPU if gpu is None else together(lambda: devices.torch_device("train", gpu), transport, "train")
@@ -223,38 +222,54 @@ def run(arguments: argparse.Namespace) -> int:
         lines = arguments.metrics
         if first and lines is None and arguments.report is not None:
             lines = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), "run.jsonl")
+        writer = together(lambda: MetricsWriter(lines if first else None), transport, "train")
         traced = contextlib.nullcontext() if arguments.trace is None else trace(arguments.trace, comm=transport)
-        with MetricsWriter(lines if first else None) as metrics, traced:
+        with writer as metrics, traced:
             outcome = train(task, settings, transport, Progress(first), metrics, device)
-        wrote, first = first, transport.group.rank == 0  # of those that are left
+        problem = metrics.problem
+        if transport.group.rank == 0:  # of those that are left
+            try:
+                if isinstance(outcome, Stopped):
+                    print(
+                        f"stopped after step {outcome.step} of {steps}: a checkpoint is in '{arguments.checkpoints}', "
+                        f"and the same command goes on from it (exit status {STOPPED})",
+                        flush=True,
+                    )
+                else:
+                    _tell(outcome, task, settings, arguments, lines if first else None)
+            except FileWriteError as error:
+                problem = problem or error
+        transport.run(agree(None, problem, transport.group, "train"))
         transport.close()
-        if isinstance(outcome, Stopped):
-            if first:
-                print(
-                    f"stopped after step {outcome.step} of {steps}: a checkpoint is in '{arguments.checkpoints}', and "
-                    f"the same command goes on from it (exit status {STOPPED})",
-                    flush=True,
-                )
-            return STOPPED
-        if not first:
-            return 0
-        print(table(outcome, task.quality_name, steps))
-        print(f"verdict: {judge(outcome)}", flush=True)
-        result = _result(task, settings, outcome)
-        if arguments.measured is not None:
-            assert outcome.measured is not None
-            with open(arguments.measured, "w", encoding="utf-8") as file:
-                json.dump(outcome.measured.to_json(), file, indent=1)
-                file.write("\n")
-        if arguments.json is not None:
-            with open(arguments.json, "w", encoding="utf-8") as file:
-                json.dump(result, file, indent=1)
-                file.write("\n")
-        if arguments.report is not None:
-            from mpicomp.bench.report.write import report_of_run
+    return STOPPED if isinstance(outcome, Stopped) else 0
 
-            report_of_run(result, lines if wrote else None, arguments.report)
-    return 0
+
+def _tell(
+    outcome: "Outcome", task: "Task", settings: "Settings", arguments: argparse.Namespace, lines: str | None
+) -> None:
+    """Print what a training came to, and write the files that were asked for."""
+    from mpicomp.bench.verdict import judge, table
+
+    print(table(outcome, task.quality_name, settings.steps))
+    print(f"verdict: {judge(outcome)}", flush=True)
+    result = _result(task, settings, outcome)
+    if arguments.measured is not None:
+        assert outcome.measured is not None
+        _write(arguments.measured, outcome.measured.to_json())
+    if arguments.json is not None:
+        _write(arguments.json, result)
+    if arguments.report is not None:
+        from mpicomp.bench.report.write import report_of_run
+
+        report_of_run(result, lines, arguments.report)
+
+
+def _write(path: str, content: Any) -> None:
+    from mpicomp.system.files import whole_file
+
+    with whole_file(path) as file:
+        json.dump(content, file, indent=1)
+        file.write("\n")
 
 
 def _compressor(arguments: argparse.Namespace) -> "Compressor | None":

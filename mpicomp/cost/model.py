@@ -15,6 +15,7 @@ from mpicomp.cost.network import Network, seen_by_some
 from mpicomp.cost.plans import Candidates, Learnt
 from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import Group
+from mpicomp.system.files import whole_file
 
 SCHEMA = 2
 
@@ -147,11 +148,9 @@ class CostModel:
 
     def save(self, path: str) -> None:
         """Write it to a file, as JSON, by one rank."""
-        part = f"{path}.part"
-        with open(part, "w", encoding="utf-8") as file:
+        with whole_file(path) as file:
             json.dump(self.to_json(), file, indent=1)
             file.write("\n")
-        os.replace(part, path)
 
     @classmethod
     def load(cls, path: "str | os.PathLike[str]") -> "CostModel":

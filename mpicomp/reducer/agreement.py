@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mpicomp import errors
 from mpicomp.arrays import Described
-from mpicomp.errors import DisagreementError, MessageError, MpicompError
+from mpicomp.errors import DisagreementError, MessageError, MpicompError, OutOfMemoryError
 from mpicomp.rounds import Group, Round
 from mpicomp.rounds.reports import checked_lengths, read_object
 from mpicomp.transport import Transport
@@ -109,6 +109,8 @@ def together(make: Callable[[], Made], transport: Transport, subsystem: str) -> 
         made = make()
     except MpicompError as error:
         problem = error
+    except MemoryError as error:
+        problem = no_memory(error, subsystem)
     except BaseException as error:
         transport.break_off(error)
         raise
@@ -117,6 +119,14 @@ def together(make: Callable[[], Made], transport: Transport, subsystem: str) -> 
     if problem is not None:
         raise problem
     return made
+
+
+def no_memory(error: MemoryError, subsystem: str) -> OutOfMemoryError:
+    """Return the error of this rank that all of them can be told of."""
+    return OutOfMemoryError(
+        f"{subsystem}: no memory is left for the buckets and residuals of this rank ({error or 'not said for what'}); "
+        "start fewer ranks on its host, or raise its limit"
+    )
 
 
 def _gather(send: NDArray[np.uint8], counts: list[int]) -> Round:

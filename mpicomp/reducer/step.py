@@ -15,7 +15,7 @@ from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFi
 from mpicomp.places import HOST, on_device
 from mpicomp.policies import Delivered, StepReport
 from mpicomp.reducer import tracing
-from mpicomp.reducer.agreement import Signature, agree
+from mpicomp.reducer.agreement import Signature, agree, no_memory
 from mpicomp.reducer.beside import Beside
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.reducer.core import Core
@@ -132,6 +132,8 @@ class Step:
             self._core.expect(gradients)
         except MpicompError as error:
             self._problem = error
+        except MemoryError as error:  # mostly here, where a step's arrays are made; later ones are used again
+            self._problem = no_memory(error, "reduce")
 
     def of(self, bucket: Bucket) -> list[Any] | None:
         """Return the gradients of a bucket, None where the ranks have to agree first."""
