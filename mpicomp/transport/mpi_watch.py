@@ -37,7 +37,7 @@ STALL_END_S = 1800.0  # default of MPICOMP_STALL_END: seconds after which the jo
 _PARTS = 20  # looks in a stall limit: who is missing is named within a tenth of it, and an answer takes two of them
 _ASK_AT = 0.5  # share of the stall limit after which ranks are asked, so that answers are there when it is over
 _LONGEST_S = 1.0  # seconds between two looks, at most: a rank that has left is noticed no later
-_BROKEN_S = 0.1  # the same once a rank has broken something off: it answers the first question by ending the job
+_SOON_S = 0.1  # the same once a rank has left, or has broken something off: the job may have to end
 _TURN_S = 0.3  # seconds between ranks with the same message: the first one ends the job before the next prints it
 _MOST_TURNS = 10  # ranks from this one on speak at the same time
 _SAME_CALLS = "all ranks have to make the same calls in the same order"
@@ -128,7 +128,7 @@ class Watch:
     @property
     def period_s(self) -> float:
         """Seconds between two looks."""
-        longest = _BROKEN_S if self._broken or self._breakers else _LONGEST_S
+        longest = _SOON_S if self._broken or self._breakers or self._gone else _LONGEST_S
         return min(self.seconds / _PARTS or longest, longest)
 
     @property

@@ -1,0 +1,183 @@
+"""Thirty ways in which ranks may differ, each seeded: an error on all ranks, within two seconds, that names a rank."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+from marks import slow
+
+import mpicomp
+from mpicomp.errors import MpicompError
+
+LIMIT_S = 2.0  # that docs/faults.md promises
+pytestmark = pytest.mark.timeout(60)
+
+
+def gradients(rank, step):
+    rng = np.random.default_rng([step, rank])
+    return {"first": rng.normal(size=(40, 30)).astype(np.float32), "second": rng.normal(size=500).astype(np.float32)}
+
+
+# What one rank's reducer is given in place of what the others have.
+SETTINGS = {
+    "another compressor": {"compressor": {"id": "gaussiank", "ratio": 0.1}},
+    "another ratio": {"compressor": {"id": "topk", "ratio": 0.2}},
+    "another setting of the compressor": {"compressor": {"id": "topk", "ratio": 0.1, "wire": "bf16"}},
+    "no compressor": {"compressor": None},
+    "another collective": {"collective": "star-topk:ring"},
+    "the collective left to the policy": {"collective": "auto"},
+    "another policy": {"policy": "accordion"},
+    "no error feedback": {"feedback": False},
+    "another way with NaN": {"nonfinite": "skip"},
+    "other buckets": {"bucket_bytes": 1000},
+    "another seed": {"seed": 1},
+    "another warm-up": {"warmup": 7},
+    "residuals that decay": {"feedback_decay": 0.9},
+    "another kind of optimizer": {"normalises": False},
+}
+
+
+# What one rank gives to reduce in place of what the others give.
+def _without(given, _):
+    del given["second"]
+
+
+def _renamed(given, _):
+    given["secnod"] = given.pop("second")
+
+
+def _more(given, _):
+    given["third"] = np.ones(3, np.float32)
+
+
+def _nothing(given, _):
+    given.clear()
+
+
+def _transposed(given, _):
+    given["first"] = np.ascontiguousarray(given["first"].T)
+
+
+def _flat(given, _):
+    given["first"] = given["first"].reshape(-1)
+
+
+def _longer(given, rng):
+    given["second"] = np.ones(500 + rng.randint(1, 9), np.float32)
+
+
+def _double(given, _):
+    given["second"] = given["second"].astype(np.float64)
+
+
+def _half(given, _):
+    given["second"] = given["second"].astype(np.float16)
+
+
+def _integers(given, _):
+    given["second"] = given["second"].astype(np.int32)
+
+
+def _text(given, _):
+    given["second"] = "no array"
+
+
+ARRAYS = {
+    "a parameter is missing": _without,
+    "another name": _renamed,
+    "one more parameter": _more,
+    "no parameter at all": _nothing,
+    "another shape of as many elements": _transposed,
+    "a matrix as a vector": _flat,
+    "another length": _longer,
+    "twice the bits": _double,
+    "half the bits": _half,
+    "integers": _integers,
+    "no array": _text,
+}
+OTHERS = ["a state of an earlier step", "a state of a later step", "one rank loads a state", "another learning rate"]
+KINDS = [*SETTINGS, *ARRAYS, *OTHERS]
+"""With a rank that makes fewer steps there are thirty."""
+
+
+def raised_on_all(comm, act):
+    """Run what has to raise, and return the message that all have in common, and the seconds that it took at most."""
+    comm.Barrier()
+    begin = time.monotonic()
+    with pytest.raises(MpicompError) as found:
+        act()
+    seconds = comm.allgather(time.monotonic() - begin)
+    told = comm.allgather((type(found.value).__name__, str(found.value)))
+    assert len(set(told)) == 1
+    return told[0][1], max(seconds)
+
+
+def disagree(comm, kind):
+    """Have one rank differ from the others; return what was raised, who it was, and the seconds until then."""
+    rng = random.Random(KINDS.index(kind))
+    victim, step = rng.randrange(comm.size), rng.randrange(1, 6)
+    odd = comm.rank == victim
+    settings = {"compressor": {"id": "topk", "ratio": 0.1}, "collective": "allgather", "warmup": 0}
+    mine = settings | (SETTINGS.get(kind, {}) if odd else {})
+    reducer = mpicomp.Reducer(**mine, comm=comm)
+    try:
+        if kind in SETTINGS:
+            said, seconds = raised_on_all(comm, lambda: reducer.reduce(gradients(comm.rank, 0)))
+            return said, victim, seconds
+        states = []
+        for before in range(step):
+            states.append(reducer.state_dict())
+            reducer.reduce(gradients(comm.rank, before))
+        given, lr = gradients(comm.rank, step), 0.1
+        if kind in ARRAYS and odd:
+            ARRAYS[kind](given, rng)
+        elif kind == "another learning rate":
+            lr = "0.1" if odd else 0.1
+        elif kind == "one rank loads a state" and odd:
+            reducer.load_state_dict(reducer.state_dict())
+        elif kind == "a state of an earlier step":
+            reducer.load_state_dict(states[-1] if odd else reducer.state_dict())
+        elif kind == "a state of a later step":
+            reducer.load_state_dict((reducer.state_dict() | {"step": step + 3}) if odd else reducer.state_dict())
+        said, seconds = raised_on_all(comm, lambda: reducer.reduce(given, lr=lr))
+        assert reducer.last_step.step == step - 1  # nothing was applied
+        return said, victim, seconds
+    finally:
+        reducer.close()
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.parametrize("kind", [*KINDS[::14], *(slow(kind) for kind in KINDS if kind not in KINDS[::14])])
+def test_ranks_that_differ(comm, kind):
+    said, victim, seconds = disagree(comm, kind)
+    print(f"{kind}: {seconds:.3f} s: {said}")
+    assert f"rank {victim}" in said
+    assert seconds < LIMIT_S
+
+
+LEAVES = """
+import sys, time
+import numpy as np
+from mpi4py import MPI
+import mpicomp
+
+victim, steps = int(sys.argv[1]), int(sys.argv[2])
+reducer = mpicomp.Reducer("topk", "allgather", warmup=0)
+for step in range(steps if MPI.COMM_WORLD.rank == victim else 20):
+    reducer.reduce({"w": np.ones(1000, np.float32)})
+sys.stdout.write(f"{time.time()}\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_that_makes_fewer_steps(mpiexec, ranks):
+    rng = random.Random(ranks)
+    victim = rng.randrange(ranks)
+    done = mpiexec(ranks, "-c", LEAVES, victim, rng.randrange(1, 19))
+    seconds = time.time() - float(done.stdout.split()[0])
+    print(f"fewer steps, {ranks} ranks: {seconds:.3f} s to the end of the job")
+    assert done.returncode != 0
+    assert f"rank {victim} has left the program; ending the job" in done.stderr
+    assert seconds < LIMIT_S
