@@ -29,7 +29,7 @@ rank, ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 reducer = mpicomp.Reducer(compressor, collective, warmup=0)
 
 def say(*words):
-    sys.stdout.write(" ".join(map(str, words)) + "\\\\n")
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
     sys.stdout.flush()
 
 def stop():

@@ -42,6 +42,7 @@ HOMES = {
         "bench/replica_group.py",
         "bench/resuming.py",
         "bench/tasks/",
+        "studies/checks.py",
         "studies/updates.py",
     ),
     "matplotlib": ("bench/report/",),

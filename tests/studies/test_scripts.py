@@ -15,7 +15,9 @@ STUDIES = Path(__file__).resolve().parents[2] / "studies"
     "name",
     [
         "policies",
-        *map(slow, ("learned", "regret", "change", "estimators", "behind", "hindsight", "observing", "updates")),
+        *map(
+            slow, ("learned", "regret", "change", "estimators", "behind", "hindsight", "checks", "observing", "updates")
+        ),
     ],
 )
 def test_the_help_of_each(name, tmp_path, clean_environ):
@@ -62,3 +64,16 @@ def test_what_it_costs_to_be_watched(mpiexec):
     assert told["median_step_s"] > 0
     assert told["median_watched_step_s"] > 0
     assert 500 < told["trace_bytes_a_step_and_rank"] < 20000
+
+
+@pytest.mark.slow
+def test_what_checks_cost(mpiexec, tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    path = tmp_path / "checks.json"
+    done = mpiexec(2, STUDIES / "checks.py", "--task", "digits", "--steps", "20", "--json", path, timeout=100)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(path.read_text())
+    assert written["ratio"] == pytest.approx(written["on_s"] / written["off_s"])
+    assert 0 < written["replicas"] < 0.1
+    assert written["interval"][0] <= written["ratio"] <= written["interval"][1]
