@@ -209,7 +209,8 @@ class Step:
             return
         delivered = [Delivered(own.energy, own.gain, own.kept) for own in (done.result for done in self._done)]
         surveys = {done.record.bucket: done.survey for done in self._done if done.survey is not None}
-        yield from core.pace.tell(record.step)
+        tally = Tally()
+        yield from tally.count(core.pace.tell(record.step), core.transport.group)
         record.slowest_rank, record.slowest_costs_s = core.pace.slowest_rank, core.pace.slowest_costs_s
         finite = not any(done.result.nonfinite for done in self._done)
         if finite and not record.skipped:
@@ -218,10 +219,9 @@ class Step:
         if self._done and (core.policy.listens or surveys):
             times = np.array([(done.start, done.end, done.own_s, done.ready) for done in self._done])
             report = StepReport(record.step, record.lr, [done.plan for done in self._done], delivered, times, {})
-            tally = Tally()
             yield from tally.count(core.telemetry.publish(report, surveys), core.transport.group)
-            record.overhead_bytes += tally.sent_bytes
-            record.overhead_wire_bytes += tally.wire_bytes
+        record.overhead_bytes += tally.sent_bytes
+        record.overhead_wire_bytes += tally.wire_bytes
 
     def note_seconds(self, begin: float, waited_s: float | None = None) -> None:
         """Record the seconds of the step since its beginning; it may have failed.
