@@ -1,5 +1,6 @@
 """The ranks and links that are simulated."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -66,8 +67,20 @@ class Topology:
         self.network = Network.from_json(measured.to_json() | {"hosts": self.hosts})
         if self.hosts > 1:
             self._between_hosts(measured, measured_ranks, links)
+        self._fold(measured_ranks)
         if self.per_host > 1 and measured.hosts == measured_ranks > 1:
             self.notes.append("links inside a host were not measured; they are taken for a usual machine's")
+
+    def _fold(self, measured_ranks: int) -> None:
+        """Take out of Allreduce's factors what they owe to the number of ranks that was measured, see `folding`.
+
+        Where that is a power of two nobody knows whether the library folds, and it is taken not to.
+        """
+        owed = folding(measured_ranks)
+        for group, ranks in ((WORLD, self.ranks), (ACROSS, self.hosts)):
+            latency, volume = self.network.factors(group, "allreduce")
+            if owed > 1 and volume > math.sqrt(owed):  # nearer to that of a library that folds than to 1
+                self.network.set_factors(group, "allreduce", latency, volume * folding(ranks) / owed, 0.1)
 
     def _between_hosts(self, measured: Network, measured_ranks: int, links: Links) -> None:
         if measured.hosts == 1:
@@ -112,3 +125,21 @@ class Topology:
         if most == 1:
             return [0]
         return sorted({round(place * (self.hosts - 1) / (most - 1)) for place in range(most)})
+
+
+def folding(ranks: int) -> float:
+    """Return how many times more bytes an Allreduce takes where ranks are no power of two.
+
+    In Rabenseifner's algorithm (Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521), ranks beyond the
+    largest power of two give their arrays to partners first, and get the sum at the end.
+
+    Examples
+    --------
+    >>> folding(4), folding(3)
+    (1.0, 2.25)
+    """
+    if ranks < 2:
+        return 1.0
+    core = 1 << (ranks.bit_length() - 1)
+    passed = 2 * (core - 1) / core + (2 if ranks > core else 0)
+    return passed / (2 * (ranks - 1) / ranks)

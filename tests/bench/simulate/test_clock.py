@@ -203,6 +203,22 @@ def test_no_exchange_is_slower_on_a_faster_link():
 
 
 @pytest.mark.quick
+def test_an_allreduce_that_folds_does_so_where_ranks_are_no_power_of_two():
+    def volume(measured_ranks, factor, ranks):
+        network = Network(measured_ranks)
+        for group in (WORLD, "across"):
+            network.set_factors(group, "allreduce", 1.0, factor, 0.1)
+        return Topology(ranks, 1, network, measured_ranks).network.factors(WORLD, "allreduce")[1]
+
+    folded = 3.5 / 1.6  # of 5 ranks one gives its array to another and gets the sum: 2 more than the 1.5 of 4 ranks
+    assert volume(5, folded, 8) == pytest.approx(1)
+    assert volume(5, folded, 3) == pytest.approx(3 / (4 / 3))
+    assert volume(5, 1.2 * folded, 5) == pytest.approx(1.2 * folded)
+    assert volume(5, 1.1, 8) == pytest.approx(1.1)  # a ring, which does not fold
+    assert volume(4, 1.1, 3) == pytest.approx(1.1)  # it cannot be told
+
+
+@pytest.mark.quick
 def test_links_that_nobody_measured_are_asked_for():
     with pytest.raises(ConfigurationError, match=r"measured on one host, and 8 ranks are on 2.*--bandwidth"):
         Topology(8, 4, Network(1), 4)
