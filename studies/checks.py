@@ -5,7 +5,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -98,14 +98,18 @@ def run(arguments: argparse.Namespace) -> int:
         compare_every=0,
     )
     updater = Updater(task, optimizer, 2 * arguments.steps + _FIRST)
-    kinds = {"on": contextlib.nullcontext, "off": lambda: _without(optimizer.reducer)}
+    kinds: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+        "on": contextlib.nullcontext,
+        "off": lambda: _without(optimizer.reducer),
+    }
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     order = np.random.default_rng(0)  # the same on all ranks
     for turn in range(-_FIRST, arguments.steps):
         for kind in order.permutation(list(kinds)) if turn >= 0 else ["on"]:
             begin = time.perf_counter()
             optimizer.zero_grad(set_to_none=False)
-            task.loss(model, task.batch(turn + _FIRST, group.rank, group.size)).backward()
+            loss = task.loss(model, task.batch(turn + _FIRST, group.rank, group.size))
+            loss.backward()  # type: ignore[no-untyped-call]
             with kinds[kind]():
                 optimizer.synchronize()
             updater.update()

@@ -152,7 +152,7 @@ def inner_of(task: Task, model: torch.nn.Module, arm: Arm, rate: float) -> torch
 
 
 def take_what_arrived(
-    optimizers: Sequence[Any], before: Mapping[str, torch.Tensor], names: Mapping[torch.Tensor, str]
+    optimizers: Sequence[Any], before: Mapping[str, torch.Tensor], names: Mapping[torch.nn.Parameter, str]
 ) -> None:
     """Make second moments those of the mean that has moved the shared parameters, on all ranks.
 
