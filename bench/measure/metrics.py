@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Mapping
 from types import TracebackType
@@ -63,7 +64,8 @@ class MetricsWriter:
             except (ValueError, LookupError, TypeError):  # torn, as its job ended
                 break
             self._length += len(line)
-        self._file.truncate(self._length)
+        if os.fstat(self._file.fileno()).st_size > self._length:  # /dev/null cannot be cut
+            self._file.truncate(self._length)
 
     @property
     def wanted(self) -> bool:

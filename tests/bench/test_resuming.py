@@ -106,6 +106,13 @@ def test_checkpoints_come_so_often_and_belong_to_one_run(comm, shared_folder):
         run(comm, shared_folder, "often", UPDATES, steps=9)
 
 
+@pytest.mark.parametrize("step", [0, 3])
+def test_metrics_may_go_nowhere(step):
+    with MetricsWriter("/dev/null") as metrics:
+        metrics.begin(step)
+        metrics.write({"step": step})
+
+
 def test_metrics_go_on_where_the_checkpoint_is(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"st')
