@@ -1,5 +1,6 @@
 """Train a task with its gradients averaged by mpicomp, and measure every step."""
 
+import contextlib
 import hashlib
 import math
 import os
@@ -29,6 +30,7 @@ from mpicomp.errors import ConfigurationError, MpicompError
 from mpicomp.policies import Policy
 from mpicomp.policies.warmup import read_warmup
 from mpicomp.reducer import StepRecord
+from mpicomp.reducer.tracing import trace
 from mpicomp.rounds import Round, dense_ring_bytes
 from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters
 from mpicomp.torch.update_checks import AUTO
@@ -75,6 +77,8 @@ class Settings:
     records : bool
         Whether backward is recorded, and the network measured, for ``mpicomp simulate``. It needs an exchange of
         gradients and a model on the CPU.
+    trace : str or None
+        The file that `mpicomp.trace` writes of the steps.
     """
 
     compressor: Compressor | None
@@ -92,6 +96,7 @@ class Settings:
     on_failure: str = "abort"
     checkpoints: Checkpoints | None = None
     records: bool = False
+    trace: str | None = None
 
     @property
     def every(self) -> int:
@@ -318,7 +323,8 @@ def train(
     gains = []
     collectives: dict[str, None] = {}
     ends: list[int] = []  # steps that had been made when something was exchanged
-    with progress.over(settings.steps):
+    traced = contextlib.nullcontext() if settings.trace is None else trace(settings.trace, comm=transport)
+    with progress.over(settings.steps), traced:
         for step in range(first, settings.steps):
             loss, seconds, phases, record = _step(
                 task, model, optimizer, updater, step, transport, comparison, settings.updates is None, backward

@@ -167,7 +167,6 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench.measure.metrics import MetricsWriter
     from mpicomp.bench.measure.progress import Progress
     from mpicomp.reducer.agreement import agree, together
-    from mpicomp.reducer.tracing import trace
 
     device = CPU if gpu is None else together(lambda: devices.torch_device("train", gpu), transport, "train")
     group = transport.group
@@ -212,6 +211,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.on_failure,
         checkpoints,
         arguments.measured is not None,
+        arguments.trace,
     )
     if first:
         what = "chosen by mpicomp" if compressor is None else repr(compressor)
@@ -223,8 +223,7 @@ def run(arguments: argparse.Namespace) -> int:
         if first and lines is None and arguments.report is not None:
             lines = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), "run.jsonl")
         writer = together(lambda: MetricsWriter(lines if first else None), transport, "train")
-        traced = contextlib.nullcontext() if arguments.trace is None else trace(arguments.trace, comm=transport)
-        with writer as metrics, traced:
+        with writer as metrics:
             outcome = train(task, settings, transport, Progress(first), metrics, device)
         problem = metrics.problem
         if transport.group.rank == 0:  # of those that are left
