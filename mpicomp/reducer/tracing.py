@@ -59,17 +59,17 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
 
     Examples
     --------
-    >>> import json, os, tempfile
+    >>> import json, pathlib, tempfile
     >>> import numpy as np
     >>> import mpicomp
     >>> from mpicomp.transport import LocalWorld
     >>> alone = LocalWorld(1).transports[0]
     >>> reducer = mpicomp.Reducer("topk", warmup=0, comm=alone)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = os.path.join(folder, "trace.json")
+    ...     path = pathlib.Path(folder) / "trace.json"
     ...     with mpicomp.trace(path, comm=alone):
     ...         mean = reducer.reduce({"w": np.ones(4, np.float32)})
-    ...     events = json.load(open(path))["traceEvents"]
+    ...     events = json.loads(path.read_text())["traceEvents"]
     >>> sorted({event["name"] for event in events if event["ph"] == "X"})[:3]
     ['allgatherv', 'compress', 'compute']
     """

@@ -182,7 +182,7 @@ def child(arguments):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, used + _MEMORY))
     for name in arguments.names:
-        told.numbers[0] = list(known).index(name)
+        told.numbers[0] = arguments.names.index(name)
         began = time.perf_counter()
         for said in getattr(fuzz, arguments.how)(name, known[name], arguments.messages):
             if "fault" not in said:
@@ -192,15 +192,12 @@ def child(arguments):
 
 def outcomes(names, how, messages, seed):
     """Have a process decode, and another one go on where it dies; yield what they say, and how they die."""
-    from faults.decoders import decoders, exchanges
-
-    known = list(decoders() | exchanges())
     left = list(names)
     with tempfile.TemporaryDirectory(prefix="mpicomp-fuzz-") as folder:
         while left:
             path = Path(folder) / "told"
             path.write_bytes(bytes(_TOLD))
-            told = Told(path)
+            told, given = Told(path), list(left)
             command = [sys.executable, __file__, "--child", str(path), "--how", how, "--seed", str(seed)]
             command += ["--messages", str(messages), *(f"--name={name}" for name in left)]
             with open(Path(folder) / "errors", "w+b") as errors:
@@ -209,7 +206,7 @@ def outcomes(names, how, messages, seed):
                 if left:
                     errors.seek(0)
                     trace = errors.read().decode(errors="replace")[-6000:]
-                    name = known[int(told.numbers[0])] if told.numbers[0] else left[0]
+                    name = given[int(told.numbers[0])]
                     case, turn, state = (int(own) for own in told.numbers[1:4])
                     ended = f"ended with status {process.returncode}\n{trace}"
                     yield fault(name, seed, case, turn, told.message, ended) | {"state": state, "fatal": True}

@@ -50,9 +50,11 @@ def test_variants_are_estimators_of_their_own():
     for name, (parameter, values) in estimators._VARIANTS.items():
         variants = {label: entry for label, entry in found.items() if entry.id == name}
         if variants:
+            forms = ("", ".published") if name == "sidco" else ("",)
             assert {label: getattr(entry, parameter) for label, entry in variants.items()} == {
-                f"{name}.{value}": value for value in values
+                f"{name}.{value}{form}": value for value in values for form in forms
             }
+            assert all(own.corrections != label.endswith(".published") for label, own in variants.items() if forms[1:])
 
 
 @pytest.mark.parametrize("numel", [4000, 4049])
