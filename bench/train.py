@@ -5,7 +5,6 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.probe import Probe, probe, probe_dense
 from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.measure.slowest import Slowest
+from mpicomp.bench.measure.timings import PHASES, RankTimes, Timings, by_rank, gather, medians, of_slowest
 from mpicomp.bench.resuming import Checkpoints
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured
 from mpicomp.bench.tasks import Task
@@ -31,13 +31,10 @@ from mpicomp.policies import Policy
 from mpicomp.policies.warmup import read_warmup
 from mpicomp.reducer import StepRecord
 from mpicomp.reducer.tracing import trace
-from mpicomp.rounds import Round, dense_ring_bytes
+from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters
 from mpicomp.torch.update_checks import AUTO
 from mpicomp.transport import Transport
-
-PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
-"""Parts of a step: forward and backward; the reducer's three; the optimizer; the rest."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +185,7 @@ class Outcome:
     delay: float | None = None
     every: float = 1.0
     resumed_at: int = 0
-    by_rank: list["RankTimes"] = field(default_factory=list)
+    by_rank: list[RankTimes] = field(default_factory=list)
     measured: Measured | None = None
     slowest: Slowest | None = None
 
@@ -198,59 +195,6 @@ class Stopped:
     """A training that was asked to stop: a checkpoint was written after so many steps."""
 
     step: int
-
-
-@dataclass(frozen=True)
-class RankTimes:
-    """Seconds of one rank.
-
-    Attributes
-    ----------
-    rank : int
-        Among those that are there in the end.
-    slowest : float
-        Share of the steps in which it was busy longest outside the exchange, where the others wait.
-    phases_s : dict of str to float
-        Medians over steps.
-    """
-
-    rank: int
-    slowest: float
-    phases_s: dict[str, float]
-
-
-@dataclass
-class _Timings:
-    """Seconds of one rank, a row a step: the whole, its phases, and the choice of plans."""
-
-    rows: list[list[float]] = field(default_factory=list)
-
-    def add(self, seconds: float, phases: Mapping[str, float], choosing_s: float) -> None:
-        self.rows.append([seconds, *(phases[name] for name in PHASES), choosing_s])
-
-    def everyones(self, transport: Transport, ends: Sequence[int]) -> NDArray[np.float64]:
-        """Return every rank's rows, as means over the steps between ends; shape (ranks, ends, columns). Collective.
-
-        Steps behind the last end are left out.
-        """
-        everyones = _gather(transport, np.array(self.rows, np.float64))
-        sums = np.cumsum(everyones, axis=1)[:, np.array(ends) - 1]
-        means: NDArray[np.float64] = np.diff(sums, axis=1, prepend=0.0) / np.diff(ends, prepend=0)[None, :, None]
-        return means
-
-
-def _of_slowest(everyones: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return every step's row of the rank that was slowest in it."""
-    rows: NDArray[np.float64] = everyones[everyones[:, :, 0].argmax(axis=0), np.arange(everyones.shape[1])]
-    return rows
-
-
-def _by_rank(everyones: NDArray[np.float64]) -> list[RankTimes]:
-    """Return each rank's medians, and how often the others waited for it."""
-    exchange = 1 + PHASES.index("exchange")
-    busy = everyones[:, :, 1 : 1 + len(PHASES)].sum(axis=2) - everyones[:, :, exchange]
-    slowest = np.bincount(busy.argmax(axis=0), minlength=len(everyones)) / busy.shape[1]
-    return [RankTimes(rank, float(slowest[rank]), _medians(rows)) for rank, rows in enumerate(everyones)]
 
 
 CPU = torch.device("cpu")
@@ -314,7 +258,7 @@ def train(
     every = settings.every
     warmup_steps = every * read_warmup(settings.warmup)[0]
 
-    timings, choices = _Timings(), Choices()
+    timings, choices = Timings(), Choices()
     comparison = Comparison(settings.compare_every, settings.seed, group) if settings.compare_every else None
     backward = None
     if settings.records:
@@ -366,7 +310,7 @@ def train(
     skipped = min(5, made // 4)  # the first steps compile, agree and grow buffers
     means = timings.everyones(transport, ends)
     everyones = means.repeat(np.diff(ends, prepend=0), axis=1)
-    of_slowest = _of_slowest(everyones)
+    slowest_rows = of_slowest(everyones)
     timed = means[:, np.searchsorted(ends, skipped, side="right") :]
     slowest = Slowest.of(timed[:, :, 0] - timed[:, :, 1 + PHASES.index("exchange")])
     warmup_steps -= first
@@ -395,8 +339,8 @@ def train(
         }
         own_probe = probe(steady, named, numel, transport, cost=cost, **there)
         dense_probe = probe_dense(numel, transport, **there)
-    totals = _gather(transport, np.array([sent, wire, dense_wire], np.float64)).mean(axis=0)
-    layers = choices.layers(_gather(transport, choices.sums()))
+    totals = gather(transport, np.array([sent, wire, dense_wire], np.float64)).mean(axis=0)
+    layers = choices.layers(gather(transport, choices.sums()))
     correlations = None if comparison is None else transport.run(comparison.outcome())
     measured = None
     if backward is not None:
@@ -412,11 +356,11 @@ def train(
         adapts=settings.adapts,
         compressor=compressor,
         collective=collective,
-        median_step_s=float(np.median(of_slowest[skipped:, 0])),
-        phases_s=_medians(of_slowest[skipped:]),
-        choosing_s=float(of_slowest[skipped:, -1].mean()),
-        late_step_s=float(np.median(of_slowest[late:, 0])),
-        late_phases_s=_medians(of_slowest[late:]),
+        median_step_s=float(np.median(slowest_rows[skipped:, 0])),
+        phases_s=medians(slowest_rows[skipped:]),
+        choosing_s=float(slowest_rows[skipped:, -1].mean()),
+        late_step_s=float(np.median(slowest_rows[late:, 0])),
+        late_phases_s=medians(slowest_rows[late:]),
         sent_bytes=round(totals[0]),
         wire_bytes=round(totals[1]),
         dense_wire_bytes=round(totals[2]),
@@ -433,7 +377,7 @@ def train(
         delay=delay,
         every=made / len(ends),
         resumed_at=first,
-        by_rank=_by_rank(everyones[:, skipped:]),
+        by_rank=by_rank(everyones[:, skipped:]),
         measured=measured,
         slowest=slowest,
     )
@@ -455,7 +399,7 @@ def _measured(name: str, backward: Backward, skipped: int, reducer: Any, transpo
     transport : Transport
         Among the ranks.
     """
-    numbers = np.median(_gather(transport, backward.rows()).max(axis=0)[skipped:], axis=0).tolist()
+    numbers = np.median(gather(transport, backward.rows()).max(axis=0)[skipped:], axis=0).tolist()
     forward_s, backward_s, update_s, *ready = numbers
     when = dict(zip(backward.names, ready, strict=True))
     record = reducer.last_step
@@ -494,11 +438,6 @@ def _wrapped(optimizer: Any, model: torch.nn.Module, settings: Settings, transpo
     return DistributedOptimizer(optimizer, **words, overlap=False, bucket_bytes=settings.bucket_bytes)
 
 
-def _medians(rows: NDArray[np.float64]) -> dict[str, float]:
-    """Return the median seconds of each phase."""
-    return {name: float(np.median(rows[:, place])) for place, name in enumerate(PHASES, 1)}
-
-
 def _for_any_names(plan: Ran) -> Compressor:
     """Return a plan's compressor for an array that is none of the model's: ratios of layers become one of them all."""
     if not getattr(plan.compressor, "layers", None):
@@ -510,7 +449,7 @@ def _for_any_names(plan: Ran) -> Compressor:
 def _quality(task: Task, model: torch.nn.Module, transport: Transport, share: float = 1.0) -> float:
     """Return the quality on held-out data on rank 0, for which the others wait, and NaN on them. Collective."""
     quality = task.evaluate(model, share) if transport.group.rank == 0 else float("nan")
-    _gather(transport, np.zeros(1))
+    gather(transport, np.zeros(1))
     return quality
 
 
@@ -592,21 +531,13 @@ def threads_of_rank(cores: float) -> int:
     return max(1, int(min(cores, task, len(os.sched_getaffinity(0)))))
 
 
-def _gather(transport: Transport, array: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Stack an array of all ranks. Collective."""
-    size = transport.group.size
-    flat = np.ascontiguousarray(array).reshape(-1)
-    task = Round("allgatherv", [flat.size] * size, flat.dtype, send=flat, recv=np.empty(size * flat.size))
-    return transport.perform(task).reshape(size, *array.shape)
-
-
 def _check_replicas(model: torch.nn.Module, transport: Transport) -> None:
     """Compare all ranks' parameters, bit for bit. Collective."""
     digest = hashlib.blake2b(digest_size=8)
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().contiguous().numpy().data)
     mine = np.frombuffer(digest.digest(), np.uint8).astype(np.float64)
-    everyones = _gather(transport, mine)
+    everyones = gather(transport, mine)
     different = [rank for rank in range(len(everyones)) if (everyones[rank] != everyones[0]).any()]
     if different:
         raise MpicompError(

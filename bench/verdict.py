@@ -1,7 +1,8 @@
 """Verdict on a run in plain words: whether compression paid, from wire bytes and seconds."""
 
 from mpicomp.bench.measure.chosen_plans import chosen_table
-from mpicomp.bench.train import PHASES, Outcome
+from mpicomp.bench.measure.timings import PHASES
+from mpicomp.bench.train import Outcome
 
 from mpicomp.compressors import Compressor, Dense
 

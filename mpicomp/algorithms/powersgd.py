@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ from mpicomp import kernels
 from mpicomp.algorithms.matrix_batches import Matrix, Stack, multiply, orthonormal, stacked
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, undelivered
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Compressor, bound, check_choice, check_least, check_range
+from mpicomp.compressors.base import Compressor, bound, check_choice, check_least, check_range, own_setting
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Selection
@@ -160,7 +159,7 @@ class PowerSGD(Compressor):
 
     def rank_of(self, name: str) -> int:
         """Return the rank that a parameter of this name is asked for, however small it is."""
-        return next((own for pattern, own in (self.layers or {}).items() if fnmatchcase(name, pattern)), self.rank)
+        return int(own_setting(self.layers, name, self.rank))
 
 
 @register

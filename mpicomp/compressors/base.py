@@ -4,6 +4,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -192,6 +193,17 @@ def _parameters(compressor: type[Compressor]) -> list[Field[Any]]:
 def bound(default: Any) -> Any:
     """Make a field for what `Compressor.bind` finds out about a bucket: it is no parameter, and in no configuration."""
     return field(default=default, kw_only=True, metadata={_BOUND: True})
+
+
+def own_setting(layers: Mapping[str, Any] | None, name: str, default: Any) -> Any:
+    """Return what the first pattern that matches a parameter's name gives it, or the default.
+
+    Examples
+    --------
+    >>> own_setting({"embedding.*": 8, "*": 4}, "embedding.weight", 2), own_setting(None, "fc.weight", 2)
+    (8, 2)
+    """
+    return next((own for pattern, own in (layers or {}).items() if fnmatchcase(name, pattern)), default)
 
 
 def check_ratio(subsystem: str, ratio: object) -> float:

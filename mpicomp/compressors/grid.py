@@ -3,14 +3,13 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.base import check_choice
+from mpicomp.compressors.base import check_choice, own_setting
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.errors import ConfigurationError
 
@@ -91,7 +90,7 @@ class Grid(Quantiser):
 
     def bits_of(self, name: str) -> int:
         """Return the bits of an element of a parameter."""
-        return next((own for pattern, own in (self.layers or {}).items() if fnmatchcase(name, pattern)), self.bits)
+        return int(own_setting(self.layers, name, self.bits))
 
     def at_bits(self, bits: int) -> Self:
         """Return one that has these bits for all elements."""

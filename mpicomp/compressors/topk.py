@@ -3,13 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import bound, check_ratio, kept
+from mpicomp.compressors.base import bound, check_ratio, kept, own_setting
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Selection, Sparsifier
@@ -90,7 +89,7 @@ class TopK(Sparsifier):
             return self
         parts: list[tuple[int, float, bool]] = []  # elements, ratio, whether a pattern gave it
         for name, size in zip(names, sizes, strict=True):
-            own = next((ratio for pattern, ratio in self.layers.items() if fnmatchcase(name, pattern)), None)
+            own = own_setting(self.layers, name, None)
             if own is None and parts and not parts[-1][2]:
                 parts[-1] = (parts[-1][0] + size, self.ratio, False)
             else:

@@ -4,14 +4,13 @@ import glob
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor, get_compressor
-from mpicomp.compressors.base import kept
+from mpicomp.compressors.base import kept, own_setting
 from mpicomp.compressors.grid import MOST_BITS
 from mpicomp.compressors.message import message_bytes
 from mpicomp.compressors.packing import packers
@@ -119,11 +118,7 @@ class _Selections(Table):
             self._known, self._mean, self._count = self._mean, None, 0
 
     def own(self, base: Any) -> dict[str, Any]:
-        patterns = base.layers or {}
-        return {
-            name: next((own for pattern, own in patterns.items() if fnmatchcase(name, pattern)), base.ratio)
-            for name in self._shape.names
-        }
+        return {name: own_setting(base.layers, name, base.ratio) for name in self._shape.names}
 
     def settings(self, base: Any) -> list[Column]:
         return [np.sort(np.append(self._ratios, ratio)) for ratio in self.own(base).values()]

@@ -10,7 +10,8 @@ pytest.importorskip("torch")
 from mpicomp.bench.measure.chosen_plans import Ran
 from mpicomp.bench.measure.probe import Probe
 from mpicomp.bench.measure.slowest import Slowest
-from mpicomp.bench.train import PHASES, Outcome
+from mpicomp.bench.measure.timings import PHASES
+from mpicomp.bench.train import Outcome
 from mpicomp.bench.verdict import dense_step_s, exchange_s, judge, table
 
 import mpicomp

@@ -1,0 +1,80 @@
+"""Seconds that ranks have taken for each step, brought together and put into medians."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.rounds import Round
+from mpicomp.transport import Transport
+
+PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
+"""Parts of a step: forward and backward; the reducer's three; the optimizer; the rest."""
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Seconds of one rank.
+
+    Attributes
+    ----------
+    rank : int
+        Among those that are there in the end.
+    slowest : float
+        Share of the steps in which it was busy longest outside the exchange, where the others wait.
+    phases_s : dict of str to float
+        Medians over steps.
+    """
+
+    rank: int
+    slowest: float
+    phases_s: dict[str, float]
+
+
+@dataclass
+class Timings:
+    """Seconds of one rank, a row a step: the whole, its phases, and the choice of plans."""
+
+    rows: list[list[float]] = field(default_factory=list)
+
+    def add(self, seconds: float, phases: Mapping[str, float], choosing_s: float) -> None:
+        """Note a step."""
+        self.rows.append([seconds, *(phases[name] for name in PHASES), choosing_s])
+
+    def everyones(self, transport: Transport, ends: Sequence[int]) -> NDArray[np.float64]:
+        """Return every rank's rows, as means over the steps between ends; shape (ranks, ends, columns). Collective.
+
+        Steps behind the last end are left out.
+        """
+        everyones = gather(transport, np.array(self.rows, np.float64))
+        sums = np.cumsum(everyones, axis=1)[:, np.array(ends) - 1]
+        means: NDArray[np.float64] = np.diff(sums, axis=1, prepend=0.0) / np.diff(ends, prepend=0)[None, :, None]
+        return means
+
+
+def of_slowest(everyones: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return every step's row of the rank that was slowest in it."""
+    rows: NDArray[np.float64] = everyones[everyones[:, :, 0].argmax(axis=0), np.arange(everyones.shape[1])]
+    return rows
+
+
+def by_rank(everyones: NDArray[np.float64]) -> list[RankTimes]:
+    """Return each rank's medians, and how often the others waited for it."""
+    exchange = 1 + PHASES.index("exchange")
+    busy = everyones[:, :, 1 : 1 + len(PHASES)].sum(axis=2) - everyones[:, :, exchange]
+    slowest = np.bincount(busy.argmax(axis=0), minlength=len(everyones)) / busy.shape[1]
+    return [RankTimes(rank, float(slowest[rank]), medians(rows)) for rank, rows in enumerate(everyones)]
+
+
+def medians(rows: NDArray[np.float64]) -> dict[str, float]:
+    """Return the median seconds of each phase."""
+    return {name: float(np.median(rows[:, place])) for place, name in enumerate(PHASES, 1)}
+
+
+def gather(transport: Transport, array: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Stack an array of all ranks. Collective."""
+    size = transport.group.size
+    flat = np.ascontiguousarray(array).reshape(-1)
+    task = Round("allgatherv", [flat.size] * size, flat.dtype, send=flat, recv=np.empty(size * flat.size))
+    return transport.perform(task).reshape(size, *array.shape)
