@@ -20,6 +20,7 @@ from mpicomp.system.files import whole_file
 SCHEMA = 2
 
 _SUFFIX = " on cuda"  # behind the names of own work that is a device's; rounds are the same there
+_MOST_LENGTHS = 256  # of which one plan's corrections are kept
 _LATER = 1 << 30  # number of a step in the long run: first steps may have other rounds
 
 
@@ -190,11 +191,16 @@ _Known = dict[str, dict[int, Learnt]]
 
 
 def _learnt_of(known: _Known, key: str, numel: int, guess: Callable[[Sequence[Learnt]], Learnt]) -> Learnt:
-    """Return the correction learnt at a length; at first one derived from other lengths."""
+    """Return the correction learnt at a length; at first one derived from other lengths.
+
+    The lengths that were asked for last are kept: a program may exchange arrays of ever other lengths.
+    """
     lengths = known.setdefault(key, {})
-    if numel not in lengths:
-        lengths[numel] = guess(list(lengths.values()))
-    return lengths[numel]
+    own = lengths.pop(numel, None) or guess(list(lengths.values()))
+    if len(lengths) >= _MOST_LENGTHS:
+        del lengths[next(iter(lengths))]
+    lengths[numel] = own
+    return own
 
 
 def _learnt_to_json(known: _Known) -> dict[str, Any]:
