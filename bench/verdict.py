@@ -35,17 +35,32 @@ def dense_step_s(outcome: Outcome) -> float | None:
     return max(besides, phases["compute"] + phases["update"]) + outcome.dense_probe.seconds
 
 
-def judge(outcome: Outcome) -> str:
+def judge(outcome: Outcome, dense: Outcome | None = None, quality_name: str = "quality") -> str:
     """Return whether compression paid in seconds, and the delay of gradients; where plans changed, of the second half.
 
-    What a delay costs in quality only a dense run beside this one could tell, so that is said, too.
+    What a delay costs in quality only a dense run beside this one tells: it is told where there is one, and else that
+    it was not compared.
+
+    Parameters
+    ----------
+    outcome : Outcome
+        The run.
+    dense : Outcome or None
+        A run with dense exchange, otherwise the same.
+    quality_name : str
+        What quality is.
     """
     if outcome.ranks == 1:
         return "one rank: nothing was exchanged, so there was nothing to gain; start it with mpiexec -n 4"
     compressed = [plan.share for plan in outcome.late_plans if not _is_exact(plan.compressor)]
     said = [_judge_seconds(outcome)]
     if sum(compressed) >= 1 - _ALWAYS:
-        said.append(_late(outcome.delay))
+        said.append(_late(outcome.delay, dense is not None))
+    if dense is not None:
+        said.append(
+            f"{quality_name} {outcome.quality:.4f}, and {dense.quality:.4f} with dense exchange from the same seed, "
+            f"whose steps took {dense.median_step_s:.3f} s"
+        )
     slowest = outcome.slowest
     if slowest is not None and slowest.matters(outcome.median_step_s, _NOISE):
         said.append(
@@ -59,14 +74,14 @@ def _is_exact(compressor: Compressor) -> bool:
     return compressor == Dense()
 
 
-def _late(delay: float | None) -> str:
-    """Return the delay of gradients in words, with the note that quality was not compared."""
+def _late(delay: float | None, compared: bool) -> str:
+    """Return the delay of gradients in words, with the note that quality was not compared where it was not."""
     late = (
         "no delay to measure, since there is no error feedback"
         if delay is None
         else f"delay {_steps(delay)} steps: so many steps' worth of gradient energy wait in residuals"
     )
-    return f"{late}; quality was not compared with dense exchange"
+    return late if compared else f"{late}; quality was not compared with dense exchange"
 
 
 def _steps(delay: float) -> str:

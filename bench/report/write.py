@@ -39,7 +39,9 @@ def write_report(paths: Sequence[str], output: str, folder: str | None = None) -
     return draw_report(read_runs(paths), output, folder)
 
 
-def report_of_run(outcome: dict[str, Any], lines: str | None, output: str) -> int:
+def report_of_run(
+    outcome: dict[str, Any], lines: str | None, output: str, dense: tuple[dict[str, Any], str | None] | None = None
+) -> int:
     """Write the report of a run that has just ended.
 
     Parameters
@@ -50,9 +52,18 @@ def report_of_run(outcome: dict[str, Any], lines: str | None, output: str) -> in
         The file of --metrics; None where this rank has not written it, since the one that did has died.
     output : str
         The page.
+    dense : (dict, str or None) or None
+        The same of a run with dense exchange, with which this one is compared.
     """
-    name = str(outcome["compressor"])
-    return draw_report([Run(name, outcome, None if lines is None else read_lines(lines))], output, None)
+    if dense is None:
+        found = [(str(outcome["compressor"]), outcome, lines)]
+    else:
+        named = outcome["policy"] if outcome["policy"] != "static" else outcome["compressor"]
+        found = [(str(named), outcome, lines), ("dense", *dense)]
+    runs = [
+        Run(name, own, None if path is None else read_lines(path), alone=dense is None) for name, own, path in found
+    ]
+    return draw_report(runs, output, None)
 
 
 def draw_report(runs: list[Run], output: str, folder: str | None) -> int:

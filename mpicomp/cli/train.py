@@ -7,11 +7,12 @@ import math
 import os
 import statistics
 import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicomp.cli.options import add_device, add_plugin, add_task
 
 if TYPE_CHECKING:
+    from mpicomp.bench.measure.run_fields import RunObject
     from mpicomp.bench.tasks import Task
     from mpicomp.bench.train import Outcome, Settings
     from mpicomp.compressors import Compressor
@@ -89,6 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint-every", type=int, default=100, metavar="N", help="steps from one to the next (%(default)s)"
     )
+    parser.add_argument(
+        "--against-dense",
+        action="store_true",
+        help="train once more with dense exchange, from the same seed; the verdict then counts quality, and the report "
+        "shows both",
+    )
     parser.add_argument("--replay", metavar="F", help="run the plans that another run has written with --metrics F")
     parser.add_argument(
         "--no-verdict",
@@ -136,6 +143,8 @@ def run(arguments: argparse.Namespace) -> int:
     every = 1 if updates is None or updates["every"] == "auto" else updates["every"]
     policy = _policy(arguments, compressor) if arguments.replay is None else _replay(arguments)
     warmup = choose_warmup(arguments.warmup, compressor, arguments.collective, arguments.policy)
+    if arguments.against_dense:
+        _check_against_dense(arguments, compressor)
     launch = launcher.detect()
     if launch is None or launch.rank == 0:
         files = (arguments.json, arguments.metrics, arguments.report, arguments.measured, arguments.trace)
@@ -219,13 +228,25 @@ def run(arguments: argparse.Namespace) -> int:
         what += "" if updates is None else ", updates" + _every(updates["every"])
         print(f"{task.name}: {steps} steps on {group.size} ranks, policy {policy.id}, compressor {what}", flush=True)
     with contextlib.ExitStack() as stack:
-        lines = arguments.metrics
-        if first and lines is None and arguments.report is not None:
-            lines = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), "run.jsonl")
+        lines, dense_lines = arguments.metrics, None
+        if first and arguments.report is not None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            lines, dense_lines = lines or os.path.join(folder, "run.jsonl"), os.path.join(folder, "dense.jsonl")
         writer = together(lambda: MetricsWriter(lines if first else None), transport, "train")
         with writer as metrics:
             outcome = train(task, settings, transport, Progress(first), metrics, device)
         problem = metrics.problem
+        dense = None
+        if arguments.against_dense and not isinstance(outcome, Stopped):
+            if first:
+                print("the same with dense exchange:", flush=True)
+            task = get_task(arguments.task, arguments.seed, arguments.data, arguments.shards)
+            settings_of_dense = _dense(settings)
+            with MetricsWriter(dense_lines) as metrics:
+                ended = train(task, settings_of_dense, transport, Progress(first), metrics, device)
+            problem = problem or metrics.problem
+            assert not isinstance(ended, Stopped)  # nobody listens to signals without checkpoints
+            dense = _Dense(ended, settings_of_dense, dense_lines)
         if transport.group.rank == 0:  # of those that are left
             try:
                 if isinstance(outcome, Stopped):
@@ -235,7 +256,7 @@ def run(arguments: argparse.Namespace) -> int:
                         flush=True,
                     )
                 else:
-                    _tell(outcome, task, settings, arguments, lines if first else None)
+                    _tell(outcome, task, settings, arguments, lines if first else None, dense)
             except FileWriteError as error:
                 problem = problem or error
         transport.run(agree(None, problem, transport.group, "train"))
@@ -243,15 +264,56 @@ def run(arguments: argparse.Namespace) -> int:
     return STOPPED if isinstance(outcome, Stopped) else 0
 
 
+def _check_against_dense(arguments: argparse.Namespace, compressor: "Compressor | None") -> None:
+    """Refuse what a second training cannot go with."""
+    from mpicomp.compressors import Dense
+    from mpicomp.errors import ConfigurationError
+
+    others = (
+        ("--compressor dense", compressor == Dense()),
+        ("--checkpoints", arguments.checkpoints is not None),
+        ("--on-failure shrink", arguments.on_failure != "abort"),
+    )
+    for what, there in others:
+        if there:
+            raise ConfigurationError(f"train: --against-dense trains twice, which {what} does not go with; drop one")
+
+
+class _Dense(NamedTuple):
+    """The training with dense exchange that another one is compared with."""
+
+    outcome: "Outcome"
+    settings: "Settings"
+    lines: str | None
+
+
+def _dense(settings: "Settings") -> "Settings":
+    """Return the settings of the same training with dense exchange of gradients."""
+    from dataclasses import replace
+
+    from mpicomp.compressors import Dense
+    from mpicomp.policies import get_policy
+
+    words: dict[str, Any] = {"compressor": Dense(), "collective": "auto", "policy": get_policy("static"), "warmup": 0}
+    words |= {"updates": None, "lr_scale": 1.0, "bucket_bytes": None}
+    return replace(settings, **words, probes=False, compare_every=0, records=False, trace=None)
+
+
 def _tell(
-    outcome: "Outcome", task: "Task", settings: "Settings", arguments: argparse.Namespace, lines: str | None
+    outcome: "Outcome",
+    task: "Task",
+    settings: "Settings",
+    arguments: argparse.Namespace,
+    lines: str | None,
+    dense: _Dense | None,
 ) -> None:
     """Print what a training came to, and write the files that were asked for."""
     from mpicomp.bench.verdict import judge, table
 
+    verdict = judge(outcome, None if dense is None else dense.outcome, task.quality_name)
     print(table(outcome, task.quality_name, settings.steps))
-    print(f"verdict: {judge(outcome)}", flush=True)
-    result = _result(task, settings, outcome)
+    print(f"verdict: {verdict}", flush=True)
+    result = _result(task, settings, outcome, verdict)
     if arguments.measured is not None:
         assert outcome.measured is not None
         _write(arguments.measured, outcome.measured.to_json())
@@ -260,7 +322,11 @@ def _tell(
     if arguments.report is not None:
         from mpicomp.bench.report.write import report_of_run
 
-        report_of_run(result, lines, arguments.report)
+        beside = None
+        if dense is not None:
+            own = _result(task, dense.settings, dense.outcome, judge(dense.outcome))
+            beside = own, dense.lines
+        report_of_run(result, lines, arguments.report, beside)
 
 
 def _write(path: str, content: Any) -> None:
@@ -356,12 +422,12 @@ def _replay(arguments: argparse.Namespace) -> "Policy":
     return Replay(arguments.replay, arguments.steps)
 
 
-def _result(task: "Task", settings: "Settings", outcome: "Outcome") -> dict[str, Any]:
+def _result(task: "Task", settings: "Settings", outcome: "Outcome", verdict: str) -> dict[str, Any]:
     """Return the object that --json writes."""
-    from mpicomp.bench.verdict import dense_step_s, exchange_s, judge
+    from mpicomp.bench.verdict import dense_step_s, exchange_s
 
     ratios = sorted(outcome.ratios)
-    return {
+    written: RunObject = {
         "schema": 1,
         "task": task.name,
         "shards": task.shards,
@@ -403,5 +469,6 @@ def _result(task: "Task", settings: "Settings", outcome: "Outcome") -> dict[str,
         "dense_wire_bytes": outcome.dense_wire_bytes,
         "dense_bytes": 4 * outcome.parameters * (settings.steps - outcome.resumed_at),
         "once_bytes": outcome.once_bytes,
-        "verdict": judge(outcome),
+        "verdict": verdict,
     }
+    return dict(written)

@@ -50,6 +50,16 @@ def test_a_step_with_dense_exchange_is_what_is_besides_and_the_dense_exchange():
     )
 
 
+def test_with_a_dense_run_beside_it_quality_counts():
+    dense = outcome(compressor=DENSE, quality=0.95, median_step_s=0.31)
+    told = judge(outcome(), dense, "held-out accuracy")
+    assert told.startswith("compression paid in seconds")
+    assert told.endswith(
+        "wait in residuals; held-out accuracy 0.9000, and 0.9500 with dense exchange from the same seed, whose steps "
+        "took 0.310 s"
+    )
+
+
 def test_where_plans_changed_the_later_steps_count_which_ran_what_was_probed():
     # Dense at first: the median of all steps is that of dense ones, and says nothing of what was found in the end.
     slow = phases(compute=0.1, exchange=0.2)

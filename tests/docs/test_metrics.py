@@ -74,7 +74,15 @@ def run(mpiexec, tmp_path_factory):
         "allgather",
     ]  # in which all ranks send as much as rank 0, whose lines they are
     words += ["--report", folder / "r.html"] if importlib.util.find_spec("msgspec") else []
-    words += ["--json", folder / "o.json", "--metrics", folder / "m.jsonl", "--trace", folder / "t.json"]
+    words += [
+        "--against-dense",
+        "--json",
+        folder / "o.json",
+        "--metrics",
+        folder / "m.jsonl",
+        "--trace",
+        folder / "t.json",
+    ]
     done = mpiexec(2, *words, timeout=100)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
@@ -115,11 +123,14 @@ def test_the_object_of_a_run(run):
         compare({name: own for name, own in layer.items() if name not in ("name", "numel")}, "An entry of correlation")
     for layer in outcome["layers"]:
         compare(layer, "An entry of layers")
+    assert "with dense exchange from the same seed" in outcome["verdict"]
+    assert "not compared" not in outcome["verdict"]
     assert outcome["dense_bytes"] == 4 * outcome["parameters"] * outcome["steps"]
     assert outcome["wire_bytes"] == pytest.approx(sum(line["wire_bytes"] for line in lines), abs=8 * len(lines))
     if importlib.util.find_spec("msgspec"):
         page = (folder / "r.html").read_text()
-        assert "Training digits with topk" in page
+        assert "Training digits: 2 runs compared" in page
+        assert "topk" in page
         for section in ("loss", "seconds", "ranks", "runs"):
             assert f'<section id="{section}"' in page
 
