@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypedDict
 
 import numpy as np
 from mpicomp.bench.lab.network import read_counters
@@ -29,6 +29,68 @@ REPLAY = "replay:"
 SECONDS, FORWARD, BACKWARD, WIRE = range(4)
 """Places of the numbers that a rank reports of a step: seconds, those of two parts, and bytes that left the rank."""
 FIELDS = 4  # numbers that a rank reports of a step
+
+
+class TrainingRow(TypedDict):
+    """A row of ``bench training``."""
+
+    task: Annotated[str, "what was trained"]
+    shards: Annotated[bool, "whether every rank had samples of its own throughout: `--shards`"]
+    ranks: Annotated[int, "that took part"]
+    hosts: Annotated[int, "that they are on"]
+    parameters: Annotated[int, "of the model, float32"]
+    batch_size: Annotated[int, "samples of a rank in a step"]
+    seed: Annotated[int, "of the model, the batches and the schemes"]
+    warm_up: Annotated[int, "steps that do not count"]
+    quality_name: Annotated[str, "what `quality` is"]
+    exchange: Annotated[str, "as it was asked for"]
+    compressor: Annotated[str | None, "name; null where none was named"]
+    ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
+    collective: Annotated[str | None, "as it was asked for; null for `none` and for DDP"]
+    overlap: Annotated[bool, "whether it begins while backward goes on"]
+    ran: Annotated[str | None, "the plan that most buckets and steps ran; null for `none` and for DDP"]
+    blocks: Annotated[int, "in which the steps that count were done"]
+    steps: Annotated[int, "that count"]
+    median_s: Annotated[float, "median of the samples"]
+    low_s: Annotated[float | None, "lower end of its 95 % interval"]
+    high_s: Annotated[float | None, "its upper end"]
+    mean_s: Annotated[float, "mean of the samples"]
+    p95_s: Annotated[float, "95 % of the samples took no longer"]
+    steps_per_s: Annotated[float, "`1 / median_s`"]
+    samples_per_s: Annotated[float, "of all ranks: `batch_size ranks / median_s`"]
+    forward_s: Annotated[float, "median: batch and forward"]
+    backward_s: Annotated[float, "median: backward, with what of the exchange goes on in it"]
+    after_s: Annotated[float, "median: from the end of backward to the end of the step"]
+    wire_bytes: Annotated[
+        float,
+        "that left a rank in a step, averaged over ranks and steps; without what measures the network. Of DDP "
+        "what a ring takes, which is gloo's way",
+    ]
+    link_bytes: Annotated[
+        float | None,
+        "that left a host's data interface in a step, with headers, counted by its kernel; null outside a lab",
+    ]
+    replicas_equal: Annotated[bool, "whether all ranks ended with the same parameters, bit for bit"]
+    quality: Annotated[
+        float | None,
+        "on held-out data, after all steps; null where ranks differ, as they do with `none`",
+    ]
+    of_none: Annotated[float | None, "`median_s` of `none` over this one; null where `none` was not run"]
+    of_none_low: Annotated[float | None, "lower end of its 95 % interval"]
+    of_none_high: Annotated[float | None, "its upper end"]
+    hidden: Annotated[
+        float | None,
+        "`hidden_s` over the lesser of `exchange_s` and `none_backward_s`; null without a partner in line and "
+        "`none`, as those below, or where that is not above 0",
+    ]
+    hidden_low: Annotated[
+        float | None,
+        "lower end of its 95 % interval; null where some resampling is not above 0",
+    ]
+    hidden_high: Annotated[float | None, "its upper end"]
+    hidden_s: Annotated[float | None, "`median_s` in line less `median_s`"]
+    exchange_s: Annotated[float | None, "`median_s` in line less that of `none`"]
+    none_backward_s: Annotated[float | None, "`backward_s` of `none`"]
 
 
 @dataclass(frozen=True)

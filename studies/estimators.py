@@ -8,7 +8,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 from mpicomp.bench.measure import results
@@ -34,6 +34,21 @@ _VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sidco": ("distribution", ("exponential", "gamma", "pareto")),
     "redsync": ("search", ("trimmed", "binary")),
 }
+
+
+class EstimatorRow(TypedDict):
+    """A row of ``estimators``."""
+
+    name: Annotated[str, "the compressor, with its variant behind a dot"]
+    data: Annotated[str, "what it selected from"]
+    numel: Annotated[int, "length of the array"]
+    ratio: Annotated[float, "kept fraction that was asked for"]
+    feedback: Annotated[bool, "whether with error feedback"]
+    steps: Annotated[int, "that are counted"]
+    mean: Annotated[float, "selected elements over those asked for, averaged over steps"]
+    min: Annotated[float, "the least in a step"]
+    max: Annotated[float, "the most in a step"]
+    config: Annotated[dict[str, Any], "the compressor's configuration"]
 
 
 def _laplace(random: np.random.Generator, numel: int) -> NDArray[np.floating]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import comparison
 import numpy as np
@@ -18,6 +18,32 @@ AUTO = "auto"
 WHOLE = (DENSE, "dense-bf16")
 """Plans that send every element whole; the faster one of them is what auto has to be as fast as."""
 _NEAR = 1.1  # how much longer than the best on some network a plan may take with the first seed, to be tried with more
+
+
+class HindsightRow(TypedDict):
+    """A row of ``hindsight``."""
+
+    task: Annotated[str, "what was trained"]
+    bandwidth: Annotated[str, "of each link"]
+    latency: Annotated[str, "one way between hosts"]
+    hosts: Annotated[int, "with a rank each"]
+    seeds: Annotated[int, "that are tested"]
+    plan: Annotated[str | None, "the best fixed plan; null where no plan reached the target with all seeds that choose"]
+    dense: Annotated[str, "the faster one of dense in 32 and in 16 bits"]
+    auto_s: Annotated[float | None, "mean time to quality"]
+    plan_s: Annotated[float | None, "of the best plan"]
+    dense_s: Annotated[float | None, "of `dense`"]
+    of_plan: Annotated[float | None, "time of `auto` over that of the best plan, geometric mean"]
+    of_plan_low: Annotated[float | None, ""]
+    of_plan_high: Annotated[float | None, ""]
+    of_dense: Annotated[float | None, "the same over that of `dense`"]
+    of_dense_low: Annotated[float | None, ""]
+    of_dense_high: Annotated[float | None, ""]
+    quality: Annotated[float | None, "of `auto` less that of dense in 32 bits; of a loss as a share"]
+    quality_low: Annotated[float | None, ""]
+    quality_high: Annotated[float | None, ""]
+    reached: Annotated[int, "seeds with which `auto` reached the target"]
+    error: Annotated[str | None, "the first error of its runs, or how many were cut"]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float] | None:

@@ -1,7 +1,7 @@
 """The table of learned codes: quality, bytes, seconds and correlation of gradients, over seeds."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import comparison
 from comparison import DENSE, Training
@@ -29,6 +29,70 @@ _MEANS = (
     "control_share",
 )
 """Values of a seed of which a row has mean and deviation."""
+
+
+class LearnedRow(TypedDict):
+    """A row of ``learned``."""
+
+    task: Annotated[str, "what was trained"]
+    exchange: Annotated[str, "above"]
+    ratio: Annotated[float | None, "kept fraction; null where there is none"]
+    ranks: Annotated[int, "of each training"]
+    steps: Annotated[int | None, "of each; null where none was done"]
+    seeds: Annotated[int, "whose trainings were done"]
+    quality: Annotated[float | None, "on all held-out data, after all steps"]
+    quality_deviation: Annotated[float | None, ""]
+    difference: Annotated[float | None, "from that of dense with the same seed"]
+    difference_deviation: Annotated[float | None, ""]
+    sent_bytes: Annotated[float | None, "of a step: payload of the whole model that rank 0 handed to the transport"]
+    sent_bytes_deviation: Annotated[float | None, ""]
+    wire_bytes: Annotated[float | None, "of a step: what left rank 0 for the whole model"]
+    wire_bytes_deviation: Annotated[float | None, ""]
+    kernels_s: Annotated[float | None, "of the median step: what rank 0 computed for the exchange"]
+    kernels_s_deviation: Annotated[float | None, ""]
+    step_s: Annotated[float | None, "median step of rank 0"]
+    step_s_deviation: Annotated[float | None, ""]
+    error_first: Annotated[float | None, "`code_error` in the first tenth of the steps in which the code was learnt"]
+    error_first_deviation: Annotated[float | None, ""]
+    error_last: Annotated[float | None, "in the last tenth of them"]
+    error_last_deviation: Annotated[float | None, ""]
+    code_error: Annotated[float | None, "in the steps in which codes travelled, as far as rank 0 can tell"]
+    code_error_deviation: Annotated[float | None, ""]
+    correlation: Annotated[float | None, "of ranks' gradients in this training"]
+    correlation_deviation: Annotated[float | None, ""]
+    share: Annotated[float | None, "of their entropy that is mutual information"]
+    share_deviation: Annotated[float | None, ""]
+    control_share: Annotated[float | None, "the same where nothing is shared"]
+    control_share_deviation: Annotated[float | None, ""]
+    is_within: Annotated[bool | None, "whether the mean quality is within its limit; null where dense lacks a seed"]
+    once_bytes: Annotated[float | None, "that left rank 0 once in the run, beyond those of dense: the code"]
+    coded_numel: Annotated[int | None, "of the layers that a code covers"]
+    coded_sent_bytes: Annotated[float | None, "of these layers in a step: payload of a rank, mean over ranks"]
+    coded_least_bytes: Annotated[float | None, "of the rank that has least"]
+    coded_wire_bytes: Annotated[float | None, "of these layers in a step: what leaves a rank, mean over ranks"]
+    sent_fewer: Annotated[float | None, "`coded_sent_bytes` of `topk` over these"]
+    least_fewer: Annotated[float | None, "`coded_sent_bytes` of `topk` over `coded_least_bytes`"]
+    wire_fewer: Annotated[float | None, "`coded_wire_bytes` of `topk` over these"]
+    error: Annotated[str | None, "the first error of its runs, or how many were cut"]
+
+
+class LearnedRun(TypedDict):
+    """A training of ``learned``."""
+
+    task: Annotated[str, "what was trained"]
+    exchange: Annotated[str, "above"]
+    seed: Annotated[int, "of the model, the batches and the schemes"]
+    words: Annotated[list[str], "after `mpicomp`, without files"]
+    status: Annotated[str, "`done`, `failed` or `cut`"]
+    error: Annotated[str | None, "last line of the error"]
+    kept: Annotated[bool, "whether its files were there before"]
+    seconds: Annotated[float, "that the run took, when it was run"]
+    quality: Annotated[float | None, "on all held-out data, after all steps; null where it is not done, as all below"]
+    late: Annotated[dict[str, Any] | None, "of the steps in which codes travel, above"]
+    error_first: Annotated[float | None, "as in a row"]
+    error_last: Annotated[float | None, "as in a row"]
+    once_bytes: Annotated[int | None, "that left rank 0 once in the run, first parameters among them"]
+    correlation: Annotated[dict[str, Any] | None, "as in the object of `train --json`"]
 
 
 class Table(comparison.Table):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import comparison
 import numpy as np
@@ -24,6 +24,75 @@ _MEANS = (
     "mean_quality",
 )
 """Values of a seed of which a row has mean and deviation."""
+
+
+class PolicyRow(TypedDict):
+    """A row of ``policies``."""
+
+    task: Annotated[str, "what was trained"]
+    bandwidth: Annotated[str, "of each link"]
+    latency: Annotated[str, "one way between hosts"]
+    hosts: Annotated[int, "with a rank each"]
+    policy: Annotated[str, "above"]
+    shared: Annotated[bool, "whether it was trained on one host, for all networks"]
+    steps: Annotated[int | None, "of a training; null where none was done"]
+    seeds: Annotated[int, "whose trainings were done"]
+    reached: Annotated[int, "of these, how many reached the target"]
+    time_to_quality_s: Annotated[float | None, "steps to quality times the median step"]
+    time_to_quality_s_deviation: Annotated[float | None, ""]
+    summed_s: Annotated[float | None, "steps to quality times the mean step"]
+    summed_s_deviation: Annotated[float | None, ""]
+    steps_to_quality: Annotated[float | None, "when the smoothed curve reaches the target"]
+    steps_to_quality_deviation: Annotated[float | None, ""]
+    median_step_s: Annotated[
+        float | None,
+        "median step of the first seed's plans on the slowest rank, and `choosing_s`",
+    ]
+    median_step_s_deviation: Annotated[float | None, "of `choosing_s`"]
+    choosing_s: Annotated[float | None, "mean of a step: for choosing plans and learning what they took"]
+    choosing_s_deviation: Annotated[float | None, ""]
+    wire_bytes: Annotated[float | None, "that left a rank in the whole training"]
+    wire_bytes_deviation: Annotated[float | None, ""]
+    quality: Annotated[float | None, "on all held-out data, after all steps"]
+    quality_deviation: Annotated[float | None, ""]
+    mean_quality: Annotated[float | None, "the held-out curve averaged over steps: the area under it over its width"]
+    mean_quality_deviation: Annotated[float | None, ""]
+    of_dense: Annotated[float | None, "`time_to_quality_s` over that of dense with the same seeds"]
+    quality_limit: Annotated[float | None, "mean of the limits of `quality`; null where dense lacks a seed"]
+    is_equal: Annotated[bool | None, "whether the mean quality is within it"]
+    error: Annotated[str | None, "the first error of its runs, or how many were cut"]
+
+
+class PolicyRun(TypedDict):
+    """A training of ``policies``, or a job that timed steps."""
+
+    task: Annotated[str, "what was trained"]
+    bandwidth: Annotated[str | None, "of each link; null on one host"]
+    latency: Annotated[str | None, "one way; null on one host"]
+    policy: Annotated[str | None, "above; null where steps of all were timed"]
+    seed: Annotated[int, "of the model, the batches and the schemes"]
+    words: Annotated[list[str], "after `mpicomp`, without files"]
+    status: Annotated[str, "`done`, `failed` or `cut`"]
+    error: Annotated[str | None, "last line of the error"]
+    kept: Annotated[bool, "whether its files were there before"]
+    seconds: Annotated[float, "that the run took, when it was run"]
+    timed: Annotated[
+        list[dict[str, Any]] | None,
+        "of a job that timed steps, for each policy, above; null for a training",
+    ]
+    steps: Annotated[int | None, "that a training did; null where it is not done, and of timings, as all below"]
+    median_step_s: Annotated[float | None, "median step of the slowest rank while it trained"]
+    choosing_s: Annotated[float | None, "mean of a step: for choosing plans and learning what they took"]
+    wire_bytes: Annotated[float | None, "that left a rank"]
+    quality: Annotated[float | None, "on all held-out data, after all steps"]
+    quality_limit: Annotated[float | None, "from that of dense with the same seed"]
+    target: Annotated[float | None, "of the curve: likewise, from its last point"]
+    steps_to_quality: Annotated[float | None, "null where it is not reached"]
+    mean_quality: Annotated[float | None, "the curve averaged over steps"]
+    curve: Annotated[
+        list[dict[str, Any]] | None,
+        "`step`, how many were done, and `quality` after them on some held-out data",
+    ]
 
 
 def smoothed(values: Sequence[float]) -> NDArray[np.float64]:

@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 from mpicomp.bench.measure import networks, results
@@ -33,6 +33,15 @@ _COLUMNS = {
 _SHORT_S = 5e-3  # seconds: a share of a shorter cell is too little to be measured
 _BEHIND_S = 200e-6  # seconds by which a dense choice may be behind the best dense plan
 _BEHIND = 0.03  # share by which another choice may be behind the best one
+
+
+class RegretFields(TypedDict):
+    """What a row of ``regret`` has beside that of ``bench collectives``."""
+
+    bandwidth: Annotated[str, "of each link"]
+    latency: Annotated[str, "one way between hosts"]
+    prediction_error: Annotated[float | None, "of a row of `auto`: median over its cell's plans, above"]
+    is_behind: Annotated[bool | None, "of a row of `auto`: whether it is behind the best dense plan, as above"]
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,9 +1,11 @@
 """The tables of fields in the documentation, read to be compared with what is written."""
 
 import re
+import runpy
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+FILL = runpy.run_path(str(DOCS / "generated.py"))["fill"]
 
 _KINDS = {
     "integer": [int],
@@ -21,7 +23,7 @@ _KINDS = {
 def documented(page, heading):
     """Give the fields below a heading of a page, with their types."""
     sections = re.split(r"^#{2,3} (.+)$", (DOCS / page).read_text(), flags=re.MULTILINE)
-    text = sections[sections.index(heading) + 1]
+    text = FILL(sections[sections.index(heading) + 1])
     return dict(re.findall(r"^\| `(\w+)` \| ([\w ]+?) \|", text, flags=re.MULTILINE))
 
 

@@ -5,11 +5,34 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 
 _SLOW = 20  # copies from which on a kernel is repeated less often
+
+
+class KernelRow(TypedDict):
+    """A row of ``bench kernels``."""
+
+    name: Annotated[str, "what was timed"]
+    numel: Annotated[int, "length of the array"]
+    ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
+    median_s: Annotated[float, "median"]
+    copies: Annotated[float, "`median_s` over that of `memcpy`"]
+    p25_s: Annotated[float, "a quarter of the calls took less"]
+    p75_s: Annotated[float, "three quarters took less"]
+    repeats: Annotated[int, "timed calls"]
+    threads: Annotated[int | None, "that share its sweeps; null on a GPU"]
+    ratio_reached: Annotated[
+        float | None,
+        "kept fraction, averaged over the timed calls; of compressors, and 1 of those that pack all elements",
+    ]
+    bits_per_index: Annotated[float | None, "length of the code; of `indices.encode` and `indices.decode`; in bits"]
+    config: Annotated[
+        dict[str, Any] | None,
+        "the compressor's configuration, of `compress`, `pack` and `unpack`; `mpicomp.get_compressor` makes it again",
+    ]
 
 
 @dataclass

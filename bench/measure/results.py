@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 from mpicomp._version import __version__
 from mpicomp.system import abort
@@ -25,6 +25,48 @@ _MORE_VARIABLES = (
     *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_coll", "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_mpi_yield_when_idle"),
     *("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK", "SLURM_CPU_BIND_TYPE"),
 )
+
+
+class Written(TypedDict):
+    """What ``--json`` writes of a benchmark."""
+
+    schema: Annotated[int, "version of these tables, 1"]
+    environment: Annotated[dict[str, Any], "where it was measured"]
+    rows: Annotated[list[dict[str, Any]], "one for each that was measured"]
+
+
+class Environment(TypedDict):
+    """Where it was measured: nothing that reveals who measured when."""
+
+    mpicomp: Annotated[str, "version"]
+    python: Annotated[str, "version"]
+    numpy: Annotated[str | None, "version"]
+    numba: Annotated[str | None, "version"]
+    torch: Annotated[str | None, "version; null where it is not installed"]
+    cupy: Annotated[str | None, "version; null without `--device gpu`"]
+    cpu: Annotated[str, "the processor's name"]
+    cores: Annotated[int, "that this process may use"]
+    threads: Annotated[int, "that were asked for"]
+    device: Annotated[str, "`cpu`, or the name of the GPU"]
+    job: Annotated[
+        dict[str, Any] | None,
+        "of collectives and training: the MPI job; null where no ranks took part",
+    ]
+
+
+class JobEnvironment(TypedDict):
+    """The MPI job that it was measured in."""
+
+    mpi: Annotated[str, "whose library it is"]
+    mpi_version: Annotated[str, "its version"]
+    ranks: Annotated[int, "that took part"]
+    hosts: Annotated[int, "that they are on"]
+    oversubscribed: Annotated[bool, "whether some host has more ranks than cores"]
+    lab: Annotated[bool, "whether it was an emulated cluster"]
+    variables: Annotated[
+        dict[str, Any],
+        "environment variables that MPI, UCX, OpenMP, Slurm and mpicomp look at; none whose value holds a path",
+    ]
 
 
 def environment(threads: int, device: str, job: Mapping[str, Any] | None = None) -> dict[str, Any]:

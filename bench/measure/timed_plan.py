@@ -2,51 +2,92 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
 from mpicomp.bench.measure.exchanges import CHOOSING, COMPRESS, DECODE, EXCHANGE, SECONDS, SENT, WIRE, Plan, Runner
 from mpicomp.bench.measure.intervals import median_interval
 
-_MEASURED = (
-    "median_s",
-    "p95_s",
-    "wire_bytes",
-    "predicted_s",
-    "speedup",
-    "error",
-    "correct",
-    "low_s",
-    "high_s",
-    "p99_s",
-    "samples",
-    "stopped",
-    "span_s",
-    "rank_mean_s",
-    "rank_min_s",
-    "rank_max_s",
-    "compress_s",
-    "exchange_s",
-    "decode_s",
-    "choosing_s",
-    "sent_bytes",
-    "gain",
-    "algbw_gb_s",
-    "busbw_gb_s",
-    "wirebw_gb_s",
-    "first_predicted_s",
-)
-_OF_AUTO = (
-    "chosen",
-    "best",
-    "best_s",
-    "regret",
-    "regret_low",
-    "regret_high",
-    "best_dense",
-    "best_dense_s",
-    "behind_dense",
-)
+
+class _Which(TypedDict):
+    compressor: Annotated[str, "name"]
+    ratio: Annotated[float | None, "kept fraction that was asked for; null where there is none"]
+    collective: Annotated[str, "name, with what it is built upon behind a colon; `auto`"]
+    numel: Annotated[int, "length of the array"]
+    ranks: Annotated[int, "that took part"]
+    hosts: Annotated[int, "that they are on"]
+    device: Annotated[str, "where gradients were: `cpu` or `gpu`"]
+    route: Annotated[
+        str | None,
+        "how messages reached MPI from a GPU: `staged` through the host's memory, or `direct`; null on the CPU, "
+        "and for a plan that was not run",
+    ]
+
+
+class _Measured(TypedDict):
+    median_s: Annotated[float | None, "median of the samples; null for a plan that was not run"]
+    p95_s: Annotated[float | None, "95 % of the samples took no longer"]
+    wire_bytes: Annotated[float | None, "that left a rank in an exchange, averaged over ranks"]
+    predicted_s: Annotated[
+        float | None,
+        "median of what the cost model, which learns along, said before each sample; null where there was none",
+    ]
+    speedup: Annotated[float | None, "`median_s` of the best dense plan over this one"]
+    error: Annotated[float | None, "of the mean"]
+    correct: Annotated[bool | None, "whether rounding explains it, and all ranks have the same bits"]
+    low_s: Annotated[float | None, "lower end of the 95 % interval of the median"]
+    high_s: Annotated[float | None, "its upper end"]
+    p99_s: Annotated[float | None, "99 % of the samples took no longer"]
+    samples: Annotated[int, "how many there are"]
+    stopped: Annotated[
+        str | None,
+        "`interval`: the median is known well; `limit`: the time was over; `once`: it is too slow for more",
+    ]
+    span_s: Annotated[
+        float | None,
+        "median from the last rank's start to the last rank's end, which is what is predicted",
+    ]
+    rank_mean_s: Annotated[float | None, "mean over ranks of each rank's mean time"]
+    rank_min_s: Annotated[float | None, "the least of them"]
+    rank_max_s: Annotated[float | None, "the most"]
+    compress_s: Annotated[float | None, "median, on each sample's slowest rank: up to the last round"]
+    exchange_s: Annotated[float | None, "likewise: in rounds, waiting for others included"]
+    decode_s: Annotated[float | None, "likewise: after them"]
+    choosing_s: Annotated[float | None, "likewise: for choosing a plan and learning what it took"]
+    sent_bytes: Annotated[float | None, "payload that a rank handed to the transport, averaged over ranks"]
+    gain: Annotated[float | None, "median of the retained share of energy"]
+    algbw_gb_s: Annotated[float | None, "`4 numel / median_s`"]
+    busbw_gb_s: Annotated[float | None, "that times `2 (ranks - 1) / ranks`"]
+    wirebw_gb_s: Annotated[float | None, "`wire_bytes / median_s`"]
+    first_predicted_s: Annotated[
+        float | None,
+        "what the cost model said before the plan was run for the first time; null for `auto`",
+    ]
+
+
+class _OfAuto(TypedDict):
+    chosen: Annotated[
+        str | None,
+        "of `auto`: the plan that it ran most often; null for all others, as all below but `settings` and `config`",
+    ]
+    best: Annotated[str | None, "the best fixed plan of those that `auto` may choose, no compression among them"]
+    best_s: Annotated[float | None, "its median, timed in turn with `auto`"]
+    regret: Annotated[float | None, "`median_s / best_s - 1`"]
+    regret_low: Annotated[float | None, "lower end of its 95 % interval"]
+    regret_high: Annotated[float | None, "its upper end"]
+    best_dense: Annotated[str | None, "the best dense plan"]
+    best_dense_s: Annotated[float | None, "its median, timed in turn where it is not three times slower than the best"]
+    behind_dense: Annotated[float | None, "`median_s / best_dense_s - 1`"]
+
+
+class PlanRow(_Which, _Measured, _OfAuto):
+    """A row of ``bench collectives``."""
+
+    settings: Annotated[
+        str | None,
+        "where several configurations of a compressor were asked for: in what this one differs, but for the ratio",
+    ]
+    config: Annotated[dict[str, Any], "the compressor's configuration"]
 
 
 @dataclass
@@ -141,11 +182,11 @@ def _row(timing: TimedPlan, base: float) -> dict[str, Any]:
         "device": timing.device,
         "route": None if runner is None else runner.route,
     }
-    row |= dict.fromkeys(_MEASURED) | {"samples": 0, "stopped": None}
+    row |= dict.fromkeys(_Measured.__annotations__) | {"samples": 0, "stopped": None}
     row["predicted_s"] = row["first_predicted_s"] = timing.expected_s
     if runner is not None:
         row |= _measured(timing, runner, base)
-    row |= dict.fromkeys(_OF_AUTO) | timing.facts
+    row |= dict.fromkeys(_OfAuto.__annotations__) | timing.facts
     return row | {"settings": timing.settings or None, "config": plan.compressor.get_config()}
 
 

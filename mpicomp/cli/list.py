@@ -100,25 +100,6 @@ def compressor_entries() -> list[dict[str, Any]]:
     return entries
 
 
-def compressor_table() -> str:
-    """Return the table of all compressors in the documentation, in Markdown.
-
-    Examples
-    --------
-    >>> [line.split(" | ")[1:4] for line in compressor_table().splitlines() if "`dense <" in line]
-    [['dense', 'exact', 'off']]
-    """
-    head = ["compressor", "family", "bias", "feedback", "bytes for 4", "collectives", "paper; what is different"]
-    rows = [head, ["---"] * len(head)]
-    for entry in compressor_entries():
-        name = f"{{py:class}}`{entry['name']} <mpicomp.{entry['class']}>`"
-        collectives = ", ".join(f"`{collective}`" for collective in entry["collectives"])
-        size = f"{entry['wire_bytes_per_element']:.3g}"
-        row = [name, entry["family"], entry["bias"], _feedback(entry), size, collectives, entry["paper"]]
-        rows.append([cell.replace("|", "\\|") for cell in row])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
 def _print_origin(entry: dict[str, Any]) -> None:
     print(f"    paper: {entry['paper']}")
     if entry["plugin"] is not None:

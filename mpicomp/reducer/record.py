@@ -51,9 +51,9 @@ class BucketRecord:
     parameters : int
         Number of arrays in it.
     numel : int
-        Number of elements.
+        Elements in it.
     compressor : dict
-        The compressor's configuration.
+        The compressor's configuration; `mpicomp.get_compressor` makes it again.
     collective : str
         The collective's name.
     reason : str
@@ -63,7 +63,7 @@ class BucketRecord:
     ratio_reached : float
         Kept fraction, averaged over ranks.
     gain : float or None
-        Retained share of energy, over all ranks; None where it overflowed.
+        Share of the energy of gradient plus residual that was sent, over all ranks, 0 to 1; None where it overflowed.
     phases_s : dict
         Seconds on this rank: ``compress`` (up to the last round, with the sum of gradient and
         residual), ``exchange`` (in rounds), ``decode`` (after them).
@@ -78,12 +78,12 @@ class BucketRecord:
     dense_wire_bytes : float
         Bytes that would have left it in a ring of 32-bit numbers.
     rounds : list of str
-        The operations, in order.
+        MPI operations, in order.
     layers : Layers
-        Kept elements of each parameter.
+        What was sent of each parameter, see `Layers`.
     code_error : float or None
         Of a learned code: squared error of what was decoded over the energy of what was to be decoded, as far as this
-        rank can tell; None where there is no code, or it cannot.
+        rank can tell; 1 is that of zeros. None where there is no code, or it cannot tell.
     energy : float or None
         Squared norm of gradient plus residual, over all ranks; None where it overflowed.
     """
@@ -125,33 +125,38 @@ class StepRecord:
     seconds : float
         The whole call.
     lr : float or None
-        The learning rate that was passed.
+        The learning rate that was passed; of an optimizer that of its first group.
     skipped : bool
         Whether zeros were delivered since a gradient was not finite.
     agreed : bool
-        Whether the ranks compared what they were given, which takes a round of its own.
+        Whether the ranks compared names and shapes, which takes a round of its own: normally in the first step only,
+        and in one in which a rank was asked to stop.
     lost_ranks : list of int
         Ranks that have died since the step before, by their numbers in the whole job; the mean is that of the others,
         and what the residuals of the dead held is lost.
     stop : bool
         Whether some rank was asked to stop, see `mpicomp.stop_on_signals`; the same on all ranks.
     slowest_rank : int or None
-        The rank, by its number among the reducer's, that had most work of its own in the steps which ranks last told
-        each other of; see `mpicomp.reducer.pace`. None before they have, and where there is one.
+        The rank, by its number among the reducer's, with most work of its own in the last 16 steps of which ranks have
+        told each other: what a step takes from one exchange to the next, less what it waits. None before the 17th
+        step, and with one rank.
     slowest_costs_s : float or None
-        Seconds a step by which it worked longer than the middle rank, for which the others waited.
+        Seconds a step by which it works longer than the middle rank (of an even number, the faster of the two in the
+        middle): for so long the others wait for it.
     choosing_s : float
         Seconds on this rank that were spent on choosing plans and on learning what they took.
     once_wire_bytes : float
-        Bytes that left this rank for measuring the network, and in rounds that are made once in a run, such as that in
-        which a learned code is given to all ranks; in no sum.
+        Bytes that left this rank for measuring the network: before the first step, and when it seems to have changed;
+        and in rounds that are made once in a run, such as that in which a learned code is given to all ranks; in no
+        sum.
     overhead_bytes : int
         Payload of rounds outside the buckets' exchanges: agreement, exchanges that it cut short, what ranks tell each
         other about the seconds of a step, and what PyTorch's wrapper exchanges beside buckets since the last step, such
-        as rows of sparse gradients and second moments.
+        as rows of sparse gradients, second moments, the comparison of parameters, and flags.
     overhead_wire_bytes : float
         Bytes that left this rank in them.
     buckets : list of BucketRecord
+        What was done with each bucket, in the order of exchange.
     """
 
     step: int
@@ -171,12 +176,12 @@ class StepRecord:
 
     @property
     def sent_bytes(self) -> int:
-        """Payload that this rank handed to the transport."""
+        """Payload that this rank handed to the transport, agreement included."""
         return self.overhead_bytes + sum(bucket.sent_bytes for bucket in self.buckets)
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that left this rank."""
+        """Bytes that left this rank, agreement included."""
         return self.overhead_wire_bytes + sum(bucket.wire_bytes for bucket in self.buckets)
 
     @property

@@ -6,7 +6,6 @@ import pytest
 
 import mpicomp
 from mpicomp.cli import main
-from mpicomp.cli.list import compressor_table
 from mpicomp.collectives import bind
 from mpicomp.compressors import compressor_class
 from mpicomp.errors import ConfigurationError
@@ -63,16 +62,3 @@ def test_what_is_printed_has_a_part_for_each(written, capsys):
         assert f"{entry['wire_bytes_per_element']:g}" in part[2]
         assert part[3].strip() == f"collectives: {', '.join(entry['collectives'])}"
         assert entry["paper"] in part[4]
-
-
-def test_the_table_of_the_documentation_has_a_row_for_each(written):
-    head, line, *rows = [row.strip("|").split(" | ") for row in compressor_table().splitlines()]
-    assert {len(row) for row in (head, *rows)} == {7}
-    assert set("".join(line)) == set("- ")
-    for entry, row in zip(written["compressors"], rows, strict=True):
-        name, family, bias, feedback, size, collectives, paper = (cell.strip() for cell in row)
-        assert name == f"{{py:class}}`{entry['name']} <mpicomp.{entry['class']}>`"
-        assert (family, bias, paper) == (entry["family"], entry["bias"], entry["paper"])
-        assert feedback == ("on" if entry["feedback"] else "off" if entry["contractive"] else "refused")
-        assert float(size) == pytest.approx(entry["wire_bytes_per_element"], rel=0.01)
-        assert collectives == ", ".join(f"`{name}`" for name in entry["collectives"])
