@@ -20,7 +20,7 @@ TEXT = 12  # pixels
 DASHES: dict[str, Any] = {f"run{place}": (0, (4, 1.5)) for place in range(4, 8)}
 TALL = 13  # pixels between labels, so that they do not touch
 
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": TEXT,
     "text.color": LIGHT["ink"],
@@ -58,7 +58,7 @@ def panel(
     grid : str or None
         Which axis has lines through its numbers.
     """
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, facecolor="none")
         top, bottom = 30 if up else 12, 42 if across else 26
         box = (left / WIDTH, bottom / height, (WIDTH - left - right) / WIDTH, (height - top - bottom) / height)
@@ -91,7 +91,7 @@ def plain_log(axis: str, axes: Axes) -> None:
 
 def beside(axes: Axes, x: float, y: float, text: str, bold: bool = True) -> None:
     """Write a number to the right of the end of a bar."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         axes.annotate(
             text, (x, y), (6, 0), textcoords="offset points", va="center", fontweight="bold" if bold else "normal"
         )
@@ -140,7 +140,7 @@ def label_ends(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
     heights = spread([min(max(height, box.y0), box.y1) for height, _, _ in at], TALL, box.y0, box.y1)
     for height, (_, text, token) in zip(heights, at, strict=True):
         place = (box.x1 + 5) / figure.bbox.width, height / figure.bbox.height
-        with matplotlib.rc_context(_STYLE):
+        with matplotlib.rc_context(STYLE):
             figure.text(*place, shortened(text, 11), color=LIGHT[token], va="center", fontweight="bold")
 
 
@@ -201,7 +201,7 @@ def heat(
     width = min(22, max(len(name) for name in names))  # characters of names
     figure, axes = panel(across, up, left=22 + 7 * width, right=68, height=height, grid=None)
     norm = Normalize(0, 1) if least is None else LogNorm(least, 1, clip=True)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         edges = (x[0] - 0.5, x[1] + 0.5, len(names) - 0.5, -0.5)
         image = axes.imshow(cells, "cividis", norm=norm, aspect="auto", interpolation="none", extent=edges)
         shown = np.unique(np.linspace(0, len(names) - 1, min(len(names), 10)).round().astype(int))
@@ -257,7 +257,7 @@ def rows(names: Sequence[str], shares: Array, x: Array, ends: Sequence[str], acr
 def svg(figure: Figure) -> str:
     """Return a picture as SVG, by itself."""
     file = io.StringIO()
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(file, format="svg", metadata=nothing)
     return file.getvalue()
@@ -270,7 +270,7 @@ def on_white(text: str) -> str:
 
 def png(figure: Figure, path: str) -> None:
     """Write a picture as PNG of 300 pixels an inch, on white."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure.savefig(path, format="png", dpi=288, facecolor=LIGHT["ground"])
 
 

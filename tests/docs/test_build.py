@@ -1,6 +1,8 @@
-"""The documentation builds without a warning."""
+"""The documentation builds without a warning, and its links lead somewhere."""
 
 import importlib.util
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +12,14 @@ import pytest
 from mpicomp.registry import REGISTRIES
 
 ROOT = Path(__file__).resolve().parents[2]
-MISSING = [name for name in ("sphinx", "myst_parser", "numpydoc") if importlib.util.find_spec(name) is None]
+NEEDS = ("sphinx", "myst_parser", "numpydoc", "furo", "torch")
+MISSING = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+PAGES = {"compressor": "compressors.html", "collective": "collectives.html", "policy": "api.html"}
+
+check = runpy.run_path(str(ROOT / "docs" / "links.py"))["check"]
 
 
-@pytest.mark.skipif(bool(MISSING), reason=f"needs the extra docs: there is no {', '.join(MISSING)}")
+@pytest.mark.skipif(bool(MISSING), reason=f"needs the extras docs and torch: there is no {', '.join(MISSING)}")
 @pytest.mark.timeout(300)
 def test_the_documentation_builds(tmp_path):
     command = [sys.executable, "-P", "-m", "sphinx", "-W", "--keep-going", "-q", "-d", tmp_path / "trees"]
@@ -21,8 +27,34 @@ def test_the_documentation_builds(tmp_path):
         [*command, ROOT / "docs", tmp_path / "html"], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "html" / "api.html").read_text()
-    for kind in ("compressor", "collective", "policy"):
-        for name in REGISTRIES[kind].names():
-            if REGISTRIES[kind].plugin(name) is None:
-                assert f'.{REGISTRIES[kind].cls(name).__name__}"' in page, name
+    for kind, name in PAGES.items():
+        page = (tmp_path / "html" / name).read_text()
+        for own in REGISTRIES[kind].names():
+            if REGISTRIES[kind].plugin(own) is None:
+                assert f'.{REGISTRIES[kind].cls(own).__name__}"' in page, own
+    wrong, elsewhere = check(tmp_path / "html")
+    assert wrong == []
+    assert any(address.startswith("https://arxiv.org/") for address in elsewhere)
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    (tmp_path / "one.html").write_text('<p id="here"><a href="two.html#there">x</a><a href="#here">x</a>')
+    (tmp_path / "two.html").write_text('<a href="three.html">x</a><a href="https://example.org/#a">x</a>')
+    wrong, elsewhere = check(tmp_path)
+    assert wrong == [
+        "one.html: two.html#there: there is nothing of that name",
+        "two.html: three.html: there is no such file",
+    ]
+    assert elsewhere == ["https://example.org/"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "slurm/README.md"])
+def test_pages_beside_the_site_link_to_files_that_are_there(page):
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", (ROOT / page).read_text())
+    assert links
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"^[a-z-]+$", (ROOT / "docs" / "index.md").read_text(), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(path.stem for path in (ROOT / "docs").glob("*.md") if path.stem != "index")

@@ -45,7 +45,7 @@ HOMES = {
         "studies/checks.py",
         "studies/updates.py",
     ),
-    "matplotlib": ("bench/report/", "bench/simulate/picture.py"),
+    "matplotlib": ("bench/report/", "bench/simulate/picture.py", "studies/pictures.py"),
     "msgspec": ("bench/report/lines.py",),
     "cupy": ("mpicomp/places/choose.py",),
 }
