@@ -1,0 +1,94 @@
+"""What a release consists of: a wheel and a source distribution that work where there is no checkout."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from mpicomp import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = (".py", ".cu", ".cuh", ".css", "py.typed")
+PLACES = {"kernels/": "mpicomp/kernels/", "bench/": "mpicomp/bench/", "mpicomp/": "mpicomp/"}
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"), [("CITATION.cff", "citation-file-format"), (".readthedocs.yaml", "readthedocs")]
+)
+def test_files_for_others_are_what_they_read(name, schema):
+    pytest.importorskip("check_jsonschema")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(ROOT / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_version_is_one():
+    [cited] = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)
+    assert cited == __version__
+    assert f"\n## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def tracked():
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [name for name in done.stdout.splitlines() if (ROOT / name).exists()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_wheel_of_the_source_distribution_trains_where_there_is_no_checkout(tmp_path):
+    if importlib.util.find_spec("build") is None:
+        pytest.skip("there is no build: pip install build")
+    source, files = tmp_path / "source", tracked()
+    for name in files:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run([sys.executable, "-m", "build", source], check=True, timeout=300, capture_output=True)
+    [wheel], [sdist] = (source / "dist").glob("*.whl"), (source / "dist").glob("*.tar.gz")
+    assert wheel.name == f"mpicomp-{__version__}-py3-none-any.whl"
+
+    expected = {
+        PLACES[place] + name.removeprefix(place)
+        for name in files
+        for place in PLACES
+        if name.startswith(place) and name.endswith(SHIPPED)
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        [metadata] = [archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA")]
+    assert held == expected
+    assert "\nLicense-File: LICENSE\n" in metadata
+    assert "\nDescription-Content-Type: text/markdown\n" in metadata
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml", "setup.cfg"} <= held
+    assert {name for name in files if name.startswith(tuple(PLACES)) and name.endswith(SHIPPED)} <= held
+
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=True)
+    python, [packages] = home / "bin" / "python", home.glob("lib/python*/site-packages")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt"]
+    subprocess.run([*pip, f"{wheel}[mpich,bench]"], check=True, timeout=300)
+    # PyTorch alone is this Python's, whose links to a checkout are not followed from there.
+    theirs = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "theirs.pth").write_text("\n".join(theirs) + "\n")
+    mpiexec, here = home / "bin" / "mpiexec", home / "bin" / "mpicomp"
+
+    def told(*command):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert told(python, "-c", "import mpicomp; print(mpicomp.__file__)").startswith(str(home))
+    assert "topk" in told(here, "list")
+    assert __version__ in told(here, "--version")
+    assert "ranks       2" in told(mpiexec, "-n", "2", here, "doctor")
+    if importlib.util.find_spec("torch"):
+        assert "verdict: " in told(mpiexec, "-n", "2", here, "train", "--task", "digits", "--steps", "4")
