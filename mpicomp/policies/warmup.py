@@ -13,6 +13,7 @@ from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepR
 from mpicomp.policies.schedule import Schedule
 from mpicomp.policies.static import Static
 from mpicomp.policies.surveys import Survey
+from mpicomp.published import is_published
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
 
@@ -60,7 +61,8 @@ def choose_warmup(
     """Return a warm-up as it was named; where it was not, the default for what else was.
 
     With a compressor and nothing else that is `DENSE_STEPS`: what no user has weighed must train well. It is 0 where
-    more is named, and for compressors that are dense, begin in a way of their own, or that dense steps cannot replace.
+    more is named, and for compressors that are dense, begin in a way of their own, are as their papers have them, or
+    that dense steps cannot replace.
 
     Parameters
     ----------
@@ -81,7 +83,7 @@ def choose_warmup(
     if compressor is None or collective != "auto" or policy is not None or feedback is not None:
         return 0
     plain = compressor.message != "dense" and compressor.replaceable and not _begins_otherwise(compressor)
-    return DENSE_STEPS if plain else 0
+    return DENSE_STEPS if plain and not is_published(compressor) else 0
 
 
 def _begins_otherwise(compressor: Compressor) -> bool:

@@ -27,7 +27,7 @@ LAYERS = [
     ["mpicomp.places"],
     ["mpicomp.arrays", "mpicomp.registry"],
     ["mpicomp.plugins", "mpicomp.kernels"],
-    ["mpicomp.system", "mpicomp.deprecation"],
+    ["mpicomp.system", "mpicomp.deprecation", "mpicomp.published"],
     ["mpicomp.errors", "mpicomp._version"],
 ]
 # Who may import what from outside, at whatever place in the file.
