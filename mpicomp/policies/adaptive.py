@@ -39,6 +39,11 @@ class Adaptive(Policy):
         """Whether `choose` gives layers of a bucket settings of their own, which not every collective carries."""
         return False
 
+    @property
+    def may_be_dense(self) -> bool:
+        """Whether a bucket is dense where that is predicted to be faster than what `choose` gives."""
+        return True
+
     @abstractmethod
     def choose(self, bucket: int) -> tuple[Compressor | None, str]:
         """Return the compressor of a bucket in this step, None for dense, and the reason. Asked for once a step."""
@@ -99,7 +104,7 @@ class Adaptive(Policy):
         among = table.of(table.dense)
         if compressor is not None:
             own = table.of(table.level(compressor))
-            among = own if self._pinned else np.concatenate((own, among))
+            among = np.concatenate((own, among)) if self.may_be_dense and not self._pinned else own
         return self._selector.plan(bucket, among, reason, compressor)
 
     def learn(self, told: StepReport) -> None:

@@ -3,7 +3,7 @@
 import statistics
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,19 +14,23 @@ from mpicomp.compressors.base import check_choice, check_range
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
+from mpicomp.policies.levels_survey import LevelsSurvey
 from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_least, check_ratios, lost_share
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
+from mpicomp.published import published
 from mpicomp.registry import register
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
 
 _SCALINGS = ("exponential", "geometric")
+_GAINS = ("spectrum", "multilevel")
 _STRIDE = 16  # of a survey: one group of elements in so many
 _FEW = 3  # steps at a ratio, of which an interrupted one could pass for the median
 
 
 @register
+@published(window=500, every=1, gains="multilevel")
 @dataclass(eq=False)
 class GraVAC(Adaptive):
     """One ratio for the whole model, lowered while that pays and raised where too little of the gradient would be sent.
@@ -43,12 +47,17 @@ class GraVAC(Adaptive):
     Candidates are fractions of ``most``, down to ``least``: with ``"exponential"`` 1/2, 1/4, 1/16, 1/256 ..., with
     ``"geometric"`` 1/2, 1/4, 1/8, 1/16 ...
 
-    Gains are those of the accumulated gradients of all ranks, averaged over steps. They come from spectra, of one
-    element in sixteen where layers are large, in one step of ``every``, and are known at all candidates at once;
-    nothing is compressed twice. Ranks hear of them while the next step goes on: a step is decided with the gains up to
-    the second step before it, and the first two are dense. The seconds of a step are from when its last rank began to
-    when the next one's did. A throughput is the median of the last ``window`` steps at the ratio, so that a pause
-    between steps does no harm.
+    Gains are those of the accumulated gradients of all ranks, averaged over steps. They come in one step of ``every``,
+    and ``gains`` says from what:
+
+    - ``"spectrum"``: from spectra, of one element in sixteen where layers are large. Gains are known at all candidates
+      at once, and nothing is compressed for them.
+    - ``"multilevel"``: as in the paper, every rank compresses its gradient at the floor, and what that has left at the
+      candidate. Their gains alone are known, and those of candidates that were tried before.
+
+    Ranks hear of them while the next step goes on: a step is decided with the gains up to the second step before it,
+    and the first two are dense. The seconds of a step are from when its last rank began to when the next one's did. A
+    throughput is the median of the last ``window`` steps at the ratio, so that a pause between steps does no harm.
     Where seconds tell nothing (one rank, or ranks in lockstep without a simulated network), the search goes on down
     to ``least``.
 
@@ -70,6 +79,29 @@ class GraVAC(Adaptive):
         Share of a step in the average of gains, in (0, 1]; None is a hundredth for every rank, and 1 at most.
     every : int
         Steps from one look at gradients to the next; 1 is the paper's. A look stands for the steps since the last one.
+    gains : {"spectrum", "multilevel"}
+        What gains come from.
+    published : bool
+        True is the paper's GraVAC: ``window=500``, ``every=1`` and ``gains="multilevel"`` where nothing else is given,
+        and what the notes say.
+
+    Notes
+    -----
+    With ``published`` a throughput is that of the last step at its ratio; no bucket is dense because that is predicted
+    to be faster, only because too little would be sent; and the first two steps are no warm-up: they run at the floor.
+    The collective is still the one that was named, or the one of least predicted seconds. No law is suspended: the
+    residual is what was not sent.
+
+    Still different from the paper, which does not say that ranks agree:
+
+    - A step is decided with gains up to the second step before it, in place of its own: gains of all ranks ride with
+      the telemetry, and no step waits for them.
+    - What is sent is selected from the whole gradient, by the collective's compressor with its own residual. The two
+      compressions of the paper give gains alone, so that there are three. The second one of top-k selects what a
+      single one would; for estimators of thresholds that is so but for their errors.
+    - Where its listing and its prose differ the prose counts: the floor rises to the candidate that was tried, and of
+      two ratios with alike throughputs the higher one is taken, where the search ends.
+    - Dense steps are in no comparison of throughputs. A candidate's average of gains begins when it is first tried.
     """
 
     id: ClassVar[str] = "gravac"
@@ -86,11 +118,15 @@ class GraVAC(Adaptive):
     epsilon: float = 0.7
     smoothing: float | None = None
     every: int = 4
+    gains: str = "spectrum"
+    published: bool = field(default=False, kw_only=True)
 
     def check(self) -> None:
         """See `Policy.check`."""
         check_ratios(self.id, self.least, self.most)
         check_choice(self.id, "scaling", self.scaling, _SCALINGS)
+        check_choice(self.id, "gains", self.gains, _GAINS)
+        check_choice(self.id, "published", self.published, (True, False))
         check_least(self.id, "window", self.window)
         check_least(self.id, "every", self.every)
         check_range(self.id, "omega", self.omega, 0, 1)
@@ -110,7 +146,7 @@ class GraVAC(Adaptive):
         super().adopt(named)
         self._ratios = self._candidates()
         self._compressors = [at_ratio(self.compressor, ratio) for ratio in self._ratios]
-        self._survey = SpectrumSurvey(_STRIDE)
+        self._surveys: dict[tuple[int, int, int], Survey] = {}  # by bucket, floor and candidate
         self._timed = False
         self._share = 1.0
         self._floor, self._candidate = 0, min(1, len(self._ratios) - 1)
@@ -118,11 +154,13 @@ class GraVAC(Adaptive):
         self._steps = 0  # that were learnt from
         self._unseen = 0  # steps since gradients were last looked at
         self._looked = -1  # the last such step of which ranks have heard
-        self._gains: NDArray[np.float64] | None = None  # of all candidates
-        self._throughputs: list[deque[float]] = [deque(maxlen=self.window) for _ in self._ratios]
-        self._level: int | None = None  # of the next step; None is dense
-        self._reason = "dense until gradients have been looked at"
-        self._run: dict[int, int | None] = {}  # levels of steps that were not undone, and not heard of yet
+        self._gains: NDArray[np.float64] | None = None  # of all candidates; NaN where one is not known
+        self._timings = 1 if self.published else self.window  # of which the median is a throughput
+        self._throughputs = [deque[float](maxlen=self._timings) for _ in self._ratios]
+        self._level: int | None = 0 if self.published else None  # of the next step; None is dense
+        begins = f"floor {self.most:.4g}" if self.published else "dense"
+        self._reason = f"{begins} until gradients have been looked at"
+        self._run: dict[int, _Run] = {}  # of steps that were not undone, and not heard of yet
         self._before: _Step | None = None
 
     @property
@@ -131,8 +169,16 @@ class GraVAC(Adaptive):
         return self._selector.listens or not self._ended
 
     def survey(self, bucket: int) -> Survey | None:
-        """See `Policy.survey`: spectra, at once until there are any, and now and then."""
-        return self._survey if self._gains is None or self._unseen + 1 >= self.every else None
+        """See `Policy.survey`: what gains come from, at once until there are any, and now and then."""
+        if self._gains is not None and self._unseen + 1 < self.every:
+            return None
+        if self.gains == "spectrum":
+            return self._surveys.setdefault((0, 0, 0), SpectrumSurvey(_STRIDE))
+        key = bucket, self._floor, self._candidate
+        if key not in self._surveys:
+            self._surveys = {old: own for old, own in self._surveys.items() if old[1:] == key[1:]}
+            self._surveys[key] = LevelsSurvey(self.compressor, *(self._ratios[level] for level in key[1:]))
+        return self._surveys[key]
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`. The search goes on, since it is about the whole model."""
@@ -141,6 +187,11 @@ class GraVAC(Adaptive):
         self._share = min(1.0, group.size / 100) if self.smoothing is None else self.smoothing
         self._before = None
         yield from super().start(shapes, transport)
+
+    @property
+    def may_be_dense(self) -> bool:
+        """See `Adaptive.may_be_dense`."""
+        return not self.published
 
     def levels(self) -> list[Compressor]:
         """See `Adaptive.levels`."""
@@ -152,7 +203,7 @@ class GraVAC(Adaptive):
 
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
         """See `Policy.deliver`: remembers what was decided for steps of which ranks have not heard yet."""
-        self._run[step] = self._level
+        self._run[step] = _Run(self._level, self._floor, self._candidate)
         self._unseen = 0 if self.survey(0) is not None else self._unseen + 1
 
     def learn(self, told: StepReport) -> None:
@@ -162,16 +213,15 @@ class GraVAC(Adaptive):
         if self._before is not None and told.step == self._before.step + 1 and began > self._before.began:
             self._throughputs[self._before.level].append(self._before.gain / (began - self._before.began))
         self._before = None
-        delivered = told.step in self._run
-        level = self._run.get(told.step)
+        run = self._run.get(told.step)
         self._run = {step: own for step, own in self._run.items() if step > told.step}
-        if not delivered:
+        if run is None:
             return
-        self._look(told)
+        self._look(told, run)
         if self._gains is None:
             return
-        if level is not None and self._timed:
-            self._before = _Step(told.step, began, level, float(self._gains[level]))
+        if run.level is not None and self._timed:
+            self._before = _Step(told.step, began, run.level, float(self._gains[run.level]))
         self._steps += 1
         if self._steps % self.window == 0 and not self._ended:
             self._search(self._gains)
@@ -185,7 +235,7 @@ class GraVAC(Adaptive):
             "candidate": self._candidate,
             "ended": self._ended,
             "steps": self._steps,
-            "gains": None if self._gains is None else self._gains.tolist(),
+            "gains": None if self._gains is None else [None if own != own else own for own in self._gains.tolist()],
             "throughputs": [list(own) for own in self._throughputs],
         }
 
@@ -196,11 +246,11 @@ class GraVAC(Adaptive):
             return
         self._floor, self._candidate = int(state["floor"]), int(state["candidate"])
         self._ended, self._steps = bool(state["ended"]), int(state["steps"])
-        self._throughputs = [deque(own, maxlen=self.window) for own in state["throughputs"]]
+        self._throughputs = [deque(own, maxlen=self._timings) for own in state["throughputs"]]
         self._before = None
         self._run.clear()
         if state["gains"] is not None:
-            self._gains = np.array(state["gains"], float)
+            self._gains = np.array(state["gains"], float)  # None becomes NaN
             self._decide(self._gains)
 
     def _candidates(self) -> list[float]:
@@ -211,19 +261,30 @@ class GraVAC(Adaptive):
             exponent = 2 * exponent if self.scaling == "exponential" else exponent + 1
         return ratios
 
-    def _look(self, told: StepReport) -> None:
+    def _look(self, told: StepReport, run: "_Run") -> None:
         """Take the gains of a step into account, if it was looked at."""
-        gains = self._gains_of(told)
+        if len(told.surveys) < len(self._shapes):
+            return
+        gains = self._gains_of(told) if self.gains == "spectrum" else self._gains_at(told, run)
         if gains is None:
             return
         before = gains if self._gains is None else self._gains
-        self._gains = before + (1 - (1 - self._share) ** max(1, told.step - self._looked)) * (gains - before)
+        average = before + (1 - (1 - self._share) ** max(1, told.step - self._looked)) * (gains - before)
+        # At a level that is known in this step alone, or that was known before, there is nothing to average.
+        self._gains = np.where(np.isnan(gains), before, np.where(np.isnan(before), gains, average))
         self._looked = told.step
+
+    def _gains_at(self, told: StepReport, run: "_Run") -> NDArray[np.float64] | None:
+        """Return the gains of a step at its floor and its candidate, NaN elsewhere; None where they are not known."""
+        energy, *selected = sum(own.astype(np.float64).sum(axis=0) for own in told.surveys.values()).tolist()
+        if not 0 < energy < np.inf:
+            return None
+        gains = np.full(len(self._ratios), np.nan)
+        gains[[run.floor, run.candidate]] = np.array(selected) / energy
+        return gains
 
     def _gains_of(self, told: StepReport) -> NDArray[np.float64] | None:
         """Return the gain of each candidate in a step, over all buckets; None where it is not known."""
-        if len(told.surveys) < len(self._shapes):
-            return None
         lost, energy = np.zeros(len(self._ratios)), 0.0
         for bucket, surveys in told.surveys.items():
             spectra = Spectra(self._shapes[bucket].sizes, surveys)
@@ -238,7 +299,7 @@ class GraVAC(Adaptive):
         self._candidate = min(tried + 1, len(self._ratios) - 1)
         if abs(gains[self._floor] - gains[tried]) <= self.omega * gains[self._floor]:
             self._floor = tried
-        enough = min(_FEW, self.window)
+        enough = min(_FEW, self._timings)
         medians = [(statistics.median(own), level) for level, own in enumerate(self._throughputs) if len(own) >= enough]
         if len(medians) > 1:
             (second, one), (first, other) = sorted(medians)[-2:]
@@ -259,6 +320,15 @@ class GraVAC(Adaptive):
         self._reason = (
             f"dense, gain {gains[self._floor]:.3f} at the floor {self._ratios[self._floor]:.4g} is too little"
         )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a step ran: its level, None for dense, and the floor and the candidate at that time."""
+
+    level: int | None
+    floor: int
+    candidate: int
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ class Paper:
         self.theta_min, self.theta = self.factors[:2]
         self.window, self.omega, self.epsilon, self.smoothing = window, omega, epsilon, smoothing
         self.every = every
+        self.begins, self.counts, self.enough = 1, window, 3  # the CF at first; times of which the median counts
         self.residuals = None
         self.delta, self.throughputs, self.count, self.ended = {}, {}, 0, False
         self.margins, self.branches = [], set()  # margins with the step before which they counted
@@ -77,24 +78,24 @@ class Paper:
             {name: own[name] + before[name] for name in own} for own, before in zip(gradients, residuals, strict=True)
         ]
         arrays = [array for own in g_o for array in own.values()]
-        orders = [np.argsort(-np.abs(array), kind="stable") for array in arrays]
-        energy = {
-            factor: sum(
-                np.sum(array[order[: kept(factor, array)]] ** 2) for array, order in zip(arrays, orders, strict=True)
-            )
-            for factor in [1, *self.factors]
-        }
-        gains = {factor: energy[factor] / energy[1] for factor in self.factors}
-        for array, order in zip(arrays, orders, strict=True):
-            array[order[: kept(theta, array)]] = 0
+        gains = self.gains_of(arrays)
+        for array in arrays:
+            array[largest(array, kept(theta, array))] = 0
         self.residuals = g_o
         self.steps.append({"theta": theta, "gains": gains})
         return theta
 
+    def gains_of(self, arrays):
+        total = sum(np.sum(array**2) for array in arrays)
+        selected = {f: [array[largest(array, kept(f, array))] for array in arrays] for f in self.factors}
+        return {f: sum(np.sum(own**2) for own in selected[f]) / total for f in self.factors}
+
     def decide(self):
         if not self.delta:
-            return 1
+            return self.begins
         for theta, branch in ((self.theta, "candidate"), (self.theta_min, "floor")):
+            if theta not in self.delta:
+                continue
             self.margins.append((len(self.steps), abs(self.delta[theta] - self.epsilon)))
             if self.delta[theta] >= self.epsilon:
                 self.branches.add(branch)
@@ -129,7 +130,7 @@ class Paper:
         if change <= self.omega:
             self.branches.add("raise")
             self.theta_min = tried
-        last = {theta: own[-self.window :] for theta, own in self.throughputs.items() if len(own) >= 3}
+        last = {theta: own[-self.counts :] for theta, own in self.throughputs.items() if len(own) >= self.enough}
         ct = sorted((np.median([throughput for throughput, _ in own]), theta) for theta, own in last.items())
         if len(ct) > 1:
             change = (ct[-1][0] - ct[-2][0]) / ct[-2][0]
@@ -141,6 +142,33 @@ class Paper:
                 self.ended = True
                 self.theta = min(ct[-1][1], ct[-2][1])
                 self.theta_min = min(self.theta_min, self.theta)
+
+
+class AsPublished(Paper):
+    """The same with the paper's two compressions, the second of what the first has left, and the last throughput.
+
+    It begins at theta_min. The gain of a factor is known from when it was theta_min or the candidate.
+    """
+
+    def __init__(self, theta_min, *others, **settings):
+        super().__init__(theta_min, *others, **settings)
+        self.begins, self.counts, self.enough = theta_min, 1, 1
+
+    def gains_of(self, arrays):
+        g_min = [array[largest(array, kept(self.theta_min, array))] for array in arrays]
+        g_c = [
+            left[largest(left, min(left.size, kept(self.theta, array)))]
+            for left, array in zip(g_min, arrays, strict=True)
+        ]
+        total = sum(np.sum(array**2) for array in arrays)
+        return {
+            theta: sum(np.sum(own**2) for own in selected) / total
+            for theta, selected in ((self.theta_min, g_min), (self.theta, g_c))
+        }
+
+
+def largest(array, count):
+    return np.argsort(-np.abs(array), kind="stable")[:count]
 
 
 def kept(factor, array):
@@ -169,7 +197,9 @@ def replay(timed, paper, gradients, pauses=()):
         exact = [{name: array.astype(np.float64) for name, array in one.items()} for one in own]
         theta = paper.step(exact, began)
         if paper.delta:
-            errors.append(np.abs(np.array(timed.state["gains"]) - list(paper.delta.values())).max())
+            gains = dict(zip(paper.factors, timed.state["gains"], strict=True))
+            assert {theta for theta, gain in gains.items() if gain is not None} == set(paper.delta)
+            errors.append(max(abs(gains[theta] - gain) for theta, gain in paper.delta.items()))
         ratio, start = timed.step(own, 100.0 if step in pauses else 0.0)
         began.append(start)
         ran.append(ratio)
@@ -212,6 +242,59 @@ def test_ratios_are_those_of_the_paper(every, record, scaling, size, pauses):
     # Spectra are not exact; no decision hangs on that where records are made for it.
     assert max(errors) > 0
     assert every > 1 or all(errors[step] < margin for step, margin in paper.margins)
+
+
+@pytest.mark.parametrize("size", [2, slow(3), slow(4)])
+@pytest.mark.parametrize("scaling", ["exponential", slow("geometric")])
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("kind", ["published", slow("multilevel")])
+def test_as_published_two_compressions_give_the_gains(kind, record, scaling, size):
+    phases, settings, _ = RECORDS[record]
+    own = {"most": 0.1, "scaling": scaling} | settings
+    switch = {"published": True} if kind == "published" else {"gains": "multilevel"}
+    timed = Timed(size, Link(1e-5, 4e6), own | switch, bucket_bytes=4 * SIZES["a"])
+    paper_settings = {name: value for name, value in own.items() if name not in ("least", "most")}
+    paper = AsPublished(1 / own["most"], 1 / own["least"], **paper_settings)
+    if kind == "multilevel":
+        paper.begins, paper.counts, paper.enough = 1, paper.window, 3
+    ran, expected, errors = replay(timed, paper, recorded(size, phases))
+    assert ran == expected
+    assert {"candidate", "dense"} <= paper.branches
+    assert paper.branches & {"raise", "end"}
+    assert timed.state["ended"] == paper.ended
+    assert max(errors) < 1e-5, "the gains of selections are exact, to float32"
+    assert timed.state == json.loads(json.dumps(timed.state, allow_nan=False))
+
+
+def test_published_is_the_papers_values_and_no_dense_step_that_gains_do_not_ask_for():
+    policy = mpicomp.get_policy({"id": "gravac", "published": True})
+    config = policy.get_config()
+    assert (config["window"], config["every"], config["gains"], config["published"]) == (500, 1, "multilevel", True)
+    assert mpicomp.get_policy(json.loads(json.dumps(config))).get_config() == config
+    assert mpicomp.get_policy({"id": "gravac", "published": True, "window": 20}).window == 20
+    assert (mpicomp.get_policy("gravac").window, mpicomp.get_policy("gravac").gains) == (20, "spectrum")
+    for published, ratios in ((False, {None}), (True, {1.0, 0.9})):
+        # Nearly all elements of four ranks are more than a sum of all of them.
+        policy = {"published": published, "least": 0.9, "most": 1.0, "epsilon": 0.3}
+        timed = Timed(4, Link(1e-5, 4e6), policy, collective="auto", **FIXED)
+        assert {timed.step(levels([], ranks=4))[0] for _ in range(8)} == ratios
+
+
+def test_any_selection_by_a_ratio_gives_gains_of_two_levels():
+    policy = {"id": "gravac", "published": True, "least": 0.05, "most": 0.2}
+    gains = {}
+    for compressor in (mpicomp.TopK(), mpicomp.DGC(), mpicomp.SIDCo(), mpicomp.RandomK(), mpicomp.BlockRandomK()):
+        ranks = Ranks(2, compressor, policy=policy, **FIXED)
+        rng = np.random.default_rng(0)
+        for _ in range(3):
+            ranks.reduce([{"w": rng.standard_normal(60_000).astype(np.float32)} for _ in range(2)])
+        gains[compressor.id] = ranks.reducers[0].policy.state_dict()["gains"][:2]
+    # Energy of the largest 20 and 10 % of a normal distribution.
+    assert gains["topk"] == pytest.approx([0.6498, 0.4393], abs=0.01)
+    assert gains["dgc"] == pytest.approx(gains["topk"], abs=0.05)
+    assert gains["sidco"] == pytest.approx(gains["topk"], abs=0.05)
+    assert gains["randomk"] == pytest.approx([0.2, 0.1], abs=0.01)
+    assert gains["blockrandomk"] == pytest.approx([0.2, 0.1], abs=0.02)
 
 
 def test_a_pause_between_steps_changes_nothing():
@@ -414,6 +497,8 @@ def test_nothing_is_lost_and_ranks_agree(size, collective):
         ({"epsilon": 1.1}, "gravac: epsilon must be a number from 0 to 1, got 1.1"),
         ({"smoothing": 0.0}, "gravac: smoothing must be above 0, got 0.0"),
         ({"scaling": "linear"}, "gravac: scaling must be 'exponential' or 'geometric', got 'linear'"),
+        ({"gains": "both"}, "gravac: gains must be 'spectrum' or 'multilevel', got 'both'"),
+        ({"published": "yes"}, "gravac: published must be True or False, got 'yes'"),
     ],
 )
 def test_settings_that_cannot_be(settings, text):
