@@ -114,14 +114,17 @@ class Search:
             return listed
         return self.candidates.count(threshold)
 
-    def above(self, threshold: float) -> Selection:
-        """Select the elements above a threshold; exactly the k largest where there are none or more than 4 k + 1024."""
+    def above(self, threshold: float, bounded: bool = True) -> Selection:
+        """Select the elements above a threshold; exactly the k largest where there are none or more than 4 k + 1024.
+
+        Where that is not ``bounded`` none and any number of them are sent, too.
+        """
         if not 0 < threshold < math.inf:
             return self.largest()
         threshold = self._fitted(threshold)
-        most = most_of(self.k)
+        most = most_of(self.k) if bounded else self.numel
         count = self.count(threshold, most + 1)
-        if not 0 < count <= most:
+        if bounded and not 0 < count <= most:
             return self.largest()
         self.remember(threshold, count)
         return self.candidates.above(threshold, count, known=True)
@@ -176,6 +179,11 @@ class Estimator(Sparsifier):
     ranks: ClassVar[Sequence[int]] = ()
     """Ranks of the magnitudes that `threshold` asks for."""
 
+    @property
+    def bounded(self) -> bool:
+        """Whether exactly the k largest are sent where the estimate is none to send by."""
+        return True
+
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
@@ -187,7 +195,7 @@ class Estimator(Sparsifier):
         search = Search(self.id, accumulated, context, kept(self.ratio, accumulated.numel), self.ranks)
         if not accumulated.finite:
             return search.largest()
-        return search.above(self.threshold(search))
+        return search.above(self.threshold(search), self.bounded)
 
     @abstractmethod
     def threshold(self, search: Search) -> float:

@@ -14,6 +14,7 @@ from mpicomp.compressors.fits import DISTRIBUTIONS, excess_threshold, interpolat
 from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.topk import bound_for, scratch_for
 from mpicomp.errors import ConfigurationError
+from mpicomp.published import published
 from mpicomp.registry import register
 
 _FIRST = 0.25  # share of elements that the first of several stages leaves
@@ -26,6 +27,7 @@ _SAMPLE = 1 << 21  # elements that are enough for a fit: thresholds come from ev
 
 
 @register
+@published(corrections=False)
 @dataclass(frozen=True, repr=False)
 class SIDCo(Estimator):
     """Everything above a threshold that is estimated from fitted distributions, so that about k elements are sent.
@@ -46,6 +48,9 @@ class SIDCo(Estimator):
     corrections : bool
         False is the paper's estimator, to compare with: what the notes call a deviation is off, but for the exact
         quantile and the exact top-k of few elements and of failed estimates.
+    published : bool
+        True is the paper's SIDCo: ``corrections=False`` where nothing else is given, and every estimate is sent as it
+        is, one that selects nothing or far too much among them.
     wire, indices
         See `Sparsifier`.
 
@@ -61,6 +66,11 @@ class SIDCo(Estimator):
     so many are seen; only the mean and variance of all magnitudes are of all of them. Fewer than 2,048 elements,
     an estimate that selects nothing, and one that selects more than 4 k + 1,024 elements give an exact top-k, which
     bounds the message.
+
+    With ``published`` no law is suspended, but no message is bounded either: the residual keeps what an estimate has
+    left out, all of it if need be. Still different then: the gamma quantile is exact, where the authors' code has that
+    or an approximation; logarithms of zeros, which that code takes to be those of its smallest number, are left out;
+    each bucket has its own number of stages. All three distributions are the paper's, and so is any number of stages.
     """
 
     id: ClassVar[str] = "sidco"
@@ -72,14 +82,21 @@ class SIDCo(Estimator):
     distribution: str = "exponential"
     stages: int | None = None
     corrections: bool = field(default=True, kw_only=True)
+    published: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("sidco", "distribution", self.distribution, DISTRIBUTIONS)
         if self.stages is not None and (not isinstance(self.stages, int) or not 1 <= self.stages <= 64):
             raise ConfigurationError(f"sidco: stages must be None or a number from 1 to 64, got {self.stages!r}")
-        if not isinstance(self.corrections, bool):
-            raise ConfigurationError(f"sidco: corrections must be True or False, got {self.corrections!r}")
+        for name in ("corrections", "published"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"sidco: {name} must be True or False, got {getattr(self, name)!r}")
+
+    @property
+    def bounded(self) -> bool:
+        """See `Estimator.bounded`."""
+        return self.corrections or not self.published
 
     def select(self, accumulated: Accumulated, context: Context) -> Selection:
         """Select the elements above the estimated threshold; see `Sparsifier.select`."""
@@ -110,7 +127,9 @@ class SIDCo(Estimator):
     def threshold(self, search: Search) -> float:
         """Fit in stages, and note how near they have come; see `Estimator.threshold`."""
         moments, memory = search.accumulated.moments, search.memory
-        if search.numel < _SMALL or not 0 < moments.energy < math.inf or search.k >= moments.nonzero:
+        if not 0 < moments.energy < math.inf:
+            return math.nan
+        if self.bounded and (search.numel < _SMALL or search.k >= moments.nonzero):
             return math.nan
         if self.corrections:
             stages = self.stages or memory.setdefault("sidco.stages", _start(self.ratio))
@@ -165,7 +184,7 @@ class SIDCo(Estimator):
         tail = candidates.tail(threshold, 1)
         later = stages - 1 if several else 0
         for _ in range(later):
-            if tail.count < _FEW:
+            if tail.count < (_FEW if self.bounded else 1):
                 break
             threshold = excess_threshold(self.distribution, tail, threshold, (share / _FIRST) ** (1 / later))
             tail = candidates.tail(threshold, 1)

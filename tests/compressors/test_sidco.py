@@ -2,16 +2,19 @@
 
 import json
 
+import marks
 import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
+from worlds import Ranks
 
 from mpicomp import SIDCo, get_compressor
 from mpicomp.compressors import sidco
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.compressors.context import Context
 from mpicomp.errors import ConfigurationError
+from mpicomp.policies.warmup import choose_warmup
 
 DISTRIBUTIONS = ["exponential", "gamma", "pareto"]
 
@@ -279,3 +282,98 @@ def test_the_papers_rule_adds_stages_where_too_few_are_selected():
     for _ in range(40):
         SIDCo(ratio=0.001, corrections=False).select(accumulated(array), context)
     assert context.memory["sidco.stages"] > 1
+
+
+class Paper:
+    """A rank that runs the paper's SIDCo on float64: fixed shares, its rule for stages, and whatever comes of it."""
+
+    def __init__(self, distribution, ratio, numel):
+        self.distribution, self.ratio = distribution, ratio
+        self.k = max(1, int(ratio * numel + 0.5))
+        self.residual, self.stages, self.reached = np.zeros(numel), 1, []
+
+    def step(self, gradient):
+        """Return what the rank sends, as an array with zeros."""
+        accumulated = gradient + self.residual
+        magnitudes, delta = np.abs(accumulated), self.k / gradient.size
+        stages = self.stages if delta < 0.25 else 1
+        threshold = first(self.distribution, magnitudes, delta if stages == 1 else 0.25)
+        for _ in range(stages - 1):
+            excess = magnitudes[magnitudes > threshold] - threshold
+            if not excess.size:
+                break
+            share = (delta / 0.25) ** (1 / (stages - 1))
+            alike = self.distribution == "exponential" or excess.var() == 0
+            threshold += excess.mean() * np.log(1 / share) if alike else pareto(excess, share)
+        sent = np.where(magnitudes > threshold, accumulated, 0)
+        self.residual = accumulated - sent
+        self.reached.append((magnitudes > threshold).sum() / self.k)
+        if len(self.reached) % 5 == 0:
+            mean = np.mean(self.reached[-5:])
+            self.stages += int(mean < 0.8) - int(mean > 1.2)
+            self.stages = min(max(1, self.stages), int(np.ceil(np.log2(1 / self.ratio))))
+        return sent
+
+
+@pytest.mark.parametrize("size", [3, *(marks.slow(size) for size in (1, 2, 4))])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize(("parent", "numel", "ratio"), [("normal", 5000, 0.002), ("student", 1500, 0.001)])
+def test_as_published_it_does_what_the_paper_says(size, distribution, parent, numel, ratio):
+    compressor = {"id": "sidco", "published": True, "ratio": ratio, "distribution": distribution}
+    ranks = Ranks(size, compressor, "allgather")
+    papers = [Paper(distribution, ratio, numel) for _ in range(size)]
+    rng = np.random.default_rng(11)
+    stages = set()
+    for _ in range(35):
+        gradients = [PARENTS[parent](rng, numel) for _ in range(size)]
+        means = ranks.reduce([{"w": own} for own in gradients])
+        expected = sum(paper.step(own) for paper, own in zip(papers, gradients, strict=True)) / size
+        for own in means:
+            np.testing.assert_allclose(own["w"], expected, rtol=1e-9, atol=1e-12)
+        for paper, residual in zip(papers, ranks.residuals("w"), strict=True):
+            np.testing.assert_allclose(residual, paper.residual, rtol=1e-9, atol=1e-12)
+        stages |= {paper.stages for paper in papers}
+    reached = np.array([paper.reached for paper in papers])
+    if parent == "normal" and distribution != "pareto":
+        assert len(stages) > 1, "too few are selected at first"
+    assert abs(reached - 1).max() > 0.5, "estimates are sent as they are, bad ones too"
+
+
+def test_as_published_nothing_or_far_too_much_may_be_sent():
+    outlier = np.where(np.arange(5000) == 17, 1e4, 1e-3)
+    counts = {}
+    for name, array in {"outlier": outlier, "equal": np.full(5000, 2.5), "zeros": np.zeros(5000)}.items():
+        for published in (False, True):
+            compressor = SIDCo(ratio=0.001, published=published, corrections=False)
+            selection = compressor.select(accumulated(array), Context())
+            counts[name, published] = selection.indices.size
+    assert counts == {
+        ("outlier", False): 1,  # by the estimate
+        ("outlier", True): 1,
+        ("equal", False): 5,
+        ("equal", True): 0,
+        ("zeros", False): 0,
+        ("zeros", True): 0,
+    }
+    heavy = np.random.default_rng(1).standard_t(0.7, 20_000)
+    sizes = [
+        SIDCo(ratio=0.5, distribution="gamma", published=own, corrections=False)
+        .select(accumulated(heavy), Context())
+        .indices.size
+        for own in (False, True)
+    ]
+    assert sizes[0] <= 4 * 10_000 + 1024
+    assert sizes[1] >= sizes[0]
+
+
+def test_the_switch_has_the_papers_values_and_no_warm_up():
+    compressor = get_compressor({"id": "sidco", "published": True})
+    assert compressor == SIDCo(published=True)
+    assert (compressor.corrections, compressor.bounded) == (False, False)
+    assert get_compressor(json.loads(json.dumps(compressor.get_config()))) == compressor
+    assert SIDCo(published=True, corrections=True).corrections
+    assert SIDCo(corrections=False) != compressor
+    assert SIDCo(corrections=False).bounded
+    assert (choose_warmup(None, SIDCo()), choose_warmup(None, compressor)) == (20, 0)
+    with pytest.raises(ConfigurationError, match="sidco: published must be True or False, got 1"):
+        SIDCo(published=1)
