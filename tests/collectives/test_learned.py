@@ -110,6 +110,8 @@ class Slow:
             start += size
         frame = np.array([scales[place] for place in coded])
         mean, sent = np.zeros_like(everyones[0]), [np.zeros_like(everyones[0]) for _ in range(self.ranks)]
+        if self.compressor.published and DENSE <= self.steps < DENSE + LEARNING:
+            return self.step_with_own(everyones, leader)
         if self.steps < DENSE:
             listed, coded = list(range(start)), []
         for rank, own in enumerate(everyones):
@@ -124,12 +126,14 @@ class Slow:
                 shares = [np.repeat(code, 2)[: len(coded)] * gain * frame for code in codes]
                 match = sum(own[coded] @ share for own, share in zip(everyones, shares, strict=True))
                 factor = max(0.0, match / sum(share @ share for share in shares))
+                factor = 1 if self.compressor.published else factor
                 for rank, share in enumerate(shares):
                     sent[rank][coded] = factor * share
             else:
                 for rank, own in enumerate(everyones):
                     share = np.repeat(codes[leader], 2)[: len(coded)] * gain * (1 + rank / 8) * frame
-                    share = max(0.0, own[coded] @ share / (share @ share)) * share
+                    if not self.compressor.published:
+                        share = max(0.0, own[coded] @ share / (share @ share)) * share
                     count = oracle.kept(self.compressor.innovation, len(coded))
                     for place in oracle.largest(np.abs(own[coded] - share), count):
                         share[place] = own[coded[place]]
@@ -143,6 +147,30 @@ class Slow:
         self.residuals = [own - part for own, part in zip(everyones, sent, strict=True)]
         self.steps += 1
         return mean
+
+    def step_with_own(self, everyones, leader):
+        """Send every rank's own largest values: the second phase as published."""
+        sent, learned = [], []
+        for own in everyones:
+            sent.append(np.zeros_like(own))
+            learned.append([])
+            start = 0
+            for _, size, travels in LAYERS:
+                part = range(start, start + size)
+                if travels != "dense":
+                    chosen = oracle.largest(np.abs(own[start : start + size]), oracle.kept(RATIO, size))
+                    part = sorted(start + place for place in chosen)
+                sent[-1][part] = own[part]
+                if travels == "coded":
+                    learned[-1].append(own[part])
+                start += size
+        frame = np.concatenate([np.full(part.size, np.sqrt(np.mean(part**2))) for part in learned[leader]])
+        self.learned.append((np.array([np.concatenate(own) / frame for own in learned]), leader))
+        self.energy = sum(own @ own for own in everyones)
+        self.residuals = [own - part for own, part in zip(everyones, sent, strict=True)]
+        self.lost = sum(own @ own for own in self.residuals)
+        self.steps += 1
+        return sum(sent) / self.ranks
 
 
 def flat(arrays):
@@ -170,6 +198,8 @@ SETTINGS = [
     {"instance": "server"},
     {"instance": "server", "innovation": 0.5, "signs": False},
     {"instance": "server", "error": "selected"},
+    {"instance": "ring", "published": True},
+    slow({"instance": "server", "published": True}),
 ]
 
 

@@ -5,7 +5,7 @@ What is here says what is selected and how it is coded; `mpicomp.algorithms.lgc.
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import groupby, product
 from typing import ClassVar
@@ -20,6 +20,7 @@ from mpicomp.compressors.kinds import Learner
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import sizes
+from mpicomp.published import published
 from mpicomp.registry import register
 from mpicomp.workspace import Workspace
 
@@ -101,6 +102,17 @@ class Selected:
 
 
 @register
+@published(
+    ratio=0.001,
+    dense_steps=200,
+    training_steps=300,
+    error="selected",
+    signs=False,
+    encoder=(64, 128, 256, 64),
+    decoder=(32, 64, 128, 32),
+    learning_rate=0.001,
+    passes=1,
+)
 @dataclass(frozen=True, repr=False)
 class LGC(Learner):
     """LGC (arXiv 2103.08870): the largest values of each layer, at one rank's indices, in a code learned in the run.
@@ -146,11 +158,20 @@ class LGC(Learner):
     wire : {None, "fp16", "bf16"}
         How codes, values and all that is dense travel, with ``instance="ring"`` alone. The 16-bit forms are summed in
         at least float32, as those of `mpicomp.Dense` are, and what rounding takes stays in the residual.
+    published : bool
+        True is the paper's LGC: ``ratio=0.001``, ``dense_steps=200``, ``training_steps=300``, ``error="selected"``,
+        ``signs=False``, the published channels, ``learning_rate=0.001`` and ``passes=1`` where nothing else is given,
+        and what the notes say.
 
     Notes
     -----
     Different from the paper:
 
+    - Phases of 50 and 150 steps in place of 200 and 300, a ratio of 0.01 in place of 0.001, and channels of 8, 16, 16
+      and 8 in place of up to 256: for models of some million parameters and runs of some hundred steps.
+    - In the second phase one rank's indices count, as in the third, and not every rank's own: the code is learnt from
+      values of all ranks at the same places, which is what it is used for.
+    - The first layer travels dense where it is small alone.
     - What is kept back is what the code has lost. Each rank has sent what the decoder, as the affine map that it is
       around the mean of codes, makes of its own code: so nothing is lost over all ranks, and what is different on a
       rank does not pile up there. What the decoder gives is scaled by the factor that leaves the least, over all
@@ -159,7 +180,17 @@ class LGC(Learner):
       their signs there.
     - In the server instance the rank that encodes is another one at each step, and everyone decodes for everyone. An
       innovation is an exact value in place of a decoded one, where that is most wrong.
-    - There is no momentum correction, and indices travel in the code of `mpicomp.compressors.message`, not in DEFLATE.
+    - There is no momentum correction, which the paper's text mentions and its algorithms do not have, and indices
+      travel in the code of `mpicomp.compressors.message`, not in DEFLATE.
+    - The network is trained by Adam; see `mpicomp.algorithms.lgc.autoencoder.Autoencoder` for what else is different.
+
+    With ``published`` every rank sends its own largest values in the second phase, and the code is learnt from these;
+    the first layer travels dense whatever its size; and decoded values are delivered as they are, not scaled by the
+    factor that leaves the least. Residuals forget what the code has lost: the law that nothing is lost does not hold
+    in the third phase, nor does the one that the sum of what ranks have sent is their number times the mean. Still
+    different from the paper then, since it does not print them or since ranks would have to wait for one: Adam in place
+    of plain descent, values divided by their root mean square, a rectifier less, no fixed server or leader, exact
+    values as innovations, the code of indices.
 
     Examples
     --------
@@ -192,6 +223,7 @@ class LGC(Learner):
     passes: int = 4
     backward: bool = True
     wire: str | None = None
+    published: bool = field(default=False, kw_only=True)
     exceptions: tuple[str | None, str | None] | None = bound(None)
     """Names of the model's layers that travel dense, and sparse; None before the model is known."""
     parts: tuple[Part, ...] = bound(())
@@ -206,7 +238,7 @@ class LGC(Learner):
         object.__setattr__(self, "innovation", check_ratio("lgc: innovation", self.innovation))
         for name, least in (("dense_steps", 0), ("training_steps", 1), ("passes", 1)):
             _check_least(name, getattr(self, name), least)
-        for name in ("signs", "backward"):
+        for name in ("signs", "backward", "published"):
             check_choice("lgc", name, getattr(self, name), (True, False))
         for name in ("encoder", "decoder"):
             channels = getattr(self, name)
@@ -314,7 +346,8 @@ class LGC(Learner):
         if len(layers) < _LAYERS:
             return None, None
         first, size = layers[-1]
-        return first if size < _FEW * sum(model.values()) else None, layers[0][0]
+        few = self.published or size < _FEW * sum(model.values())
+        return first if few else None, layers[0][0]
 
     def selected(self, numel: int) -> Selected:
         """Return the elements that are sent of its bucket, or of any array of another length."""

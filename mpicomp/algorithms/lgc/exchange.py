@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from mpicomp.algorithms.lgc.compressor import LGC, Selected
 from mpicomp.algorithms.lgc.lead import Lead, follow, leader_of, make_frame, relative
 from mpicomp.algorithms.lgc.learned_code import LearnedCode
+from mpicomp.algorithms.lgc.own import gather_own
 from mpicomp.algorithms.lgc.ring import CodeRing
 from mpicomp.algorithms.lgc.server import CodeServer
 from mpicomp.collectives.scheme import Exchange, Result, Scheme
@@ -18,6 +19,7 @@ from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.kinds import Selection
 from mpicomp.errors import MpicompError
 from mpicomp.places import here
 from mpicomp.registry import register
@@ -72,7 +74,8 @@ class Learned(Scheme[LGC]):
     1. **Dense**: the inner collective averages everything.
     2. **Learning**: one rank, drawn at random, broadcasts the indices of its largest values; the inner collective
        averages all ranks' values there. Values to be coded are also gathered on rank 0, which learns from them once it
-       knows that all are finite, while the others go on.
+       knows that all are finite, while the others go on. As published every rank sends its own largest values with
+       their indices to all, and rank 0 learns from these.
     3. **Coded**: rank 0 has broadcast what it has learnt, once. One rank, drawn at random, broadcasts its indices and
        what values are relative to; for the rest see `mpicomp.algorithms.lgc.ring.CodeRing` and
        `mpicomp.algorithms.lgc.server.CodeServer`.
@@ -126,7 +129,10 @@ class Learned(Scheme[LGC]):
             given = [self._give(code, group)] if step == learnt else []
             return [*given, *self._instance(code).rounds(numel, dtype, group, step)]
         leader = leader_of(Context(group=group, step=step))
-        tasks = [Lead(selected, numel).round(leader), *self._sum.rounds(selected.count, dtype, group, step)]
+        if self.compressor.published:
+            tasks = gather_own(self.compressor, selected).rounds(numel, dtype, group, step)
+        else:
+            tasks = [Lead(selected, numel).round(leader), *self._sum.rounds(selected.count, dtype, group, step)]
         return [*tasks, _collect(selected, dtype, group)] if able else tasks
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
@@ -185,7 +191,12 @@ class Learned(Scheme[LGC]):
     def _exchange_values(
         self, selected: Selected, accumulated: Accumulated, context: Context
     ) -> Generator[Asked, Any, tuple[Result, NDArray[np.floating]]]:
-        """Average the values at one rank's indices as they are; return this rank's, too."""
+        """Average the values at one rank's indices as they are, or all ranks' own; return this rank's, too."""
+        if self.compressor.published:
+            result = yield from gather_own(self.compressor, selected).exchange(accumulated, context)
+            if isinstance(result.sent, Selection):
+                return result, result.sent.values
+            return result, np.zeros(selected.count, accumulated.dtype)  # of a message that could not be read
         led = yield from follow(Lead(selected, accumulated.numel), accumulated, context)
         result = yield from exchange_at(led.indices, 1.0, accumulated, context, self._sum, led.problem)
         return result, led.values

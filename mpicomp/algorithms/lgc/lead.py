@@ -153,6 +153,16 @@ def follow(
     return Led(listed, values, frame, told)
 
 
+def own_values(
+    selected: Selected, accumulated: Accumulated, context: Context
+) -> tuple[NDArray[np.uint32], NDArray[np.floating]]:
+    """Return the indices of this rank's largest values and of all that travels dense, ascending, and the values."""
+    workspace, lead = context.workspace, Lead(selected, accumulated.numel)
+    chosen = largest_of_parts(accumulated, context, selected.regions).indices
+    indices = _listed(lead, chosen, workspace)
+    return indices, _gathered(indices, accumulated, workspace)[0]
+
+
 def make_frame(lead: Lead, values: NDArray[np.floating], frame: NDArray[np.floating]) -> None:
     """Write the divisors of coded values as if a rank with these values led; for the rank that learns."""
     words = np.empty(sum(-(-(layer.stop - layer.start) // _LANES) for layer in lead.layers), np.uint64)

@@ -109,7 +109,7 @@ class CodeRing:
         task.recv = workspace.host_array("told", sum(task.counts), _BYTE)
         everyones = (yield task).view(_TOLD)
         check_undamaged("learned", DAMAGED * bool((everyones["decoded"] == _DAMAGED).any()), problem)
-        factor = _best(everyones, dtype)
+        factor = 1.0 if self._compressor.published else _best(everyones, dtype)
         lost = _lost(everyones, factor)
         finite = _is_finite(everyones, factor, dtype)
         with np.errstate(over="ignore", invalid="ignore"):

@@ -157,7 +157,8 @@ class CodeServer:
         own = led.values[coded]
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             match, energy = map(float, numbers(product(own, decoded), kernels.energy(decoded)))
-            factor = dtype.type(match / energy if match > 0 and energy > 0 else 0.0)  # loses least on this rank
+            best = match / energy if match > 0 and energy > 0 else 0.0  # loses least on this rank
+            factor = dtype.type(1.0 if self._compressor.published else best)
             missed = workspace.array("missed", own.size, dtype)
             np.multiply(decoded, factor, out=missed)
             np.subtract(own, missed, out=missed)
