@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from mpicomp.bench import gloo
 from mpicomp.bench.measure.exchanges import share
+from mpicomp.bench.training import TORCHFT_DILOCO
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not said to be exported
 
 from mpicomp.errors import ConfigurationError
@@ -21,11 +22,11 @@ _LIMIT = datetime.timedelta(minutes=5)
 
 
 @contextlib.contextmanager
-def replica_group(transport: Transport) -> Iterator[Any]:
+def replica_group(transport: Transport, exchange: str) -> Iterator[Any]:
     """Return a context that gives this rank's `torchft.Manager`. Collective.
 
     It is used inside of `mpicomp.bench.gloo.process_group`, which chooses the network interface. All ranks take part
-    in every exchange: nobody is waited for less, and nobody is let in later.
+    in every exchange: nobody is waited for less, and nobody is let in later. ``exchange`` is what errors begin with.
 
     Raises
     ------
@@ -33,7 +34,7 @@ def replica_group(transport: Transport) -> Iterator[Any]:
         Where torchft is not installed; on all ranks.
     """
     os.environ.setdefault("RUST_LOG", "error")  # or each exchange writes ten lines
-    together(_check, transport, "torchft-diloco")
+    together(lambda: _check(exchange), transport, exchange)
     from torchft import Manager, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
 
@@ -54,7 +55,7 @@ def replica_group(transport: Transport) -> Iterator[Any]:
         load_state_dict=None,
         state_dict=None,
         min_replica_size=group.size,
-        use_async_quorum=False,  # DiLoCo asks for it
+        use_async_quorum=exchange != TORCHFT_DILOCO,  # which asks for it
         timeout=_LIMIT,
         quorum_timeout=_LIMIT,
         rank=0,
@@ -73,8 +74,8 @@ def replica_group(transport: Transport) -> Iterator[Any]:
         lighthouse.shutdown()
 
 
-def _check() -> None:
+def _check(exchange: str) -> None:
     try:
         import torchft  # noqa: F401
     except ImportError as error:
-        raise ConfigurationError(f"torchft-diloco: {error}; install it with pip install torchft") from error
+        raise ConfigurationError(f"{exchange}: {error}; install it with pip install torchft") from error

@@ -1,4 +1,4 @@
-"""Trainings with one exchange each: mpicomp's, PyTorch's, or none."""
+"""Trainings with one exchange each: mpicomp's, another library's, or none."""
 
 import hashlib
 import time
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from mpicomp.bench.gloo import process_group
 from mpicomp.bench.measure.exchanges import name_of
+from mpicomp.bench.plain_topk import PlainTopK, over_gloo, over_mpi
 from mpicomp.bench.replay import Replay
 from mpicomp.bench.replica_group import replica_group
 from mpicomp.bench.tasks import Task
@@ -18,12 +19,19 @@ from mpicomp.bench.tasks.updating import Updater
 from mpicomp.bench.train import CPU, finish, threads_of_rank
 from mpicomp.bench.training import (
     BACKWARD,
+    COMPRESS,
+    DDP_BF16,
     DDP_FP16,
     DDP_POWERSGD,
+    DDP_POWERSGD_1BUCKET,
+    DECODE,
     FIELDS,
     FORWARD,
     NONE,
+    PLAIN_TOPK,
+    PLAIN_TOPK_MPI,
     SECONDS,
+    TORCHFT_DDP,
     TORCHFT_DILOCO,
     WIRE,
     Exchange,
@@ -32,10 +40,12 @@ from mpicomp.bench.training import (
     train_in_turn,
 )
 from numpy.typing import NDArray
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from mpicomp.errors import ConfigurationError
+from mpicomp.reducer.agreement import together
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters
 from mpicomp.transport import Transport
@@ -73,6 +83,7 @@ class Alone:
         self._rank, self._ranks = transport.group.rank, transport.group.size
         self._step = 0
         self._every = 1  # steps from one exchange to the next
+        self._phases_s: Sequence[float] = (np.nan,) * 3  # of the last exchange, where it tells them
         self._model = task.model().to(device)
         self._parameters = list(self._model.parameters())
         self._network = self._model
@@ -107,6 +118,7 @@ class Alone:
             end = time.perf_counter()
             own[[SECONDS, FORWARD, BACKWARD]] = end - begin, forward - begin, backward - forward
             own[WIRE] = self._wire_bytes()
+            own[COMPRESS : DECODE + 1] = self._phases_s
             self._step += 1
             begin = end
         means: NDArray[np.float64] = told.reshape(-1, self._every, FIELDS).mean(axis=1)
@@ -193,8 +205,10 @@ class Ours(Alone):
 
     def _wire_bytes(self) -> float:
         if (self._step + 1) % self._every:
+            self._phases_s = (0.0,) * 3
             return 0.0
         record = self._optimizer.reducer.last_step
+        self._phases_s = [record.phases_s[name] for name in ("compress", "exchange", "decode")]
         self._plans.update(name_of(bucket.compressor["id"], bucket.collective) for bucket in record.buckets)
         return float(record.wire_bytes)
 
@@ -220,13 +234,17 @@ class PyTorchs(Alone):
         steps: int | None = None,
     ) -> None:
         super().__init__(exchange, task, transport, device, steps)
-        self._network = DistributedDataParallel(self._model)
         self._bytes = dense_ring_bytes(self.numel, self._ranks)
+        whole = self.numel // 250_000 + 1  # megabytes in which all gradients have room
+        self._network = DistributedDataParallel(
+            self._model, bucket_cap_mb=whole if exchange.name == DDP_POWERSGD_1BUCKET else None
+        )
         self._powersgd: PowerSGDState | None = None
-        if exchange.name == DDP_FP16:
-            self._network.register_comm_hook(None, fp16_compress_hook)
+        if exchange.name in (DDP_FP16, DDP_BF16):
+            hook = fp16_compress_hook if exchange.name == DDP_FP16 else bf16_compress_hook
+            together(lambda: self._register(hook), transport, exchange.name)
             self._bytes /= 2
-        elif exchange.name == DDP_POWERSGD:
+        elif exchange.name in (DDP_POWERSGD, DDP_POWERSGD_1BUCKET):
             # It cannot begin earlier.
             self._powersgd = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
             self._network.register_comm_hook(self._powersgd, powerSGD_hook)
@@ -236,12 +254,93 @@ class PyTorchs(Alone):
         """See `mpicomp.bench.training.Trainer`."""
         return True
 
+    def _register(self, hook: Any) -> None:
+        """Register a hook that needs no state."""
+        try:
+            self._network.register_comm_hook(None, hook)
+        except TypeError as error:  # that for bfloat16 is for NCCL alone
+            raise ConfigurationError(f"{self.exchange.name}: PyTorch refuses this hook over gloo: {error}") from error
+
     def _wire_bytes(self) -> float:
         """Return the bytes of a ring, which gloo uses: gloo itself does not count."""
         state = self._powersgd
         if state is None or state.total_numel_before_compression == 0:
             return self._bytes
         return float(self._bytes * state.total_numel_after_compression / state.total_numel_before_compression)
+
+
+class ByHand(Alone):
+    """Trains with a top-k that is written by hand, over gloo or over the transport.
+
+    Parameters
+    ----------
+    exchange, task, transport, device, steps
+        See `Alone`; the exchange's compressor has the ratio.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        task: Task,
+        transport: Transport,
+        device: torch.device = CPU,
+        steps: int | None = None,
+    ) -> None:
+        super().__init__(exchange, task, transport, device, steps)
+        broadcast_parameters(self._model, comm=transport)
+        ratio = getattr(exchange.compressor, "ratio", 0.01)
+        self._plain = PlainTopK(ratio, over_gloo if exchange.name == PLAIN_TOPK else over_mpi(transport))
+
+    def _synchronize(self) -> None:
+        self._plain.average(self._parameters)
+        self._phases_s = self._plain.phases_s.tolist()
+
+    def _wire_bytes(self) -> float:
+        """Return what a rank's payload takes to all others, one by one or around a ring."""
+        return float((self._ranks - 1) * self._plain.sent_bytes)
+
+
+class TorchftsDDP(Alone):
+    """Trains with torchft's DistributedDataParallel: all ranks agree on who takes part, and on each step.
+
+    Parameters
+    ----------
+    exchange, task, transport, device, steps
+        See `Alone`.
+    manager : torchft.Manager
+        Of this rank.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        task: Task,
+        transport: Transport,
+        manager: Any,
+        device: torch.device = CPU,
+        steps: int | None = None,
+    ) -> None:
+        import torchft
+
+        super().__init__(exchange, task, transport, device, steps)
+        broadcast_parameters(self._model, comm=transport)
+        self._manager = manager
+        self._network = torchft.DistributedDataParallel(manager, self._model)
+        # Clearing gradients asks for a quorum; the step itself is the updater's, behind `_synchronize`.
+        self._optimizer = torchft.Optimizer(manager, self._optimizer)
+
+    @property
+    def overlaps(self) -> bool:
+        """See `mpicomp.bench.training.Trainer`."""
+        return False  # its hook waits for each bucket
+
+    def _synchronize(self) -> None:
+        if not self._manager.should_commit():
+            raise RuntimeError("torchft-ddp: torchft gave a step up, as a rank or an exchange had failed")
+
+    def _wire_bytes(self) -> float:
+        """Return the bytes of a ring, which gloo uses: gloo itself does not count."""
+        return float(dense_ring_bytes(self.numel, self._ranks))
 
 
 class Torchfts(Alone):
@@ -330,8 +429,13 @@ def train_all(
         for exchange in exchanges:
             if exchange.name == NONE:
                 trainers.append(Alone(exchange, task, transport, device, settings.total))
+            elif exchange.name in (PLAIN_TOPK, PLAIN_TOPK_MPI):
+                trainers.append(ByHand(exchange, task, transport, device, settings.total))
+            elif exchange.name == TORCHFT_DDP:
+                manager = stack.enter_context(replica_group(transport, exchange.name))
+                trainers.append(TorchftsDDP(exchange, task, transport, manager, device, settings.total))
             elif exchange.name == TORCHFT_DILOCO:
-                manager = stack.enter_context(replica_group(transport))
+                manager = stack.enter_context(replica_group(transport, exchange.name))
                 trainers.append(Torchfts(exchange, task, transport, manager, settings.every, device, settings.total))
             elif exchange.ours:
                 trainers.append(Ours(exchange, task, transport, seed, settings, device))

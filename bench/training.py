@@ -15,9 +15,22 @@ from mpicomp.compressors import Compressor
 from mpicomp.transport import Transport
 
 NONE, AUTO = "none", "auto"
-DDP, DDP_FP16, DDP_POWERSGD = "ddp", "ddp-fp16", "ddp-powersgd"
-TORCHFT_DILOCO = "torchft-diloco"
-OTHERS = (NONE, DDP, DDP_FP16, DDP_POWERSGD, TORCHFT_DILOCO)
+DDP, DDP_FP16, DDP_BF16 = "ddp", "ddp-fp16", "ddp-bf16"
+DDP_POWERSGD, DDP_POWERSGD_1BUCKET = "ddp-powersgd", "ddp-powersgd-1bucket"
+TORCHFT_DDP, TORCHFT_DILOCO = "torchft-ddp", "torchft-diloco"
+PLAIN_TOPK, PLAIN_TOPK_MPI = "plain-topk", "plain-topk-mpi"
+OTHERS = (
+    NONE,
+    DDP,
+    DDP_FP16,
+    DDP_BF16,
+    DDP_POWERSGD,
+    DDP_POWERSGD_1BUCKET,
+    TORCHFT_DDP,
+    TORCHFT_DILOCO,
+    PLAIN_TOPK,
+    PLAIN_TOPK_MPI,
+)
 """Exchanges that are not mpicomp's."""
 INLINE = "-inline"
 """Suffix of the name of an exchange that waits for backward to end."""
@@ -26,9 +39,10 @@ UPDATES = "updates:"
 REPLAY = "replay:"
 """Prefix of the name of an exchange that runs recorded plans; the path of their file follows."""
 
-SECONDS, FORWARD, BACKWARD, WIRE = range(4)
-"""Places of the numbers that a rank reports of a step: seconds, those of two parts, and bytes that left the rank."""
-FIELDS = 4  # numbers that a rank reports of a step
+SECONDS, FORWARD, BACKWARD, WIRE, COMPRESS, EXCHANGE, DECODE = range(7)
+"""Places of the numbers that a rank reports of a step: seconds, those of two parts, bytes that left the rank, and the
+seconds of the phases of its exchange, which are not a number where the exchange does not tell them."""
+FIELDS = 7  # numbers that a rank reports of a step
 
 
 class TrainingRow(TypedDict):
@@ -61,6 +75,11 @@ class TrainingRow(TypedDict):
     forward_s: Annotated[float, "median: batch and forward"]
     backward_s: Annotated[float, "median: backward, with what of the exchange goes on in it"]
     after_s: Annotated[float, "median: from the end of backward to the end of the step"]
+    phases_s: Annotated[
+        dict[str, float] | None,
+        "medians: `compress`, up to the last round of the exchange; `exchange`, in rounds, waiting for others included; "
+        "`decode`, after them. null where the exchange does not tell: `none`, DDP and torchft",
+    ]
     wire_bytes: Annotated[
         float,
         "that left a rank in a step, averaged over ranks and steps; without what measures the network. Of DDP "
@@ -95,7 +114,7 @@ class TrainingRow(TypedDict):
 
 @dataclass(frozen=True)
 class Exchange:
-    """The exchange that averages the gradients of a training.
+    """The exchange that averages the gradients of a training, mpicomp's or another one's.
 
     Parameters
     ----------
@@ -335,11 +354,20 @@ def _row(own: Trained, batch: int) -> dict[str, Any]:
         "forward_s": float(np.median(own.steps[:, :, FORWARD])),
         "backward_s": float(np.median(own.steps[:, :, BACKWARD])),
         "after_s": float(np.median(after)),
+        "phases_s": _phases(own),
         "wire_bytes": float(own.steps[:, :, WIRE].mean()),
         "link_bytes": own.link_bytes,
         "replicas_equal": own.equal,
         "quality": own.quality,
     }
+
+
+def _phases(own: Trained) -> dict[str, float] | None:
+    """Return the median seconds of each phase of the exchange; None where it does not tell them."""
+    medians = np.median(own.steps[:, :, [COMPRESS, EXCHANGE, DECODE]], axis=(0, 1))
+    if np.isnan(medians).any():
+        return None
+    return dict(zip(("compress", "exchange", "decode"), map(float, medians), strict=True))
 
 
 def _of_none(own: Trained, alone: Trained | None) -> dict[str, Any]:

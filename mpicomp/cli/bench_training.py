@@ -32,6 +32,7 @@ _COLUMNS = {
     "quality": ".4f",
     "replicas_equal": "",
 }
+_PHASE_COLUMNS = {"exchange": "", "compress_s": ".3g", "exchange_s": ".3g", "decode_s": ".3g"}
 _HIDDEN_COLUMNS = {
     "exchange": "",
     "hidden": ".1%",
@@ -56,8 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="none; a compressor, or auto for what mpicomp chooses without one named, each with a collective behind a "
         "colon where it is not auto, with -inline where it is to wait for backward, and with updates: before it to "
         "exchange updates in place of gradients; replay:F for the plans that mpicomp train wrote with --metrics F; "
-        "ddp, ddp-fp16 and ddp-powersgd for PyTorch's over gloo, and torchft-diloco for torchft's DiLoCo, which "
-        "exchanges updates (%(default)s)",
+        "ddp, ddp-fp16, ddp-bf16, ddp-powersgd and ddp-powersgd-1bucket for PyTorch's over gloo; torchft-ddp, and "
+        "torchft-diloco, which exchanges updates, for torchft's; plain-topk and plain-topk-mpi for a top-k written by "
+        "hand, over gloo and over MPI (%(default)s)",
     )
     parser.add_argument(
         "--every", type=int, default=1, metavar="H", help="steps from one exchange of updates to the next (%(default)s)"
@@ -174,12 +176,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _exchange(word: str, ratio: float) -> "Exchange":
     """Read the name of an exchange."""
     from mpicomp.bench.replay import Replay
-    from mpicomp.bench.training import AUTO, INLINE, OTHERS, REPLAY, UPDATES, Exchange
+    from mpicomp.bench.training import AUTO, INLINE, OTHERS, PLAIN_TOPK, PLAIN_TOPK_MPI, REPLAY, UPDATES, Exchange
     from mpicomp.cli.options import read_configuration
     from mpicomp.compressors import get_compressor, list_compressors
     from mpicomp.errors import ConfigurationError, UnknownNameError
     from mpicomp.policies import Named, get_policy
 
+    if word in (PLAIN_TOPK, PLAIN_TOPK_MPI):
+        return Exchange(word, get_compressor({"id": "topk", "ratio": ratio}))
     if word in OTHERS:
         return Exchange(word)
     if word.startswith(REPLAY):
@@ -211,6 +215,12 @@ def _show(found: Sequence[Mapping[str, Any]]) -> None:
 
     print()
     results.show(found, _COLUMNS)
+    phases = [(row["exchange"], row["phases_s"]) for row in found if row["phases_s"] is not None]
+    if phases:
+        print("\nphases: seconds of the exchange up to its last round, in rounds and after them")
+        results.show(
+            [{"exchange": name} | {f"{phase}_s": own[phase] for phase in own} for name, own in phases], _PHASE_COLUMNS
+        )
     pairs = [row for row in found if row["hidden_s"] is not None]
     if pairs:
         print(

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 from mpicomp.bench.training import (
     BACKWARD,
+    COMPRESS,
+    DECODE,
+    EXCHANGE,
     FIELDS,
     FORWARD,
     SECONDS,
@@ -150,6 +153,9 @@ def exchanges():
         Exchange("ddp"),
         Exchange("ddp-fp16"),
         Exchange("ddp-powersgd"),
+        Exchange("ddp-powersgd-1bucket"),
+        Exchange("plain-topk", TopK(ratio=0.05)),
+        Exchange("plain-topk-mpi", TopK(ratio=0.05)),
         Exchange("dense-inline", Dense()),
         Exchange("updates:topk:allgather", TopK(ratio=0.05), "allgather"),
     ]
@@ -177,6 +183,9 @@ def test_one_rank_trains_the_same_with_and_without_an_exchange():
     assert trained["ddp"].quality == trained["dense"].quality == trained["none"].quality
     assert trained["topk:allgather"].ran == "topk allgather"
     assert trained["ddp"].ran is None
+    for name in ("topk:allgather", "plain-topk"):
+        assert (trained[name].steps[:, :, [COMPRESS, EXCHANGE, DECODE]] >= 0).all()
+    assert np.isnan(trained["ddp"].steps[:, :, EXCHANGE]).all()
     assert not torch.distributed.is_initialized()
 
 
@@ -210,7 +219,7 @@ def test_torchft_diloco_ends_where_update_optimizer_with_the_same_outer_optimize
 
     every, steps = 2, 6
     transport, task = MPITransport(comm), get_task("digits", 1)
-    with process_group(transport), replica_group(transport) as manager:
+    with process_group(transport), replica_group(transport, "torchft-diloco") as manager:
         theirs = Torchfts(Exchange("torchft-diloco"), task, transport, manager, every, steps=steps)
         told = theirs.block(steps)
         theirs.close()
@@ -250,12 +259,14 @@ def test_ranks_train_with_each_exchange(comm):
         expected = {"none": 0, "ddp": ring, "ddp-fp16": ring / 2}
         if name in expected:
             assert wire.mean() == pytest.approx(expected[name])
-        elif name == "ddp-powersgd":
+        elif name.startswith("ddp-powersgd"):
             assert wire.mean() <= ring / 5
         else:
             assert (wire.mean() > 0) == (comm.size > 1)
-    gathered = comm.allgather([own.steps.tolist() for own in trained.values()])
-    assert all(other == gathered[0] for other in gathered)
+    assert trained["plain-topk"].quality == trained["plain-topk-mpi"].quality
+    gathered = comm.allgather([own.steps for own in trained.values()])
+    for other in gathered:
+        np.testing.assert_array_equal(other, gathered[0])
     assert not torch.distributed.is_initialized()
 
 
@@ -320,6 +331,73 @@ def test_ddp_among_mpi_ranks_averages_as_mpicomp_does(comm):
         ours.close()
         del theirs
     transport.close()
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("over", ["gloo", "mpi"])
+def test_a_top_k_by_hand_averages_the_largest_of_each_rank_and_keeps_the_rest(comm, over):
+    from mpicomp.bench.gloo import process_group
+    from mpicomp.bench.plain_topk import PlainTopK, over_gloo, over_mpi
+
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport(comm)
+    shapes = [(4, 5), (3,)]
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    residuals = [[np.zeros(shape) for shape in shapes] for _ in range(comm.size)]
+    with process_group(transport):
+        plain = PlainTopK(0.2, over_gloo if over == "gloo" else over_mpi(transport))
+        for step in range(4):
+            means = [np.zeros(shape) for shape in shapes]
+            for rank in range(comm.size):  # every rank does what all do
+                random = np.random.default_rng([step, rank])
+                for place, (shape, count) in enumerate(zip(shapes, (4, 1), strict=True)):
+                    gradient = random.standard_normal(shape).astype(np.float32)
+                    if rank == comm.rank:
+                        parameters[place].grad = torch.from_numpy(gradient.copy())
+                    whole = residuals[rank][place] + gradient
+                    least = np.sort(np.abs(whole).reshape(-1))[-count]
+                    sent = np.where(np.abs(whole) >= least, whole, 0)
+                    means[place] += sent / comm.size
+                    residuals[rank][place] = whole - sent
+            plain.average(parameters)
+            for parameter, mean in zip(parameters, means, strict=True):
+                np.testing.assert_allclose(parameter.grad.numpy(), mean, rtol=1e-5, atol=1e-6)
+            assert plain.sent_bytes == 5 * (4 + 8)
+    transport.close()
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's own
+def test_torchft_ddp_ends_where_ddp_does(comm):
+    pytest.importorskip("torchft")
+    from mpicomp.bench.tasks import get_task
+    from mpicomp.bench.trainers import train_all
+
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport(comm)
+    names = [Exchange("ddp"), Exchange("torchft-ddp")]
+    trained, _, _ = train_all(names, get_task("digits", 1), Settings(2, 2, 3), 1, transport, silent)
+    transport.close()
+    assert all(own.equal for own in trained)
+    if comm.rank == 0:
+        assert trained[1].quality == pytest.approx(trained[0].quality, abs=0.01)
+
+
+def test_what_pytorch_refuses_is_one_line():
+    from mpicomp.bench.tasks import get_task
+    from mpicomp.bench.trainers import train_all
+
+    from mpicomp.errors import ConfigurationError
+
+    with pytest.raises(ConfigurationError, match="ddp-bf16: PyTorch refuses this hook over gloo: "):
+        train_all(
+            [Exchange("ddp-bf16")], get_task("digits", 1), Settings(2, 2, 3), 1, LocalWorld(1).transports[0], silent
+        )
+    torch.distributed.destroy_process_group()  # an error waits for nobody, and leaves it
 
 
 @pytest.mark.parametrize("interface", ["lo", "nonexistent0"])

@@ -39,6 +39,7 @@ HOMES = {
         "bench/train.py",
         "bench/trainers.py",
         "bench/gloo.py",
+        "bench/plain_topk.py",
         "bench/replica_group.py",
         "bench/resuming.py",
         "bench/tasks/",
@@ -46,7 +47,7 @@ HOMES = {
         "studies/updates.py",
     ),
     "matplotlib": ("bench/report/", "bench/simulate/picture.py", "studies/pictures.py"),
-    "msgspec": ("bench/report/lines.py",),
+    "msgspec": ("bench/report/lines.py", "bench/measure/metrics.py"),
     "cupy": ("mpicomp/places/choose.py",),
 }
 

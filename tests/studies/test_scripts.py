@@ -16,7 +16,19 @@ STUDIES = Path(__file__).resolve().parents[2] / "studies"
     [
         "policies",
         *map(
-            slow, ("learned", "regret", "change", "estimators", "behind", "hindsight", "checks", "observing", "updates")
+            slow,
+            (
+                "learned",
+                "regret",
+                "change",
+                "estimators",
+                "behind",
+                "hindsight",
+                "checks",
+                "observing",
+                "updates",
+                "peers",
+            ),
         ),
     ],
 )
