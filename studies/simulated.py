@@ -78,15 +78,15 @@ def _run(arguments: argparse.Namespace) -> int:
         words = ["train", "--task", arguments.task, "--steps", str(arguments.steps), "--no-verdict"]
         run_in_lab(*FITTED, [*words, "--measured", str(source)])
     measured = read(str(source)).cut(_BUCKET_BYTES)
+    paths = {hosts: folder / f"{hosts}.json" for hosts, _ in UNSEEN}
+    for hosts, network in reversed(UNSEEN):  # what takes most memory and cores shows at once whether it can be run
+        if not paths[hosts].exists():
+            words = ["--replay", str(source), "--json", str(paths[hosts])]
+            run_in_lab(hosts, network, words, program=[sys.executable, __file__])
     rows: list[dict[str, Any]] = []
     for hosts, network in UNSEEN:
-        path = folder / f"{hosts}.json"
-        expected = predict(measured, hosts, network)
-        if not path.exists():
-            words = ["--replay", str(source), "--json", str(path)]
-            run_in_lab(hosts, network, words, program=[sys.executable, __file__])
-        took = json.loads(path.read_text())
-        for own, seconds in zip(expected, took, strict=True):
+        took = json.loads(paths[hosts].read_text())
+        for own, seconds in zip(predict(measured, hosts, network), took, strict=True):
             rows.append({"hosts": hosts, "network": str(network), **own, "measured_s": seconds})
     for row in rows:
         row["error"] = row["predicted_s"] / row["measured_s"] - 1
