@@ -6,6 +6,7 @@ import math
 import os
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -288,15 +289,14 @@ def train(
             if settings.evaluate_every and (step + 1) % settings.evaluate_every == 0:
                 quality = _quality(task, model, transport, task.glance)
             if metrics.wanted:
-                metrics.write(
-                    record.to_json()
-                    | {"step": step, "seconds": seconds, "phases_s": phases, "loss": loss, "quality": quality}
-                )
+                own = {"step": step, "seconds": seconds, "phases_s": phases, "loss": loss, "quality": quality}
+                metrics.write(partial(_line, record, own))
             progress.step(step, loss, seconds, record, quality)
             if saves is None or step + 1 == settings.steps:
                 continue
             # Where nothing was exchanged, ranks may not know the same: the record is an empty one.
             if record.stop or saves.due(step + 1, bool(record.buckets)):
+                metrics.flush()  # a run that goes on from there has all lines before it
                 saves.save(step + 1, task, model, optimizer, updater, transport)
             if record.stop:
                 return Stopped(step + 1)
@@ -444,6 +444,11 @@ def _for_any_names(plan: Ran) -> Compressor:
         return plan.compressor
     ratio = {"ratio": plan.ratio_reached} if plan.compressor.selects_by_ratio else {}
     return replace(plan.compressor, layers=None, **ratio)  # type: ignore[call-arg]
+
+
+def _line(record: StepRecord, own: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of --metrics: the record, with what the training has of its own."""
+    return record.to_json() | own
 
 
 def _quality(task: Task, model: torch.nn.Module, transport: Transport, share: float = 1.0) -> float:

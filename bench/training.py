@@ -77,8 +77,8 @@ class TrainingRow(TypedDict):
     after_s: Annotated[float, "median: from the end of backward to the end of the step"]
     phases_s: Annotated[
         dict[str, float] | None,
-        "medians: `compress`, up to the last round of the exchange; `exchange`, in rounds, waiting for others included; "
-        "`decode`, after them. null where the exchange does not tell: `none`, DDP and torchft",
+        "medians: `compress`, up to the last round of the exchange; `exchange`, in rounds, waiting for others "
+        "included; `decode`, after them. null where the exchange does not tell: `none`, DDP and torchft",
     ]
     wire_bytes: Annotated[
         float,

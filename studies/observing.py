@@ -9,6 +9,7 @@ import tempfile
 import time
 
 import numpy as np
+from mpicomp.bench.measure.intervals import median_interval
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.tasks import get_task
 
@@ -26,11 +27,11 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="studies/observing.py",
         description="Train a task, in turns with a trace and metrics that are written and without, and compare the "
-        "medians of the steps' seconds, and of the seconds of a processor, on the slowest rank.",
+        "seconds of a turn, and those of a processor, with those of the turn before: all that is written in it counts.",
     )
     parser.add_argument("--task", default="digits", help="as of mpicomp train (%(default)s)")
     parser.add_argument("--compressor", default="topk", help="its name (%(default)s)")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="in a turn (%(default)s)")
+    parser.add_argument("--steps", type=int, default=25, metavar="N", help="in a turn (%(default)s)")
     parser.add_argument("--turns", type=int, default=80, metavar="N", help="half of them with both (%(default)s)")
     return parser
 
@@ -54,43 +55,48 @@ def run(arguments: argparse.Namespace) -> int:
     step, size = 0, 0
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "trace.json")
-        for turn in range(-1, arguments.turns):
+        for turn in range(-1, 2 * (arguments.turns // 2)):
             watched = turn % 2 == 1
             with contextlib.ExitStack() as stack:
-                writer = None
+                writer, trace = None, None
                 if watched:
-                    stack.enter_context(mpicomp.trace(path, comm=transport))
+                    trace = stack.enter_context(mpicomp.trace(path, comm=transport))
                     writer = stack.enter_context(MetricsWriter(f"{path}l"))
+                start, used = time.perf_counter(), time.process_time()
                 for _ in range(_WARM if turn < 0 else arguments.steps):
-                    start, used = time.perf_counter(), time.process_time()
                     optimizer.zero_grad()
                     task.loss(model, task.batch(step, group.rank, group.size)).backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
                     if writer is not None:
-                        writer.write(optimizer.reducer.last_step.to_json())
-                    if turn >= 0:
-                        seconds[watched].append((time.perf_counter() - start, time.process_time() - used))
+                        writer.write(optimizer.reducer.last_step.to_json)
                     step += 1
+                if trace is not None and writer is not None:
+                    trace.flush()
+                    writer.flush()
+                if turn >= 0:
+                    seconds[watched].append((time.perf_counter() - start, time.process_time() - used))
             if watched and group.rank == 0:
                 size = os.path.getsize(path)
-    medians = {}
-    for watched, own in seconds.items():
-        send = np.array(own).reshape(-1)
-        recv = np.empty(group.size * send.size)
-        task_ = Round("allgatherv", [send.size] * group.size, send.dtype, send=send, recv=recv)
-        medians[watched] = np.median(transport.perform(task_).reshape(group.size, -1, 2).max(axis=0), axis=0)
+    own = np.array([seconds[False], seconds[True]]) / arguments.steps  # alone and watched, turn, seconds and processor
+    recv = np.empty((group.size, *own.shape))
+    task_ = Round("allgatherv", [own.size] * group.size, own.dtype, send=own.reshape(-1), recv=recv.reshape(-1))
+    transport.perform(task_)
+    alone, watched_ = recv.max(axis=0)  # the slowest rank's
     optimizer.close()
     transport.close()
     if group.rank == 0:
-        cost = medians[True] / medians[False] - 1
+        costs = watched_ / alone - 1
+        low, high = median_interval(costs[:, 0].tolist()) or (None, None)
         told = {
             "task": arguments.task,
             "ranks": group.size,
-            "steps": len(seconds[True]),
-            "median_step_s": medians[False][0],
-            "median_watched_step_s": medians[True][0],
-            "cost": cost[0],
-            "cost_of_processor": cost[1],
+            "steps": alone.shape[0] * arguments.steps,
+            "median_step_s": np.median(alone[:, 0]),
+            "median_watched_step_s": np.median(watched_[:, 0]),
+            "cost": np.median(costs[:, 0]),
+            "cost_low": low,
+            "cost_high": high,
+            "cost_of_processor": np.median(costs[:, 1]),
             "trace_bytes_a_step_and_rank": size / arguments.steps / group.size,
         }
         print(json.dumps(told))

@@ -2,17 +2,25 @@
 
 import contextlib
 import json
+import math
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from mpicomp.errors import FileWriteError
+
+_FLUSH_S = 0.25  # seconds after which lines are written: a job that dies loses no more
+_MOST = 256  # lines that are kept until then
+_encoder = msgspec.json.Encoder(enc_hook=lambda number: number.item())  # NumPy's; what is not finite becomes null
 
 
 class MetricsWriter:
-    """Writes a line a step, at once, so that a job that dies leaves its measurements.
+    """Writes a line a step, several at a time, so that a job that dies leaves its measurements but for the last ones.
 
     Where the system takes no more, the lines that are whole stay, the rest is left out, and the training goes on: it is
     worth more than its measurements.
@@ -37,6 +45,8 @@ class MetricsWriter:
         self.problem: FileWriteError | None = None
         self._path = path
         self._length = 0
+        self._lines: list[Callable[[], Mapping[str, Any]]] = []
+        self._flushed = -math.inf
         try:
             # Without a buffer: what was not written would be tried once more when it is closed.
             self._file = None if path is None else open(path, "a+b", buffering=0)  # noqa: SIM115, closed in __exit__
@@ -50,6 +60,7 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
+            self.flush()
             self._file.close()
 
     def begin(self, step: int) -> None:
@@ -72,21 +83,33 @@ class MetricsWriter:
         """Whether lines are written, so that others need not make them."""
         return self._file is not None
 
-    def write(self, line: Mapping[str, Any]) -> None:
-        """Write one step."""
+    def write(self, line: Callable[[], Mapping[str, Any]]) -> None:
+        """Write one step. It is asked for when it is written, a quarter of a second later at most, or with the next."""
         if self._file is None or self.problem is not None:
             return
-        left = memoryview((json.dumps(line) + "\n").encode())
-        length = len(left)
+        self._lines.append(line)
+        if len(self._lines) >= _MOST or time.perf_counter() - self._flushed > _FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the steps that are not in the file yet."""
+        lines, self._lines = [own() for own in self._lines], []
+        self._flushed = time.perf_counter()
+        if self._file is None or not lines:
+            return
+        whole = b"".join([_encoder.encode(line) + b"\n" for line in lines])
+        written = 0
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            while written < len(whole):
+                written += self._file.write(memoryview(whole)[written:])
         except OSError as error:
+            written = whole.rfind(b"\n", 0, written) + 1
             with contextlib.suppress(OSError):  # a pipe has no end that could be cut off
-                self._file.truncate(self._length)
+                self._file.truncate(self._length + written)
+            step = lines[whole.count(b"\n", 0, written)]["step"]
             self.problem = FileWriteError(
-                f"train: '{self._path}' has no line of step {line['step']} and those after it: {error}; make room, or "
-                "name another file"
+                f"train: '{self._path}' has no line of step {step} and those after it: {error}; make room, or name "
+                "another file"
             )
             print(f"mpicomp: {self.problem}. Training goes on, and ends with this error", file=sys.stderr, flush=True)
-        self._length += length
+        self._length += written

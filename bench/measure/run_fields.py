@@ -9,7 +9,7 @@ class Line(TypedDict):
     schema: Annotated[int, "version of this table, 1; it changes when a field changes its meaning or goes"]
     seconds: Annotated[float, "the whole step: gradient to update"]
     phases_s: Annotated[dict[str, Any], "parts of `seconds`, below"]
-    loss: Annotated[float, "training loss on this rank's batch, before the update"]
+    loss: Annotated[float | None, "training loss on this rank's batch, before the update; null where it is not finite"]
     quality: Annotated[
         float | None,
         "quality on held-out data, with `--evaluate-every N` in every N-th step, else null; tasks on text look at a "

@@ -1,7 +1,7 @@
 """Records of a step: plans and their reasons, bytes and seconds, so that every decision can be explained."""
 
 from collections.abc import Generator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mpicomp.reducer.layers import Layers
@@ -110,8 +110,7 @@ class BucketRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able object."""
-        own = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return own | {"layers": self.layers.to_json()}
+        return {**vars(self), "layers": self.layers.to_json()}
 
 
 @dataclass

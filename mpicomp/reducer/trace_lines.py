@@ -6,7 +6,7 @@ it, so that it can be moved without reading the rest.
 
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpicomp.rounds import WORLD, Asked, Graph, Group, Pending, layout_groups
@@ -15,6 +15,8 @@ TRACKS = ("step", "compute", "bucket", "compress", "wait", "exchange", "decode")
 """Threads of a rank, as a viewer shows them, from the top down; each reducer has its own."""
 
 _NUMBERS = {track: 1 + place for place, track in enumerate(TRACKS)}
+
+_OF_ALL = ("allreduce", "allgatherv", "alltoallv")  # every rank hears from every other
 
 EXCHANGE = '"cat":"exchange"'
 STEP = '"cat":"step"'
@@ -110,15 +112,16 @@ def partners(span: Span, group: Group, whole: bool) -> dict[str, Any]:
         ``group``, where it is not that of all ranks; ``from``: the ranks that this one cannot end without, left out
         where they are all; ``to``: the rank that a message goes to.
     """
+    if whole and span.group == WORLD and span.operation in _OF_ALL:
+        return {}
     members = _members(group, span.group)
     about: dict[str, Any] = {} if span.group == WORLD else {"group": span.group}
     own = group.rank
     if not whole:
         return about | {"from": []}
     match span.operation:
-        case "allreduce" | "allgatherv" | "alltoallv":
-            if span.group != WORLD:
-                about["from"] = list(members)
+        case operation if operation in _OF_ALL:
+            about["from"] = list(members)
         case "bcast" | "gatherv":
             root = members[span.root]
             receives = (own == root) == (span.operation == "gatherv")
@@ -170,11 +173,13 @@ def _named(what: str, rank: int, number: int, **about: Any) -> str:
     return json.dumps({"name": what, "ph": "M", "pid": rank, "tid": number, "args": about}) + ",\n"
 
 
-@functools.lru_cache
-def _members(group: Group, name: str) -> tuple[int, ...]:
+def _members(group: Group, name: str) -> Sequence[int]:
     """Return the ranks of this rank's group of a name."""
-    if name == WORLD:
-        return tuple(range(group.size))
+    return range(group.size) if name == WORLD else _members_of_part(group, name)
+
+
+@functools.lru_cache
+def _members_of_part(group: Group, name: str) -> tuple[int, ...]:
     if group.layout:
         return layout_groups(group.layout, group.rank)[1][name]
     part = group.part(name)

@@ -13,16 +13,16 @@ import time
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
 from mpicomp.errors import ConfigurationError, RankFailedError
 from mpicomp.reducer.agreement import together
 from mpicomp.reducer.record import BucketRecord, StepRecord
-from mpicomp.reducer.trace_lines import counter, encoded, line, names_of_rank, names_of_tracks, partners
+from mpicomp.reducer.trace_lines import Span, counter, encoded, line, names_of_rank, names_of_tracks, partners
 from mpicomp.reducer.trace_merge import merge
-from mpicomp.rounds import Round
+from mpicomp.rounds import Group, Round
 from mpicomp.transport.clocks import compare_clocks
 from mpicomp.transport.connect import connect
 
@@ -30,11 +30,45 @@ if TYPE_CHECKING:
     from mpicomp.reducer.core import Core
     from mpicomp.reducer.exchange import Exchanged
 
-_FLUSH_S = 0.25  # seconds after which what is written goes to the system: a job that dies loses no more
-_BUFFER = 1 << 18  # bytes that a file of Python's keeps meanwhile
+_FLUSH_S = 0.25  # seconds after which steps are written: a job that dies loses no more
+_MOST = 256  # steps that are kept until then
+
+Place = tuple[int, int]
+"""Number of a reducer, from 0, and a rank."""
 
 active: "trace | None" = None
 """The trace that is being written in this process."""
+
+
+class _Step(NamedTuple):
+    """A step as it was when it ended; times on this rank's clock, but for those of buckets.
+
+    Attributes
+    ----------
+    record : StepRecord
+        Its record.
+    reducer : int
+        Number of the reducer.
+    group : Group
+        Its ranks.
+    whole : bool
+        Whether they are all that the trace is of.
+    since : float or None
+        When the thread came back to the script before; None where it is another thread.
+    begin, end : float
+        Of the step.
+    buckets : sequence of (BucketRecord, float, float, list of Span)
+        Of each, its beginning on the trace's clock, what must be added to times of the rounds for it, and the rounds.
+    """
+
+    record: StepRecord
+    reducer: int
+    group: Group
+    whole: bool
+    since: float | None
+    begin: float
+    end: float
+    buckets: Sequence[tuple[BucketRecord, float, float, Sequence[Span]]]
 
 
 class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
@@ -89,6 +123,9 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         self._file: IO[str] | None = None
         self._flushed = -math.inf
         self._finished = False
+        # What is known of a step when it ends is kept as it is: to write many at a time takes a third less than each.
+        self._steps: list[_Step] = []
+        self._plans: dict[tuple[int, int], tuple[list[Any], str]] = {}  # by reducer and bucket: what they hold, in JSON
         try:
             together(self._open, transport, "trace")
             self._error = transport.run(compare_clocks(transport))
@@ -103,6 +140,11 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         self._left = time.perf_counter()  # when this thread came back to the script
         layout = transport.group.layout
         self._write("[\n" + names_of_rank(self._rank, layout[self._rank] if layout else 0))
+
+    def flush(self) -> None:
+        """Write the steps that have ended to this rank's file now. Not collective."""
+        with self._lock:
+            self._drain()
 
     def finish(self) -> None:
         """End the trace and put the ranks' files into one. Collective; a second call does nothing.
@@ -146,19 +188,38 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         if self._file is None or (transport.group.size > 1 and not transport.concurrent):
             return  # or ranks that live in one process, which are no ranks of the job
         now = time.perf_counter()
-        begin = since = now - seconds
-        lines = ""
-        if core.number not in self._tracks:
-            self._tracks[core.number] = len(self._tracks)
-            lines = names_of_tracks(self._rank, self._tracks[core.number])
-        where = self._tracks[core.number], self._rank
+        since = None
         if threading.get_ident() == self._thread:
             since, self._left = self._left, now
-            lines += line(
-                since + self._shift, begin + self._shift, "compute", *where, "compute", f'{{"step":{record.step}}}'
-            )
-        for own in done:
-            lines += self._bucket(own, record.step, core, where)
+        group = core.transport.group
+        whole = group.size == self._transport.group.size
+        move = self._shift - core.transport.offset
+        buckets = [(own.record, own.start + move, move, own.spans) for own in done]
+        with self._lock:
+            self._steps.append(_Step(record, core.number, group, whole, since, now - seconds, now, buckets))
+            if now - self._flushed > _FLUSH_S or len(self._steps) >= _MOST:
+                self._drain()
+
+    def _drain(self) -> None:
+        """Write the steps that have ended."""
+        steps, self._steps = self._steps, []
+        if steps:
+            self._write("".join([self._lines(step) for step in steps]))
+        self._flushed = time.perf_counter()
+
+    def _lines(self, step: "_Step") -> str:
+        """Return the lines of a step."""
+        lines, record, shift = [], step.record, self._shift
+        if step.reducer not in self._tracks:
+            self._tracks[step.reducer] = len(self._tracks)
+            lines.append(names_of_tracks(self._rank, self._tracks[step.reducer]))
+        where = self._tracks[step.reducer], self._rank
+        since = step.begin if step.since is None else step.since
+        if step.since is not None:
+            about = f'{{"step":{record.step}}}'
+            lines.append(line(since + shift, step.begin + shift, "compute", *where, "compute", about))
+        for bucket in step.buckets:
+            self._add_bucket(lines, step, *bucket, where)
         self._wire += record.overhead_wire_bytes
         told = {
             "step": record.step,
@@ -171,39 +232,63 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
             "wire_bytes": record.wire_bytes,
             "once_wire_bytes": record.once_wire_bytes,
         }
-        lines += counter(now + self._shift, self._rank, self._wire, self._dense)
+        lines.append(counter(step.end + shift, self._rank, self._wire, self._dense))
         name = f"step {record.step}"
-        self._write(lines + line(since + self._shift, now + self._shift, "step", *where, name, encoded(told)))
+        lines.append(line(since + shift, step.end + shift, "step", *where, name, encoded(told)))
+        return "".join(lines)
 
-    def _bucket(self, own: "Exchanged", step: int, core: "Core", where: tuple[int, int]) -> str:
-        """Return the lines of a bucket."""
-        record, group = own.record, core.transport.group
-        whole = group.size == self._transport.group.size
-        move = self._shift - core.transport.offset
-        begin = at = own.start + move
-        place = {"step": step, "bucket": record.bucket, "reducer": where[0]}
-        short = encoded(place)
-        phases = ""
-        for span in own.spans:
+    def _add_bucket(
+        self,
+        lines: list[str],
+        step: "_Step",
+        record: BucketRecord,
+        begin: float,
+        move: float,
+        spans: Sequence[Span],
+        where: Place,
+    ) -> None:
+        """Add the lines of a bucket."""
+        place = f'"step":{step.record.step},"bucket":{record.bucket},"reducer":{where[0]}'
+        short, at = f"{{{place}}}", begin
+        phases = []
+        for span in spans:
             if span.begin + move > at:
-                phases += line(at, span.begin + move, "compress", *where, "compress", short)
+                phases.append(line(at, span.begin + move, "compress", *where, "compress", short))
             at = span.end + move
-            about = partners(span, group, whole)
+            about = partners(span, step.group, step.whole)
             if span.begun != span.begin:
                 about["begun"] = round(1e6 * (span.begun + move), 3)
-            phases += line(
-                span.begin + move, at, "exchange", *where, span.operation, encoded(place | about) if about else short
-            )
+            told = f"{{{place},{encoded(about)[1:]}" if about else short
+            phases.append(line(span.begin + move, at, "exchange", *where, span.operation, told))
         end = at + record.phases_s["decode"]
-        phases += line(at, end, "decode", *where, "decode", short)
+        phases.append(line(at, end, "decode", *where, "decode", short))
         self._wire += record.wire_bytes
         self._dense += record.dense_wire_bytes
         name = f"{record.compressor['id']} by {record.collective}"
-        return (
-            line(begin, end, "bucket", *where, name, encoded(place | _about(record)))
-            + phases
-            + counter(at, self._rank, self._wire, self._dense)
-        )
+        lines.append(line(begin, end, "bucket", *where, name, f"{{{place},{self._about(record, where[0])}}}"))
+        lines += phases
+        lines.append(counter(at, self._rank, self._wire, self._dense))
+
+    def _about(self, record: BucketRecord, reducer: int) -> str:
+        """Return what a bucket's slice says of its plan. What stays from step to step is put in JSON once."""
+        kept = [
+            record.parameters, record.numel, record.compressor, record.collective, record.reason, record.ratio,
+            record.dense_wire_bytes,
+        ]  # fmt: skip
+        before, text = self._plans.get((reducer, record.bucket), ([], ""))
+        if before != kept:
+            names = ("parameters", "numel", "compressor", "collective", "reason", "ratio", "dense_wire_bytes")
+            text = encoded(dict(zip(names, kept, strict=True)))[1:-1]
+            self._plans[reducer, record.bucket] = kept, text
+        told = {
+            "ratio_reached": record.ratio_reached,
+            "gain": record.gain,
+            "sent_bytes": record.sent_bytes,
+            "wire_bytes": record.wire_bytes,
+            "predicted_s": record.predicted_s,
+            "measured_s": sum(record.phases_s.values()),
+        }
+        return f"{text},{encoded(told)[1:-1]}"
 
     def _open(self) -> None:
         """Open this rank's file."""
@@ -217,25 +302,27 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         name = f"{self._path}.rank-{self._rank}"
         self._part = name if reached else os.path.join(tempfile.gettempdir(), os.path.basename(name))
         try:
-            self._file = open(self._part, "w", _BUFFER, encoding="utf-8")  # noqa: SIM115, closed in _stop
+            self._file = open(self._part, "w", encoding="utf-8")  # noqa: SIM115, closed in _stop
         except OSError as error:
             raise ConfigurationError(f"trace: '{self._part}' cannot be written: {error}") from error
         active = self
 
     def _write(self, lines: str) -> None:
         """Write lines; a disk that is full ends the trace of this rank, and not the training."""
-        with self._lock:
-            if self._file is not None:
-                try:
-                    self._file.write(lines)
-                    if time.perf_counter() - self._flushed > _FLUSH_S:
-                        self._file.flush()
-                        self._flushed = time.perf_counter()
-                except OSError as error:
-                    warnings.warn(f"trace: no more is written to '{self._part}': {error}", stacklevel=4)
-                    self._stop()
+        if self._file is not None:
+            try:
+                self._file.write(lines)
+                self._file.flush()
+            except OSError as error:
+                warnings.warn(f"trace: no more is written to '{self._part}': {error}", stacklevel=5)
+                self._close()
 
     def _stop(self) -> None:
+        """Write what is there, and then no more."""
+        self.flush()
+        self._close()
+
+    def _close(self) -> None:
         """Write no more."""
         global active
         if active is self:
@@ -251,22 +338,3 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
                 os.remove(self._part)
         if self._owned:
             self._transport.close()
-
-
-def _about(record: BucketRecord) -> dict[str, Any]:
-    """Return what a bucket's slice says of its plan."""
-    return {
-        "parameters": record.parameters,
-        "numel": record.numel,
-        "compressor": record.compressor,
-        "collective": record.collective,
-        "reason": record.reason,
-        "ratio": record.ratio,
-        "ratio_reached": record.ratio_reached,
-        "gain": record.gain,
-        "sent_bytes": record.sent_bytes,
-        "wire_bytes": record.wire_bytes,
-        "dense_wire_bytes": record.dense_wire_bytes,
-        "predicted_s": record.predicted_s,
-        "measured_s": sum(record.phases_s.values()),
-    }

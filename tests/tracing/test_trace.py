@@ -219,14 +219,40 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path, monkeypatch):
         close = flush = lambda self: None
 
     own._file = Full()
+    reducer.reduce({"w": np.ones(10, "f4")})
     with pytest.warns(UserWarning, match="No space left"):
-        reducer.reduce({"w": np.ones(10, "f4")})
+        own.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         reducer.reduce({"w": np.ones(10, "f4")})
+        own.flush()
         own.finish()
     kinds = check(json.loads((tmp_path / "trace.json").read_text()))
     assert [event["name"] for event in kinds["X"] if event["cat"] == "step"] == ["step 0"]
+
+
+def test_steps_are_in_the_file_a_quarter_of_a_second_later(tmp_path):
+    reducer = mpicomp.Reducer("topk", "allgather", warmup=0, comm=alone())
+    own = mpicomp.trace(tmp_path / "trace.json", comm=alone())
+
+    def written():
+        text = (tmp_path / "trace.json.rank-0").read_text()
+        assert text.endswith("\n")
+        return [event["args"]["step"] for event in json.loads(text.rstrip(",\n") + "]") if event.get("cat") == "step"]
+
+    begin = time.monotonic()
+    while time.monotonic() - begin < 0.3 or reducer.last_step.step < 3:
+        reducer.reduce({"w": np.ones(10, "f4")})
+    time.sleep(0.3)
+    reducer.reduce({"w": np.ones(10, "f4")})
+    last = reducer.last_step.step
+    assert written() == list(range(last + 1))
+    for _ in range(tracing._MOST):
+        reducer.reduce({"w": np.ones(10, "f4")})
+        assert len(own._steps) < tracing._MOST
+    own.flush()
+    assert written() == list(range(last + 1 + tracing._MOST))
+    own.finish()
 
 
 def test_several_reducers_have_tracks_of_their_own(tmp_path):
