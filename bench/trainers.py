@@ -256,8 +256,9 @@ class PyTorchs(Alone):
 
     def _register(self, hook: Any) -> None:
         """Register a hook that needs no state."""
+        network: Any = self._network
         try:
-            self._network.register_comm_hook(None, hook)
+            network.register_comm_hook(None, hook)
         except TypeError as error:  # that for bfloat16 is for NCCL alone
             raise ConfigurationError(f"{self.exchange.name}: PyTorch refuses this hook over gloo: {error}") from error
 
