@@ -56,9 +56,14 @@ def read(
     """Return the tasks, the seeds and the rows that are there; a training has at least ``least`` steps."""
     if arguments.steps is not None:
         check_least(study, "--steps", arguments.steps, least)
-    path = None if arguments.rows is None else Path(arguments.rows)
+    rows = open_rows(study, arguments.rows, key)
+    return read_list(arguments.task), [int(word) for word in read_list(arguments.seeds)], rows
+
+
+def open_rows(study: str, name: str | None, key: Sequence[str]) -> Rows:
+    """Return the rows in a file, which new ones are appended to; those of no file are kept nowhere."""
+    path = None if name is None else Path(name)
     if path is not None:
         check_writable(study, str(path))
     there = path.read_text().splitlines() if path is not None and path.exists() else []
-    rows = Rows(key, path, [json.loads(line) for line in there])
-    return read_list(arguments.task), [int(word) for word in read_list(arguments.seeds)], rows
+    return Rows(key, path, [json.loads(line) for line in there])

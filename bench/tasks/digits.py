@@ -58,7 +58,7 @@ class Digits(Task):
 
     def __init__(self, seed: int = 0, data: str | os.PathLike[str] | None = None) -> None:
         self.seed = seed
-        x, labels = _bundled(self.name) if data is None else _load(self.name, os.fsdecode(data))
+        x, labels = self.images() if data is None else _load(self.name, os.fsdecode(data))
         classes, y = np.unique(labels, return_inverse=True)
         if len(classes) < 2:
             raise ValueError(f"{self.name}: labels must hold at least 2 classes, got {len(classes)}")
@@ -85,6 +85,17 @@ class Digits(Task):
         self._train = torch.from_numpy(x[train]), torch.from_numpy(y[train])
         self._test = torch.from_numpy(x[test]), torch.from_numpy(y[test])
         self._sampler: Sampler | Shards = Sampler(self.name, len(train), self.batch_size, seed)
+
+    def images(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return images and labels that a user's data replace."""
+        try:
+            from sklearn.datasets import load_digits
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"{self.name}: the images come with scikit-learn: pip install 'mpicomp[bench]'"
+            ) from error
+        bunch = load_digits()
+        return bunch.images, bunch.target
 
     def model(self) -> nn.Module:
         """Return a new network, initialised from the seed."""
@@ -145,15 +156,6 @@ class Digits(Task):
             right += int((model(images[piece].to(device)).argmax(1).cpu() == labels[piece]).sum())
         model.train(training)
         return right / len(indices)
-
-
-def _bundled(task: str) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError as error:
-        raise ImportError(f"{task}: the images come with scikit-learn: pip install 'mpicomp[bench]'") from error
-    bunch = load_digits()
-    return bunch.images, bunch.target
 
 
 def _load(task: str, path: str) -> tuple[np.ndarray, np.ndarray]:

