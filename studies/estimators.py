@@ -6,7 +6,7 @@ import itertools
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, TypedDict
 
@@ -203,7 +203,9 @@ class _Estimator:
     counts: list[int] = field(default_factory=list)
 
 
-def measure(name: str, data: Data, ratios: Sequence[float], steps: int) -> list[dict[str, Any]]:
+def measure(
+    name: str, data: Data, ratios: Sequence[float], steps: int, only: Collection[str] | None = None
+) -> list[dict[str, Any]]:
     """Let all estimators select from the same data, with a residual for each where there is error feedback.
 
     Parameters
@@ -216,6 +218,8 @@ def measure(name: str, data: Data, ratios: Sequence[float], steps: int) -> list[
         Asked of every estimator.
     steps : int
         That are counted.
+    only : collection of str or None
+        Names of the estimators that select; None is all.
 
     Returns
     -------
@@ -227,6 +231,8 @@ def measure(name: str, data: Data, ratios: Sequence[float], steps: int) -> list[
     shared: Bucket | None = None
     for ratio in ratios:
         for label, compressor in estimators(ratio).items():
+            if only is not None and label not in only:
+                continue
             if data.feedback or shared is None:
                 shared = make_bucket(gradient.size, compressor, data.feedback and compressor.feedback)
             running.append(_Estimator(label, ratio, Selecting(compressor, gradient.size), shared))

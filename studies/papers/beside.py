@@ -3,32 +3,31 @@
 import argparse
 import json
 import math
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent))  # where the other studies are
 
 import kept_rows
-from mpicomp.bench.lab.units import parse_bandwidth
 from mpicomp.bench.measure import jobs, results
 from mpicomp.bench.measure.networks import Network, run_in_lab
+from mpicomp.bench.tasks import get_task
+from mpicomp.bench.tasks.updating import Updater
 
-from mpicomp.cli.options import check_least
+import mpicomp
 from mpicomp.errors import ConfigurationError, MpicompError
 from mpicomp.rounds import dense_ring_bytes
+from mpicomp.transport import LocalWorld
 
 PLUGIN = str(Path(__file__).with_name("resnet.py").resolve())
 """Has the task of ResNet-20."""
-DENSE = ("--compressor", "dense")
-"""Words for `mpicomp train`."""
-
-_LOOKS = 15  # at held-out data, in a training
+_LOOKS = 10  # at held-out data, in a training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,10 +37,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(alone=True)
 
 
-def option(arm: Mapping[str, Any], collective: str | None = None) -> tuple[str, ...]:
-    """Return the words for `mpicomp train` that name a compressor, and nothing dense at first."""
-    words = ("--compressor", json.dumps(dict(arm)), "--warmup", "0")
-    return words if collective is None else (*words, "--collective", collective)
+@dataclass(frozen=True)
+class Arm:
+    """How gradients are exchanged.
+
+    Attributes
+    ----------
+    compressor, policy : mapping or None
+        Configurations; with neither mpicomp chooses.
+    collective : str
+        Its name.
+    warmup : int
+        Dense steps that come first.
+    """
+
+    compressor: Mapping[str, Any] | None = None
+    collective: str = "auto"
+    policy: Mapping[str, Any] | None = None
+    warmup: int = 0
+
+    @property
+    def words(self) -> list[str]:
+        """Words for `mpicomp train`."""
+        found = [] if self.compressor is None else ["--compressor", json.dumps(self.compressor)]
+        found += [] if self.policy is None else ["--policy", json.dumps(self.policy)]
+        return [*found, "--collective", self.collective, "--warmup", str(self.warmup)]
+
+
+DENSE = Arm({"id": "dense"})
 
 
 @dataclass
@@ -64,31 +87,31 @@ class Rows:
         """All rows so far."""
         return self.kept.made
 
-    def has(self, *key: Any) -> bool:
-        """Return whether there is a row of this key."""
-        return any(tuple(row[name] for name in self.kept.key) == key for row in self.made)
-
     def find(self, *key: Any) -> dict[str, Any] | None:
         """Return the row of this key, None where there is none."""
         return next((row for row in self.made if tuple(row[name] for name in self.kept.key) == key), None)
 
-    def complete(self, make: Any, *key: Any) -> None:
-        """Make the row of this key, unless it is there; one that fails is told and left out."""
+    def complete(self, key: Sequence[Any], make: Callable[..., dict[str, Any]], *given: Any) -> None:
+        """Make the row of this key with what is given, unless it is there; one that fails is told and left out."""
         name = ", ".join(map(str, key))
-        if self.has(*key):
+        if self.find(*key) is not None:
             return
         if time.monotonic() > self.end:
             self.late.append(name)
             return
         begin = time.monotonic()
         try:
-            made = self.kept.complete(lambda *own: dict(zip(self.kept.key, own, strict=True)) | make(*own), *key)
+            row = make(*given)
         except MpicompError as error:
             print(f"{name}: failed: {error}", flush=True)
             self.late.append(name)
             return
-        assert made is not None
+        self.add(key, row)
         print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
+
+    def add(self, key: Sequence[Any], row: dict[str, Any]) -> None:
+        """Keep a row."""
+        self.kept.complete(lambda *own: dict(zip(self.kept.key, own, strict=True)) | row, *key)
 
 
 def begin(study: str, arguments: argparse.Namespace, key: Sequence[str]) -> Rows:
@@ -98,71 +121,103 @@ def begin(study: str, arguments: argparse.Namespace, key: Sequence[str]) -> Rows
     return Rows(study, kept_rows.open_rows(study, arguments.rows, key), time.monotonic() + 60 * arguments.limit)
 
 
-def train(
-    arm: Sequence[str],
-    task: str,
-    steps: int,
-    ranks: int,
-    seed: int = 0,
-    network: Network | None = None,
-    lab: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Train, and return what a row has of it.
+def train(arm: Arm, task_name: str, steps: int, ranks: int, seed: int = 0) -> dict[str, Any]:
+    """Train with ranks that are simulated in this process: what is sent and learnt is what it would be among others.
 
     Parameters
     ----------
-    arm : sequence of str
-        Words after ``mpicomp train`` that name the exchange.
-    task : str
+    arm : Arm
+        The exchange.
+    task_name : str
         Of `mpicomp train`, or resnet20.
     steps, ranks, seed : int
         Of the training.
-    network : Network or None
-        Of a lab with a host for each rank; None is one host.
-    lab : sequence of str
-        More words for ``mpicomp lab run``.
 
     Returns
     -------
     dict
-        ``quality`` in the end, ``step_s``, the median step of the slowest rank, and ``compute_s`` of rank 0 in it;
-        ``sent_bytes`` and ``wire_bytes`` of rank 0 in the whole run, ``dense_bytes`` and ``dense_wire_bytes`` of a
-        dense one; ``kept``, the share of elements that was sent, mean over steps; ``curve``, pairs of steps and
-        quality; ``plans``, of every step its seconds, the mean ratio and the collectives.
+        ``quality`` in the end; ``late_bytes`` and ``late_wire_bytes`` of rank 0's buckets in a step, mean over the last
+        third of the steps, ``dense_bytes`` and ``dense_wire_bytes`` of a dense step; ``learned_once_bytes`` that left
+        rank 0 once after the first step; ``kept``, the share of elements that was sent, mean over steps; ``curve``,
+        pairs of steps and quality; ``plans``, of every step its seconds, the share that was sent and the collectives.
+        Seconds are those of all ranks one after the other.
+    """
+    import resnet  # noqa: F401, registers its task
+
+    task = get_task(task_name, seed)
+    model = task.model()
+    parameters = dict(model.named_parameters())
+    updater = Updater(task, task.optimizer(model), steps)
+    world = LocalWorld(ranks)
+    reducers = [
+        mpicomp.Reducer(arm.compressor, arm.collective, arm.policy, comm=end, warmup=arm.warmup)
+        for end in world.transports
+    ]
+    lines: list[dict[str, Any]] = []
+    every = max(1, steps // _LOOKS)
+    for step in range(steps):
+        begin = time.monotonic()
+        gradients = []
+        for rank in range(ranks):
+            model.zero_grad()
+            loss = task.loss(model, task.batch(step, rank, ranks))
+            loss.backward()  # type: ignore[no-untyped-call]
+            own = ((name, parameter.grad) for name, parameter in parameters.items())
+            gradients.append({name: grad.numpy().copy() for name, grad in own if grad is not None})
+        means = world.run([reducer.rounds(own) for reducer, own in zip(reducers, gradients, strict=True)])
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                parameter.grad.numpy()[...] = means[0][name]
+        updater.update()
+        record = reducers[0].last_step
+        assert record is not None
+        line = record.to_json() | {"seconds": time.monotonic() - begin, "quality": None}
+        if (step + 1) % every == 0:
+            line["quality"] = task.evaluate(model, task.glance)
+        lines.append(line)
+    for reducer in reducers:
+        reducer.close()
+    return _row(lines) | {"quality": task.evaluate(model)}
+
+
+def train_in_lab(
+    arm: Arm, task: str, steps: int, network: Network, hosts: int, seed: int = 0, lab: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Train in a lab with a rank on each host, and more words for ``mpicomp lab run``.
+
+    Returns
+    -------
+    dict
+        As of `train`, but ``plans`` have the seconds of rank 0's steps; ``step_s`` is the median step of the slowest
+        rank, ``compute_s`` what rank 0 computes in its median step.
 
     Raises
     ------
     MpicompError
         Where it fails.
     """
-    check_least("train", "steps", steps)
     with tempfile.TemporaryDirectory(prefix="mpicomp-papers-") as folder:
         outcome, lines = Path(folder) / "o.json", Path(folder) / "m.jsonl"
-        words = ["train", "--plugin", PLUGIN, "--task", task, "--seed", str(seed), "--steps", str(steps), *arm]
+        words = ["train", "--plugin", PLUGIN, "--task", task, "--seed", str(seed), "--steps", str(steps), *arm.words]
         words += ["--no-verdict", "--evaluate-every", str(max(1, steps // _LOOKS))]
-        words += ["--json", str(outcome), "--metrics", str(lines)]
-        if network is None:
-            command, more = jobs.on_one_host(ranks, words)
-            log = Path(folder) / "log"
-            if jobs.execute(command, {**os.environ, **more}, log, 1800.0) != 0:
-                raise MpicompError(f"train: {' '.join(arm)}: {jobs.last_words(log)}")
-        else:
-            run_in_lab(ranks, network, words, lab, lambda line: None)
-        return _row(jobs.read_json(outcome), jobs.read_lines(lines))
+        run_in_lab(hosts, network, [*words, "--json", str(outcome), "--metrics", str(lines)], lab, lambda line: None)
+        told = jobs.read_json(outcome)
+        row = _row(jobs.read_lines(lines))
+    row |= {"step_s": told["median_step_s"], "compute_s": told["phases_s"]["compute"]}
+    return row | {"quality": told["quality"]["value"]}
 
 
-def _row(outcome: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _row(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     numel = sum(bucket["numel"] for bucket in lines[0]["buckets"])
+    late = lines[2 * len(lines) // 3 :]
     kept = [_kept(line["buckets"]) / numel for line in lines]
     return {
-        "quality": outcome["quality"]["value"],
-        "step_s": outcome["median_step_s"],
-        "compute_s": outcome["phases_s"]["compute"],
-        "sent_bytes": outcome["sent_bytes"],
-        "wire_bytes": outcome["wire_bytes"],
-        "dense_bytes": outcome["dense_bytes"],
-        "dense_wire_bytes": outcome["dense_wire_bytes"],
-        "once_bytes": outcome["once_bytes"],
+        "late_bytes": fmean(_sum(line, "sent_bytes") for line in late),
+        "late_wire_bytes": fmean(_sum(line, "wire_bytes") for line in late),
+        "learned_once_bytes": sum(line["once_wire_bytes"] for line in lines[1:]),
+        "dense_bytes": 4 * numel,
+        "dense_wire_bytes": lines[0]["dense_wire_bytes"],
+        "steps": len(lines),
         "numel": numel,
         "kept": sum(kept) / len(kept),
         "curve": [(line["step"] + 1, line["quality"]) for line in lines if line["quality"] is not None],
@@ -171,6 +226,10 @@ def _row(outcome: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict
             for line, own in zip(lines, kept, strict=True)
         ],
     }  # fmt: skip
+
+
+def _sum(line: Mapping[str, Any], name: str) -> float:
+    return float(sum(bucket[name] for bucket in line["buckets"]))
 
 
 def _kept(buckets: Sequence[Mapping[str, Any]]) -> float:
@@ -198,17 +257,6 @@ def bandwidth_for(share: float, compute_s: float, numel: int, ranks: int) -> str
     """
     bits = 8 * dense_ring_bytes(numel, ranks)
     return f"{bits / (compute_s * share / (1 - share)) / 1e6:.3g}mbit"
-
-
-def fits(bandwidth: str, most: str = "1gbit") -> bool:
-    """Return whether a lab can have links of this bandwidth.
-
-    Examples
-    --------
-    >>> fits("200mbit"), fits("3e+03mbit")
-    (True, False)
-    """
-    return float(bandwidth.removesuffix("mbit")) * 1e6 <= parse_bandwidth(most)
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], notes: Sequence[str] = ()) -> None:

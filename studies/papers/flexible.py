@@ -232,17 +232,17 @@ SCHEDULES: dict[str, list[tuple[float, float, float]]] = {
     "C2": [(12, _NEAR, 25), (8, 25, 13), (8, _FAR, 1), (8, 25, 13), (14, _NEAR, 25)],
 }
 """Phases: epochs, milliseconds and Gbit/s; what is moderate is not printed, and here between the two."""
-ARMS: dict[str, tuple[str, ...]] = {
+ARMS = {
     "dense": beside.DENSE,
-    "top-k 0.01 by allgather": beside.option({"id": "topk", "ratio": 0.01}, "allgather"),
-    "as published": ("--policy", json.dumps({"id": "flexible", "solver": "nsga2"})),
-    "here": ("--policy", json.dumps({"id": "flexible", "every": 50})),
+    "top-k 0.01 by allgather": beside.Arm({"id": "topk", "ratio": 0.01}, "allgather"),
+    "as published": beside.Arm(policy={"id": "flexible", "solver": "nsga2"}),
+    "here": beside.Arm(policy={"id": "flexible", "every": 50}),
 }
 _PRINTED_TOP1 = {"dense": 90.8, "C1": 89.88, "C2": 90.1}  # ResNet18 on CIFAR100
 _SCALE = 43
 
 
-def scheduled(_: str, schedule: str, __: float, ___: float, arm: str, steps: int, epoch_s: float) -> dict[str, Any]:
+def scheduled(schedule: str, arm: str, steps: int, epoch_s: float) -> dict[str, Any]:
     """Train ResNet-20 in a lab of four hosts whose links change; return the row."""
     with tempfile.TemporaryDirectory(prefix="mpicomp-papers-") as folder:
         path, at_s, lines, phases = Path(folder) / "schedule", 0.0, [], []
@@ -253,7 +253,7 @@ def scheduled(_: str, schedule: str, __: float, ___: float, arm: str, steps: int
         path.write_text("\n".join(lines) + "\n")
         first = lines[0].split()
         network = Network(first[1], first[2])
-        row = beside.train(ARMS[arm], "resnet20", steps, 4, network=network, lab=["--schedule", str(path)])
+        row = beside.train_in_lab(ARMS[arm], "resnet20", steps, network, 4, lab=["--schedule", str(path)])
     passed, ran = 0.0, {name: Counter[str]() for _, name in phases}
     ratios: dict[str, list[float]] = {name: [] for _, name in phases}
     for seconds, kept, collectives in row.pop("plans"):
@@ -378,7 +378,9 @@ def parser() -> argparse.ArgumentParser:
         description="Measure tables II and VI of Flexible Communication in labs, and train on its schedules.",
     )
     parser.add_argument("--hosts", type=int, default=8, metavar="N", help="of the labs of the tables (%(default)s)")
-    parser.add_argument("--scale", type=int, default=20, metavar="X", help="divides lengths and bandwidths (%(default)s)")
+    parser.add_argument(
+        "--scale", type=int, default=20, metavar="X", help="divides lengths and bandwidths (%(default)s)"
+    )
     parser.add_argument("--parts", default="VI,II,schedule", metavar="P[,..]", help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=400, metavar="S", help="of a scheduled training (%(default)s)")
     parser.add_argument("--epoch", type=float, default=2.5, metavar="S", help="seconds of an epoch of it (%(default)s)")
@@ -400,7 +402,7 @@ def run(arguments: argparse.Namespace) -> int:
     only = None if arguments.cells is None else [tuple(key) for key in json.loads(arguments.cells)]
     wanted = [own for own in cells(arguments.scale) if own.table in parts and (only is None or own.key in only)]
     for network in dict.fromkeys(own.network for own in wanted):
-        own = [own for own in wanted if own.network == network and not rows.has(*own.key)]
+        own = [own for own in wanted if own.network == network and rows.find(*own.key) is None]
         if own and time.monotonic() < rows.end:
             print(f"{network}: {len(own)} cells", flush=True)
             _in_lab(arguments.hosts, network, own, rows)
@@ -410,7 +412,7 @@ def run(arguments: argparse.Namespace) -> int:
         for schedule in SCHEDULES:
             for arm in ARMS:
                 key = ("schedule", schedule, 0.0, 0.0, arm)
-                rows.complete(lambda *own: scheduled(*own, arguments.steps, arguments.epoch), *key)
+                rows.complete(key, scheduled, schedule, arm, arguments.steps, arguments.epoch)
     _tables(rows.made, arguments.hosts, arguments.scale)
     _schedules(rows.made)
     beside.late(rows)
@@ -423,7 +425,7 @@ def _in_lab(hosts: int, network: Network, own: Sequence[Cell], rows: beside.Rows
     def watch(line: str) -> None:
         if line.startswith("{"):
             row = json.loads(line)
-            rows.kept.complete(lambda *_: row, *(row[name] for name in _KEY))
+            rows.add([row[name] for name in _KEY], row)
             print(f"  {row['model']} {row['ratio']}: {row['ms']}", flush=True)
 
     words = ["--cells", json.dumps([asdict(cell) for cell in own])]

