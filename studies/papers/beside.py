@@ -1,4 +1,4 @@
-"""The tables of papers beside ours: options, rows that a later run goes on from, trainings, and how tables are printed."""
+"""What the tables of papers share: options, rows that a later run goes on from, trainings, and how they are printed."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +21,7 @@ from mpicomp.bench.tasks import get_task
 from mpicomp.bench.tasks.updating import Updater
 
 import mpicomp
-from mpicomp.errors import ConfigurationError, MpicompError
+from mpicomp.errors import ConfigurationError, MpicompError, UnknownNameError
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.transport import LocalWorld
 
@@ -35,6 +35,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", metavar="F.jsonl", help="append every row to F; what is there is not measured again")
     parser.add_argument("--limit", type=float, default=90.0, metavar="M", help="minutes; what is begun is ended (90)")
     parser.set_defaults(alone=True)
+
+
+def add_arms(parser: argparse.ArgumentParser) -> None:
+    """Declare which of the exchanges are trained with."""
+    parser.add_argument("--arms", metavar="A[;..]", help="exchanges, as the table names them (all)")
+
+
+def read_arms(study: str, text: str | None, known: Iterable[str]) -> list[str]:
+    """Return the exchanges that are named, all where none is."""
+    names = list(known)
+    if text is None:
+        return names
+    asked = [own.strip() for own in text.split(";")]
+    for name in asked:
+        if name not in names:
+            raise UnknownNameError(f"{study}: --arms", name, names)
+    return asked
 
 
 @dataclass(frozen=True)

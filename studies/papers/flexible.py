@@ -175,10 +175,10 @@ def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any
     numel, group = max(1, cell.parameters // cell.scale), transport.group
     dtype = np.dtype(np.float32)
     found: dict[str, list[float]] = {}
-    rounds = {
-        name: [_filled(task, group) for task in bind(compressor.bind([""], [numel]), collective).rounds(numel, dtype, group)]
-        for name, (compressor, collective) in _plans(cell).items()
-    }  # fmt: skip
+    rounds = {}
+    for name, (compressor, collective) in _plans(cell).items():
+        scheme = bind(compressor.bind([""], [numel]), collective)
+        rounds[name] = [_filled(task, group) for task in scheme.rounds(numel, dtype, group)]
     begin = time.monotonic()
     for turn in range(_TURNS[1] + 1):
         for name, tasks in rounds.items():
@@ -270,8 +270,8 @@ def _tables(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> None:
     places = {cell.key: cell for cell in cells(scale)}
     two, six, crossings = [], [], []
     notes = [
-        f"here: {hosts} hosts of a lab; elements and bandwidth are {scale} times fewer (1e9: {10 * scale} times), latency "
-        "is the paper's, so every term of the cost is what it is at full size",
+        f"here: {hosts} hosts of a lab; elements and bandwidth are {scale} times fewer (1e9: {10 * scale} times), "
+        "latency is the paper's, so every term of the cost is what it is at full size",
         "tree: recursive doubling here, log2(N) rounds of everything; the paper's tree makes twice as many",
         "milliseconds of communication alone; * is the fastest of a row's three",
     ]
@@ -300,22 +300,20 @@ def _tables(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> None:
         six.append({
             "model": cell.model, "network": network, "ratio": cell.ratio,
             "paper: AG, ring, tree": "" if paper is None else _three(paper), "formula": _three(formula),
-            "here: AG, ring, tree": _three(here), "same best": _short(min(here, key=lambda own: here[own])) == _short(rule),
+            "here: AG, ring, tree": _three(here), "same best": "yes" if here[rule] == min(here.values()) else "no",
             "rule costs": here[rule] / min(here.values()), **{name: ms[name] for name in _OTHERS},
         })  # fmt: skip
     columns = {
-        "model": "", "network": "", "ratio": "g", "paper: AG, ring, tree": "", "formula": "", "here: AG, ring, tree": "",
-        "same best": "", "rule costs": ".2f", **dict.fromkeys(_OTHERS, ".4g"),
+        "model": "", "network": "", "ratio": "g", "paper: AG, ring, tree": "", "formula": "",
+        "here: AG, ring, tree": "", "same best": "", "rule costs": ".2f", **dict.fromkeys(_OTHERS, ".4g"),
     }  # fmt: skip
-    for row in six:
-        row["same best"] = "yes" if row["same best"] else "no"
     beside.show("Table VI: milliseconds of communication", six, columns, [
         *notes, "rule costs: time of what the formulas say is best over the fastest of the three",
         "var-topk:ring has indices of 32 bits too; star-topk (the library's sum) and allgather coded send them coded",
     ])  # fmt: skip
     beside.show("Table II: milliseconds; the paper's have selection in them", two, {
-        "parameters": "", "network": "", "what": "", "paper": ".4g", "formula": ".4g", "here": ".4g", "selection": ".3g",
-        "other": "",
+        "parameters": "", "network": "", "what": "", "paper": ".4g", "formula": ".4g", "here": ".4g",
+        "selection": ".3g", "other": "",
     }, [notes[0], "other: the fastest dense collective here"])  # fmt: skip
     for model in MODELS:
         for gbps in (10.0, 1.0):
@@ -344,10 +342,6 @@ def _tables(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> None:
 def _three(ms: Mapping[str, float]) -> str:
     best = min(ms.values())
     return ", ".join(f"{ms[name]:.4g}{'*' * (ms[name] == best)}" for name in PUBLISHED)
-
-
-def _short(name: str) -> str:
-    return name.partition(":")[2] or name
 
 
 def _schedules(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from mpicomp.bench.measure.networks import Network, check_lab
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
-from mpicomp.compressors import Sparsifier, get_compressor
+from mpicomp.compressors import get_compressor
 from mpicomp.policies.surveys import SpectrumSurvey
 
 _STUDY = "gravac"
@@ -165,11 +165,11 @@ def _tables(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
         "task": "", "exchange": "", "paper": "", "quality": ".4f", "paper's speed-up": ".3g", "speed-up": ".2f",
         "over dense": ".2f", "paper's fewer": ".3g", "fewer": ".3g", "ratios": "", "dense steps": "d",
     }, [
-        "paper: ResNet-101 on CIFAR10, VGG-16 on CIFAR100 (top-5), LSTM on PTB (perplexity), 32 V100; here resnet20 on "
-        "5,000 images of MNIST, vgg on digits (accuracy) and text-lstm (nats a token)",
-        f"here: {ranks} hosts of a lab at {', '.join(sorted(map(str, bandwidths)))}, where top-k 1000x would be {_RATIO} times "
-        "as fast as 10x if its messages were all that there is beside computing, as the paper's is",
-        "speed-up: of seconds of as many steps; of what does not look at the network, quality is of ranks in one process",
+        "paper: ResNet-101 on CIFAR10, VGG-16 on CIFAR100 (top-5), LSTM on PTB (perplexity), 32 V100; here resnet20 "
+        "on 5,000 images of MNIST, vgg on digits (accuracy) and text-lstm (nats a token)",
+        f"here: {ranks} hosts of a lab at {', '.join(sorted(map(str, bandwidths)))}, where top-k 1000x would be "
+        f"{_RATIO} times as fast as 10x if its messages were all that there is beside computing, as the paper's is",
+        "speed-up: of seconds of as many steps; quality of what does not look at the network: of ranks in one process",
         "ratios: mean of each third of the training; windows are a 32nd of it",
     ])  # fmt: skip
     three = []
@@ -186,13 +186,13 @@ def _tables(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
         "model": "", "compressor": "", "twice": ".1f", "levels": ".1f", "paper": ".2f", "speed-up": ".2f",
         "spectrum": ".2f", "with spectrum": ".2f",
     }, [
-        f"elements are {_SCALE} times fewer than the paper's models have, as one array; the paper: layer by layer, on a V100",
+        f"elements are {_SCALE} times fewer than in the paper's models, one array; the paper: by layers, on a V100",
         "spectrum: what GraVAC measures here in place of the second compression, at one step in four",
     ])  # fmt: skip
     beside.show("Table 4: Accordion over GraVAC", four, {
-        "task": "", "exchange": "", "paper's fewer": ".3g", "fewer": ".3g", "paper's speed-up": ".2f", "speed-up": ".2f",
-        "quality": ".4f", "Accordion's": ".4f",
-    }, ["the paper's Accordion has PowerSGD of rank 1 and 4, ours DGC at 0.01 and 0.1: it chooses ratios alone"])  # fmt: skip
+        "task": "", "exchange": "", "paper's fewer": ".3g", "fewer": ".3g", "paper's speed-up": ".2f",
+        "speed-up": ".2f", "quality": ".4f", "Accordion's": ".4f",
+    }, ["Accordion: PowerSGD of rank 1 and 4 in the paper, DGC at 0.01 and 0.1 here"])  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -205,6 +205,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=320, metavar="S", help="of a training (%(default)s)")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="and hosts (%(default)s)")
     parser.add_argument("--models", default=",".join(NUMELS), metavar="M[,..]", help="of table 3 (%(default)s)")
+    beside.add_arms(parser)
     beside.add_arguments(parser)
     return parser
 
@@ -213,6 +214,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure what is not there yet, and print the tables."""
     check_least(_STUDY, "--steps", arguments.steps, _TIMED)
     ranks, steps = check_least(_STUDY, "--ranks", arguments.ranks, 2), arguments.steps
+    names = beside.read_arms(_STUDY, arguments.arms, arms(steps))
     rows = beside.begin(_STUDY, arguments, _KEY)
     for model in read_list(arguments.models):
         for name in _STATIC:
@@ -226,10 +228,10 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         bits = 8 * probe["late_wire_bytes"]
         bandwidth = f"{bits / ((_RATIO - 1) * probe['compute_s']) / 1e6:.3g}mbit"
-        for arm in arms(steps):
+        for arm in names:
             if not arm.startswith("GraVAC"):
                 rows.complete(("step", task, arm), time_steps, task, arm, ranks, steps, bandwidth)
-        for arm in arms(steps):
+        for arm in names:
             rows.complete(("train", task, arm), train, task, arm, ranks, steps, bandwidth)
     _tables(rows.made, ranks)
     beside.late(rows)

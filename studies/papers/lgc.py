@@ -1,4 +1,4 @@
-"""Bytes and quality of LGC at a ratio of 0.001 with 2 to 8 ranks, its phases ablated: ``python studies/papers/lgc.py``."""
+"""Bytes and quality of LGC at 0.001 with 2 to 8 ranks, its phases ablated: ``python studies/papers/lgc.py``."""
 
 import argparse
 import sys
@@ -105,10 +105,10 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> None:
         "task": "", "ranks": "d", "exchange": "", "paper": ".2f", "quality": ".4f", "of dense": "+.4f",
         "paper's fewer": ".4g", "fewer": ".0f", "of top-k": ".2f", "wire": ".2f", "once": ".2f",
     }, [
-        "paper: ResNet-50 (2) and ResNet-101 (4) on CIFAR10, ResNet-50 on ImageNet (8); here resnet20 on 5,000 images of "
-        "MNIST, where a code stands for some 270 values",
-        "fewer: bytes of dense over those that rank 0 hands to the transport in a step, in the last third of the steps, when "
-        "codes travel; of top-k: over those of top-k. The paper does not count what a server sends back",
+        "paper: ResNet-50 (2) and ResNet-101 (4) on CIFAR10, ResNet-50 on ImageNet (8); here resnet20 on 5,000 images "
+        "of MNIST, where a code stands for some 270 values",
+        "fewer: bytes of dense over those that rank 0 hands to the transport in a step, in the last third of them, "
+        "when codes travel; of top-k: over those of top-k. The paper does not count what a server sends back",
         "wire: KB that leave rank 0 in such a step; once: MB that leave it once",
     ])  # fmt: skip
 
@@ -123,6 +123,7 @@ def parser() -> argparse.ArgumentParser:
         "--ranks", default="4,2,8", metavar="N[,..]", help="(%(default)s); phases are ablated with the first"
     )
     parser.add_argument("--steps", type=int, default=240, metavar="S", help="of a training (%(default)s)")
+    beside.add_arms(parser)
     beside.add_arguments(parser)
     return parser
 
@@ -130,10 +131,11 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Train what is not there yet, and print the table."""
     steps = check_least(_STUDY, "--steps", arguments.steps, 18)
+    names = beside.read_arms(_STUDY, arguments.arms, [*arms(steps), *ablations(steps)])
     rows = beside.begin(_STUDY, arguments, _KEY)
     for task in read_list(arguments.tasks):
         for place, ranks in enumerate(map(int, read_list(arguments.ranks))):
-            for arm in [*arms(steps), *(ablations(steps) if place == 0 else ())]:
+            for arm in [own for own in names if place == 0 or own in arms(steps)]:
                 rows.complete((task, ranks, arm), train, task, ranks, arm, steps)
     _tables(rows.made)
     beside.late(rows)

@@ -70,11 +70,11 @@ def _tables(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
         "task": "", "family": "", "arm": "", "quality": ".4f", "KB": ".1f", "of dense": ".1f", "uniform over": ".2f",
         "equal": "",
     }, [
-        "the paper: up to 5 times fewer bytes than uniform with full accuracy; figures for each model were not to be had",
+        "the paper: up to 5 times fewer bytes than uniform with full accuracy; figures of models were not to be had",
         f"here: {ranks} ranks, mean over seeds; bytes are of the last third of the steps",
-        "uniform over: bytes of the uniform setting over these; equal: within 0.01 of dense's accuracy, or 1 % of its loss",
-        "as published: settings from half to twice the uniform one, alpha of 1; here: from an eighth to eight times for "
-        "top-k; uniform: the same setting for each layer, which top-k selects from by itself",
+        "uniform over: bytes of the uniform setting over these; equal: within 0.01 of dense in accuracy, 1 % in loss",
+        "as published: settings from half to twice the uniform one, alpha of 1; here: from an eighth to eight times "
+        "for top-k; uniform: the same setting for each layer, which top-k selects from by itself",
     ])  # fmt: skip
 
 
@@ -85,10 +85,10 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tasks", default="resnet20", metavar="T[,..]", help="(%(default)s)")
     parser.add_argument("--families", default=",".join(FAMILIES), metavar="F[,..]", help="(%(default)s)")
-    parser.add_argument("--arms", metavar="A[;..]", help="(all)")
     parser.add_argument("--seeds", default="0", metavar="K[,..]", help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=160, metavar="S", help="of a training (%(default)s)")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="(%(default)s)")
+    beside.add_arms(parser)
     beside.add_arguments(parser)
     return parser
 
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train what is not there yet, and print the table."""
     steps, ranks = check_least(_STUDY, "--steps", arguments.steps, 24), check_least(_STUDY, "--ranks", arguments.ranks)
     rows = beside.begin(_STUDY, arguments, _KEY)
-    names = list(arms(steps)) if arguments.arms is None else [own.strip() for own in arguments.arms.split(";")]
+    names = beside.read_arms(_STUDY, arguments.arms, arms(steps))
     for seed in map(int, read_list(arguments.seeds)):
         for task in read_list(arguments.tasks):
             for family in ("dense", *read_list(arguments.families)):

@@ -129,7 +129,7 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> None:
         "published, here: seconds of this arm over those of SIDCo in each form; paper: its largest such speed-up",
         f"bandwidth: dense spends {_SHARE:.0%} of a step in communication, as the paper's LSTM on PTB; ratio 0.01, "
         "where the paper's largest is at 0.001, at which these few steps learn nothing",
-        "steps from trainings without a network, seconds of a step from a lab; the paper: 8 V100, top-k and DGC on the GPU",
+        "steps from trainings without a network, seconds of a step from a lab; the paper: 8 V100, all on GPUs",
     ])  # fmt: skip
 
 

@@ -44,6 +44,7 @@ HOMES = {
         "bench/resuming.py",
         "bench/tasks/",
         "studies/checks.py",
+        "studies/papers/resnet.py",
         "studies/updates.py",
     ),
     "matplotlib": ("bench/report/", "bench/simulate/picture.py", "studies/pictures.py"),
@@ -63,7 +64,7 @@ def module_of(path):
 
 def imported(path):
     """Yield what a file imports; scripts of studies import each other by their bare names."""
-    studies = {script.stem for script in (ROOT / "studies").glob("*.py")}
+    studies = {script.stem for script in (ROOT / "studies").rglob("*.py")}
     for name in _imported(path):
         yield f"studies.{name}" if name.partition(".")[0] in studies else name
 

