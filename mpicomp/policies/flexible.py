@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +25,7 @@ from mpicomp.policies.ratio_levels import (
     lost_share,
 )
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
+from mpicomp.published import published
 from mpicomp.registry import register
 from mpicomp.rounds import Asked, Group
 from mpicomp.transport.base import Transport
@@ -46,6 +47,7 @@ class Option:
 
 
 @register
+@published(solver="nsga2", every=None)
 @dataclass(eq=False)
 class Flexible(Policy):
     """Chooses a ratio, and allgather, star-topk, var-topk or dense, by seconds and by gain.
@@ -72,6 +74,8 @@ class Flexible(Policy):
 
     Where nothing can be measured, seconds are those of a network of 1 Gbit/s.
 
+    With ``published`` all of this is as the paper has it: see `mpicomp.policies.flexible_search.FlexibleSearch`.
+
     Parameters
     ----------
     least, most : float
@@ -83,11 +87,16 @@ class Flexible(Policy):
         objective was brought to 0 for the best and 1 for the worst of those that are not beaten.
     gain_threshold : float
         Relative change of the gain after which it is measured again, above 0.
-    every : int
-        Steps after which it is in any case.
+    every : int or None
+        Steps after which it is in any case; None never does so.
     solver : {"exact", "nsga2"}
         ``"exact"`` looks at every option. ``"nsga2"`` lets NSGA-II search ratios and kinds, with objectives between two
         ratios interpolated, and takes the nearest options; it needs pymoo (``pip install 'mpicomp[nsga]'``).
+    ramp : int
+        Steps in which the ratio falls from 1 to ``most``, all by the same amount, before anything is measured; in the
+        paper's code five epochs.
+    published : bool
+        True is the paper's search; settings not given have its values, see `as_published`.
     """
 
     id: ClassVar[str] = "flexible"
@@ -102,8 +111,20 @@ class Flexible(Policy):
     factor: float = 3.0
     choice: str = "weighted"
     gain_threshold: float = 0.1
-    every: int = 500
+    every: int | None = 500
     solver: str = "exact"
+    ramp: int = 0
+    published: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Become the one of two searches, with the same settings, that ``published`` names."""
+        from mpicomp.policies.flexible_search import FlexibleSearch  # derives from this class
+
+        if self.published is True and not isinstance(self, FlexibleSearch):
+            self.__class__ = FlexibleSearch
+        elif self.published is not True and type(self) is FlexibleSearch:
+            self.__class__ = Flexible
+        super().__post_init__()
 
     def check(self) -> None:
         """See `Policy.check`."""
@@ -115,7 +136,10 @@ class Flexible(Policy):
                 raise ConfigurationError(f"{self.id}: {name} must be above {bound}, got {value!r}")
         check_choice(self.id, "choice", self.choice, ("weighted", "knee"))
         check_choice(self.id, "solver", self.solver, ("exact", "nsga2"))
-        check_least(self.id, "every", self.every)
+        if self.every is not None:
+            check_least(self.id, "every", self.every)
+        check_least(self.id, "ramp", self.ramp, 0)
+        check_choice(self.id, "published", self.published, (False, True))
 
     def adopt(self, named: Named) -> None:
         """See `Policy.adopt`. Where no compressor was named it is top-k."""
@@ -140,6 +164,7 @@ class Flexible(Policy):
         self._awaited: int | None = None  # the step that was, until ranks have heard of it
         self._since = 0  # steps since gains were new
         self._window = _WINDOW
+        self._ramped = 0  # steps of the ramp that were made
         self._ran, self._gain = 0, 0.0  # steps of the current option, and its gain in the last of them
         self._reference: float | None = None  # its gain when gains were new
         first = "dense" if self._pinned is None else "the largest ratio"
@@ -157,7 +182,7 @@ class Flexible(Policy):
 
     def survey(self, bucket: int) -> Survey | None:
         """See `Policy.survey`: spectra, where gains are to be measured."""
-        return self._survey if self._asking else None
+        return self._survey if self._asking and not self._ramping else None
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`. Gains are measured anew."""
@@ -181,20 +206,21 @@ class Flexible(Policy):
 
     def plan(self, bucket: int) -> Plan:
         """See `Policy.plan`."""
+        if self._ramping:
+            return self._plan_of_ramp(bucket)
         first = max(self._options, key=lambda option: option.ratio)
         return self._selector.plan(bucket, self._rows[bucket][self._current or first], self._reason)
 
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
         """See `Policy.deliver`: what is gained."""
+        if self._ramping:
+            self._ramped += 1
+            return
         self._since += 1
         if self._asking:
             self._asking, self._awaited = False, step
-        energy = sum(own.energy for own in delivered)
-        if self._current is not None and 0 < energy < math.inf:
-            gain = sum(own.energy * own.gain for own in delivered) / energy
-            self._ran += 1
-            self._gain += (gain - self._gain) / min(self._ran, self._window)
-        if self._awaited is None and (self._since >= self.every or self._changed()):
+        self._follow_gain(delivered)
+        if self._awaited is None and (self._since >= (self.every or math.inf) or self._changed()):
             self._asking = True
 
     def learn(self, told: StepReport) -> None:
@@ -219,7 +245,7 @@ class Flexible(Policy):
         """See `Policy.state_dict`."""
         seen = [[option.ratio, option.kind, share] for option, share in self._seen.items()]
         current = None if self._current is None else [self._current.ratio, self._current.kind]
-        return {"current": current, "seen": seen}
+        return {"current": current, "seen": seen, "ramped": self._ramped}
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         """See `Policy.load_state_dict`: what was chosen runs on until gradients have been looked at."""
@@ -229,6 +255,7 @@ class Flexible(Policy):
         if self._options and self._current not in self._options:
             self._current = None
         self._seen = {Option(float(ratio), str(kind)): float(share) for ratio, kind, share in state.get("seen", [])}
+        self._ramped = int(state.get("ramped", self.ramp))  # a run that had no ramp has none after it is resumed
         self._reason = "as before the restart until gradients have been looked at"
         self._asking = True
         self._renew()
@@ -254,6 +281,24 @@ class Flexible(Policy):
         """The option that is chosen; None before the first choice."""
         return self._current
 
+    @property
+    def _ramping(self) -> bool:
+        return self._ramped < self.ramp
+
+    def _plan_of_ramp(self, bucket: int) -> Plan:
+        """Return a plan of a ratio above those that are chosen, by the collective of the largest one of these.
+
+        Its seconds are not learnt from: they would count for that one.
+        """
+        ratio = 1 + (self.most - 1) * self._ramped / self.ramp
+        option = self._option_of_ramp(ratio)
+        reason = f"ratio {ratio:.4g}, step {self._ramped} of the ramp"
+        rows, own = self._rows[bucket][option], at_ratio(self.compressor, ratio)
+        return replace(self._selector.plan(bucket, rows, reason, own), settled=False, prediction=None)
+
+    def _option_of_ramp(self, ratio: float) -> Option:
+        return next(option for option in self._options if option.ratio == self._ratios[-1])
+
     def _ladder(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
         levels: list[tuple[Compressor, Sequence[str]]] = []
         for ratio in self._ratios:
@@ -271,9 +316,19 @@ class Flexible(Policy):
         for row, (level, scheme) in enumerate(zip(table.levels.tolist(), table.schemes, strict=True)):
             option = Option(1.0, "dense")
             if level < len(self._ratios):
-                option = Option(self._ratios[level], scheme.id.partition(":")[0])
+                option = Option(self._ratios[level], self._kind_of(scheme.id))
             found.setdefault(option, []).append(row)
         return {option: np.array(own) for option, own in found.items()}
+
+    def _kind_of(self, collective: str) -> str:
+        return collective.partition(":")[0]
+
+    def _follow_gain(self, delivered: Sequence[Delivered]) -> None:
+        energy = sum(own.energy for own in delivered)
+        if self._current is not None and 0 < energy < math.inf:
+            gain = sum(own.energy * own.gain for own in delivered) / energy
+            self._ran += 1
+            self._gain += (gain - self._gain) / min(self._ran, self._window)
 
     def _renew(self) -> None:
         """Drop the gains seen of the option that ran."""

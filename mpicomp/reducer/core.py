@@ -80,6 +80,8 @@ class Core:
         Whether all ranks know that some rank was asked to stop.
     number : int
         Tells reducers of this process apart.
+    owed : str or None
+        What `mpicomp.Reducer.applied` is to do before the next step; see `mpicomp.policies.Policy.rewind`.
     """
 
     settings: dict[str, Any]
@@ -103,6 +105,7 @@ class Core:
     lost: list[int] = field(default_factory=list)
     stop: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
+    owed: str | None = None
 
     def expect(self, gradients: Mapping[str, Any]) -> None:
         """Begin to take gradients to where they are exchanged, in the thread that made them; nothing waits."""

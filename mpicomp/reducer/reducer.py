@@ -20,6 +20,7 @@ from mpicomp.reducer.core import Core, Loaded
 from mpicomp.reducer.layout import LARGE_BUCKET, Layout
 from mpicomp.reducer.pace import Pace
 from mpicomp.reducer.record import StepRecord, Value
+from mpicomp.reducer.rewinding import Rewinding, check_rewinds
 from mpicomp.reducer.step import AGREED, Rounds, Step
 from mpicomp.reducer.stream import Stream
 from mpicomp.reducer.survivors import common_state, leave_the_dead
@@ -66,7 +67,8 @@ class Reducer:
     bucket_bytes : int or None
         Arrays are exchanged in flat buckets of about this size, in the order in which they are first passed. None lets
         the joint choice cut them by what it predicts of the network, for exchanges that begin before all arrays are
-        there; other policies take 32 MiB.
+        there; other policies take 32 MiB. Policies that work with one bucket for everything, or with one for each
+        array, make those whatever is named.
     seed : int
         For schemes that draw random numbers; the same on all ranks.
     threads : int
@@ -101,6 +103,9 @@ class Reducer:
     on_shrink : callable, optional
         Called on each rank that is left, before the step is made again, with the list of those that died, by their
         numbers in the whole job, and the number of those that are left: a script may share out their data.
+    checkpoint, restore : callable, optional
+        For policies that make steps for a trial: ``checkpoint()`` returns a copy of this rank's parameters and of its
+        optimizer's state, and ``restore(copy)`` puts them back, maybe several times. Both are called in `applied`.
 
     Raises
     ------
@@ -142,6 +147,8 @@ class Reducer:
         local_steps: Sequence[int] = (1,),
         on_failure: str = "abort",
         on_shrink: Callable[[list[int], int], None] | None = None,
+        checkpoint: Callable[[], Any] | None = None,
+        restore: Callable[[Any], None] | None = None,
     ) -> None:
         self._closed = False
         self._owned = not isinstance(comm, Transport)
@@ -170,6 +177,8 @@ class Reducer:
                     f"reducer: how many steps ranks make between exchanges is chosen by policy='auto', got policy="
                     f"'{chosen.id}'; name one number of steps"
                 )
+            if chosen.rewinds:
+                check_rewinds(chosen.id, checkpoint, restore, survives)
             named = Named(own, collective, feedback, cost, normalises, local_steps)
             before = choose_warmup(warmup, named.compressor, collective, policy, feedback)
             runs = WarmUp(chosen, before) if before else chosen
@@ -181,7 +190,8 @@ class Reducer:
                 "feedback": chosen.feedback,
                 "warmup": before,
                 "nonfinite": nonfinite,
-                "bucket_bytes": None if bucket_bytes is None else _whole("bucket_bytes", bucket_bytes, 1),
+                "bucket_bytes": runs.bucket_bytes
+                or (None if bucket_bytes is None else _whole("bucket_bytes", bucket_bytes, 1)),
                 "seed": _whole("seed", seed),
                 "normalises": bool(normalises),
                 "local_steps": list(local_steps),
@@ -203,6 +213,7 @@ class Reducer:
 
         self._make = make
         self._on_shrink = on_shrink
+        self._rewinding = Rewinding(checkpoint, restore)
         self._generation = transport.generation
         self._past: list[Core] = []  # whose arrays MPI may still know, of ranks that have died
         try:
@@ -407,6 +418,14 @@ class Reducer:
             return None
         return Stream(self._core, thread, scale, beside)
 
+    def applied(self) -> None:
+        """Note that parameters have taken the last step, for policies that make steps for a trial. Not collective.
+
+        These have parameters and residuals copied or put back here, the same on all ranks, and `reduce` raises where it
+        was not called. For all other policies it does nothing. `mpicomp.torch.DistributedOptimizer` calls it.
+        """
+        self._rewinding.follow(self._core)
+
     def residual(self, name: str) -> NDArray[np.floating]:
         """Return a copy of the residual of an array, shaped like it.
 
@@ -456,6 +475,7 @@ class Reducer:
         cost = None if state.get("cost") is None else CostModel.from_json(state["cost"])
         self._core.layout.load(state)
         self._core.loaded = Loaded(step, state.get("policy", {}), cost)
+        self._core.owed = None
 
     def close(self) -> None:
         """Release its MPI resources. It waits for no other rank, and a second call does nothing."""

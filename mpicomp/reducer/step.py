@@ -112,6 +112,11 @@ class Step:
             self._record.lr = _number("lr", lr)
         except MpicompError as error:
             self._unread = error
+        if self._core.owed is not None:
+            self._unread = ConfigurationError(
+                f"reduce: policy '{self._core.policy.id}' makes steps for a trial and has yet to put parameters back; "
+                "call reducer.applied() each time the means have been applied"
+            )
         self._look(gradients, absent)
         known = layout.knows(self._members)
         known = known and (self._beside.idle or all(name in layout.conditional for name in absent))
@@ -184,7 +189,7 @@ class Step:
         record.choosing_s += time.perf_counter() - begin
         if self._damaged is not None:  # in the last message: nothing has followed that could tell the others
             self.forget()
-            core.suspect = True
+            core.suspect, core.owed = True, None
             raise MessageError(
                 f"{self._damaged} (on rank {group.rank}); nothing was applied on this rank, and at the next step all "
                 "ranks compare whether that is so on all of them"
@@ -215,6 +220,7 @@ class Step:
         finite = not any(done.result.nonfinite for done in self._done)
         if finite and not record.skipped:
             core.policy.deliver(record.step, delivered)
+            core.owed = core.policy.rewind
         yield from core.telemetry.receive(core.policy)
         if self._done and (core.policy.listens or surveys):
             times = np.array([(done.start, done.end, done.own_s, done.ready) for done in self._done])
