@@ -1,0 +1,74 @@
+"""Steps for a trial under the optimizer: parameters, Adam's state and residuals come back, the schedule goes on."""
+
+import copy
+
+import numpy as np
+import pytest
+from marks import slow
+
+import mpicomp
+from mpicomp.errors import ConfigurationError
+
+torch = pytest.importorskip("torch")
+
+from replicas import assert_replicas, distribute, network, square  # noqa: E402
+
+torch.set_num_threads(1)
+
+SEARCH = {"id": "flexible", "published": True, "solver": "exact"}
+
+
+def state_of(model, optimizer):
+    """Copies of all that a trial changes, flat."""
+    parameters = [own.detach().clone() for own in model.parameters()]
+    moments = [copy.deepcopy(optimizer.state[own]) for own in model.parameters()]
+    residuals = [optimizer.reducer.residual(name) for name, _ in model.named_parameters()]
+    return parameters, moments, residuals
+
+
+def same(first, second):
+    (parameters, moments, residuals), (others, other_moments, other_residuals) = first, second
+    pairs = [*zip(parameters, others, strict=True)]
+    for own, other in zip(moments, other_moments, strict=True):
+        assert own.keys() == other.keys()
+        pairs += [(own[key], other[key]) for key in own]
+    assert len(pairs) > len(parameters) > 0
+    return all(torch.equal(*pair) for pair in pairs) and all(
+        np.array_equal(*pair) for pair in zip(residuals, other_residuals, strict=True)
+    )
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.parametrize("overlap", [True, slow(False)])
+def test_what_a_trial_changes_comes_back(comm, overlap):
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer = mpicomp.torch.DistributedOptimizer(
+        optimizer, model.named_parameters(), policy=SEARCH, comm=comm, overlap=overlap
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    kept = None
+    for step in range(55):
+        optimizer.zero_grad()
+        square(model, step, comm.rank).backward()
+        optimizer.step()
+        schedule.step()
+        assert_replicas(model, comm)
+        now = state_of(model, optimizer)
+        if step == 0:
+            kept = now
+        elif step in (10, 20, 30, 40, 50):
+            assert same(now, kept)
+        else:
+            assert not same(now, kept)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.99 ** (step + 1))
+    assert "that nothing beats" in optimizer.reducer.last_step.buckets[0].reason
+    optimizer.close()
+
+
+@pytest.mark.mpi(max_size=2)
+def test_it_cannot_join(comm):
+    optimizer = distribute(network(), comm, policy=SEARCH, compressor=None, collective="auto")
+    with pytest.raises(ConfigurationError, match=r"join: policy 'flexible' makes steps for a trial"), optimizer.join():
+        pass
+    optimizer.close()
