@@ -123,7 +123,7 @@ class Flexible(Policy):
         if self.published is True and not isinstance(self, FlexibleSearch):
             self.__class__ = FlexibleSearch
         elif self.published is not True and type(self) is FlexibleSearch:
-            self.__class__ = Flexible
+            self.__class__ = Flexible  # type: ignore[assignment]  # mypy takes the first one for the type
         super().__post_init__()
 
     def check(self) -> None:

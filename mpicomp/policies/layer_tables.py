@@ -16,7 +16,7 @@ from mpicomp.compressors.message import message_bytes
 from mpicomp.compressors.packing import packers
 from mpicomp.policies.policy import Shape
 from mpicomp.policies.ratio_levels import ladder
-from mpicomp.policies.surveys import BitsSurvey, RankSurvey, Spectra, SpectrumSurvey, Survey
+from mpicomp.policies.surveys import BitsSurvey, Both, RankSurvey, Spectra, SpectrumSurvey, Survey, TailSurvey
 
 Column = NDArray[Any]
 """Settings of one layer, ascending: ratios, ranks or bits."""
@@ -72,7 +72,7 @@ class Table(ABC):
         """Return a compressor for this bucket with these settings, and its own for the rest."""
 
 
-def table_for(compressor: Compressor, shape: Shape, span: float) -> Table:
+def table_for(compressor: Compressor, shape: Shape, span: float, whole: bool = False) -> Table:
     """Return the table of a bucket.
 
     Parameters
@@ -86,10 +86,35 @@ def table_for(compressor: Compressor, shape: Shape, span: float) -> Table:
         The bucket.
     span : float
         Factor by which the candidates go below and above the uniform setting.
+    whole : bool
+        Whether surveys of selections and bits look at all elements, and errors of selections are exact.
     """
     assert compressor.layer_setting is not None
-    made: Table = _TABLES[compressor.layer_setting](compressor, shape, span)
+    made: Table
+    if compressor.layer_setting == "ratio" and whole:
+        made = _WholeSelections(compressor, shape, span)
+    elif compressor.layer_setting == "rank":
+        made = _Matrices(compressor, shape, span)
+    elif compressor.layer_setting == "bits":
+        made = _Quantised(compressor, shape, span, 1 if whole else _STRIDE)
+    else:
+        made = _Selections(compressor, shape, span)
     return made
+
+
+def mixed_table(compressors: Sequence[Compressor], tables: Sequence[Table], shape: Shape) -> Table:
+    """Return the table of a bucket with one layer, which any of several compressors may send at any of its settings.
+
+    Parameters
+    ----------
+    compressors : sequence of Compressor
+        One for each family, with its uniform setting; that of the first one bounds errors and sizes.
+    tables : sequence of Table
+        The layer's table for each.
+    shape : Shape
+        The bucket.
+    """
+    return _Mixed(compressors, tables, shape)
 
 
 class _Selections(Table):
@@ -99,7 +124,7 @@ class _Selections(Table):
         self._shape = shape
         self._ratios = np.array(ladder(compressor.ratio / span, min(1.0, compressor.ratio * span)))
         self._sizes = np.array(shape.sizes)
-        self.survey = SpectrumSurvey(_STRIDE)
+        self.survey: Survey | None = SpectrumSurvey(_STRIDE)
         self._mean: Spectra | None = None
         self._count = 0
         self._known: Spectra | None = None
@@ -150,6 +175,38 @@ class _Selections(Table):
     def _message(self, count: int, base: Any) -> float:
         numel = self._shape.numel
         return message_bytes(count, numel, self._shape.dtype, base.wire_for(count, numel))
+
+
+class _WholeSelections(_Selections):
+    """Ratios, with errors from all elements at the candidates; at other ratios they are interpolated."""
+
+    def __init__(self, compressor: Any, shape: Shape, span: float) -> None:
+        super().__init__(compressor, shape, span)
+        ratios = sorted({*self._ratios.tolist(), compressor.ratio})
+        self._kept = [np.unique([kept(ratio, size) for ratio in ratios]) for size in shape.sizes]
+        self._tails = TailSurvey(self._kept)
+        self.survey = self._tails
+        self._taken: list[list[NDArray[np.float64]]] = []
+        self._lost: list[NDArray[np.float64]] | None = None
+
+    @property
+    def known(self) -> bool:
+        return self._lost is not None
+
+    def take(self, told: NDArray[np.float32]) -> None:
+        lost = self._tails.lost(told)
+        if all(np.isfinite(own).all() for own in lost):
+            self._taken.append(lost)
+
+    def renew(self) -> None:
+        if self._taken:
+            self._lost = [np.mean(own, axis=0) for own in zip(*self._taken, strict=True)]
+            self._taken = []
+
+    def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
+        assert self._lost is not None
+        parts = zip(self._counts(settings), self._kept, self._lost, strict=True)
+        return [np.sqrt(np.interp(counts, known, lost)) for counts, known, lost in parts]
 
 
 class _Matrices(Table):
@@ -220,13 +277,13 @@ class _Matrices(Table):
 class _Quantised(Table):
     """Bits: of every layer, whatever its size."""
 
-    def __init__(self, compressor: Any, shape: Shape, span: float) -> None:
+    def __init__(self, compressor: Any, shape: Shape, span: float, stride: int) -> None:
         self._shape = shape
         least = max(compressor.least_bits, math.floor(compressor.bits / span))
         asked = range(least, min(MOST_BITS, math.ceil(compressor.bits * span)) + 1)
         # Where residuals shrink at the uniform bits they are to do so at all.
         self._bits = [own for own in asked if compressor.at_bits(own).contractive or not compressor.contractive]
-        self._survey = BitsSurvey([compressor.at_bits(own) for own in self._bits], compressor.bucket, _STRIDE)
+        self._survey = BitsSurvey([compressor.at_bits(own) for own in self._bits], compressor.bucket, stride)
         self.survey = self._survey
         self._taken: list[NDArray[np.float64]] = []
         self._lost: NDArray[np.float64] | None = None
@@ -274,7 +331,74 @@ class _Quantised(Table):
         return _within(base, chosen, self._shape)
 
 
-_TABLES: dict[str, type[Any]] = {"ratio": _Selections, "rank": _Matrices, "bits": _Quantised}
+class _Mixed(Table):
+    """Candidates of several compressors: a setting is a place in their list.
+
+    Where the first compressor leaves the layer dense, it is dense by the first candidate.
+    """
+
+    def __init__(self, compressors: Sequence[Compressor], tables: Sequence[Table], shape: Shape) -> None:
+        self._compressors, self._tables, self._shape = compressors, tables, shape
+        self._candidates: list[tuple[int, Any]] = []
+        for family, (own, table) in enumerate(zip(compressors, tables, strict=True)):
+            columns = table.settings(own)
+            if not columns and family == 0:
+                self._candidates.append((0, None))
+            self._candidates += [(family, value.item()) for column in columns for value in column]
+        self.survey = None
+        for table in tables:
+            if table.survey is not None:
+                self.survey = table.survey if self.survey is None else Both(self.survey, table.survey)
+
+    @property
+    def known(self) -> bool:
+        return all(table.known for table in self._tables)
+
+    def take(self, told: NDArray[np.float32]) -> None:
+        start = 0
+        for table in self._tables:
+            if table.survey is not None:
+                stop = start + table.survey.width(self._shape.sizes)
+                table.take(told[:, start:stop])
+                start = stop
+
+    def renew(self) -> None:
+        for table in self._tables:
+            table.renew()
+
+    def own(self, base: Compressor) -> dict[str, Any]:
+        first = self._tables[0].own(base)
+        [name] = self._shape.names
+        return {name: self._candidates.index((0, first.get(name)))}
+
+    def settings(self, base: Compressor) -> list[Column]:
+        return [np.arange(len(self._candidates))]
+
+    def errors(self, settings: Sequence[Column]) -> list[NDArray[np.float64]]:
+        found = [np.zeros(1)] if self._candidates[0] == (0, None) else []
+        for own, table in zip(self._compressors, self._tables, strict=True):
+            found += table.errors(table.settings(own))
+        return [np.concatenate(found)]
+
+    def sizes(self, settings: Sequence[Column], base: Compressor) -> list[NDArray[np.float64]]:
+        return [np.array([self.nbytes([place], base) for place in settings[0].tolist()])]
+
+    def nbytes(self, chosen: Sequence[Any], base: Compressor) -> float:
+        family, value = self._candidates[chosen[0]]
+        if value is None:
+            return float(self._shape.numel * self._shape.dtype.itemsize)
+        nbytes: float = self._tables[family].nbytes([value], self._compressors[family])
+        return nbytes
+
+    def compressor(self, base: Compressor, chosen: Mapping[str, Any]) -> Compressor:
+        shape = self._shape
+        family, value = self._candidates[chosen[shape.names[0]]]
+        own = self._compressors[family]
+        if value is not None:
+            assert own.layer_setting is not None
+            own = get_compressor(own.get_config() | {own.layer_setting: value})
+        made: Compressor = own.bind(shape.names, shape.sizes, shape.shapes)
+        return made
 
 
 def _within(base: Compressor, chosen: Mapping[str, Any], shape: Shape) -> Compressor:

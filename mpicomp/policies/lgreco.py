@@ -1,24 +1,25 @@
 """L-GreCo: a ratio, a rank or bits for each layer: the model's error is what it was, and the bytes are fewest."""
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.collectives import fitting
-from mpicomp.compressors import Compressor
-from mpicomp.compressors.base import check_range
+from mpicomp.compressors import Compressor, get_compressor
+from mpicomp.compressors.base import check_choice, check_range
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.allocate import least_total, total
-from mpicomp.policies.layer_tables import Table, table_for
-from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
+from mpicomp.policies.layer_tables import Table, mixed_table, table_for
+from mpicomp.policies.policy import Delivered, Named, Shape, StepReport, feedback_of
 from mpicomp.policies.ratio_levels import at_ratio, check_least, ladder
 from mpicomp.policies.registry import get_policy
-from mpicomp.policies.surveys import Both, Survey
+from mpicomp.policies.surveys import Both, SumSurvey, Survey
+from mpicomp.published import published
 from mpicomp.registry import register
 from mpicomp.rounds import Asked
 from mpicomp.transport.base import Transport
@@ -29,6 +30,7 @@ _NARROW = 2.0  # the same for ranks and bits
 
 
 @register
+@published(error="sum", first=1000, every=1000)
 @dataclass(eq=False)
 class LGreCo(Adaptive):
     """Gives each layer its own ratio (top-k), rank (PowerSGD) or bits (QSGD, uniform), anew every few steps.
@@ -51,6 +53,19 @@ class LGreCo(Adaptive):
     one's. It sees the gains of what is sent instead, which has about the same error. Buckets that it sends dense stay
     so. Where it changes its choice, that is taken as it is for one step, and layers are adjusted at the next.
 
+    With ``families`` a layer may also be sent by another compressor than the one that was named, at any setting of it:
+    one kind of element selection, one of low rank and one of few bits can be mixed. The error is still at most that of
+    the named one's uniform setting. Every array is then a bucket of its own, whatever ``bucket_bytes`` says, and takes
+    the collective that carries its compressor, so that none can be named. All have to agree whether there are
+    residuals, and in clipping and momentum; ``on`` is not for them.
+
+    With ``published`` errors are those of the sum of rank 0's ten accumulated gradients, from all elements, and the
+    programme is the paper's: limits are kept exactly, and nothing is compared with the uniform setting, which rounding
+    may rule out. What differs from the paper then: every rank solves the same problem from what rank 0 tells, in place
+    of a broadcast of its solution; errors of all ranks of a matrix come from one subspace iteration, not from a run of
+    each. Every law of the design holds. The first steps are at the uniform setting, and with ``warmup=1000`` dense, as
+    in the paper's code.
+
     Parameters
     ----------
     alpha : float
@@ -65,6 +80,13 @@ class LGreCo(Adaptive):
     on : str, mapping or None
         A policy's name or configuration: one that chooses a setting of the compressor for each bucket, such as
         ``"gravac"``.
+    error : {"mean", "sum"}
+        ``"mean"``: of a layer in ten steps, the root of the mean square. ``"sum"``: of the sum of what these ten steps
+        have accumulated, on each rank by itself; it takes an array as long as the gradient.
+    families : sequence of str or mapping
+        Names or configurations of further compressors that layers may take; empty leaves all to the one that was named.
+    published : bool
+        True is the paper's; settings not given have its values, see `as_published`, of its Transformer-XL.
     """
 
     id: ClassVar[str] = "lgreco"
@@ -80,6 +102,9 @@ class LGreCo(Adaptive):
     first: int = 20
     span: float | None = None
     on: str | Mapping[str, Any] | None = None
+    error: str = "mean"
+    families: Sequence[str | Mapping[str, Any]] = ()
+    published: bool = field(default=False, kw_only=True)
 
     def check(self) -> None:
         """See `Policy.check`."""
@@ -90,6 +115,15 @@ class LGreCo(Adaptive):
         check_least(self.id, "first", self.first, 2)
         if self.span is not None:
             check_range(self.id, "span", self.span, 1, float("inf"))
+        check_choice(self.id, "error", self.error, ("mean", "sum"))
+        check_choice(self.id, "published", self.published, (False, True))
+        if isinstance(self.families, str | Mapping):
+            raise ConfigurationError(f"{self.id}: families must be a list of compressors, got {self.families!r}")
+        others = [get_compressor(family) for family in self.families]
+        self.families = [family.get_config() for family in others]
+        self._families: list[Compressor] = others
+        if others and self.on is not None:
+            raise ConfigurationError(f"{self.id}: takes either on or families, got both; leave one of them out")
         self._inner: Adaptive | None = None
         if self.on is not None:
             if not isinstance(self.on, str | Mapping):
@@ -105,12 +139,13 @@ class LGreCo(Adaptive):
     def adopt(self, named: Named) -> None:
         """See `Policy.adopt`. Where no compressor was named it is top-k."""
         super().adopt(named)
+        self._families = [self.compressor, *(get_compressor(family) for family in self.families)]
+        self._check_families(named)
         if self._inner is not None:
             # It chooses settings alone: with a collective that is named it measures nothing.
             collective = self._pinned or fitting(self.compressor)[0]
             self._inner.adopt(Named(self.compressor, collective, self.feedback))
-        spans = _RATIOS if self.compressor.layer_setting == "ratio" else _NARROW * (1 if self._inner is None else 2)
-        self._span = spans if self.span is None else self.span
+        self._sums: list[SumSurvey | None] = []
         self._count = 0  # steps since the last adjustment
         self._adjusted = False
         self._tables: list[Table] = []
@@ -127,17 +162,44 @@ class LGreCo(Adaptive):
 
     def check_compressor(self) -> None:
         """See `Adaptive.check_compressor`."""
-        if self.compressor.layer_setting is None:
+        for compressor in (self.compressor, *self._families):
+            self._check_layers(compressor)
+
+    def _check_families(self, named: Named) -> None:
+        """Raise `ConfigurationError` where compressors cannot be mixed."""
+        first, *others = self._families
+        if others and named.collective != "auto":
+            raise ConfigurationError(
+                f"{self.id}: no collective carries all of {', '.join(own.id for own in self._families)}, so none can "
+                f"be named with families, got '{named.collective}'; leave collective out"
+            )
+        kinds = [own.layer_setting for own in self._families]
+        for place, own in enumerate(others, 1):
+            if own.layer_setting in kinds[:place]:
+                raise ConfigurationError(
+                    f"{self.id}: families must differ in what they set, and two of them set {own.layer_setting}: "
+                    f"{self._families[kinds.index(own.layer_setting)].id} and {own.id}; leave one of them out"
+                )
+            feedback = feedback_of(own, self.feedback if named.feedback is None else named.feedback)
+            if feedback != self.feedback or own.entry != first.entry:
+                what = "residuals" if feedback != self.feedback else "clipping and momentum"
+                raise ConfigurationError(
+                    f"{self.id}: families must agree in {what}, and {own.id} and {first.id} do not; "
+                    "leave one of them out"
+                )
+
+    def _check_layers(self, compressor: Compressor) -> None:
+        if compressor.layer_setting is None:
             raise ConfigurationError(
                 f"{self.id}: needs a compressor with a ratio, a rank or bits for each layer, which "
-                f"{self.compressor.id} has not; use topk, powersgd, qsgd or uniform, or policy='static'"
+                f"{compressor.id} has not; use topk, powersgd, qsgd or uniform, or policy='static'"
             )
-        if getattr(self.compressor, "layers", None):
+        if getattr(compressor, "layers", None):
             raise ConfigurationError(
-                f"{self.id}: chooses settings of layers by itself, so {self.compressor.id} cannot have them; "
+                f"{self.id}: chooses settings of layers by itself, so {compressor.id} cannot have them; "
                 "leave layers out, or use policy='static'"
             )
-        rows = getattr(self.compressor, "rows", None)
+        rows = getattr(compressor, "rows", None)
         if rows is not None:
             raise ConfigurationError(
                 f"{self.id}: tells errors of whole matrices, and rows={rows} cuts them; "
@@ -146,8 +208,13 @@ class LGreCo(Adaptive):
 
     @property
     def by_layer(self) -> bool:
-        """See `Adaptive.by_layer`."""
-        return True
+        """See `Adaptive.by_layer`: not where every layer is a bucket of its own."""
+        return not self.families
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """See `Policy.bucket_bytes`: a bucket for each array where they may have different compressors."""
+        return 1 if self.families else None
 
     @property
     def listens(self) -> bool:
@@ -161,12 +228,20 @@ class LGreCo(Adaptive):
         # What the last step before an adjustment would tell comes too late.
         looks = self._count >= self._period - 1 - _SURVEYS and self._count != self._period - 1
         own = self._tables[bucket].survey if looks else None
+        whole = self._sums[bucket]
+        if own is not None and whole is not None:
+            if self._count == max(0, self._period - 1 - _SURVEYS):
+                whole.begin()
+            whole.last = self._count == self._period - 2
+            own = whole
         self._looked[bucket] = other, own
         return Both(other, own) if other is not None and own is not None else other or own
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.start`."""
-        self._tables = [table_for(self.compressor, shape, self._span) for shape in shapes]
+        self._tables = [self._table(shape) for shape in shapes]
+        sums = [None if self.error == "mean" else table.survey for table in self._tables]
+        self._sums = [None if own is None else SumSurvey(own) for own in sums]
         self._bases, self._solved = [None] * len(shapes), [None] * len(shapes)
         self._plans = [None] * len(shapes)
         self._looked = [(None, None)] * len(shapes)
@@ -180,11 +255,14 @@ class LGreCo(Adaptive):
 
     def levels(self) -> list[Compressor]:
         """See `Adaptive.levels`; what has ranks is predicted to take what it does at the uniform one."""
-        if self.compressor.layer_setting != "ratio":
-            return [self.compressor]
-        ratio = self.compressor.get_config()["ratio"]
-        ratios = ladder(ratio / self._span, min(1.0, ratio * self._span))
-        return [at_ratio(self.compressor, own) for own in ratios]
+        found: list[Compressor] = []
+        for family in self._families:
+            if family.layer_setting != "ratio":
+                found.append(family)
+                continue
+            ratio, span = family.get_config()["ratio"], self._span_of(family)
+            found += [at_ratio(family, own) for own in ladder(ratio / span, min(1.0, ratio * span))]
+        return found
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
         """See `Policy.refresh`: adjusts what is due."""
@@ -237,8 +315,8 @@ class LGreCo(Adaptive):
             width = 0 if other is None else other.width(self._shapes[bucket].sizes)
             if other is not None:
                 others[bucket] = surveys[:, :width]
-            if own is not None:
-                self._tables[bucket].take(surveys[:, width:])
+            if own is not None and surveys.shape[1] > width:  # of a sum there is nothing to tell before the last step
+                self._tables[bucket].take(surveys[: 1 if self.published else None, width:])
         if self._inner is not None:
             self._inner.learn(replace(told, surveys=others))
 
@@ -266,6 +344,15 @@ class LGreCo(Adaptive):
     def _period(self) -> int:
         return self.every if self._adjusted else self.first
 
+    def _span_of(self, compressor: Compressor) -> float:
+        if self.span is not None:
+            return self.span
+        return _RATIOS if compressor.layer_setting == "ratio" else _NARROW * (1 if self._inner is None else 2)
+
+    def _table(self, shape: Shape) -> Table:
+        tables = [table_for(own, shape, self._span_of(own), self.published) for own in self._families]
+        return mixed_table(self._families, tables, shape) if self.families else tables[0]
+
     def _solve(self) -> None:
         """Choose settings of all layers that are compressed."""
         self._solved = list(self._bases)
@@ -281,10 +368,10 @@ class LGreCo(Adaptive):
         values = [value for own in before for value in own.values()]
         default = np.array([np.searchsorted(own, value) for own, value in zip(columns, values, strict=True)], np.int64)
         limit = self.alpha * total(errors, default)
-        choice = least_total(errors, sizes, limit, default)
+        choice = least_total(errors, sizes, limit, default, published=self.published)
         found = [own[place].item() for own, place in zip(columns, choice, strict=True)]
         nbytes, uniform = self._nbytes(pairs, found), self._nbytes(pairs, values)
-        if nbytes > uniform and total(errors, default) <= limit:
+        if not self.published and nbytes > uniform and total(errors, default) <= limit:
             found, nbytes = values, uniform  # sizes of layers do not quite add up to a message
         names = [name for own in before for name in own]
         self._chosen, self._instead = dict(zip(names, found, strict=True)), dict(zip(names, values, strict=True))

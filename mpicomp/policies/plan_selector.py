@@ -85,9 +85,12 @@ class PlanTable:
         return np.flatnonzero(np.isin(self.levels, levels))
 
     def level(self, compressor: Compressor) -> int:
-        """Return the level that keeps about as much as a compressor does."""
+        """Return the level that keeps about as much as a compressor does, of its kind where some are."""
         kept = math.log(max(compressor.expected(self.numel), 1))
-        return int(np.abs(np.log(self.kept[: self.dense]) - kept).argmin())
+        apart = np.abs(np.log(self.kept[: self.dense]) - kept)
+        kinds = dict(zip(self.levels.tolist(), (scheme.compressor.id for scheme in self.schemes), strict=True))
+        alike = np.array([kinds[level] == compressor.id for level in range(apart.size)])
+        return int(np.where(alike | ~alike.any(), apart, np.inf).argmin())
 
     def alike(self, first: int, second: int) -> bool:
         """Return whether two rows differ in nothing, or in a neighbouring level alone."""

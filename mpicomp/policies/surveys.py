@@ -141,6 +141,85 @@ class Both:
         return self._second.energies(measured[cut:], sizes) if first is None else first
 
 
+class TailSurvey:
+    """Energies that selections of each layer's largest elements leave out, from all elements, and energies of layers.
+
+    Parameters
+    ----------
+    counts : sequence of array of int64, shape (settings,)
+        For each layer the numbers of elements that are kept, ascending.
+    """
+
+    def __init__(self, counts: Sequence[NDArray[np.int64]]) -> None:
+        self._counts = tuple(counts)
+
+    def width(self, sizes: Sequence[int]) -> int:
+        """See `Survey.width`: of each layer its energy, then what is left out at each number."""
+        return sum(1 + own.size for own in self._counts)
+
+    def measure(
+        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
+    ) -> NDArray[np.float32]:
+        """See `Survey.measure`."""
+        flat = here().to_host(accumulated).astype(np.float64)
+        parts = []
+        for layer, counts in zip(np.split(flat, np.cumsum(sizes)[:-1]), self._counts, strict=True):
+            below = np.concatenate(([0.0], np.cumsum(np.sort(np.square(layer)))))  # of the smallest ones
+            parts.append(below[layer.size - np.concatenate(([0], counts))])
+        with np.errstate(over="ignore"):
+            return np.concatenate(parts).astype(np.float32)
+
+    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> NDArray[np.float64]:
+        """See `Survey.energies`."""
+        starts = np.cumsum([0, *(1 + own.size for own in self._counts)])[:-1]
+        own: NDArray[np.float64] = measured[starts].astype(np.float64)
+        return own
+
+    def lost(self, told: NDArray[np.float32]) -> list[NDArray[np.float64]]:
+        """Return the energy that ranks leave out of each layer at each number; surveys have shape (ranks, width)."""
+        ends = np.cumsum([1 + own.size for own in self._counts])[:-1]
+        return [own[1:] for own in np.split(told.astype(np.float64).sum(axis=0), ends)]
+
+
+class SumSurvey:
+    """A survey of the sum of what was accumulated in several steps.
+
+    What is not finite is left out of the sum. A step that is undone for another rank's sake stays in it.
+
+    Parameters
+    ----------
+    inner : Survey
+        Made of the sum, in the last of these steps; in the others there is nothing to tell.
+    """
+
+    def __init__(self, inner: Survey) -> None:
+        self._inner = inner
+        self._sum: NDArray[np.floating] | None = None
+        self.last = False
+        """Whether the step is the last one."""
+
+    def begin(self) -> None:
+        """Forget the sum."""
+        self._sum = None
+
+    def width(self, sizes: Sequence[int]) -> int:
+        """See `Survey.width`: that of the inner one at last, 0 before."""
+        return self._inner.width(sizes) if self.last else 0
+
+    def measure(
+        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
+    ) -> NDArray[np.float32]:
+        """See `Survey.measure`."""
+        if all(numbers(np.isfinite(accumulated).all())):
+            self._sum = accumulated.copy() if self._sum is None else self._sum + accumulated
+        if not self.last:
+            return np.empty(0, np.float32)
+        return self._inner.measure(accumulated if self._sum is None else self._sum, None, sizes, step)
+
+    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
+        """See `Survey.energies`: those of the step are not known."""
+
+
 class RankSurvey:
     """Energies that approximations of matrices leave out at several ranks, and energies of all layers.
 
