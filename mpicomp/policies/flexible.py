@@ -19,6 +19,7 @@ from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepR
 from mpicomp.policies.ratio_levels import (
     at_ratio,
     check_adaptable,
+    check_flag,
     check_least,
     check_ratios,
     default_compressor,
@@ -139,7 +140,7 @@ class Flexible(Policy):
         if self.every is not None:
             check_least(self.id, "every", self.every)
         check_least(self.id, "ramp", self.ramp, 0)
-        check_choice(self.id, "published", self.published, (False, True))
+        check_flag(self.id, "published", self.published)
 
     def adopt(self, named: Named) -> None:
         """See `Policy.adopt`. Where no compressor was named it is top-k."""

@@ -39,5 +39,8 @@ def test_hooks_have_the_versions_of_continuous_integration():
 
 def test_fragments_have_a_kind():
     kinds = set(re.findall(r'directory = "(\w+)"\nname', (ROOT / "pyproject.toml").read_text()))
-    for fragment in (ROOT / "changes").glob("*.md"):
+    fragments = list((ROOT / "changes").glob("*.md"))
+    assert kinds
+    assert fragments  # README.md at least
+    for fragment in fragments:
         assert fragment.name == "README.md" or re.fullmatch(rf"\+[\w-]+\.({'|'.join(kinds)})\.md", fragment.name)
