@@ -56,7 +56,7 @@ def test_the_blocks_run(mpiexec, tmp_path):
     assert done.returncode == 0, done.stderr
     collective, config = json.loads(done.stdout)
     assert collective in mpicomp.list_collectives() or ":" in collective
-    assert config["id"] == "schedule"
+    assert config["id"] == "flexible"  # the last block
 
 
 def test_a_policy_in_one_file(capsys):
