@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,7 +29,6 @@ _LEAST_GAIN = 1e-9  # smallest gain that is divided by
 _INNER = {"ring": "ring", "tree": "recursive-doubling"}
 
 
-@dataclass(eq=False)
 class FlexibleSearch(Flexible):
     """The paper's checkpoint-and-search; `Flexible` with ``published=True`` is of this class.
 

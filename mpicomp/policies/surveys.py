@@ -195,12 +195,13 @@ class SumSurvey:
     def __init__(self, inner: Survey) -> None:
         self._inner = inner
         self._sum: NDArray[np.floating] | None = None
+        self._steps = 0  # in the sum
         self.last = False
         """Whether the step is the last one."""
 
     def begin(self) -> None:
         """Forget the sum."""
-        self._sum = None
+        self._steps = 0
 
     def width(self, sizes: Sequence[int]) -> int:
         """See `Survey.width`: that of the inner one at last, 0 before."""
@@ -211,10 +212,16 @@ class SumSurvey:
     ) -> NDArray[np.float32]:
         """See `Survey.measure`."""
         if all(numbers(np.isfinite(accumulated).all())):
-            self._sum = accumulated.copy() if self._sum is None else self._sum + accumulated
+            if self._sum is None:
+                self._sum = accumulated.copy()
+            elif self._steps:
+                self._sum += accumulated
+            else:
+                self._sum[:] = accumulated
+            self._steps += 1
         if not self.last:
             return np.empty(0, np.float32)
-        return self._inner.measure(accumulated if self._sum is None else self._sum, None, sizes, step)
+        return self._inner.measure(self._sum if self._steps else accumulated, None, sizes, step)
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
         """See `Survey.energies`: those of the step are not known."""
