@@ -221,7 +221,8 @@ class SumSurvey:
             self._steps += 1
         if not self.last:
             return np.empty(0, np.float32)
-        return self._inner.measure(self._sum if self._steps else accumulated, None, sizes, step)
+        whole = accumulated if self._sum is None or not self._steps else self._sum
+        return self._inner.measure(whole, None, sizes, step)
 
     def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
         """See `Survey.energies`: those of the step are not known."""
