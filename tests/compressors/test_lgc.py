@@ -279,7 +279,7 @@ def test_published_is_the_papers_values_and_its_first_layer():
     assert (phases, compressor.error, compressor.signs) == ((0.001, 200, 300), "selected", False)
     assert (config["encoder"], config["decoder"]) == ([64, 128, 256, 64], [32, 64, 128, 32])
     assert (config["learning_rate"], config["passes"]) == (0.001, 1)
-    assert LGC(published=True, dense_steps=3).get_config() == config | {"dense_steps": 3}
+    assert LGC(published=True, dense_steps=3) == mpicomp.get_compressor(config | {"dense_steps": 3})
     assert compressor.bind([], [], warm_up=False).published
     # The first layer is dense whatever its size, the last one's largest values travel as they are.
     assert [part.travels for part in parts(compressor, {"out": 10, "mid": 500, "in": 490})] == [
