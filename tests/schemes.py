@@ -38,7 +38,7 @@ REPRESENTATIVES = [
     mpicomp.RandomK(ratio=0.05),
     mpicomp.BlockRandomK(ratio=0.05, wire="bf16"),
     mpicomp.OneBit(block=64),
-    mpicomp.PowerSGD(),
+    mpicomp.PowerSGD(rank=1),
     mpicomp.CountSketch(ratio=0.05, wire=None),
     mpicomp.LGC(**LINEAR),
     mpicomp.LGC(**LINEAR, instance="server"),

@@ -34,7 +34,8 @@ class PowerSGD(Compressor):
     Parameters
     ----------
     rank : int
-        Columns of the factors, at most the matrix's smaller side.
+        Columns of the factors, at most the matrix's smaller side. The default is the least power of two with which a
+        language model of 300 steps ends within 2 % of dense, see docs/compressors.md.
     min_compression_rate : float
         Only matrices of which less than the inverse of this is sent are compressed:
         ``(rows + columns) * rank * iterations * min_compression_rate < rows * columns``.
@@ -57,8 +58,8 @@ class PowerSGD(Compressor):
 
     Notes
     -----
-    Names and defaults are those of PyTorch's hook, but for ``start_step``, which is 1000 there, ``iterations`` and
-    ``rows``.
+    Names and defaults are those of PyTorch's hook, but for ``rank`` and ``start_step``, which are 1 and 1000 there,
+    ``iterations`` and ``rows``.
     Different from the paper and published code:
 
     - What a rank has sent is the product of the common factor with its **own** other one, not with the mean: so
@@ -88,7 +89,7 @@ class PowerSGD(Compressor):
 
     layer_setting: ClassVar[str | None] = "rank"
 
-    rank: int = 1
+    rank: int = 16
     min_compression_rate: float = 2.0
     start_step: int = 0
     warm_start: bool = True

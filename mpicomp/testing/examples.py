@@ -8,21 +8,21 @@ from mpicomp.compressors import Compressor, Sparsifier, get_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import COMPRESSORS
 
-_RATIO = 0.05  # of what has one: all laws have something to look at
+_SMALL = {"ratio": 0.05, "rank": 1}  # of what has one: all laws have something to look at
 _LENGTH = 1000  # of an array, for the number of selected elements
 
 
 def example(cls: type[Compressor]) -> Compressor:
-    """Return a compressor at its default parameters, but for a ratio of 0.05 where it has one.
+    """Return a compressor at its default parameters, but for a ratio of 0.05 and a rank of 1 where it has one.
 
     Examples
     --------
     >>> import mpicomp
-    >>> example(mpicomp.TopK), example(mpicomp.OneBit)
-    (TopK(ratio=0.05), OneBit())
+    >>> example(mpicomp.TopK), example(mpicomp.PowerSGD), example(mpicomp.OneBit)
+    (TopK(ratio=0.05), PowerSGD(rank=1), OneBit())
     """
-    parameters: dict[str, Any] = {"ratio": _RATIO} if any(entry.name == "ratio" for entry in fields(cls)) else {}
-    return cls(**parameters)
+    names = {entry.name for entry in fields(cls)}
+    return cls(**{name: value for name, value in _SMALL.items() if name in names})
 
 
 def representatives() -> list[Compressor]:

@@ -25,7 +25,7 @@ COMPRESSORS = [
     mpicomp.RandomK(ratio=0.3),
     mpicomp.OneBit(block=64),
     mpicomp.Uniform(),
-    mpicomp.PowerSGD(),
+    mpicomp.PowerSGD(rank=1),
     mpicomp.CountSketch(ratio=0.05),
     mpicomp.FetchSGD(ratio=0.05),
     mpicomp.MaxNorm(bits=[4, 8]),
@@ -294,7 +294,7 @@ def test_a_message_that_all_receive_damaged(collective):
     [
         mpicomp.TopK(ratio=0.05),
         mpicomp.SIDCo(),
-        mpicomp.PowerSGD(),
+        mpicomp.PowerSGD(rank=1),
         mpicomp.FetchSGD(ratio=0.05, momentum=0.9),
         mpicomp.LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=4),
     ],

@@ -39,7 +39,7 @@ AMONG_MANY = pairs(
         mpicomp.OneBit(),
         mpicomp.MaxNorm(bits=[6, 10]),
         mpicomp.SignSGD(),
-        mpicomp.PowerSGD(),
+        mpicomp.PowerSGD(rank=1),
         mpicomp.CountSketch(ratio=0.02),
         mpicomp.FetchSGD(ratio=0.02),
         mpicomp.LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=3),

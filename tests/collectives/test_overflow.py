@@ -31,7 +31,7 @@ REPRESENTATIVES = [
     mpicomp.QSGD(norm="l2", rounding="nearest", bucket=64),
     mpicomp.Uniform(),
     mpicomp.Natural(),
-    mpicomp.PowerSGD(),
+    mpicomp.PowerSGD(rank=1),
     mpicomp.PowerSGD(rank=2, iterations=2, wire="bf16"),
     mpicomp.CountSketch(ratio=0.05),
     mpicomp.FetchSGD(ratio=0.05, momentum=0.9),

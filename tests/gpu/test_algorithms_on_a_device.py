@@ -17,7 +17,7 @@ LGC = {"ratio": 0.3, "dense_steps": 1, "training_steps": 2, "encoder": (4, 4), "
 ALGORITHMS = [
     mpicomp.PowerSGD(rank=2, min_compression_rate=0.5, iterations=2),
     mpicomp.PowerSGD(rank=1, min_compression_rate=0.5, rows=10, wire="bf16", warm_start=False),
-    mpicomp.PowerSGD(min_compression_rate=0.5, start_step=1, layers={"b.*": 3}),
+    mpicomp.PowerSGD(rank=1, min_compression_rate=0.5, start_step=1, layers={"b.*": 3}),
     mpicomp.CountSketch(ratio=0.05, momentum=0.9),
     mpicomp.FetchSGD(ratio=0.05, momentum=0.5),
     mpicomp.SignSGD(),
@@ -165,7 +165,7 @@ def test_stacks_see_their_matrices_wherever_they_are(shapes, counts, eager):
     assert all(np.shares_memory(view, array) for view in views)
     for matrix, own in zip(matrices, [own for view in views for own in view], strict=True):
         np.testing.assert_array_equal(own.reshape(-1), array[matrix.start : matrix.stop])
-    compare(mpicomp.PowerSGD(min_compression_rate=0.5), eager.asarray, shapes=shapes)
+    compare(mpicomp.PowerSGD(rank=1, min_compression_rate=0.5), eager.asarray, shapes=shapes)
 
 
 WEIGHTS = np.random.default_rng(0).random(sum(int(np.prod(shape)) for shape in SHAPES.values()))
@@ -186,8 +186,8 @@ def test_weights_of_elements_may_be_in_host_memory(cupy):
 
 
 READS = [  # of the inner collective, too, which reads whether a mean is finite
-    (mpicomp.PowerSGD(), 4),
-    (mpicomp.PowerSGD(iterations=2, min_compression_rate=1), 8),
+    (mpicomp.PowerSGD(rank=1), 4),
+    (mpicomp.PowerSGD(rank=1, iterations=2, min_compression_rate=1), 8),
     (mpicomp.CountSketch(ratio=0.05), 3),
     (mpicomp.FetchSGD(ratio=0.05), 2),
     (mpicomp.SignSGD(), 0),

@@ -34,7 +34,7 @@ LAWS = [
     (mpicomp.OneBit(block=64), "two-phase"),
     (mpicomp.SIDCo(ratio=0.1), "allgather"),
     (mpicomp.CountSketch(ratio=0.1), "sketched"),
-    (mpicomp.PowerSGD(), "low-rank"),
+    (mpicomp.PowerSGD(rank=1), "low-rank"),
 ]
 SOME = ("allgather", "gtopk", "integer-sum")
 SCHEDULES = ["lazy", pytest.param("random", marks=pytest.mark.slow)]

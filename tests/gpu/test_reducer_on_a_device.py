@@ -41,7 +41,7 @@ def states(ranks):
 @pytest.mark.parametrize("saves", ["host", "device"])
 @pytest.mark.parametrize(
     "compressor",
-    [mpicomp.TopK(ratio=0.1), mpicomp.DGC(ratio=0.1, momentum=0.9), mpicomp.PowerSGD(), mpicomp.SIDCo(ratio=0.1)],
+    [mpicomp.TopK(ratio=0.1), mpicomp.DGC(ratio=0.1, momentum=0.9), mpicomp.PowerSGD(rank=1), mpicomp.SIDCo(ratio=0.1)],
     ids=str,
 )
 def test_states_move_between_host_and_device(compressor, saves, loads, cupy):
@@ -154,7 +154,7 @@ def test_policies_survey_arrays_of_a_device(policy, cupy):
         np.testing.assert_equal(stepped(there, step, cupy.asarray), stepped(here, step, lambda value: value))
 
 
-@pytest.mark.parametrize("compressor", [mpicomp.PowerSGD(), mpicomp.LGC(ratio=0.3, code="linear")], ids=str)
+@pytest.mark.parametrize("compressor", [mpicomp.PowerSGD(rank=1), mpicomp.LGC(ratio=0.3, code="linear")], ids=str)
 def test_algebra_of_its_own_is_not_mixed(compressor, cupy):
     """A library's matrix products have other bits on a GPU than on the host: all ranks refuse it."""
     ranks = Ranks(2, compressor)

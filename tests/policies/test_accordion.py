@@ -234,7 +234,7 @@ def test_settings_that_cannot_be(settings, text):
     ("compressor", "text"),
     [
         (mpicomp.Dense(), "accordion: chooses between two ratios, and dense has none"),
-        (mpicomp.PowerSGD(), "accordion: chooses between two ratios, and powersgd has none"),
+        (mpicomp.PowerSGD(rank=1), "accordion: chooses between two ratios, and powersgd has none"),
         (mpicomp.TopK(layers={"a": 0.5}), "accordion: chooses ratios of layers by itself, so topk cannot have its own"),
     ],
     ids=str,

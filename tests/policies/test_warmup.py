@@ -108,7 +108,7 @@ def test_the_default_is_run():
 
 @pytest.mark.parametrize(
     ("compressor", "warmup"),
-    [(own, 3) for own in ("topk", "sidco", "dgc", "onebit", "powersgd", "countsketch")]
+    [(own, 3) for own in ("topk", "sidco", "dgc", "onebit", mpicomp.PowerSGD(rank=1), "countsketch")]
     + [(own, "ramp:4") for own in ("topk", "sidco", "dgc")],
 )
 def test_nothing_is_lost_in_it_nor_over_its_end(compressor, warmup):

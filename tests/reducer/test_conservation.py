@@ -92,7 +92,7 @@ def test_without_feedback_nothing_is_kept(compressor, feedback):
     together.reduce([{"w": gradient}, {"w": -gradient / 3}])
     kept = any(residual.any() for residual in together.residuals("w"))
     # PowerSGD sends what has one dimension as it is.
-    everything = compressor in (mpicomp.Dense(), mpicomp.TopK(ratio=1.0, indices="plain"), mpicomp.PowerSGD())
+    everything = compressor in (mpicomp.Dense(), mpicomp.TopK(ratio=1.0, indices="plain"), mpicomp.PowerSGD(rank=1))
     assert kept == (feedback and not everything)
 
 
@@ -102,7 +102,7 @@ def test_without_feedback_nothing_is_kept(compressor, feedback):
         ("topk", "star-topk"),
         ("sidco", "gtopk"),
         ("onebit", "two-phase"),
-        ("powersgd", "auto"),
+        ({"id": "powersgd", "rank": 1}, "auto"),
         ("dense", "scatter-reduce"),
     ],
 )

@@ -112,7 +112,7 @@ COMPRESSORS = [
     mpicomp.TopK(ratio=0.01),
     mpicomp.get_compressor({"id": "threshold"}),
     mpicomp.get_compressor({"id": "qsgd", "rounding": "nearest"}),
-    mpicomp.get_compressor({"id": "powersgd"}),
+    mpicomp.get_compressor({"id": "powersgd", "rank": 1}),
 ]
 
 
@@ -126,7 +126,7 @@ COMPRESSORS = [
         (mpicomp.TopK(ratio=0.01), "allgather"),
         (mpicomp.TopK(ratio=0.01), "star-topk:ring"),
         (mpicomp.get_compressor({"id": "qsgd", "rounding": "nearest"}), "two-phase"),
-        (mpicomp.get_compressor({"id": "powersgd"}), "low-rank:allreduce"),
+        (mpicomp.get_compressor({"id": "powersgd", "rank": 1}), "low-rank:allreduce"),
     ],
 )
 def test_exchanges_take_as_long_as_their_shapes_say(compressor, name):
