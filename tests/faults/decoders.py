@@ -380,7 +380,7 @@ def _telemetry(name):
 
     def make(rng, fence):
         world, first = LocalWorld(2), None
-        for compressor in (None, "topk", "powersgd"):  # what a policy can choose for
+        for compressor in (None, "topk", {"id": "powersgd", "rank": 1}):  # what a policy can choose for
             with contextlib.suppress(MpicompError):
                 reducers = [mpicomp.Reducer(compressor, policy=name, warmup=0, comm=end) for end in world.transports]
                 first = reducers[0]._core

@@ -48,7 +48,7 @@ PAIRS = pairs(OWN) + pairs(UNBIASED) + pairs(USERS)
 CHOOSING = [  # settings with which decisions are due every few steps
     {"compressor": {"id": "topk", "ratio": 0.05}, "policy": {"id": "gravac", "window": 3, "every": 2}},
     {"compressor": "topk", "policy": {"id": "lgreco", "first": 2, "every": 3}},
-    {"compressor": "powersgd", "policy": {"id": "lgreco", "first": 2, "every": 3}},
+    {"compressor": {"id": "powersgd", "rank": 1}, "policy": {"id": "lgreco", "first": 2, "every": 3}},
     {"compressor": "topk", "policy": {"id": "accordion", "every": 3}},
     {"compressor": "sidco", "policy": {"id": "flexible", "every": 4}},
     {"compressor": "dgc", "policy": {"id": "schedule", "steps": 10}},

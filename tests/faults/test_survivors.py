@@ -88,7 +88,7 @@ def outcome(folder, what, name):
     [
         ("topk", "allgather", 0, 2),
         slow("topk", "star-topk:ring", 1, 0),
-        ({"id": "powersgd"}, "low-rank:ring", 2, 3),
+        ({"id": "powersgd", "rank": 1}, "low-rank:ring", 2, 3),
         slow("dense", "ring", 1, 1),
         slow({"id": "qsgd", "rounding": "nearest"}, "two-phase", 1, 0),
         slow({"id": "dcttopk"}, "transformed:allgather", 1, 2),

@@ -53,7 +53,7 @@ reducer.close()
 
 EXCHANGES = [
     ("dense", "allreduce"), ("dense", "ring"), ("dense", "recursive-doubling"), ("topk", "allgather"),
-    ("topk", "star-topk:ring"), ("topk", "gtopk"), ("topk", "oktopk"), ({"id": "powersgd"}, "low-rank:ring"),
+    ("topk", "star-topk:ring"), ("topk", "gtopk"), ("topk", "oktopk"), ({"id": "powersgd", "rank": 1}, "low-rank:ring"),
     ({"id": "qsgd", "rounding": "nearest"}, "two-phase"), ("topk", "parameter-server"),
 ]  # fmt: skip
 

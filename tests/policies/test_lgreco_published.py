@@ -168,7 +168,7 @@ def test_errors_of_sums_of_all_ranks(size):
 
 MIXED = {
     "id": "lgreco",
-    "families": ["powersgd", {"id": "qsgd", "bits": 4, "bucket": 64, "rounding": "nearest"}],
+    "families": [{"id": "powersgd", "rank": 1}, {"id": "qsgd", "bits": 4, "bucket": 64, "rounding": "nearest"}],
     **PERIODS,
 }
 
@@ -253,7 +253,7 @@ def test_the_switch():
     policy = LGreCo(published=True)
     assert (policy.error, policy.first, policy.every, policy.alpha) == ("sum", 1000, 1000, 1.0)
     assert (LGreCo().error, LGreCo().first, LGreCo().every) == ("mean", 20, 50)
-    mixed = LGreCo(published=True, every=30, families=["powersgd"])
+    mixed = LGreCo(published=True, every=30, families=[{"id": "powersgd", "rank": 1}])
     assert mixed.every == 30
     for own in (policy, mixed):
         assert mpicomp.get_policy(own.get_config()).get_config() == own.get_config()
