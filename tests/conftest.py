@@ -48,12 +48,7 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path):
-    """Leave out what the tests share: looking for doctests there would import it a second time; and a study's plugin.
-
-    The plugin would be registered for all tests that follow.
-    """
-    if collection_path.match("studies/papers/resnet.py"):
-        return True
+    """Leave out what the tests share: looking for doctests there would import it a second time."""
     shared = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
     return True if shared and Path(__file__).parent in collection_path.parents else None
 
