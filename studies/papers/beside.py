@@ -250,7 +250,7 @@ def _sum(line: Mapping[str, Any], name: str) -> float:
 
 
 def _kept(buckets: Sequence[Mapping[str, Any]]) -> float:
-    return sum(bucket["numel"] * bucket["ratio_reached"] for bucket in buckets)
+    return float(sum(bucket["numel"] * bucket["ratio_reached"] for bucket in buckets))
 
 
 def steps_to(row: Mapping[str, Any], target: float, lower: bool) -> int | None:

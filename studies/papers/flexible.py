@@ -52,7 +52,7 @@ PRINTED_VI: dict[tuple[str, float], tuple[tuple[float, ...], tuple[float, ...], 
 }
 """Milliseconds of table VI at 1 ms, by model and Gbit/s: of each of `PUBLISHED` at the ratios."""
 RATIOS = (0.1, 0.01, 0.001)
-PRINTED_II = {
+PRINTED_II: dict[tuple[str, float, float], tuple[int, int, int]] = {
     ("1e8", 10, 10): (525, 70, 716),
     ("1e8", 1, 10): (4568, 111, 5773),
     ("1e8", 1, 100): (4830, 380, 7028),

@@ -15,7 +15,7 @@ from mpicomp.bench.measure.networks import Network, check_lab
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
-from mpicomp.compressors import get_compressor
+from mpicomp.compressors import Sparsifier, get_compressor
 from mpicomp.policies.surveys import SpectrumSurvey
 
 _STUDY = "gravac"
@@ -109,11 +109,12 @@ def compress(model: str, name: str) -> dict[str, Any]:
     numel = NUMELS[model] // _SCALE
     gradient = Gradients(numel, seed=0).fresh()
     part = np.ascontiguousarray(gradient[: numel // 10])
-    found = {key: [] for key in ("least", "most", "second", "spectrum")}
+    found: dict[str, list[float]] = {key: [] for key in ("least", "most", "second", "spectrum")}
     pairs = [("least", gradient, 0.1), ("most", gradient, 0.001), ("second", part, 0.01)]
     running = []
     for key, array, ratio in pairs:
         compressor = get_compressor({"id": _STATIC[name], "ratio": ratio})
+        assert isinstance(compressor, Sparsifier)
         running.append((key, array, Selecting(compressor, array.size), make_bucket(array.size, compressor, False)))
     survey = SpectrumSurvey(_STRIDE)
     for turn in range(9):
