@@ -110,9 +110,9 @@ def cells(scale: int) -> Iterator[Cell]:
             for model in MODELS:
                 for ratio in RATIOS:
                     yield Cell("VI", model, gbps, latency_ms, ratio, scale)
-    for model, gbps, latency_ms in PRINTED_II:
+    for elements, rate, delay_ms in PRINTED_II:
         for ratio in (0.1, 0.001, 1.0):
-            yield Cell("II", model, gbps, latency_ms, ratio, scale * (10 if model == "1e9" else 1))
+            yield Cell("II", elements, rate, delay_ms, ratio, scale * (10 if elements == "1e9" else 1))
 
 
 def formula_ms(cell: Cell, hosts: int) -> dict[str, float]:
