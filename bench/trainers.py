@@ -330,11 +330,6 @@ class TorchftsDDP(Alone):
         # Clearing gradients asks for a quorum; the step itself is the updater's, behind `_synchronize`.
         self._optimizer = torchft.Optimizer(manager, self._optimizer)
 
-    @property
-    def overlaps(self) -> bool:
-        """See `mpicomp.bench.training.Trainer`."""
-        return False  # its hook waits for each bucket
-
     def _synchronize(self) -> None:
         if not self._manager.should_commit():
             raise RuntimeError("torchft-ddp: torchft gave a step up, as a rank or an exchange had failed")

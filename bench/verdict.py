@@ -2,7 +2,7 @@
 
 from mpicomp.bench.measure.chosen_plans import chosen_table
 from mpicomp.bench.measure.timings import PHASES
-from mpicomp.bench.train import Outcome
+from mpicomp.bench.outcome import Outcome
 
 from mpicomp.compressors import Compressor, Dense
 

@@ -5,14 +5,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from mpicomp.errors import ConfigurationError
+
 Class = TypeVar("Class", bound=type)
 
 
 def published(**values: Any) -> Callable[[Class], Class]:
-    """Give a dataclass with a field ``published`` the paper's values for where that is True; use it as a decorator.
+    """Decorate a dataclass with a field ``published``, where True sets parameters to their paper's values.
 
-    A parameter that is given besides ``published`` counts; of all others those that are named here have the value
-    that is named here. The values are found as ``as_published`` of the class.
+    A parameter that is given besides ``published`` keeps what was given. The values are found as ``as_published`` of
+    the class. Anything but True and False is a `ConfigurationError` when an instance is made.
 
     Parameters
     ----------
@@ -38,7 +40,11 @@ def published(**values: Any) -> Callable[[Class], Class]:
         @functools.wraps(as_given)
         def init(self: Any, *arguments: Any, **parameters: Any) -> None:
             bound = signature.bind(self, *arguments, **parameters).arguments
-            if bound.get("published") is True:
+            switch = bound.get("published", False)
+            if not isinstance(switch, bool):
+                name = getattr(cls, "id", cls.__name__)
+                raise ConfigurationError(f"{name}: published must be True or False, got {switch!r}")
+            if switch:
                 parameters |= {name: value for name, value in values.items() if name not in bound}
             as_given(self, *arguments, **parameters)
 
@@ -51,4 +57,4 @@ def published(**values: Any) -> Callable[[Class], Class]:
 
 def is_published(thing: Any) -> bool:
     """Return whether a compressor or a policy has the switch, and it is on."""
-    return getattr(thing, "published", False) is True
+    return bool(getattr(thing, "published", False))

@@ -13,8 +13,9 @@ from mpicomp.cli.options import add_device, add_plugin, add_task
 
 if TYPE_CHECKING:
     from mpicomp.bench.measure.run_fields import RunObject
+    from mpicomp.bench.outcome import Outcome
     from mpicomp.bench.tasks import Task
-    from mpicomp.bench.train import Outcome, Settings
+    from mpicomp.bench.train import Settings
     from mpicomp.compressors import Compressor
     from mpicomp.policies import Policy
 

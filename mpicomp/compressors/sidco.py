@@ -89,9 +89,8 @@ class SIDCo(Estimator):
         check_choice("sidco", "distribution", self.distribution, DISTRIBUTIONS)
         if self.stages is not None and (not isinstance(self.stages, int) or not 1 <= self.stages <= 64):
             raise ConfigurationError(f"sidco: stages must be None or a number from 1 to 64, got {self.stages!r}")
-        for name in ("corrections", "published"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"sidco: {name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.corrections, bool):
+            raise ConfigurationError(f"sidco: corrections must be True or False, got {self.corrections!r}")
 
     @property
     def bounded(self) -> bool:

@@ -19,7 +19,6 @@ from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepR
 from mpicomp.policies.ratio_levels import (
     at_ratio,
     check_adaptable,
-    check_flag,
     check_least,
     check_ratios,
     default_compressor,
@@ -121,9 +120,9 @@ class Flexible(Policy):
         """Become the one of two searches, with the same settings, that ``published`` names."""
         from mpicomp.policies.flexible_search import FlexibleSearch  # derives from this class
 
-        if self.published is True and not isinstance(self, FlexibleSearch):
+        if self.published and not isinstance(self, FlexibleSearch):
             self.__class__ = FlexibleSearch
-        elif self.published is not True and type(self) is FlexibleSearch:
+        elif not self.published and type(self) is FlexibleSearch:
             self.__class__ = Flexible  # type: ignore[assignment]  # mypy takes the first one for the type
         super().__post_init__()
 
@@ -140,7 +139,6 @@ class Flexible(Policy):
         if self.every is not None:
             check_least(self.id, "every", self.every)
         check_least(self.id, "ramp", self.ramp, 0)
-        check_flag(self.id, "published", self.published)
 
     def adopt(self, named: Named) -> None:
         """See `Policy.adopt`. Where no compressor was named it is top-k."""

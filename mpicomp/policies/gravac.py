@@ -126,7 +126,6 @@ class GraVAC(Adaptive):
         check_ratios(self.id, self.least, self.most)
         check_choice(self.id, "scaling", self.scaling, _SCALINGS)
         check_choice(self.id, "gains", self.gains, _GAINS)
-        check_choice(self.id, "published", self.published, (True, False))
         check_least(self.id, "window", self.window)
         check_least(self.id, "every", self.every)
         check_range(self.id, "omega", self.omega, 0, 1)

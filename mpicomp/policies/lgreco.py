@@ -16,7 +16,7 @@ from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.allocate import least_total, total
 from mpicomp.policies.layer_tables import Table, mixed_table, table_for
 from mpicomp.policies.policy import Delivered, Named, Shape, StepReport, feedback_of
-from mpicomp.policies.ratio_levels import at_ratio, check_flag, check_least, ladder
+from mpicomp.policies.ratio_levels import at_ratio, check_least, ladder
 from mpicomp.policies.registry import get_policy
 from mpicomp.policies.surveys import Both, SumSurvey, Survey
 from mpicomp.published import published
@@ -116,7 +116,6 @@ class LGreCo(Adaptive):
         if self.span is not None:
             check_range(self.id, "span", self.span, 1, float("inf"))
         check_choice(self.id, "error", self.error, ("mean", "sum"))
-        check_flag(self.id, "published", self.published)
         if isinstance(self.families, str | Mapping):
             raise ConfigurationError(f"{self.id}: families must be a list of compressors, got {self.families!r}")
         others = [get_compressor(family) for family in self.families]

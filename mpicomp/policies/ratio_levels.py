@@ -27,12 +27,6 @@ def check_least(policy: str, name: str, value: object, least: int = 1) -> None:
         raise ConfigurationError(f"{policy}: {name} must be a whole number of at least {least}, got {value!r}")
 
 
-def check_flag(policy: str, name: str, value: object) -> None:
-    """Raise where a setting is neither True nor False."""
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{policy}: {name} must be True or False, got {value!r}")
-
-
 def default_compressor() -> Compressor:
     """Return the compressor whose settings policies choose where none is named: top-k."""
     return TopK()

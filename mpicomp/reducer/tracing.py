@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _FLUSH_S = 0.25  # seconds after which steps are written: a job that dies loses no more
 _MOST = 256  # steps that are kept until then
 
-Place = tuple[int, int]
+Track = tuple[int, int]
 """Number of a reducer, from 0, and a rank."""
 
 active: "trace | None" = None
@@ -213,13 +213,13 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         if step.reducer not in self._tracks:
             self._tracks[step.reducer] = len(self._tracks)
             lines.append(names_of_tracks(self._rank, self._tracks[step.reducer]))
-        where = self._tracks[step.reducer], self._rank
+        track = self._tracks[step.reducer], self._rank
         since = step.begin if step.since is None else step.since
         if step.since is not None:
             about = f'{{"step":{record.step}}}'
-            lines.append(line(since + shift, step.begin + shift, "compute", *where, "compute", about))
+            lines.append(line(since + shift, step.begin + shift, "compute", *track, "compute", about))
         for bucket in step.buckets:
-            self._add_bucket(lines, step, *bucket, where)
+            self._add_bucket(lines, step, *bucket, track)
         self._wire += record.overhead_wire_bytes
         told = {
             "step": record.step,
@@ -234,7 +234,7 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         }
         lines.append(counter(step.end + shift, self._rank, self._wire, self._dense))
         name = f"step {record.step}"
-        lines.append(line(since + shift, step.end + shift, "step", *where, name, encoded(told)))
+        lines.append(line(since + shift, step.end + shift, "step", *track, name, encoded(told)))
         return "".join(lines)
 
     def _add_bucket(
@@ -245,27 +245,27 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         begin: float,
         move: float,
         spans: Sequence[Span],
-        where: Place,
+        track: Track,
     ) -> None:
         """Add the lines of a bucket."""
-        place = f'"step":{step.record.step},"bucket":{record.bucket},"reducer":{where[0]}'
-        short, at = f"{{{place}}}", begin
+        step_and_bucket = f'"step":{step.record.step},"bucket":{record.bucket},"reducer":{track[0]}'
+        short, at = f"{{{step_and_bucket}}}", begin
         phases = []
         for span in spans:
             if span.begin + move > at:
-                phases.append(line(at, span.begin + move, "compress", *where, "compress", short))
+                phases.append(line(at, span.begin + move, "compress", *track, "compress", short))
             at = span.end + move
             about = partners(span, step.group, step.whole)
             if span.begun != span.begin:
                 about["begun"] = round(1e6 * (span.begun + move), 3)
-            told = f"{{{place},{encoded(about)[1:]}" if about else short
-            phases.append(line(span.begin + move, at, "exchange", *where, span.operation, told))
+            told = f"{{{step_and_bucket},{encoded(about)[1:]}" if about else short
+            phases.append(line(span.begin + move, at, "exchange", *track, span.operation, told))
         end = at + record.phases_s["decode"]
-        phases.append(line(at, end, "decode", *where, "decode", short))
+        phases.append(line(at, end, "decode", *track, "decode", short))
         self._wire += record.wire_bytes
         self._dense += record.dense_wire_bytes
         name = f"{record.compressor['id']} by {record.collective}"
-        lines.append(line(begin, end, "bucket", *where, name, f"{{{place},{self._about(record, where[0])}}}"))
+        lines.append(line(begin, end, "bucket", *track, name, f"{{{step_and_bucket},{self._about(record, track[0])}}}"))
         lines += phases
         lines.append(counter(at, self._rank, self._wire, self._dense))
 

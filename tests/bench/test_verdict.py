@@ -4,14 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-
 from mpicomp.bench.measure.chosen_plans import Ran
 from mpicomp.bench.measure.probe import Probe
 from mpicomp.bench.measure.slowest import Slowest
 from mpicomp.bench.measure.timings import PHASES
-from mpicomp.bench.train import Outcome
+from mpicomp.bench.outcome import Outcome
 from mpicomp.bench.verdict import dense_step_s, exchange_s, judge, table
 
 import mpicomp

@@ -238,7 +238,7 @@ class LGC(Learner):
         object.__setattr__(self, "innovation", check_ratio("lgc: innovation", self.innovation))
         for name, least in (("dense_steps", 0), ("training_steps", 1), ("passes", 1)):
             _check_least(name, getattr(self, name), least)
-        for name in ("signs", "backward", "published"):
+        for name in ("signs", "backward"):
             check_choice("lgc", name, getattr(self, name), (True, False))
         for name in ("encoder", "decoder"):
             channels = getattr(self, name)
