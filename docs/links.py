@@ -4,6 +4,7 @@ Links inside the site have to lead to a file, and to something of that name in i
 not followed; ``sphinx-build -b linkcheck docs docs/_build/linkcheck`` follows them.
 """
 
+import argparse
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -44,6 +45,11 @@ def check(site):
 
 
 if __name__ == "__main__":
-    wrong, elsewhere = check(sys.argv[1])
+    parser = argparse.ArgumentParser(description="Check the links of the built pages.")
+    parser.add_argument("site", help="the folder of the pages: sphinx-build docs docs/_build makes docs/_build")
+    arguments = parser.parse_args()
+    if not any(Path(arguments.site).rglob("*.html")):
+        parser.error(f"'{arguments.site}' has no page; build them with: sphinx-build docs docs/_build")
+    wrong, elsewhere = check(arguments.site)
     print("\n".join([*wrong, "", "not followed:", *elsewhere]))
     sys.exit(bool(wrong))
