@@ -25,7 +25,7 @@ class Outcome:
     median_step_s, phases_s : float, dict of str to float
         Medians over all steps that are timed.
     choosing_s : float
-        Mean seconds over them of choosing plans and learning from their times. Mostly a part of ``other``.
+        Mean own seconds over them of choosing plans and learning from their times. Mostly a part of ``other``.
     late_step_s, late_phases_s : float, dict of str to float
         Over those of the second half where what is run might change: they are compared with ``own_probe``, which is of
         that half.

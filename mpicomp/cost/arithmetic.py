@@ -70,11 +70,12 @@ def update(
     rough: float,
     own_error: float,
     own_variance: float,
+    added_s: float,
     suspected: int,
     patience: int,
     strange: float,
     least_strange: float,
-) -> tuple[float, float, int, bool]:
+) -> tuple[float, float, float, int, bool]:
     """Update an extended Kalman filter with a measurement, in place.
 
     Parameters
@@ -83,7 +84,7 @@ def update(
         Of the plan; seconds of a unit; the link that each term belongs to.
     state, variance : arrays, shape (links + terms,) and square
         Logarithms of links and factors, and their covariance.
-    seconds, noise, rough, own_error, own_variance
+    seconds, noise, rough, own_error, own_variance, added_s
         See `mpicomp.cost.network.Network.observe`.
     suspected : int
         How many strange measurements came just before, negative where they were too short.
@@ -94,8 +95,8 @@ def update(
 
     Returns
     -------
-    innovation, variance : float
-        Infinite variance where nothing was learnt.
+    innovation, slope, variance : float
+        See `mpicomp.cost.network.Network.observe`; infinite variance where nothing was learnt.
     suspected : int
         For the next measurement.
     changed : bool
@@ -107,25 +108,27 @@ def update(
     for term in range(terms):
         predicted += coefficients[term] * unit[term]
     if predicted <= 0:
-        return 0.0, math.inf, suspected, False
+        return 0.0, 1.0, math.inf, suspected, False
+    own = predicted * math.exp(own_error)
+    part = own / (own + added_s)
     slope = np.zeros(state.size)
     for term in range(terms):
-        share = coefficients[term] * unit[term] / predicted
+        share = part * coefficients[term] * unit[term] / predicted
         slope[links + term] = share
         slope[link_of[term]] += share
-    share = seconds / (predicted * math.exp(own_error))
+    share = seconds / (own + added_s)
     far = math.log(max(share, 0.02))
     spread = np.zeros(state.size)
-    known = _spread(variance, slope, spread) + own_variance
+    known = _spread(variance, slope, spread) + part * part * own_variance
     changed = abs(far) > max(strange * math.sqrt(known + rough), least_strange)
     if changed:
         sign = 1 if far > 0 else -1
         suspected = suspected + sign if suspected * sign > 0 else sign
         if abs(suspected) < patience:
-            return 0.0, math.inf, suspected, False
+            return 0.0, part, math.inf, suspected, False
         for link in range(links):
             variance[link, link] += far * far
-        known = _spread(variance, slope, spread) + own_variance
+        known = _spread(variance, slope, spread) + part * part * own_variance
     innovation, expected = far, known + rough
     if not changed and noise > known:
         # Seconds that are a small difference of large ones: logarithms of such have a mean that leads astray. To the
@@ -137,7 +140,7 @@ def update(
         state[row] += spread[row] * innovation / expected
         for column in range(state.size):
             variance[row, column] -= spread[row] * spread[column] / expected
-    return innovation, expected, 0, changed
+    return innovation, part, expected, 0, changed
 
 
 @compiled
@@ -155,6 +158,7 @@ def outlook(
     step: int,
     ageing: float,
     most: float,
+    added_s: float,
     out: Array,
 ) -> None:
     """Predict plans.
@@ -176,6 +180,8 @@ def outlook(
         Now.
     ageing, most : float
         Variance that each step adds to what is not learnt, and the largest standard deviation.
+    added_s : float
+        Seconds that every plan takes in rounds besides.
     out : array, shape (3, plans)
         Receives seconds of own work, seconds in rounds, and the standard deviation of the logarithm of their sum.
     """
@@ -189,11 +195,12 @@ def outlook(
         speed, kernel, round_ = speeds[speed_of[plan]], kernels[kernel_of[plan]], rounds[round_of[plan]]
         own = math.exp(alone[plan] + speed[0] + kernel[0])
         predicted *= math.exp(round_[0])
-        share = predicted / (own + predicted)
+        whole = own + predicted + added_s
         uncertain += round_[1] + ageing * (step - round_[2])
-        spread = share * share * uncertain + (1 - share) ** 2 * (kernel[1] + ageing * (step - kernel[2]))
+        uncertain *= (predicted / whole) ** 2
+        spread = uncertain + (own / whole) ** 2 * (kernel[1] + ageing * (step - kernel[2]))
         out[0, plan] = own
-        out[1, plan] = predicted
+        out[1, plan] = predicted + added_s
         out[2, plan] = min(math.sqrt(spread), most)
 
 

@@ -126,7 +126,8 @@ class Network:
         rough: float,
         own_error: float,
         own_variance: float,
-    ) -> tuple[float, float, bool]:
+        added_s: float = 0.0,
+    ) -> tuple[float, float, float, bool]:
         """Learn from a plan's measured seconds in rounds.
 
         A measurement that is far from what is predicted changes nothing the first time; when the next one says the
@@ -142,20 +143,26 @@ class Network:
             Variance of the logarithm of these seconds: where they are what is predicted, and as they are.
         own_error, own_variance : float
             By how much the plan is known to differ from the prediction (logarithm), and how well.
+        added_s : float
+            Seconds among them that every plan takes.
 
         Returns
         -------
-        innovation, variance : float
-            Of the logarithm of seconds, from what is predicted with the plan's own error, and what was expected of it.
+        innovation : float
+            Of the logarithm of seconds, from what is predicted with the plan's own error.
+        slope : float
+            How far it follows that error: less where much of it is added to every plan.
+        variance : float
+            What was expected of it.
         changed : bool
             Whether the links were found to be others than before.
         """
-        innovation, variance, self._suspected, changed = arithmetic.update(
+        innovation, slope, variance, self._suspected, changed = arithmetic.update(
             coefficients, self.units, self._link_of, self._state, self._variance, seconds, noise, rough, own_error,
-            own_variance, self._suspected, self._patience, _STRANGE, _LEAST_STRANGE,
+            own_variance, added_s, self._suspected, self._patience, _STRANGE, _LEAST_STRANGE,
         )  # fmt: skip
         self._refresh()
-        return innovation, variance, changed
+        return innovation, slope, variance, changed
 
     def find(self, changed: bool) -> None:
         """Note whether a suspected change of links was one; after a false alarm the next suspicion takes longer."""

@@ -1,5 +1,6 @@
 """Records of a step: plans and their reasons, bytes and seconds, so that every decision can be explained."""
 
+import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ SCHEMA = 1
 
 @dataclass
 class Tally:
-    """Bytes of rounds outside the buckets' exchanges, on one rank.
+    """Bytes and seconds of rounds outside the buckets' exchanges, on one rank.
 
     Attributes
     ----------
@@ -23,21 +24,30 @@ class Tally:
         Payload that was handed to the transport.
     wire_bytes : float
         Bytes that left the rank.
+    waited_s : float
+        Seconds in them, most of which the rank waits for others.
     """
 
     sent_bytes: int = 0
     wire_bytes: float = 0.0
+    waited_s: float = 0.0
 
     def count(self, exchange: Generator[Asked, Any, Value], group: Group) -> Generator[Asked, Any, Value]:
-        """Pass a generator of rounds on, and add the bytes of each."""
+        """Pass a generator of rounds on, and add the bytes and the seconds of each."""
+        began = 0.0
 
-        def add(asked: Asked) -> None:
+        def begin(asked: Asked) -> None:
+            nonlocal began
+            began = time.perf_counter()
             part = group.part(asked.group) if isinstance(asked, Round) else None
             if isinstance(asked, Round) and part is not None:
                 self.sent_bytes += asked.sent_bytes(part)
                 self.wire_bytes += asked.wire_bytes(part)
 
-        return (yield from observe(exchange, before=add))
+        def end(asked: Asked) -> None:
+            self.waited_s += time.perf_counter() - began
+
+        return (yield from observe(exchange, begin, end))
 
 
 @dataclass(frozen=True)
@@ -143,7 +153,8 @@ class StepRecord:
         Seconds a step by which it works longer than the middle rank (of an even number, the faster of the two in the
         middle): for so long the others wait for it.
     choosing_s : float
-        Seconds on this rank that were spent on choosing plans and on learning what they took.
+        This rank's own seconds for choosing plans and learning what they took, without those in which it waits for
+        others meanwhile.
     once_wire_bytes : float
         Bytes that left this rank for measuring the network: before the first step, and when it seems to have changed;
         and in rounds that are made once in a run, such as that in which a learned code is given to all ranks; in no

@@ -74,7 +74,7 @@ class Step:
         transport.doing(f"step {self._core.count}")
         yield from tally.count(self._core.policy.refresh(transport), transport.group)
         self._record.once_wire_bytes += tally.wire_bytes
-        self._record.choosing_s += time.perf_counter() - begin
+        self._record.choosing_s += time.perf_counter() - begin - tally.waited_s
 
     def exchange(self, bucket: Bucket, gradients: list[Any] | None, ready: float) -> Generator[Asked, Any, None]:
         """Exchange one bucket; None for the gradients asks all ranks to agree anew. As rounds, in order.
@@ -179,14 +179,12 @@ class Step:
         record.lost_ranks, core.lost = core.lost, []
         record.stop = core.stop
         means = self._finish(used, finite) if self._damaged is None else {}
-        begin = time.perf_counter()
         try:
             yield from self._tell()
         except RankFailedError:
             if not core.survives:
                 raise
             core.failed = RankFailedError("a rank has died")  # the step is applied, here and elsewhere
-        record.choosing_s += time.perf_counter() - begin
         if self._damaged is not None:  # in the last message: nothing has followed that could tell the others
             self.forget()
             core.suspect, core.owed = True, None
@@ -214,18 +212,19 @@ class Step:
             return
         delivered = [Delivered(own.energy, own.gain, own.kept) for own in (done.result for done in self._done)]
         surveys = {done.record.bucket: done.survey for done in self._done if done.survey is not None}
-        tally = Tally()
-        yield from tally.count(core.pace.tell(record.step), core.transport.group)
+        begin, tally, group = time.perf_counter(), Tally(), core.transport.group
+        yield from tally.count(core.pace.tell(record.step), group)
         record.slowest_rank, record.slowest_costs_s = core.pace.slowest_rank, core.pace.slowest_costs_s
         finite = not any(done.result.nonfinite for done in self._done)
         if finite and not record.skipped:
             core.policy.deliver(record.step, delivered)
             core.owed = core.policy.rewind
-        yield from core.telemetry.receive(core.policy)
+        yield from tally.count(core.telemetry.receive(core.policy), group)
         if self._done and (core.policy.listens or surveys):
             times = np.array([(done.start, done.end, done.own_s, done.ready) for done in self._done])
             report = StepReport(record.step, record.lr, [done.plan for done in self._done], delivered, times, {})
-            yield from tally.count(core.telemetry.publish(report, surveys), core.transport.group)
+            yield from tally.count(core.telemetry.publish(report, surveys), group)
+        record.choosing_s += time.perf_counter() - begin - tally.waited_s
         record.overhead_bytes += tally.sent_bytes
         record.overhead_wire_bytes += tally.wire_bytes
 

@@ -87,11 +87,11 @@ def test_one_accident_changes_nothing_and_two_alike_do():
     plan = PLANS[1]
     own = coefficients(network, *plan)
     before = network.seconds(own)
-    assert network.observe(own, 20 * before, NOISE**2, NOISE**2, 0.0, 0.0)[2] is False
+    assert network.observe(own, 20 * before, NOISE**2, NOISE**2, 0.0, 0.0)[3] is False
     assert network.seconds(own) == before
-    assert network.observe(own, before, NOISE**2, NOISE**2, 0.0, 0.0)[2] is False
-    assert network.observe(own, 20 * before, NOISE**2, NOISE**2, 0.0, 0.0)[2] is False
-    assert network.observe(own, 20 * before, NOISE**2, NOISE**2, 0.0, 0.0)[2] is True
+    assert network.observe(own, before, NOISE**2, NOISE**2, 0.0, 0.0)[3] is False
+    assert network.observe(own, 20 * before, NOISE**2, NOISE**2, 0.0, 0.0)[3] is False
+    assert network.observe(own, 20 * before, NOISE**2, NOISE**2, 0.0, 0.0)[3] is True
     assert network.seconds(own) == pytest.approx(20 * before, rel=0.3)
 
 
