@@ -206,8 +206,7 @@ def _learnt_of(known: _Known, key: str, numel: int, guess: Callable[[Sequence[Le
 
 def _learnt_to_json(known: _Known) -> dict[str, Any]:
     return {
-        key: {str(numel): asdict(own) for numel, own in lengths.items() if own.runs}
-        for key, lengths in known.items()
+        key: {str(numel): asdict(own) for numel, own in lengths.items() if own.runs} for key, lengths in known.items()
     }
 
 
