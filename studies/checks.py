@@ -7,16 +7,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
-from mpicomp.bench.measure.intervals import ratio_interval
+from inside import Inside, instead
+from mpicomp.bench.measure.intervals import block_interval, ratio_interval
 from mpicomp.bench.tasks import get_task
 from mpicomp.bench.tasks.updating import Updater
 from mpicomp.bench.train import threads_of_rank
+from numpy.typing import NDArray
 
+from mpicomp.arrays import describe
 from mpicomp.cli import run_program
 from mpicomp.cli.options import add_task, check_least, check_writable
+from mpicomp.collectives import allgather, is_finite, packed_allgather, parameter_server
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.reducer import step as reducer_step
 from mpicomp.reducer.layout import Layout
@@ -27,6 +30,7 @@ from mpicomp.system.files import whole_file
 _STUDY = "checks"
 _FIRST = 10  # steps that compile, agree and grow buffers
 _LOOKS = 20  # comparisons of replicas that are timed
+_CHECKED = allgather, packed_allgather, parameter_server  # what delivers a mean that is looked at
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,12 +39,13 @@ def parser() -> argparse.ArgumentParser:
         prog="studies/checks.py",
         description="Train, with the checks on and off from step to step, and print the ratio of the medians: the "
         "watch for ranks that do not come, the comparison of names, shapes and dtypes, the look for NaN, and who is "
-        "slow. The comparison of replicas is timed by itself, and counts once in as many steps as it is made in.",
+        "slow. In as many further steps the calls of these checks are timed, as a share of the step. The comparison of "
+        "replicas is timed by itself, and counts once in as many steps as it is made in.",
     )
     add_task(parser)
     parser.add_argument("--compressor", default="topk", help="a name from `mpicomp list` (%(default)s)")
     parser.add_argument("--collective", default="allgather", help="that carries it (%(default)s)")
-    parser.add_argument("--steps", type=int, default=400, metavar="N", help="of each of the two (%(default)s)")
+    parser.add_argument("--steps", type=int, default=400, metavar="N", help="of each of the three (%(default)s)")
     parser.add_argument("--json", metavar="F", help="write the outcome to F as one JSON object")
     return parser
 
@@ -56,12 +61,12 @@ def _without(reducer: Any) -> Iterator[None]:
     """Turn the checks off that are made in every step."""
     transport, layout = reducer.transport, reducer._core.layout
     watch = transport._watch
-    with (
-        patch.object(reducer_step, "describe", lambda gradients: layout.members),
-        patch.object(Layout, "knows", lambda self, members: True),
-        patch.object(Accumulated, "finite", True),
-        patch.object(Pace, "note", lambda *words: None),
-        patch.object(Pace, "tell", _nothing),
+    with instead(
+        (reducer_step, "describe", lambda gradients: layout.members),
+        (Layout, "knows", lambda self, members: True),
+        (Accumulated, "finite", True),
+        (Pace, "note", lambda *words: None),
+        (Pace, "tell", _nothing),
     ):
         transport._watch = None
         try:
@@ -70,8 +75,30 @@ def _without(reducer: Any) -> Iterator[None]:
             transport._watch = watch
 
 
+@contextlib.contextmanager
+def _counted(reducer: Any, inside: Inside) -> Iterator[None]:
+    """Count the seconds inside of the same checks, and of the look at the mean."""
+
+    def finite(accumulated: Accumulated) -> bool:
+        accumulated.untold  # noqa: B018, the sum is made whether or not it is looked at
+        with inside.counted():
+            return accumulated.moments.finite
+
+    watch = type(reducer.transport._watch)
+    with instead(
+        (reducer_step, "describe", inside.of(describe)),
+        (Layout, "knows", inside.of(Layout.knows)),
+        (Accumulated, "finite", property(finite)),
+        *((module, "is_finite", inside.of(is_finite)) for module in _CHECKED),
+        (Pace, "note", inside.of(Pace.note)),
+        (Pace, "tell", inside.of_rounds(Pace.tell)),
+        *((watch, name, inside.of(getattr(watch, name))) for name in ("begin", "end", "look")),
+    ):
+        yield
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Train, and print the ratio on rank 0."""
+    """Train, and print the ratio and the share on rank 0."""
     check_least(_STUDY, "--steps", arguments.steps, _FIRST)
     if arguments.json is not None:
         check_writable(_STUDY, arguments.json)
@@ -97,11 +124,14 @@ def run(arguments: argparse.Namespace) -> int:
         overlap=False,
         compare_every=0,
     )
-    updater = Updater(task, optimizer, 2 * arguments.steps + _FIRST)
+    updater = Updater(task, optimizer, 3 * arguments.steps + _FIRST)
+    inside = Inside()
     kinds: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
         "on": contextlib.nullcontext,
         "off": lambda: _without(optimizer.reducer),
+        "counted": lambda: _counted(optimizer.reducer, inside),
     }
+    checked: list[float] = []
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     order = np.random.default_rng(0)  # the same on all ranks
     for turn in range(-_FIRST, arguments.steps):
@@ -110,29 +140,49 @@ def run(arguments: argparse.Namespace) -> int:
             optimizer.zero_grad(set_to_none=False)
             loss = task.loss(model, task.batch(turn + _FIRST, group.rank, group.size))
             loss.backward()  # type: ignore[no-untyped-call]
+            before = inside.seconds
             with kinds[kind]():
                 optimizer.synchronize()
             updater.update()
             if turn >= 0:
                 seconds[kind].append(time.perf_counter() - begin)
+                if kind == "counted":
+                    checked.append(inside.seconds - before)
     fingerprint, named = Fingerprint(1), dict(model.named_parameters())
     looks = []
     for _ in range(_LOOKS):
         begin = time.perf_counter()
         transport.run(fingerprint.look(named, group, _STUDY))
         looks.append(time.perf_counter() - begin)
-    rows = np.array([*seconds["on"], *seconds["off"], *looks])
+    rows = np.array([*seconds["on"], *seconds["off"], *seconds["counted"], *checked, *looks])
     recv = np.empty(group.size * rows.size)
-    slowest = transport.perform(Round("allgatherv", [rows.size] * group.size, rows.dtype, send=rows, recv=recv))
-    slowest = slowest.reshape(group.size, -1).max(axis=0)
-    on, off = (slowest[start : start + arguments.steps].tolist() for start in (0, arguments.steps))
+    everyones = transport.perform(Round("allgatherv", [rows.size] * group.size, rows.dtype, send=rows, recv=recv))
+    everyones = everyones.reshape(group.size, -1)
+    on, off, counted, calls = np.split(everyones[:, :-_LOOKS], 4, axis=1)
     transport.close()
     if group.rank == 0:
-        _tell(arguments, group.size, on, off, float(np.median(slowest[-_LOOKS:])) / COMPARE_EVERY)
+        replicas_s = float(np.median(everyones[:, -_LOOKS:].max(axis=0))) / COMPARE_EVERY
+        on_s, off_s = on.max(axis=0).tolist(), off.max(axis=0).tolist()
+        _tell(arguments, group.size, on_s, off_s, replicas_s, *_most(counted, calls))
     return 0
 
 
-def _tell(arguments: argparse.Namespace, ranks: int, on: list[float], off: list[float], replicas_s: float) -> None:
+def _most(seconds: NDArray[np.float64], inside: NDArray[np.float64]) -> tuple[float, tuple[float, float] | None]:
+    """Return the share of steps inside of checks, and its interval, of the rank that has the largest."""
+    shares = inside.sum(axis=1) / seconds.sum(axis=1)
+    rank = int(shares.argmax())
+    return float(shares[rank]), block_interval(lambda own, all_: own.sum() / all_.sum(), inside[rank], seconds[rank])
+
+
+def _tell(
+    arguments: argparse.Namespace,
+    ranks: int,
+    on: list[float],
+    off: list[float],
+    replicas_s: float,
+    inside: float,
+    inside_interval: tuple[float, float] | None,
+) -> None:
     step_s = float(np.median(off))
     share, interval = replicas_s / step_s, ratio_interval(on, off)
     outcome = {
@@ -147,6 +197,8 @@ def _tell(arguments: argparse.Namespace, ranks: int, on: list[float], off: list[
         "ratio": float(np.median(on)) / step_s + share,
         "interval": None if interval is None else [own + share for own in interval],
         "replicas": share,
+        "inside": inside + share,
+        "inside_interval": None if inside_interval is None else [own + share for own in inside_interval],
     }
     between = "" if interval is None else f" (95 %: {interval[0] + share:.4f} to {interval[1] + share:.4f})"
     print(
@@ -155,6 +207,8 @@ def _tell(arguments: argparse.Namespace, ranks: int, on: list[float], off: list[
         f"{share:.1e} of that is the comparison of replicas",
         flush=True,
     )
+    around = "" if inside_interval is None else f" (95 %: {inside_interval[0]:.3%} to {inside_interval[1]:.3%})"
+    print(f"inside of the checks' own calls: {inside:.3%} of a step{around}, and {share:.3%} of replicas", flush=True)
     if arguments.json is not None:
         with whole_file(arguments.json) as file:
             json.dump(outcome, file, indent=1)

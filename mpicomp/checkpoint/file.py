@@ -283,8 +283,8 @@ class RankFile:
                 f"load_checkpoint: '{path}' has schema {schema!r} of mpicomp {wrote}, and mpicomp {__version__} reads "
                 f"schema {SCHEMA}; load it with that version"
             )
-        # Earlier versions wrote none; what was damaged may lack one.
-        has_sums = not self._metadata.keys().isdisjoint(("header_crc32", "crc32"))
+        # Earlier versions wrote none, and nothing else either: the names of what was damaged may be damaged, too.
+        has_sums = self._metadata.keys() != {"mpicomp", "state"}
         self._sums: dict[str, str] = self._guarded(self._checked_sums) if has_sums else {}
 
     def check(self, header: Header) -> "RankFile":

@@ -5,6 +5,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -205,8 +206,7 @@ def _learnt_of(known: _Known, key: str, numel: int, guess: Callable[[Sequence[Le
 
 def _learnt_to_json(known: _Known) -> dict[str, Any]:
     return {
-        key: {str(numel): vars(own).copy() for numel, own in lengths.items() if own.runs}
-        for key, lengths in known.items()
+        key: {str(numel): asdict(own) for numel, own in lengths.items() if own.runs} for key, lengths in known.items()
     }
 
 

@@ -49,7 +49,7 @@ class Prediction:
         return {"kernels": self.kernels_s, "exchange": self.rounds_s}
 
 
-@dataclass
+@dataclass(slots=True)  # there may be hundreds for each of hundreds of plans
 class Learnt:
     """A correction learnt from measured steps for arrays of one length: its logarithm and variance.
 

@@ -54,6 +54,15 @@ def test_every_flipped_byte_is_an_error_that_names_file_and_array(tmp_path, rank
             check_same(loaded, state)
 
 
+def test_checksums_whose_names_are_damaged_are_missed(tmp_path):
+    save(tmp_path, [{"epoch": 85}])
+    path = file_of(tmp_path, 0)
+    whole = path.read_bytes()
+    damaged = whole.replace(b'"header_crc32"', b'"ieader_crc32"').replace(b'"crc32"', b'"crc12"')
+    path.write_bytes(damaged.replace(b'epoch\\", 85', b'epoch\\", 60'))
+    assert f"'{path}' cannot be read: its header has changed" in the_one(load_errors(tmp_path, 1))
+
+
 def test_a_flipped_byte_in_what_only_other_ranks_read_is_an_error_of_all(tmp_path):
     def state(rank):
         kept = {"w": np.full(50, 1.0 + rank)}

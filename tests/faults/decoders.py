@@ -44,6 +44,8 @@ from mpicomp.workspace import Workspace
 
 SIZES = 8, 300
 """Elements of an array."""
+NETWORK = 8, 16, 16, 8
+"""Channels of the layers of a learned code, there and back."""
 DTYPES = np.dtype(np.float32), np.dtype(np.float64)
 
 
@@ -316,12 +318,12 @@ def _lead(instance):
 def _learned(kind):
     def make(rng, fence):
         dtype = rng.choice(DTYPES)
-        compressor = mpicomp.LGC(**_LEARNED | {"code": kind})
+        compressor = mpicomp.LGC(**_LEARNED | {"code": kind, "encoder": NETWORK, "decoder": NETWORK})
         workspace = Workspace(fence)
         with entered(fence):
             code = compressor.make_code(workspace, 7)
             ranks = int(rng.integers(1, 4))
-            count = code.least + int(rng.integers(200))
+            count = code.least + int(rng.integers(SIZES[1]))
             length = code.length(count)
             weights = rng.standard_normal(code.size(ranks)).astype(np.float32)
             values = _array(rng, length, dtype)

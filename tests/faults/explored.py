@@ -19,8 +19,10 @@ import numpy as np
 
 _CASES = 8  # genuine messages that are changed; the first byte says which
 _SIZES = 1, 24  # elements of an array
+_NETWORK = 2, 2  # channels of a learned code: a loop over more of them is the same loop
 _LONGEST = 4096  # bytes of a message that is made longer
 _FAULTS = 5  # after so many of a decoder it has shown enough
+_PATIENCE_S = 600  # on the clock of the wall for one message: others may have the processor
 
 
 def explore(name, messages, seed, folder):
@@ -39,7 +41,7 @@ def explore(name, messages, seed, folder):
 
     fence = Fence()
     fence_workspaces(fence)
-    faults.decoders.SIZES = _SIZES
+    faults.decoders.SIZES, faults.decoders.NETWORK = _SIZES, _NETWORK
     make = (faults.decoders.decoders() | faults.decoders.exchanges())[name]
     cases = [make(random_of(name, seed, number), fence) for number in range(_CASES)]
     longest = max(_LONGEST, *(len(case.message) for case in cases))
@@ -70,7 +72,9 @@ def explore(name, messages, seed, folder):
             print(json.dumps(dict(said) | {"decoder": name, "seconds": seconds}), flush=True)
             os._exit(0)
 
-    atheris.Setup([sys.argv[0], f"-seed={seed + 1}", f"-max_len={longest + 1}", "-timeout=60", folder], decode)
+    atheris.Setup(
+        [sys.argv[0], f"-seed={seed + 1}", f"-max_len={longest + 1}", f"-timeout={_PATIENCE_S}", folder], decode
+    )
     atheris.Fuzz()
 
 

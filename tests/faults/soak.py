@@ -444,7 +444,8 @@ def main():
         if world.rank == 0:
             print(f"soak: {text}", flush=True)
 
-    os.environ |= {"MPICOMP_STALL": "20", "MPICOMP_STALL_END": "60"}  # who waits longer is told of, and ends the job
+    for name, limit in (("MPICOMP_STALL", "20"), ("MPICOMP_STALL_END", "60")):
+        os.environ.setdefault(name, limit)  # who waits longer is told of, and ends the job
     warnings.simplefilter("error", RuntimeWarning)  # of NumPy, which ends a step in its middle where a user has it so
     say(f"{world.size} ranks, {MPI.get_vendor()}, seed {arguments.seed}, {len(PAIRS)} pairs")
     everyones = world.allgather(soak(arguments.steps, arguments.seed, arguments.episode, say, arguments.seconds))

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from inside import Inside, instead
 from marks import slow
 
 STUDIES = Path(__file__).resolve().parents[2] / "studies"
@@ -75,6 +77,7 @@ def test_what_it_costs_to_be_watched(mpiexec):
     assert (told["ranks"], told["steps"]) == (2, 6)
     assert told["median_step_s"] > 0
     assert told["median_watched_step_s"] > 0
+    assert 0 < told["inside"] < 0.5
     assert 500 < told["trace_bytes_a_step_and_rank"] < 20000
 
 
@@ -89,3 +92,34 @@ def test_what_checks_cost(mpiexec, tmp_path):
     assert written["ratio"] == pytest.approx(written["on_s"] / written["off_s"])
     assert 0 < written["replicas"] < 0.1
     assert written["interval"][0] <= written["ratio"] <= written["interval"][1]
+    assert written["replicas"] < written["inside"] < 0.5
+    assert written["inside_interval"][0] <= written["inside"] <= written["inside_interval"][1]
+
+
+def test_seconds_inside_of_calls(monkeypatch):
+    """Each once, whichever calls which; of rounds what is waited for as well."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    class Worker:
+        def work(self, seconds):
+            now[0] += seconds
+            return seconds
+
+        def both(self):
+            return self.work(1.0) + self.work(2.0)
+
+        def rounds(self):
+            yield self.work(4.0)
+            yield self.work(8.0)
+
+    counts = Inside()
+    counted = [(Worker, name, counts.of(getattr(Worker, name))) for name in ("work", "both")]
+    with instead(*counted, (Worker, "rounds", counts.of_rounds(Worker.rounds))):
+        assert Worker().both() == 3.0
+        assert counts.seconds == 3.0
+        for _ in Worker().rounds():
+            now[0] += 16.0
+        assert counts.seconds == 3.0 + 4.0 + 8.0 + 2 * 16.0
+    Worker().both()
+    assert counts.seconds == 47.0

@@ -1,0 +1,64 @@
+"""Seconds inside of calls, counted where they are made: what something costs where whole steps differ by more."""
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+from unittest.mock import patch
+
+
+class Inside:
+    """Counts the seconds that calls take, on all threads: those of a call within another one once.
+
+    They are seconds on the clock of the wall, those of counting included: where others have the processor they are
+    too many.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._one_at_a_time = threading.Lock()
+        self._thread = threading.local()
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what happens until the end of the block."""
+        outer, self._thread.within = getattr(self._thread, "within", False), True
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._thread.within = outer
+            if not outer:
+                with self._one_at_a_time:
+                    self.seconds += time.perf_counter() - begin
+
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same, and is counted."""
+
+        @functools.wraps(function)
+        def counted(*words: Any, **named: Any) -> Any:
+            with self.counted():
+                return function(*words, **named)
+
+        return counted
+
+    def of_rounds(self, function: Callable[..., Generator[Any, Any, Any]]) -> Callable[..., Generator[Any, Any, Any]]:
+        """Return rounds that are the same, and are counted, waiting included."""
+
+        @functools.wraps(function)
+        def counted(*words: Any, **named: Any) -> Generator[Any, Any, Any]:
+            with self.counted():
+                return (yield from function(*words, **named))
+
+        return counted
+
+
+@contextlib.contextmanager
+def instead(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Put something else in the place of attributes, until the end of the block."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, other in changes:
+            stack.enter_context(patch.object(owner, name, other))
+        yield
