@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,6 +15,8 @@ PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
 """Parts of a step, in the order in which they are drawn."""
 
 Array = NDArray[np.float64]
+
+_BUFFER = 1 << 20  # bytes that are read at a time
 
 
 class _Layer(msgspec.Struct, gc=False):
@@ -126,18 +128,21 @@ class _Columns:
         self._numels: list[int] = []
         self._last: list[str] = []
         self._last_places: NDArray[np.intp] = np.zeros(0, np.intp)
-        self._rows: list[tuple[NDArray[np.intp], list[float], list[float | None]]] = []
+        self._rows: list[tuple[NDArray[np.intp], Array, Array]] = []
 
-    def add(self, names: list[str], numels: list[int], ratios: list[float], gains: list[float | None]) -> None:
+    def add(
+        self, names: list[str], parts: Sequence[_Layer | _Bucket], ratios: list[float], gains: list[float | None]
+    ) -> None:
         """Take up a step."""
         if names != self._last:
-            for name, numel in zip(names, numels, strict=True):
+            for name, part in zip(names, parts, strict=True):
                 if name not in self._places:
                     self._places[name] = len(self._places)
-                    self._numels.append(numel)
+                    self._numels.append(part.numel)
             self._last = names
             self._last_places = np.array([self._places[name] for name in names], np.intp)
-        self._rows.append((self._last_places, ratios, gains))
+        # Millions of Python's numbers would take longer to keep than to read. None becomes NaN.
+        self._rows.append((self._last_places, np.array(ratios, np.float64), np.array(gains, np.float64)))
 
     def rows(self) -> Rows:
         """Return all as arrays."""
@@ -145,7 +150,7 @@ class _Columns:
         ratio, gain = np.full(shape, np.nan), np.full(shape, np.nan)
         for step, (places, ratios, gains) in enumerate(self._rows):
             ratio[step, places] = ratios
-            gain[step, places] = gains  # None becomes NaN
+            gain[step, places] = gains
         return Rows(list(self._places), self._numels, ratio, gain)
 
 
@@ -168,13 +173,13 @@ def read_lines(path: str) -> Lines:
         parts = [layer for bucket in own for layer in bucket.layers]
         layers.add(
             [layer.name for layer in parts],
-            [layer.numel for layer in parts],
+            parts,
             [layer.ratio for layer in parts],
             [layer.gain for layer in parts],
         )
         buckets.add(
             [f"bucket {bucket.bucket}" for bucket in own],
-            [bucket.numel for bucket in own],
+            own,
             [bucket.ratio_reached for bucket in own],
             [bucket.gain for bucket in own],
         )
@@ -241,7 +246,7 @@ def _sums(buckets: list[_Bucket]) -> tuple[float, float, float, float]:
 def _decoded(path: str) -> Iterator[_Line]:
     """Yield the lines of a file."""
     decode = msgspec.json.Decoder(_Line).decode
-    with open(path, "rb") as file:
+    with open(path, "rb", buffering=_BUFFER) as file:
         for number, text in enumerate(file, 1):
             try:
                 yield decode(text)

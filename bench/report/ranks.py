@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 from matplotlib.ticker import MaxNLocator
 from mpicomp.bench.report import draw
 from mpicomp.bench.report.lines import PHASES
@@ -41,13 +42,13 @@ def _picture(run: Run) -> Picture:
     ranks = sorted(run.outcome["by_rank"], key=lambda own: -_busy(own))
     shown = ranks[:_MOST]
     figure, axes = draw.panel("seconds of a step", "", left=66, right=58, height=76 + 26 * len(shown), grid="x")
+    ends = np.zeros(len(shown))
+    for phase in [*_BUSY, "exchange"]:
+        values = np.array([own["phases_s"][phase] for own in shown])
+        axes.barh(range(len(shown)), values, left=ends, height=0.62, color=LIGHT[phase], edgecolor="none")
+        ends = ends + values
     for place, own in enumerate(shown):
-        at = 0.0
-        for phase in [*_BUSY, "exchange"]:
-            value = own["phases_s"][phase]
-            axes.barh(place, value, left=at, height=0.62, color=LIGHT[phase], edgecolor="none")
-            at += value
-        draw.beside(axes, at, place, f"{100 * own['slowest']:.0f} %")
+        draw.beside(axes, ends[place], place, f"{100 * own['slowest']:.0f} %")
     axes.set_yticks(range(len(shown)), [f"rank {own['rank']}" for own in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.spines["bottom"].set_visible(False)

@@ -1,6 +1,8 @@
 """Every rank passes parts on to its right neighbour: first their sums grow, then the means go round."""
 
 from collections import deque
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -45,20 +47,25 @@ class Ring(Scheme[Dense]):
         return super().carries(compressor) and getattr(compressor, "wire", None) is None
 
     def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
-        """Return ``2 (ranks - 1)`` exchanges with the neighbours, or two of halves for each and one of the tails."""
+        """Return ``2 (ranks - 1)`` exchanges with the neighbours, or two of halves for each and one of the tails.
+
+        Shapes that are alike are one object: of thousands of ranks there are some ten thousand.
+        """
         size, rank = group.size, group.rank
         halved = _halved(numel, dtype, size)
         neighbours = ((rank + 1) % size, (rank - 1) % size)
-        tasks = [
-            Round(
-                "sendrecv",
-                (out.stop - out.start, into.stop - into.start),
-                dtype,
-                peers=neighbours,
-                background=halved,
-            )
-            for out, into in _spans(numel, halved, group)
-        ]
+        lengths = _lengths(numel, halved, size)
+        turns = [*lengths[rank::-1], *lengths[:rank:-1]]  # in which a rank sends its parts
+        turns = (2 * turns)[: 2 * size - 1]
+        known: dict[Any, list[Round]] = {}
+        tasks: list[Round] = []
+        for turn in pairwise(turns):
+            if turn not in known:
+                known[turn] = [
+                    Round("sendrecv", counts, dtype, peers=neighbours, background=halved)
+                    for counts in zip(*turn, strict=True)
+                ]
+            tasks += known[turn]
         if halved:
             # The last sum is made by then, and there is something left behind which it can travel unnoticed.
             tasks.insert(len(tasks) // 2 + 1, Round("allgatherv", [TAIL] * size, dtype, background=True))
@@ -81,7 +88,8 @@ class Ring(Scheme[Dense]):
         spans = iter(_spans(numel, halved, group))
         under_way: deque[Pending] = deque()
         begun = 0
-        for task in self.rounds(numel, dtype, group):
+        for shape in self.rounds(numel, dtype, group):
+            task = replace(shape)  # others may be the same object
             if len(under_way) == 2:
                 yield under_way.popleft()
             if task.operation == "allgatherv":
@@ -113,18 +121,24 @@ def _halved(numel: int, dtype: np.dtype[Any], size: int) -> bool:
     return size > 1 and numel * dtype.itemsize >= 2 * HALF * size
 
 
+def _lengths(numel: int, halved: bool, size: int) -> list[tuple[int, ...]]:
+    """Return the elements of each part, or of both halves of each."""
+    parts = parts_of(numel if halved else numel + TAIL, size)
+    known = {part: tuple(parts_of(part, 2)) if halved else (part,) for part in set(parts)}
+    return list(map(known.__getitem__, parts))
+
+
 def _spans(numel: int, halved: bool, group: Group) -> list[tuple[slice, slice]]:
     """Return which elements a rank sends and which ones it receives, exchange by exchange.
 
     What it receives in a step it sends in the next one, from the first to the last.
     """
     size = group.size
-    parts = parts_of(numel if halved else numel + TAIL, size)
     pieces: list[list[slice]] = []
     stop = 0
-    for part in parts:
+    for part in _lengths(numel, halved, size):
         pieces.append([])
-        for length in parts_of(part, 2) if halved else [part]:
+        for length in part:
             pieces[-1].append(slice(stop, stop + length))
             stop += length
     return [

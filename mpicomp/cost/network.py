@@ -7,7 +7,10 @@ measured: relative errors are alike at a microsecond and at a minute. Links drif
 one plan measures moves the predictions of all.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -99,15 +102,18 @@ class Network:
         """
         whole = np.zeros(_TERMS)
         for name in GROUPS:
-            own = [[(task, world.part(name)) for task in of_rank if task.group == name]
-                   for of_rank, world in zip(rounds, groups, strict=True)]  # fmt: skip
-            for place in range(max(map(len, own))):
-                met = [
-                    (of_rank[place][0], group)
-                    for of_rank in own
-                    if len(of_rank) > place and (group := of_rank[place][1])
-                ]
-                add_terms(whole, met[0][0].operation, name, slowest(terms(task, group) for task, group in met))
+            parts = [world.part(name) for world in groups]
+            own = [
+                [task for task in of_rank if task.group == name] if part else []
+                for of_rank, part in zip(rounds, parts, strict=True)
+            ]
+            known = {id(task): task for of_rank in own for task in of_rank}
+            # Schemes of many rounds, which are alike, return the same object for them.
+            alike = Counter(zip_longest(*(map(id, of_rank) for of_rank in own)))
+            for met, times in alike.items():
+                each = [(known[task], part) for task, part in zip(met, parts, strict=True) if task is not None and part]
+                cost = slowest(terms(task, part) for task, part in each)
+                add_terms(whole, each[0][0].operation, name, Terms(times * cost.latency, times * cost.volume))
         return whole
 
     def seconds(self, coefficients: NDArray[np.float64]) -> float:
@@ -220,11 +226,12 @@ def add_terms(coefficients: NDArray[np.float64], operation: str, group: str, cos
     coefficients[place + 1] += cost.volume
 
 
-def seen_by_some(group: Group) -> list[Group]:
+@lru_cache(maxsize=16)
+def seen_by_some(group: Group) -> tuple[Group, ...]:
     """Return the group of all as some ranks see it: the same ranks wherever it is asked."""
     half = (_RANKS if group.size <= _MANY else _FEW) // 2
     ranks = range(group.size) if group.size <= _RANKS else {*range(half), *range(group.size - half, group.size)}
-    return [group.seen_by(rank) for rank in sorted(ranks)]
+    return tuple(group.seen_by(rank) for rank in sorted(ranks))
 
 
 def _place(group: str, operation: str) -> int:

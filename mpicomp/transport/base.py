@@ -49,6 +49,8 @@ class Transport(ABC):
     """Whether the ranks run side by side, so that one may wait for the others wherever it is."""
     probes: bool = True
     """Whether time passes in rounds, so that it can be measured."""
+    one_clock: bool = False
+    """Whether all ranks read one clock, wherever they are, so that there is nothing to compare."""
     takes_device_memory: bool = False
     """Whether rounds may be given arrays in the memory of a GPU, as far as this rank knows."""
     cores: float = math.inf

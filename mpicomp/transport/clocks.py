@@ -17,7 +17,7 @@ def compare_clocks(transport: Transport) -> Generator[Round, Any, float]:
 
     The first rank of each host, one after the other, asks rank 0 for the time and takes the answer for that of the
     middle between question and answer; of five questions the one that is answered fastest counts. Ranks of one host
-    have one clock. With one host nothing is asked.
+    have one clock. With one host nothing is asked, nor where the transport has one clock anyway.
 
     The error is no larger than what is given back, and far smaller where both ways take equally long. Clocks of two
     machines part by some microseconds a second: compare them anew now and then. An offset no larger than its error is
@@ -36,7 +36,7 @@ def compare_clocks(transport: Transport) -> Generator[Round, Any, float]:
     """
     group = transport.group
     transport.offset = 0.0
-    if group.hosts == 1:
+    if group.hosts == 1 or transport.one_clock:
         return 0.0
     layout = group.layout or tuple(range(group.size))
     first_on = dict(zip(reversed(layout), reversed(range(group.size)), strict=True))

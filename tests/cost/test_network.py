@@ -50,7 +50,10 @@ def known():
     return network
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+RINGS = [(mpicomp.Dense(), "ring", 1001), (mpicomp.Dense(), "ring", 5_000_001)]  # whose shapes are some objects
+
+
+@pytest.mark.parametrize("plan", PLANS + RINGS, ids=str)
 def test_it_predicts_the_sum_of_rounds(plan):
     network = known()
     seconds = network.seconds(coefficients(network, *plan))

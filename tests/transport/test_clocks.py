@@ -113,3 +113,9 @@ def test_over_mpi(comm, spread):
     transport.perform(Round("allgatherv", [1] * comm.size, times.dtype, send=times, recv=everyones))
     assert everyones.max() <= transport.clock() + 2 * error
     transport.close()
+
+
+def test_one_clock_is_compared_with_nothing():
+    [end, _] = LocalWorld(2, hosts=2).transports
+    end.one_clock = True
+    assert list(compare_clocks(end)) == []
