@@ -1,4 +1,4 @@
-"""One training with mpicomp's exchanges and with those of others, each a job in a lab: ``python studies/peers.py``."""
+"""One training with mpicomp's exchanges and with those of others, in turn in a lab: ``python studies/peers.py``."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 from mpicomp.bench.measure import jobs, networks
 from mpicomp.bench.measure.networks import Network
-from mpicomp.bench.training import OTHERS
+from mpicomp.bench.training import DDP_BF16, DDP_POWERSGD, OTHERS
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
@@ -19,6 +19,7 @@ from mpicomp.system import launcher
 
 _STUDY = "peers"
 _OURS = ("dense", "auto", "topk:allgather", "topk:allgather-inline", "qsgd", "updates:topk")
+_END_THE_JOB = (DDP_BF16, DDP_POWERSGD)  # over gloo: docs/results.md says how
 _BLOCKS = 8
 
 
@@ -26,21 +27,24 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/peers.py",
-        description="Train with each exchange, each in a job of its own, and print a table. An exchange that cannot be "
-        "run, or does not end, is a row that says so. What is in the folder is not run again.",
+        description="Train with all exchanges, block by block in turn in one job, so that what else the machine does "
+        "meets all of them, and print a table. A job that fails, or does not end, is rows that say so. What is in the "
+        "folder is not run again.",
     )
     parser.add_argument("--folder", default=_STUDY, help="where results are kept (%(default)s)")
     parser.add_argument("--task", default="text-gpt,text-lstm", metavar="T[,..]", help="as of mpicomp train")
     parser.add_argument("--networks", default="200mbit/50us", metavar="B/L[,..]", help="links (%(default)s)")
     parser.add_argument("--hosts", type=int, default=4, metavar="N", help="with one rank each (%(default)s)")
     parser.add_argument("--exchange", default=",".join((*OTHERS, *_OURS)), metavar="X[,..]", help="(%(default)s)")
+    alone = ",".join(_END_THE_JOB)
+    parser.add_argument("--alone", default=alone, metavar="X[,..]", help="each in a job of its own (%(default)s)")
     parser.add_argument("--ratio", type=float, default=0.01, metavar="R", help="kept fraction (%(default)s)")
     parser.add_argument("--every", type=int, default=4, metavar="H", help="steps between updates (%(default)s)")
     parser.add_argument(
         "--steps", type=int, default=32, metavar="S", help="that count, a multiple of 8 H (%(default)s)"
     )
     parser.add_argument("--warm-up", type=int, default=24, metavar="W", help="steps before, a multiple of H")
-    parser.add_argument("--limit", type=float, default=600, metavar="S", help="seconds of a job (%(default)s)")
+    parser.add_argument("--limit", type=float, default=1800, metavar="S", help="seconds of a job (%(default)s)")
     return parser
 
 
@@ -55,40 +59,52 @@ def run(arguments: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for network in links:
         for task in read_list(arguments.task):
-            rows = [row_of(folder, arguments, network, task, own) for own in read_list(arguments.exchange)]
+            rows = rows_of(folder, arguments, network, task)
             print(f"\n{task}, {arguments.hosts} hosts, {network}\n")
             print("\n".join(table(rows)), flush=True)
     return 0
 
 
-def row_of(folder: Path, arguments: argparse.Namespace, network: Network, task: str, exchange: str) -> dict[str, Any]:
-    """Return the row of an exchange, from the folder or from a job in a lab.
+def rows_of(folder: Path, arguments: argparse.Namespace, network: Network, task: str) -> list[dict[str, Any]]:
+    """Return the rows of all exchanges that were asked for, in their order."""
+    asked, apart = read_list(arguments.exchange), read_list(arguments.alone)
+    in_turn = [name for name in asked if name not in apart]
+    groups = [in_turn, *([name] for name in asked if name in apart)]
+    rows = [row for own in groups if own for row in rows_of_job(folder, arguments, network, task, own)]
+    return sorted(rows, key=lambda row: asked.index(row["exchange"]))
+
+
+def rows_of_job(
+    folder: Path, arguments: argparse.Namespace, network: Network, task: str, exchanges: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return the rows of exchanges that share a job, from the folder or from a job in a lab.
 
     Returns
     -------
-    dict
-        That of `mpicomp bench training`, with ``problem`` None; or ``exchange`` and ``problem`` alone, what happened.
+    list of dict
+        Those of `mpicomp bench training`, with ``problem`` None; or ``exchange`` and ``problem`` alone, what happened.
     """
-    name = "-".join((task, str(arguments.hosts), str(network), exchange)).replace("/", "-").replace(":", "-")
+    which = exchanges[0] if len(exchanges) == 1 else "in-turn"
+    name = "-".join((task, str(arguments.hosts), str(network), which)).replace("/", "-").replace(":", "-")
     kept, log = folder / f"{name}.json", folder / f"{name}.log"
-    words = ["bench", "training", "--task", task, "--exchange", exchange, "--ratio", str(arguments.ratio)]
+    words = ["bench", "training", "--task", task, "--exchange", ",".join(exchanges), "--ratio", str(arguments.ratio)]
     words += ["--steps", str(arguments.steps), "--blocks", str(_BLOCKS), "--warm-up", str(arguments.warm_up)]
     words += ["--every", str(arguments.every)]
     before = jobs.read_json(kept)
     if before.get("words") == words:
-        return dict(before["row"])
+        return list(before["rows"])
     print(f"# {name}", file=sys.stderr, flush=True)
     links = ["--hosts", str(arguments.hosts), "--bandwidth", network.bandwidth, "--latency", network.latency]
     written = folder / f"{name}.rows"
     command = [*jobs.MPICOMP, "lab", "run", *links, "--", *jobs.MPICOMP, *words, "--json", str(written.resolve())]
     status = jobs.execute(command, os.environ, log, arguments.limit)
     if status == 0:
-        row = {**json.loads(written.read_text())["rows"][0], "problem": None}
+        rows = [{**row, "problem": None} for row in json.loads(written.read_text())["rows"]]
     else:
         end = f"no end within {arguments.limit:.0f} s" if status is None else f"ended with status {status}"
-        row = {"exchange": exchange, "problem": f"{end}: {said(log)}"}
-    kept.write_text(json.dumps({"words": words, "row": row}, indent=1) + "\n")
-    return row
+        rows = [{"exchange": own, "problem": f"{end}: {said(log)}"} for own in exchanges]
+    kept.write_text(json.dumps({"words": words, "rows": rows}, indent=1) + "\n")
+    return rows
 
 
 def said(log: Path) -> str:

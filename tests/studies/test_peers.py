@@ -1,7 +1,8 @@
 """The table of exchanges of mpicomp and of others: what did not run is told as it was."""
 
-import argparse
+import itertools
 import json
+from pathlib import Path
 
 import peers
 from mpicomp.bench.measure.networks import Network
@@ -27,16 +28,23 @@ def test_what_is_in_the_folder_is_not_run_again_and_what_fails_says_why(tmp_path
     ran = []
 
     def execute(command, environment, log, limit_s):
-        ran.append(command)
-        log.write_text("terminate called\n  what():  sizes differ\nmpiexec: one has ended\n")
+        words = dict(itertools.pairwise(command))
+        ran.append(words["--exchange"])
+        if words["--exchange"] == "ddp-bf16":
+            log.write_text("terminate called\n  what():  sizes differ\nmpiexec: one has ended\n")
+            return None
+        rows = [{"exchange": name} for name in words["--exchange"].split(",")]
+        Path(words["--json"]).write_text(json.dumps({"rows": rows}))
+        return 0
 
     monkeypatch.setattr(peers.jobs, "execute", execute)
-    arguments = argparse.Namespace(hosts=2, ratio=0.1, every=4, steps=32, warm_up=24, limit=5)
+    options = ["--hosts", "2", "--exchange", "ddp,ddp-bf16,dense,topk", "--alone", "ddp-bf16", "--limit", "5"]
+    network = Network("1gbit", "0us")
     for _ in range(2):
-        row = peers.row_of(tmp_path, arguments, Network("1gbit", "0us"), "digits", "ddp")
-        assert row == {"exchange": "ddp", "problem": "no end within 5 s: sizes differ"}
-    assert len(ran) == 1
-    arguments.steps = 64
-    peers.row_of(tmp_path, arguments, Network("1gbit", "0us"), "digits", "ddp")
-    assert len(ran) == 2
-    assert all(isinstance(json.loads(path.read_text()), dict) for path in tmp_path.glob("*.json"))
+        rows = peers.rows_of(tmp_path, peers.parser().parse_args(options), network, "digits")
+        assert [row["exchange"] for row in rows] == ["ddp", "ddp-bf16", "dense", "topk"]
+        problems = [None, "no end within 5 s: sizes differ", None, None]
+        assert [row["problem"] for row in rows] == problems
+    assert ran == ["ddp,dense,topk", "ddp-bf16"]
+    peers.rows_of(tmp_path, peers.parser().parse_args([*options, "--steps", "64"]), network, "digits")
+    assert ran == ["ddp,dense,topk", "ddp-bf16"] * 2
