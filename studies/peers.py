@@ -1,4 +1,4 @@
-"""One training with mpicomp's exchanges and with those of others, each a job in a lab: ``python studies/peers.py``."""
+"""One training with mpicomp's exchanges and with those of others, in turn in a lab: ``python studies/peers.py``."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 from mpicomp.bench.measure import jobs, networks
 from mpicomp.bench.measure.networks import Network
-from mpicomp.bench.training import OTHERS
+from mpicomp.bench.training import DDP, DDP_BF16, DDP_POWERSGD, OTHERS
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
@@ -19,6 +19,7 @@ from mpicomp.system import launcher
 
 _STUDY = "peers"
 _OURS = ("dense", "auto", "topk:allgather", "topk:allgather-inline", "qsgd", "updates:topk")
+_END_THE_JOB = (DDP_BF16, DDP_POWERSGD)  # over gloo: docs/results.md says how
 _BLOCKS = 8
 
 
@@ -26,21 +27,24 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/peers.py",
-        description="Train with each exchange, each in a job of its own, and print a table. An exchange that cannot be "
-        "run, or does not end, is a row that says so. What is in the folder is not run again.",
+        description="Train with all exchanges, block by block in turn in one job, so that what else the machine does "
+        "meets all of them, and print a table. A job that fails, or does not end, is rows that say so. What is in the "
+        "folder is not run again.",
     )
     parser.add_argument("--folder", default=_STUDY, help="where results are kept (%(default)s)")
     parser.add_argument("--task", default="text-gpt,text-lstm", metavar="T[,..]", help="as of mpicomp train")
     parser.add_argument("--networks", default="200mbit/50us", metavar="B/L[,..]", help="links (%(default)s)")
     parser.add_argument("--hosts", type=int, default=4, metavar="N", help="with one rank each (%(default)s)")
     parser.add_argument("--exchange", default=",".join((*OTHERS, *_OURS)), metavar="X[,..]", help="(%(default)s)")
+    alone = ",".join(_END_THE_JOB)
+    parser.add_argument("--alone", default=alone, metavar="X[,..]", help="each in a job of its own (%(default)s)")
     parser.add_argument("--ratio", type=float, default=0.01, metavar="R", help="kept fraction (%(default)s)")
     parser.add_argument("--every", type=int, default=4, metavar="H", help="steps between updates (%(default)s)")
     parser.add_argument(
         "--steps", type=int, default=32, metavar="S", help="that count, a multiple of 8 H (%(default)s)"
     )
     parser.add_argument("--warm-up", type=int, default=24, metavar="W", help="steps before, a multiple of H")
-    parser.add_argument("--limit", type=float, default=600, metavar="S", help="seconds of a job (%(default)s)")
+    parser.add_argument("--limit", type=float, default=1800, metavar="S", help="seconds of a job (%(default)s)")
     return parser
 
 
@@ -55,56 +59,68 @@ def run(arguments: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for network in links:
         for task in read_list(arguments.task):
-            rows = [row_of(folder, arguments, network, task, own) for own in read_list(arguments.exchange)]
+            rows = rows_of(folder, arguments, network, task)
             print(f"\n{task}, {arguments.hosts} hosts, {network}\n")
             print("\n".join(table(rows)), flush=True)
     return 0
 
 
-def row_of(folder: Path, arguments: argparse.Namespace, network: Network, task: str, exchange: str) -> dict[str, Any]:
-    """Return the row of an exchange, from the folder or from a job in a lab.
+def rows_of(folder: Path, arguments: argparse.Namespace, network: Network, task: str) -> list[dict[str, Any]]:
+    """Return the rows of all exchanges that were asked for, in their order."""
+    asked, apart = read_list(arguments.exchange), read_list(arguments.alone)
+    in_turn = [name for name in asked if name not in apart]
+    groups = [in_turn, *([name] for name in asked if name in apart)]
+    rows = [row for own in groups if own for row in rows_of_job(folder, arguments, network, task, own)]
+    return sorted(rows, key=lambda row: asked.index(row["exchange"]))
+
+
+def rows_of_job(
+    folder: Path, arguments: argparse.Namespace, network: Network, task: str, exchanges: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return the rows of exchanges that share a job, from the folder or from a job in a lab.
 
     Returns
     -------
-    dict
-        That of `mpicomp bench training`, with ``problem`` None; or ``exchange`` and ``problem`` alone, what happened.
+    list of dict
+        Those of `mpicomp bench training`, with ``problem`` None; or ``exchange`` and ``problem`` alone, what happened.
     """
-    name = "-".join((task, str(arguments.hosts), str(network), exchange)).replace("/", "-").replace(":", "-")
+    name = "-".join((task, str(arguments.hosts), str(network), "+".join(exchanges))).replace("/", "-").replace(":", "-")
     kept, log = folder / f"{name}.json", folder / f"{name}.log"
-    words = ["bench", "training", "--task", task, "--exchange", exchange, "--ratio", str(arguments.ratio)]
+    words = ["bench", "training", "--task", task, "--exchange", ",".join(exchanges), "--ratio", str(arguments.ratio)]
     words += ["--steps", str(arguments.steps), "--blocks", str(_BLOCKS), "--warm-up", str(arguments.warm_up)]
     words += ["--every", str(arguments.every)]
     before = jobs.read_json(kept)
     if before.get("words") == words:
-        return dict(before["row"])
+        return list(before["rows"])
     print(f"# {name}", file=sys.stderr, flush=True)
     links = ["--hosts", str(arguments.hosts), "--bandwidth", network.bandwidth, "--latency", network.latency]
     written = folder / f"{name}.rows"
     command = [*jobs.MPICOMP, "lab", "run", *links, "--", *jobs.MPICOMP, *words, "--json", str(written.resolve())]
     status = jobs.execute(command, os.environ, log, arguments.limit)
     if status == 0:
-        row = {**json.loads(written.read_text())["rows"][0], "problem": None}
+        in_turn = len(exchanges) > 1
+        rows = [{**row, "problem": None, "in_turn": in_turn} for row in json.loads(written.read_text())["rows"]]
     else:
         end = f"no end within {arguments.limit:.0f} s" if status is None else f"ended with status {status}"
-        row = {"exchange": exchange, "problem": f"{end}: {said(log)}"}
-    kept.write_text(json.dumps({"words": words, "row": row}, indent=1) + "\n")
-    return row
+        last = thrown(log) or ("" if status is None else jobs.last_words(log).removeprefix("mpicomp: "))
+        rows = [{"exchange": own, "problem": f"{end}: {last}".removesuffix(": ")} for own in exchanges]
+    kept.write_text(json.dumps({"words": words, "rows": rows}, indent=1) + "\n")
+    return rows
 
 
-def said(log: Path) -> str:
-    """Return what a job that failed has said of it: that of an error of C++, or the last one of Python or mpicomp."""
+def thrown(log: Path) -> str:
+    """Return what the first exception of C++ in a job's log says; empty where there is none."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    thrown = [line.partition("what():")[2].strip() for line in lines if "what():" in line]
-    return thrown[0] if thrown else jobs.last_words(log).removeprefix("mpicomp: ")
+    return next((line.partition("what():")[2].strip() for line in lines if "what():" in line), "")
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of a table in Markdown, with quality beside seconds and bytes."""
-    alone = next((row["median_s"] for row in rows if row["exchange"] == "none" and row["problem"] is None), None)
+    """Return the lines of a table in Markdown, with quality beside seconds and bytes; DDP's steps are 1."""
+    ddp = next((row["median_s"] for row in rows if row["exchange"] == DDP and row["problem"] is None), None)
     ran = [row for row in rows if row["problem"] is None]
     quality = ran[0]["quality_name"] if ran else "quality"
     lines = [
-        f"| exchange | ms a step | of none | MB a step on the link | compress, exchange, decode ms | {quality} |",
+        f"| exchange | ms a step | of ddp | MB a step on the link | compress, exchange, decode ms | {quality} |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -112,7 +128,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             lines.append(f"| {row['exchange']} | {row['problem'].replace('|', '/')} | | | | |")
             continue
         phases = "" if row["phases_s"] is None else ", ".join(f"{1e3 * own:.1f}" for own in row["phases_s"].values())
-        share = "" if alone is None else f"{alone / row['median_s']:.2f}"
+        share = "" if ddp is None or not row["in_turn"] else f"{row['median_s'] / ddp:.2f}"
         link = "" if row["link_bytes"] is None else f"{row['link_bytes'] / 1e6:.3g}"
         ended = "ranks differ" if row["quality"] is None else f"{row['quality']:.3f}"
         lines.append(f"| {row['exchange']} | {1e3 * row['median_s']:.0f} | {share} | {link} | {phases} | {ended} |")

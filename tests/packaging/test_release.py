@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,6 +17,8 @@ from mpicomp import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = (".py", ".cu", ".cuh", ".css", "py.typed")
+SOURCE = "https://example.org/owner/mpicomp"
+RELATIVE = re.compile(r"\]\((?!https?:)")
 PLACES = {"kernels/": "mpicomp/kernels/", "bench/": "mpicomp/bench/", "mpicomp/": "mpicomp/"}
 
 
@@ -31,7 +35,55 @@ def test_files_for_others_are_what_they_read(name, schema):
 def test_the_version_is_one():
     [cited] = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)
     assert cited == __version__
-    assert f"\n## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_fragments_become_the_section_of_a_version(tmp_path):
+    if importlib.util.find_spec("towncrier") is None:
+        pytest.skip("there is no towncrier: pip install towncrier")
+    for name in ("CHANGELOG.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "changes", tmp_path / "changes")
+    command = [sys.executable, "-m", "towncrier", "build", "--dir", tmp_path, "--version"]
+    before = headings(tmp_path)
+    if __version__ not in before:
+        subprocess.run([*command, __version__, "--keep"], check=True, timeout=60, capture_output=True)
+        assert headings(tmp_path) == [__version__, *before]
+    subprocess.run([*command, "98.7.6", "--keep"], check=True, timeout=60, capture_output=True)
+    collected, after = (tmp_path / "CHANGELOG.md").read_text(), headings(tmp_path)
+    assert after[0] == "98.7.6"
+    assert len(set(after)) == len(after)
+    fragments = [path for path in (ROOT / "changes").glob("*.md") if path.name != "README.md"]
+    assert [path.name for path in fragments if path.read_text().splitlines()[0] not in collected] == []
+
+
+def headings(folder):
+    return re.findall(r"^## \[(.+?)\]", (folder / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+
+
+def published(source):
+    """Say in a copy of the repository where it is published."""
+    settings = (source / "setup.cfg").read_text()
+    (source / "setup.cfg").write_text(
+        settings.replace("[metadata]\n", f"[metadata]\nproject_urls =\n    Source = {SOURCE}/\n")
+    )
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_links_of_the_description_lead_somewhere_from_a_package_index(tmp_path, monkeypatch, is_published):
+    for name in ("setup.py", "setup.cfg", "README.md", "mpicomp/_version.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    if is_published:
+        published(tmp_path)
+    told = {}
+    monkeypatch.setattr("setuptools.setup", lambda **words: told.update(words))
+    runpy.run_path(str(tmp_path / "setup.py"))
+    description, readme = told["long_description"], (ROOT / "README.md").read_text()
+    assert len(RELATIVE.findall(readme)) > 20
+    assert not RELATIVE.search(description)
+    for words, target in re.findall(r"(?<!!)\[([^\]]+)\]\((?!https?:)([^)]+)\)", readme):
+        assert (f"[{words}]({SOURCE}/blob/v{__version__}/{target})" if is_published else words) in description
+    assert (f"({SOURCE}/raw/v{__version__}/docs/pictures/" in description) == is_published
 
 
 def tracked():
@@ -50,6 +102,7 @@ def test_a_wheel_of_the_source_distribution_trains_where_there_is_no_checkout(tm
     for name in files:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes((ROOT / name).read_bytes())
+    published(source)
     subprocess.run([sys.executable, "-m", "build", source], check=True, timeout=300, capture_output=True)
     [wheel], [sdist] = (source / "dist").glob("*.whl"), (source / "dist").glob("*.tar.gz")
     assert wheel.name == f"mpicomp-{__version__}-py3-none-any.whl"
@@ -66,9 +119,12 @@ def test_a_wheel_of_the_source_distribution_trains_where_there_is_no_checkout(tm
     assert held == expected
     assert "\nLicense-File: LICENSE\n" in metadata
     assert "\nDescription-Content-Type: text/markdown\n" in metadata
+    assert f"\nProject-URL: Source, {SOURCE}/\n" in metadata
+    assert f"]({SOURCE}/blob/v{__version__}/docs/" in metadata
+    assert not RELATIVE.search(metadata)
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"LICENSE", "README.md", "pyproject.toml", "setup.cfg"} <= held
+    assert {"LICENSE", "README.md", "pyproject.toml", "setup.cfg", "setup.py"} <= held
     assert {name for name in files if name.startswith(tuple(PLACES)) and name.endswith(SHIPPED)} <= held
 
     home = tmp_path / "venv"
