@@ -21,12 +21,15 @@ from mpicomp.bench.tasks import get_task
 from mpicomp.bench.tasks.updating import Updater
 
 import mpicomp
+from mpicomp.cost.formulas import terms
 from mpicomp.errors import ConfigurationError, MpicompError, UnknownNameError
-from mpicomp.rounds import dense_ring_bytes
+from mpicomp.rounds import Group, Round, dense_ring_bytes
 from mpicomp.transport import LocalWorld
 
 PLUGIN = str(Path(__file__).with_name("resnet.py").resolve())
 """Has the task of ResNet-20."""
+TRIAL = "trial"
+"""In the reason of a step for a trial, which is undone."""
 _LOOKS = 10  # at held-out data, in a training
 
 
@@ -34,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that all of them have."""
     parser.add_argument("--rows", metavar="F.jsonl", help="append every row to F; what is there is not measured again")
     parser.add_argument("--limit", type=float, default=90.0, metavar="M", help="minutes; what is begun is ended (90)")
-    parser.set_defaults(alone=True)
+    parser.set_defaults(alone=True, only=None)
+
+
+def add_only(parser: argparse.ArgumentParser) -> None:
+    """Declare which rows are made: those with seconds need a machine to themselves, the others do not."""
+    parser.add_argument("--only", choices=("timed", "untimed"), help="rows that have seconds, or those without (all)")
 
 
 def add_arms(parser: argparse.ArgumentParser) -> None:
@@ -97,6 +105,7 @@ class Rows:
     study: str
     kept: kept_rows.Rows
     end: float
+    only: str | None = None
     late: list[str] = field(default_factory=list)
 
     @property
@@ -108,10 +117,15 @@ class Rows:
         """Return the row of this key, None where there is none."""
         return next((row for row in self.made if tuple(row[name] for name in self.kept.key) == key), None)
 
-    def complete(self, key: Sequence[Any], make: Callable[..., dict[str, Any]], *given: Any) -> None:
-        """Make the row of this key with what is given, unless it is there; one that fails is told and left out."""
+    def complete(
+        self, key: Sequence[Any], make: Callable[..., dict[str, Any]], *given: Any, timed: bool = False
+    ) -> None:
+        """Make the row of this key with what is given, unless it is there; one that fails is told and left out.
+
+        What is not wanted now is left out in silence: see `add_only`.
+        """
         name = ", ".join(map(str, key))
-        if self.find(*key) is not None:
+        if self.find(*key) is not None or self.only == ("untimed" if timed else "timed"):
             return
         if time.monotonic() > self.end:
             self.late.append(name)
@@ -135,10 +149,41 @@ def begin(study: str, arguments: argparse.Namespace, key: Sequence[str]) -> Rows
     """Return the rows that are there, and the time until no more are made."""
     if not 0 < arguments.limit < math.inf:
         raise ConfigurationError(f"{study}: --limit must be minutes above 0, got {arguments.limit}")
-    return Rows(study, kept_rows.open_rows(study, arguments.rows, key), time.monotonic() + 60 * arguments.limit)
+    kept = kept_rows.open_rows(study, arguments.rows, key)
+    return Rows(study, kept, time.monotonic() + 60 * arguments.limit, arguments.only)
 
 
-def train(arm: Arm, task_name: str, steps: int, ranks: int, seed: int = 0) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Link:
+    """A network on which a round takes what formulas say."""
+
+    latency_s: float
+    bits: float
+
+    def __call__(self, task: Round, group: Group) -> float:
+        """Return the seconds of a round of a group."""
+        return terms(task, group).seconds(self.latency_s, 8 / self.bits)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Clocks that show nothing but what is said here.
+
+    Attributes
+    ----------
+    link : callable
+        Gives the network of a step.
+    compute_s : float
+        Of each step.
+    """
+
+    link: Callable[[int], Link]
+    compute_s: float
+
+
+def train(
+    arm: Arm, task_name: str, steps: int, ranks: int, seed: int = 0, simulated: Simulated | None = None
+) -> dict[str, Any]:
     """Train with ranks that are simulated in this process: what is sent and learnt is what it would be among others.
 
     Parameters
@@ -148,7 +193,9 @@ def train(arm: Arm, task_name: str, steps: int, ranks: int, seed: int = 0) -> di
     task_name : str
         Of `mpicomp train`, or resnet20.
     steps, ranks, seed : int
-        Of the training.
+        Of the training. Steps for a trial come besides, as in papers that have them.
+    simulated : Simulated or None
+        Clocks and a network, on which each rank is a host.
 
     Returns
     -------
@@ -156,40 +203,62 @@ def train(arm: Arm, task_name: str, steps: int, ranks: int, seed: int = 0) -> di
         ``quality`` in the end; ``late_bytes`` and ``late_wire_bytes`` of rank 0's buckets in a step, mean over the last
         third of the steps, ``dense_bytes`` and ``dense_wire_bytes`` of a dense step; ``learned_once_bytes`` that left
         rank 0 once after the first step; ``kept``, the share of elements that was sent, mean over steps; ``curve``,
-        pairs of steps and quality; ``plans``, of every step its seconds, the share that was sent and the collectives.
-        Seconds are those of all ranks one after the other.
+        pairs of steps and quality; ``plans``, of every step its seconds, the share that was sent, the collectives
+        and the reason of the first bucket. Seconds are those of simulated clocks, otherwise those of all
+        ranks one after the other.
     """
     import resnet  # noqa: F401, registers its task
+
+    from mpicomp.torch.trials import trial_hooks  # loads torch
 
     task = get_task(task_name, seed)
     model = task.model()
     parameters = dict(model.named_parameters())
-    updater = Updater(task, task.optimizer(model), steps)
-    world = LocalWorld(ranks)
+    optimizer = task.optimizer(model)
+    updater = Updater(task, optimizer, steps)
+    now, compute_s = 0, 0.0 if simulated is None else simulated.compute_s
+    if simulated is None:
+        world = LocalWorld(ranks)
+    else:
+        world = LocalWorld(ranks, hosts=ranks, network=lambda task, group: simulated.link(now)(task, group))
     reducers = [
-        mpicomp.Reducer(arm.compressor, arm.collective, arm.policy, comm=end, warmup=arm.warmup)
+        mpicomp.Reducer(
+            arm.compressor, arm.collective, arm.policy, comm=end, warmup=arm.warmup, **trial_hooks(optimizer)
+        )
         for end in world.transports
     ]
     lines: list[dict[str, Any]] = []
     every = max(1, steps // _LOOKS)
-    for step in range(steps):
-        begin = time.monotonic()
+    total = 0
+    while now < steps:
+        begin = time.monotonic() if simulated is None else max(end.seconds for end in world.transports)
         gradients = []
         for rank in range(ranks):
             model.zero_grad()
-            loss = task.loss(model, task.batch(step, rank, ranks))
+            loss = task.loss(model, task.batch(total, rank, ranks))
             loss.backward()  # type: ignore[no-untyped-call]
             own = ((name, parameter.grad) for name, parameter in parameters.items())
             gradients.append({name: grad.numpy().copy() for name, grad in own if grad is not None})
+        for end in world.transports:
+            end.seconds += compute_s
         means = world.run([reducer.rounds(own) for reducer, own in zip(reducers, gradients, strict=True)])
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 parameter.grad.numpy()[...] = means[0][name]
-        updater.update()
         record = reducers[0].last_step
         assert record is not None
-        line = record.to_json() | {"seconds": time.monotonic() - begin, "quality": None}
-        if (step + 1) % every == 0:
+        is_trial = TRIAL in record.buckets[0].reason
+        if is_trial:
+            optimizer.step()  # the rate stays what it is
+        else:
+            updater.update()
+        for reducer in reducers:
+            reducer.applied()  # all have one model, and put back the same
+        done = time.monotonic() if simulated is None else max(end.seconds for end in world.transports)
+        line = record.to_json() | {"seconds": done - begin, "quality": None}
+        total += 1
+        now += not is_trial
+        if now % every == 0 and not is_trial:
             line["quality"] = task.evaluate(model, task.glance)
         lines.append(line)
     for reducer in reducers:
@@ -239,7 +308,8 @@ def _row(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "kept": sum(kept) / len(kept),
         "curve": [(line["step"] + 1, line["quality"]) for line in lines if line["quality"] is not None],
         "plans": [
-            (line["seconds"], own, "+".join(sorted({bucket["collective"] for bucket in line["buckets"]})))
+            (line["seconds"], own, "+".join(sorted({bucket["collective"] for bucket in line["buckets"]})),
+             line["buckets"][0]["reason"])
             for line, own in zip(lines, kept, strict=True)
         ],
     }  # fmt: skip

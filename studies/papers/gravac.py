@@ -15,7 +15,7 @@ from mpicomp.bench.measure.networks import Network, check_lab
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
-from mpicomp.compressors import Sparsifier, get_compressor
+from mpicomp.compressors import SharedSparsifier, Sparsifier, get_compressor
 from mpicomp.policies.surveys import SpectrumSurvey
 
 _STUDY = "gravac"
@@ -43,7 +43,7 @@ def arms(steps: int) -> dict[str, beside.Arm]:
     Windows are as large a part of the training as the paper's 500 are of its 16,000 steps, or there would be no search.
     """
     window = max(2, steps // 32)
-    published = {"id": "gravac", **_LIMITS, "window": window, "every": 1}
+    published = {"id": "gravac", "published": True, **_LIMITS, "window": window}
     dgc = ({"id": "dgc"}, "allgather")
     return {
         "dense": beside.DENSE,
@@ -80,11 +80,14 @@ NUMELS = {"ResNet-101": 42_500_000, "VGG-16": 132_000_000, "LSTM": 63_000_000}
 _SCALE = 10  # so many times fewer are compressed here
 
 
-def train(task: str, arm: str, ranks: int, steps: int, bandwidth: str) -> dict[str, Any]:
-    """Train: in a lab what looks at the network, without a network all else."""
-    if arm.startswith("GraVAC"):
-        return _kept(beside.train_in_lab(arms(steps)[arm], task, steps, Network(bandwidth, "0us"), ranks))
+def train(task: str, arm: str, ranks: int, steps: int) -> dict[str, Any]:
+    """Train with what does not look at the network, without one."""
     return _kept(beside.train(arms(steps)[arm], task, steps, ranks))
+
+
+def train_in_lab(task: str, arm: str, ranks: int, steps: int, bandwidth: str) -> dict[str, Any]:
+    """Train with what looks at the network."""
+    return _kept(beside.train_in_lab(arms(steps)[arm], task, steps, Network(bandwidth, "0us"), ranks))
 
 
 def time_steps(task: str, arm: str, ranks: int, steps: int, bandwidth: str) -> dict[str, Any]:
@@ -98,9 +101,9 @@ def _kept(row: dict[str, Any]) -> dict[str, Any]:
     plans = row.pop("plans")
     thirds = [plans[len(plans) * part // 3 : len(plans) * (part + 1) // 3] for part in range(3)]
     return row | {
-        "mean_s": fmean(seconds for seconds, _, _ in plans[2:]),
-        "ratios": [fmean(kept for _, kept, _ in part) for part in thirds],
-        "dense_steps": sum(kept == 1.0 for _, kept, _ in plans),
+        "mean_s": fmean(seconds for seconds, *_ in plans[2:]),
+        "ratios": [fmean(kept for _, kept, *_ in part) for part in thirds],
+        "dense_steps": sum(kept == 1.0 for _, kept, *_ in plans),
     }
 
 
@@ -114,7 +117,7 @@ def compress(model: str, name: str) -> dict[str, Any]:
     running = []
     for key, array, ratio in pairs:
         compressor = get_compressor({"id": _STATIC[name], "ratio": ratio})
-        assert isinstance(compressor, Sparsifier)
+        assert isinstance(compressor, Sparsifier | SharedSparsifier)
         running.append((key, array, Selecting(compressor, array.size), make_bucket(array.size, compressor, False)))
     survey = SpectrumSurvey(_STRIDE)
     for turn in range(9):
@@ -207,6 +210,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="and hosts (%(default)s)")
     parser.add_argument("--models", default=",".join(NUMELS), metavar="M[,..]", help="of table 3 (%(default)s)")
     beside.add_arms(parser)
+    beside.add_only(parser)
     beside.add_arguments(parser)
     return parser
 
@@ -219,24 +223,28 @@ def run(arguments: argparse.Namespace) -> int:
     rows = beside.begin(_STUDY, arguments, _KEY)
     for model in read_list(arguments.models):
         for name in _STATIC:
-            rows.complete(("compress", model, name), compress, model, name)
-    if arguments.tasks:
+            rows.complete(("compress", model, name), compress, model, name, timed=True)
+    if arguments.tasks and rows.only != "untimed":
         check_lab(_STUDY)
     for task in read_list(arguments.tasks):
-        rows.complete(("probe", task, _BASE), _probe, task, _BASE, ranks)
+        rows.complete(("probe", task, _BASE), _probe, task, _BASE, ranks, timed=True)
         probe = rows.find("probe", task, _BASE)
-        if probe is None:
-            continue
-        bits = 8 * probe["late_wire_bytes"]
-        bandwidth = f"{bits / ((_RATIO - 1) * probe['compute_s']) / 1e6:.3g}mbit"
         for arm in names:
+            own = task, arm, ranks, steps
             if not arm.startswith("GraVAC"):
-                rows.complete(("step", task, arm), time_steps, task, arm, ranks, steps, bandwidth)
-        for arm in names:
-            rows.complete(("train", task, arm), train, task, arm, ranks, steps, bandwidth)
+                rows.complete(("train", task, arm), train, *own)
+                if probe is not None:
+                    rows.complete(("step", task, arm), time_steps, *own, _bandwidth(probe), timed=True)
+            elif probe is not None:
+                rows.complete(("train", task, arm), train_in_lab, *own, _bandwidth(probe), timed=True)
     _tables(rows.made, ranks)
     beside.late(rows)
     return 0
+
+
+def _bandwidth(probe: Mapping[str, Any]) -> str:
+    """Return that at which the messages of the probe take as long as they do in the paper."""
+    return f"{8 * probe['late_wire_bytes'] / ((_RATIO - 1) * probe['compute_s']) / 1e6:.3g}mbit"
 
 
 def _probe(task: str, arm: str, ranks: int) -> dict[str, Any]:

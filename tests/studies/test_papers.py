@@ -8,9 +8,14 @@ from pathlib import Path
 
 import beside
 import flexible
+import flexible_schedules
+import lgc_models
 import numpy as np
 import pytest
 from study_words import call
+
+import mpicomp
+from mpicomp.transport import LocalWorld
 
 PAPERS = Path(__file__).resolve().parents[2] / "studies" / "papers"
 
@@ -42,7 +47,7 @@ def test_the_bandwidth_at_which_dense_takes_its_share():
 
 
 def test_rows_that_fail_or_come_late_are_told(tmp_path, capsys):
-    arguments = beside.argparse.Namespace(limit=1.0, rows=str(tmp_path / "rows.jsonl"))
+    arguments = beside.argparse.Namespace(limit=1.0, rows=str(tmp_path / "rows.jsonl"), only=None)
     rows = beside.begin("test", arguments, ("name",))
 
     def fail():
@@ -56,6 +61,55 @@ def test_rows_that_fail_or_come_late_are_told(tmp_path, capsys):
     assert rows.late == ["b", "c"]
     assert "b: failed: no such thing" in capsys.readouterr().out
     assert beside.begin("test", arguments, ("name",)).find("a") == {"name": "a", "value": 1}
+
+
+def test_rows_with_seconds_are_made_apart_from_others(capsys):
+    made = {}
+    for only in (None, "timed", "untimed"):
+        rows = beside.begin("test", beside.argparse.Namespace(limit=1.0, rows=None, only=only), ("name",))
+        rows.complete(("a",), dict, timed=True)
+        rows.complete(("b",), dict)
+        made[only] = [row["name"] for row in rows.made]
+        assert not rows.late
+    assert made == {None: ["a", "b"], "timed": ["a"], "untimed": ["b"]}
+
+
+def test_a_schedule_gives_each_epoch_its_network():
+    networks = flexible_schedules.phases("C2", 100)
+    assert [networks[2 * epoch][0] for epoch in (0, 11, 12, 19, 20, 27, 28, 35, 36, 49)] == [
+        "1 ms, 25 Gbit/s", "1 ms, 25 Gbit/s", "25 ms, 13 Gbit/s", "25 ms, 13 Gbit/s", "50 ms, 1 Gbit/s",
+        "50 ms, 1 Gbit/s", "25 ms, 13 Gbit/s", "25 ms, 13 Gbit/s", "1 ms, 25 Gbit/s", "1 ms, 25 Gbit/s",
+    ]  # fmt: skip
+    assert networks[0][1].bits == pytest.approx(25e9 / 43)
+
+
+@pytest.mark.parametrize(
+    ("config", "collective"),
+    [
+        ({"id": "topk", "ratio": 0.01}, "allgather"),
+        ({"id": "lgc", "ratio": 0.01, "code": "linear"}, "learned"),
+        ({"id": "lgc", "ratio": 0.01, "code": "linear", "published": True}, "learned"),
+        ({"id": "lgc", "ratio": 0.01, "code": "linear", "instance": "server"}, "learned"),
+    ],
+)
+def test_bytes_of_models_are_those_that_are_sent(config, collective, monkeypatch):
+    monkeypatch.setitem(lgc_models.MODELS, "small", ((1,), 10))
+    monkeypatch.setattr(lgc_models, "_STEPS", 3)
+    ranks, phases = 2, {} if config["id"] == "topk" else {"dense_steps": 1, "training_steps": 2}
+    compressor = mpicomp.get_compressor(config | phases)
+    world, rng = LocalWorld(ranks), np.random.default_rng(0)
+    reducers = [mpicomp.Reducer(compressor, collective, warmup=0, comm=end) for end in world.transports]
+    sent = []
+    for _ in range(7):
+        gradients = [
+            {name: rng.standard_normal(size, np.float32) for name, size in reversed(lgc_models.parameters("small"))}
+            for _ in range(ranks)
+        ]
+        world.run([own.rounds(given) for own, given in zip(reducers, gradients, strict=True)])
+        sent.append([sum(bucket.sent_bytes for bucket in own.last_step.buckets) for own in reducers])
+    told, least = lgc_models.step_bytes("small", compressor, collective, ranks, 4)
+    assert told == pytest.approx(np.mean(sent[4:]))
+    assert least == np.min(sent[4:])
 
 
 def _twice(name, words, tmp_path, count):
@@ -120,6 +174,21 @@ def test_phases_of_lgc(tmp_path):
     )
     assert all(np.isfinite(row["quality"]) and row["late_bytes"] > 0 for row in rows)
     assert "ring as published" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_schedule_of_flexible():
+    _needs_images()
+    pytest.importorskip("pymoo")
+    fixed = flexible_schedules.train("C1", "top-k 0.01 by allgather", 50, 2)["phases"]
+    assert [own["ran"]["allgather"] for own in fixed.values()] == [12, 12, 12, 14]
+    # A latency, 10 ms of computing, and 0.2 ms or less for the bytes.
+    assert fixed["50 ms, 25 Gbit/s"]["seconds"] == pytest.approx(14 * 0.06, rel=0.01)
+    own = flexible_schedules.train("C1", "as published", 50, 2)["phases"]
+    assert sum(sum(phase["ran"].values()) for phase in own.values()) == 50
+    assert sum(phase["trials"] for phase in own.values()) >= 50  # five candidates of ten steps
+    assert own["1 ms, 25 Gbit/s"]["ratio"] > 0.1  # the ramp
 
 
 @pytest.mark.lab
