@@ -1,33 +1,30 @@
 """What the tables of papers share: options, rows that a later run goes on from, trainings, and how they are printed."""
 
 import argparse
-import json
 import math
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent))  # where the other studies are
 
 import kept_rows
-from mpicomp.bench.measure import jobs, results
-from mpicomp.bench.measure.networks import Network, run_in_lab
+from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import get_task
 from mpicomp.bench.tasks.updating import Updater
 
 import mpicomp
 from mpicomp.cost.formulas import terms
 from mpicomp.errors import ConfigurationError, MpicompError, UnknownNameError
-from mpicomp.rounds import Group, Round, dense_ring_bytes
+from mpicomp.rounds import Asked, Group, Round, dense_ring_bytes
 from mpicomp.transport import LocalWorld
+from mpicomp.transport.base import Value
+from mpicomp.transport.local import LocalTransport
 
-PLUGIN = str(Path(__file__).with_name("resnet.py").resolve())
-"""Has the task of ResNet-20."""
 TRIAL = "trial"
 """In the reason of a step for a trial, which is undone."""
 _LOOKS = 10  # at held-out data, in a training
@@ -37,12 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that all of them have."""
     parser.add_argument("--rows", metavar="F.jsonl", help="append every row to F; what is there is not measured again")
     parser.add_argument("--limit", type=float, default=90.0, metavar="M", help="minutes; what is begun is ended (90)")
-    parser.set_defaults(alone=True, only=None)
-
-
-def add_only(parser: argparse.ArgumentParser) -> None:
-    """Declare which rows are made: those with seconds need a machine to themselves, the others do not."""
-    parser.add_argument("--only", choices=("timed", "untimed"), help="rows that have seconds, or those without (all)")
+    parser.set_defaults(alone=True)
 
 
 def add_arms(parser: argparse.ArgumentParser) -> None:
@@ -81,13 +73,6 @@ class Arm:
     policy: Mapping[str, Any] | None = None
     warmup: int = 0
 
-    @property
-    def words(self) -> list[str]:
-        """Words for `mpicomp train`."""
-        found = [] if self.compressor is None else ["--compressor", json.dumps(self.compressor)]
-        found += [] if self.policy is None else ["--policy", json.dumps(self.policy)]
-        return [*found, "--collective", self.collective, "--warmup", str(self.warmup)]
-
 
 DENSE = Arm({"id": "dense"})
 
@@ -105,7 +90,6 @@ class Rows:
     study: str
     kept: kept_rows.Rows
     end: float
-    only: str | None = None
     late: list[str] = field(default_factory=list)
 
     @property
@@ -117,15 +101,10 @@ class Rows:
         """Return the row of this key, None where there is none."""
         return next((row for row in self.made if tuple(row[name] for name in self.kept.key) == key), None)
 
-    def complete(
-        self, key: Sequence[Any], make: Callable[..., dict[str, Any]], *given: Any, timed: bool = False
-    ) -> None:
-        """Make the row of this key with what is given, unless it is there; one that fails is told and left out.
-
-        What is not wanted now is left out in silence: see `add_only`.
-        """
+    def complete(self, key: Sequence[Any], make: Callable[..., dict[str, Any]], *given: Any) -> None:
+        """Make the row of this key with what is given, unless it is there; one that fails is told and left out."""
         name = ", ".join(map(str, key))
-        if self.find(*key) is not None or self.only == ("untimed" if timed else "timed"):
+        if self.find(*key) is not None:
             return
         if time.monotonic() > self.end:
             self.late.append(name)
@@ -149,8 +128,33 @@ def begin(study: str, arguments: argparse.Namespace, key: Sequence[str]) -> Rows
     """Return the rows that are there, and the time until no more are made."""
     if not 0 < arguments.limit < math.inf:
         raise ConfigurationError(f"{study}: --limit must be minutes above 0, got {arguments.limit}")
-    kept = kept_rows.open_rows(study, arguments.rows, key)
-    return Rows(study, kept, time.monotonic() + 60 * arguments.limit, arguments.only)
+    return Rows(study, kept_rows.open_rows(study, arguments.rows, key), time.monotonic() + 60 * arguments.limit)
+
+
+class _OwnWork:
+    """Has the processor time of a rank's own work pass on its simulated clock, which other programs cannot prolong."""
+
+    def __init__(self, end: LocalTransport) -> None:
+        self._end = end
+        self._since: float | None = None
+        end.clock = self.clock  # type: ignore[method-assign]
+
+    def clock(self) -> float:
+        """Return the rank's time."""
+        return self._end.seconds + (0.0 if self._since is None else time.thread_time() - self._since)
+
+    def counted(self, exchange: Generator[Asked, Any, Value]) -> Generator[Asked, Any, Value]:
+        """Run an exchange. As rounds."""
+        reply = None
+        while True:
+            self._since = time.thread_time()
+            try:
+                asked = exchange.send(reply)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+            finally:
+                self._end.seconds, self._since = self.clock(), None
+            reply = yield asked
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Clocks that show nothing but what is said here.
+    """Clocks that show what is said here, and the processor time of what ranks do for the exchange.
 
     Attributes
     ----------
@@ -203,9 +207,9 @@ def train(
         ``quality`` in the end; ``late_bytes`` and ``late_wire_bytes`` of rank 0's buckets in a step, mean over the last
         third of the steps, ``dense_bytes`` and ``dense_wire_bytes`` of a dense step; ``learned_once_bytes`` that left
         rank 0 once after the first step; ``kept``, the share of elements that was sent, mean over steps; ``curve``,
-        pairs of steps and quality; ``plans``, of every step its seconds, the share that was sent, the collectives
-        and the reason of the first bucket. Seconds are those of simulated clocks, otherwise those of all
-        ranks one after the other.
+        pairs of steps and quality; ``compute_s``, the median processor time of a rank's loss and backward; ``plans``,
+        of every step its seconds, the share that was sent, the collectives and the reason of the first bucket. Seconds
+        are those of simulated clocks, otherwise those of all ranks one after the other.
     """
     import resnet  # noqa: F401, registers its task
 
@@ -227,21 +231,28 @@ def train(
         )
         for end in world.transports
     ]
+    works = [_OwnWork(end) for end in world.transports] if simulated is not None else []
     lines: list[dict[str, Any]] = []
+    computed: list[float] = []
     every = max(1, steps // _LOOKS)
     total = 0
     while now < steps:
         begin = time.monotonic() if simulated is None else max(end.seconds for end in world.transports)
         gradients = []
         for rank in range(ranks):
+            start = time.thread_time()
             model.zero_grad()
             loss = task.loss(model, task.batch(total, rank, ranks))
             loss.backward()  # type: ignore[no-untyped-call]
+            computed.append(time.thread_time() - start)
             own = ((name, parameter.grad) for name, parameter in parameters.items())
             gradients.append({name: grad.numpy().copy() for name, grad in own if grad is not None})
         for end in world.transports:
             end.seconds += compute_s
-        means = world.run([reducer.rounds(own) for reducer, own in zip(reducers, gradients, strict=True)])
+        exchanges = [reducer.rounds(own) for reducer, own in zip(reducers, gradients, strict=True)]
+        if simulated is not None:
+            exchanges = [own.counted(exchange) for own, exchange in zip(works, exchanges, strict=True)]
+        means = world.run(exchanges)
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 parameter.grad.numpy()[...] = means[0][name]
@@ -263,34 +274,7 @@ def train(
         lines.append(line)
     for reducer in reducers:
         reducer.close()
-    return _row(lines) | {"quality": task.evaluate(model)}
-
-
-def train_in_lab(
-    arm: Arm, task: str, steps: int, network: Network, hosts: int, seed: int = 0, lab: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Train in a lab with a rank on each host, and more words for ``mpicomp lab run``.
-
-    Returns
-    -------
-    dict
-        As of `train`, but ``plans`` have the seconds of rank 0's steps; ``step_s`` is the median step of the slowest
-        rank, ``compute_s`` what rank 0 computes in its median step.
-
-    Raises
-    ------
-    MpicompError
-        Where it fails.
-    """
-    with tempfile.TemporaryDirectory(prefix="mpicomp-papers-") as folder:
-        outcome, lines = Path(folder) / "o.json", Path(folder) / "m.jsonl"
-        words = ["train", "--plugin", PLUGIN, "--task", task, "--seed", str(seed), "--steps", str(steps), *arm.words]
-        words += ["--no-verdict", "--evaluate-every", str(max(1, steps // _LOOKS))]
-        run_in_lab(hosts, network, [*words, "--json", str(outcome), "--metrics", str(lines)], lab, lambda line: None)
-        told = jobs.read_json(outcome)
-        row = _row(jobs.read_lines(lines))
-    row |= {"step_s": told["median_step_s"], "compute_s": told["phases_s"]["compute"]}
-    return row | {"quality": told["quality"]["value"]}
+    return _row(lines) | {"quality": task.evaluate(model), "compute_s": median(computed)}
 
 
 def _row(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -334,16 +318,15 @@ def steps_to(row: Mapping[str, Any], target: float, lower: bool) -> int | None:
     return next((step for step, own in row["curve"] if (own <= target if lower else own >= target)), None)
 
 
-def bandwidth_for(share: float, compute_s: float, numel: int, ranks: int) -> str:
+def bits_for(share: float, compute_s: float, numel: int, ranks: int) -> float:
     """Return the bandwidth at which dense exchange by a ring takes a share of a step that computes for so long.
 
     Examples
     --------
-    >>> bandwidth_for(0.5, 0.1, 1_000_000, 4)
-    '480mbit'
+    >>> bits_for(0.5, 0.1, 1_000_000, 4)
+    480000000.0
     """
-    bits = 8 * dense_ring_bytes(numel, ranks)
-    return f"{bits / (compute_s * share / (1 - share)) / 1e6:.3g}mbit"
+    return 8 * dense_ring_bytes(numel, ranks) / (compute_s * share / (1 - share))
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], notes: Sequence[str] = ()) -> None:

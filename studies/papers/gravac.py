@@ -11,7 +11,6 @@ import beside
 import numpy as np
 from mpicomp.bench.measure.feedback import Selecting, make_bucket
 from mpicomp.bench.measure.gradients import Gradients
-from mpicomp.bench.measure.networks import Network, check_lab
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
@@ -23,7 +22,7 @@ _KEY = ("table", "task", "name")
 _BASE = "top-k 10x"  # what the paper's speed-ups are over
 _RATIO = 3.02  # the paper's speed-up of top-k 1000x over 10x on ResNet-101, from which the bandwidth follows
 _PROBE = 8  # steps from which computing is known
-_TIMED = 12  # steps of what is the same in all steps
+_TIMED = 12  # steps of what is the same in all steps; the first two are left out
 _STRIDE = 16  # of GraVAC's spectra
 
 _STATIC = {"top-k": "topk", "DGC": "dgc", "RedSync": "redsync", "random-k": "randomk"}
@@ -85,16 +84,15 @@ def train(task: str, arm: str, ranks: int, steps: int) -> dict[str, Any]:
     return _kept(beside.train(arms(steps)[arm], task, steps, ranks))
 
 
-def train_in_lab(task: str, arm: str, ranks: int, steps: int, bandwidth: str) -> dict[str, Any]:
-    """Train with what looks at the network."""
-    return _kept(beside.train_in_lab(arms(steps)[arm], task, steps, Network(bandwidth, "0us"), ranks))
+def train_timed(task: str, arm: str, ranks: int, steps: int, simulated: beside.Simulated) -> dict[str, Any]:
+    """Train on a simulated network."""
+    row = _kept(beside.train(arms(steps)[arm], task, steps, ranks, simulated=simulated))
+    return row | {"bits": simulated.link(0).bits, "simulated_compute_s": simulated.compute_s}
 
 
-def time_steps(task: str, arm: str, ranks: int, steps: int, bandwidth: str) -> dict[str, Any]:
-    """Time the steps of an arm that does not look at the network in a lab."""
-    timed = steps if arm == "Accordion" else _TIMED // 2 if arm == "dense" else _TIMED
-    row = beside.train_in_lab(arms(steps)[arm], task, timed, Network(bandwidth, "0us"), ranks)
-    return _kept(row) | {"bandwidth": bandwidth}
+def time_steps(task: str, arm: str, ranks: int, steps: int, simulated: beside.Simulated) -> dict[str, Any]:
+    """Time the steps of an arm that does not look at the network; those of Accordion are not all the same."""
+    return train_timed(task, arm, ranks, steps if arm == "Accordion" else _TIMED, simulated)
 
 
 def _kept(row: dict[str, Any]) -> dict[str, Any]:
@@ -122,12 +120,12 @@ def compress(model: str, name: str) -> dict[str, Any]:
     survey = SpectrumSurvey(_STRIDE)
     for turn in range(9):
         for key, array, selecting, bucket in running:
-            start = time.perf_counter()
+            start = time.thread_time()
             selecting.step(bucket, array, message=False)
-            found[key].append(time.perf_counter() - start)
-        start = time.perf_counter()
+            found[key].append(time.thread_time() - start)
+        start = time.thread_time()
         survey.measure(gradient, None, (numel,), turn)
-        found["spectrum"].append(time.perf_counter() - start)
+        found["spectrum"].append(time.thread_time() - start)
     return {key: 1e3 * median(own[3:]) for key, own in found.items()}
 
 
@@ -136,12 +134,7 @@ def _tables(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
     for task in dict.fromkeys(row["task"] for row in rows if row["table"] == "train"):
         trained = {row["name"]: row for row in rows if row["table"] == "train" and row["task"] == task}
         seconds = {name: row["mean_s"] for name, row in trained.items() if name.startswith("GraVAC")}
-        seconds |= {row["name"]: row["step_s"] for row in rows if row["table"] == "step" and row["task"] == task}
-        seconds |= {
-            row["name"]: row["mean_s"]
-            for row in rows
-            if row["table"] == "step" and row["task"] == task and row["name"] == "Accordion"
-        }
+        seconds |= {row["name"]: row["mean_s"] for row in rows if row["table"] == "step" and row["task"] == task}
         place = PAPER_OF.get(task)
         for name, row in trained.items():
             printed = PRINTED_2.get(name, ((None, None),) * 3)[place or 0]
@@ -164,16 +157,17 @@ def _tables(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
                     "speed-up": seconds["Accordion"] / seconds[name], "quality": trained[name]["quality"],
                     "Accordion's": accordion["quality"],
                 })  # fmt: skip
-    bandwidths = {row["bandwidth"] for row in rows if row["table"] == "step"}
+    networks = {(row["task"], row["bits"], row["simulated_compute_s"]) for row in rows if row["table"] == "step"}
     beside.show("Table 2: quality and speed-up over top-k 10x, and floats of dense over those sent", two, {
         "task": "", "exchange": "", "paper": "", "quality": ".4f", "paper's speed-up": ".3g", "speed-up": ".2f",
         "over dense": ".2f", "paper's fewer": ".3g", "fewer": ".3g", "ratios": "", "dense steps": "d",
     }, [
         "paper: ResNet-101 on CIFAR10, VGG-16 on CIFAR100 (top-5), LSTM on PTB (perplexity), 32 V100; here resnet20 "
         "on 5,000 images of MNIST, vgg on digits (accuracy) and text-lstm (nats a token)",
-        f"here: {ranks} hosts of a lab at {', '.join(sorted(map(str, bandwidths)))}, where top-k 1000x would be "
-        f"{_RATIO} times as fast as 10x if its messages were all that there is beside computing, as the paper's is",
-        "speed-up: of seconds of as many steps; quality of what does not look at the network: of ranks in one process",
+        f"here: {ranks} ranks on a simulated network, where top-k 1000x would be {_RATIO} times as fast as 10x if its "
+        "messages were all that there is beside computing, as the paper's is; ranks' own work is in processor time",
+        *(f"{task}: {bits / 1e6:.3g} Mbit/s, {1e3 * own:.3g} ms of computing" for task, bits, own in sorted(networks)),
+        "speed-up: of seconds of as many steps",
         "ratios: mean of each third of the training; windows are a 32nd of it",
     ])  # fmt: skip
     three = []
@@ -207,10 +201,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tasks", default="resnet20", metavar="T[,..]", help="resnet20, vgg, text-lstm (%(default)s)")
     parser.add_argument("--steps", type=int, default=320, metavar="S", help="of a training (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="and hosts (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="(%(default)s)")
     parser.add_argument("--models", default=",".join(NUMELS), metavar="M[,..]", help="of table 3 (%(default)s)")
     beside.add_arms(parser)
-    beside.add_only(parser)
     beside.add_arguments(parser)
     return parser
 
@@ -223,32 +216,31 @@ def run(arguments: argparse.Namespace) -> int:
     rows = beside.begin(_STUDY, arguments, _KEY)
     for model in read_list(arguments.models):
         for name in _STATIC:
-            rows.complete(("compress", model, name), compress, model, name, timed=True)
-    if arguments.tasks and rows.only != "untimed":
-        check_lab(_STUDY)
+            rows.complete(("compress", model, name), compress, model, name)
     for task in read_list(arguments.tasks):
-        rows.complete(("probe", task, _BASE), _probe, task, _BASE, ranks, timed=True)
+        rows.complete(("probe", task, _BASE), _probe, task, _BASE, ranks)
         probe = rows.find("probe", task, _BASE)
         for arm in names:
             own = task, arm, ranks, steps
             if not arm.startswith("GraVAC"):
                 rows.complete(("train", task, arm), train, *own)
                 if probe is not None:
-                    rows.complete(("step", task, arm), time_steps, *own, _bandwidth(probe), timed=True)
+                    rows.complete(("step", task, arm), time_steps, *own, _network(probe))
             elif probe is not None:
-                rows.complete(("train", task, arm), train_in_lab, *own, _bandwidth(probe), timed=True)
+                rows.complete(("train", task, arm), train_timed, *own, _network(probe))
     _tables(rows.made, ranks)
     beside.late(rows)
     return 0
 
 
-def _bandwidth(probe: Mapping[str, Any]) -> str:
-    """Return that at which the messages of the probe take as long as they do in the paper."""
-    return f"{8 * probe['late_wire_bytes'] / ((_RATIO - 1) * probe['compute_s']) / 1e6:.3g}mbit"
+def _network(probe: Mapping[str, Any]) -> beside.Simulated:
+    """Return that on which the messages of the probe take as long as they do in the paper."""
+    link = beside.Link(0.0, 8 * probe["late_wire_bytes"] / ((_RATIO - 1) * probe["compute_s"]))
+    return beside.Simulated(lambda step: link, probe["compute_s"])
 
 
 def _probe(task: str, arm: str, ranks: int) -> dict[str, Any]:
-    row = beside.train_in_lab(arms(_PROBE)[arm], task, _PROBE, Network("1gbit", "0us"), ranks)
+    row = beside.train(arms(_PROBE)[arm], task, _PROBE, ranks)
     return {key: row[key] for key in ("compute_s", "late_wire_bytes")}
 
 

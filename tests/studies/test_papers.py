@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import beside
@@ -15,6 +16,7 @@ import pytest
 from study_words import call
 
 import mpicomp
+from mpicomp.rounds import Round
 from mpicomp.transport import LocalWorld
 
 PAPERS = Path(__file__).resolve().parents[2] / "studies" / "papers"
@@ -43,11 +45,11 @@ def test_where_two_lines_cross():
 
 def test_the_bandwidth_at_which_dense_takes_its_share():
     # 1e6 elements among 2 ranks are 4e6 bytes that leave each: 32 Mbit in 9 times 0.1 s.
-    assert beside.bandwidth_for(0.9, 0.1, 1_000_000, 2) == "35.6mbit"
+    assert beside.bits_for(0.9, 0.1, 1_000_000, 2) == pytest.approx(32e6 / 0.9)
 
 
 def test_rows_that_fail_or_come_late_are_told(tmp_path, capsys):
-    arguments = beside.argparse.Namespace(limit=1.0, rows=str(tmp_path / "rows.jsonl"), only=None)
+    arguments = beside.argparse.Namespace(limit=1.0, rows=str(tmp_path / "rows.jsonl"))
     rows = beside.begin("test", arguments, ("name",))
 
     def fail():
@@ -63,15 +65,20 @@ def test_rows_that_fail_or_come_late_are_told(tmp_path, capsys):
     assert beside.begin("test", arguments, ("name",)).find("a") == {"name": "a", "value": 1}
 
 
-def test_rows_with_seconds_are_made_apart_from_others(capsys):
-    made = {}
-    for only in (None, "timed", "untimed"):
-        rows = beside.begin("test", beside.argparse.Namespace(limit=1.0, rows=None, only=only), ("name",))
-        rows.complete(("a",), dict, timed=True)
-        rows.complete(("b",), dict)
-        made[only] = [row["name"] for row in rows.made]
-        assert not rows.late
-    assert made == {None: ["a", "b"], "timed": ["a"], "untimed": ["b"]}
+def test_a_simulated_clock_shows_the_network_and_the_work_of_a_rank():
+    def exchange(end):
+        start = time.thread_time()
+        while time.thread_time() < start + 0.02:
+            pass
+        yield Round("allgatherv", [1] * 2, np.dtype(np.uint8), send=np.zeros(1, np.uint8), recv=np.zeros(2, np.uint8))
+        return end.clock()
+
+    link = beside.Link(1.0, 8.0)  # an allgather among two: a latency, and one byte
+    world = LocalWorld(2, hosts=2, network=link)
+    works = [beside._OwnWork(end) for end in world.transports]
+    ends = world.run([own.counted(exchange(end)) for own, end in zip(works, world.transports, strict=True)])
+    assert min(ends) >= 2.02
+    assert world.transports[0].clock() == world.transports[0].seconds  # nothing passes between steps
 
 
 def test_a_schedule_gives_each_epoch_its_network():
@@ -183,12 +190,10 @@ def test_a_schedule_of_flexible():
     pytest.importorskip("pymoo")
     fixed = flexible_schedules.train("C1", "top-k 0.01 by allgather", 50, 2)["phases"]
     assert [own["ran"]["allgather"] for own in fixed.values()] == [12, 12, 12, 14]
-    # A latency, 10 ms of computing, and 0.2 ms or less for the bytes.
-    assert fixed["50 ms, 25 Gbit/s"]["seconds"] == pytest.approx(14 * 0.06, rel=0.01)
+    assert fixed["50 ms, 25 Gbit/s"]["seconds"] >= 14 * 0.06  # a latency, 10 ms of computing, and ranks' own work
     own = flexible_schedules.train("C1", "as published", 50, 2)["phases"]
     assert sum(sum(phase["ran"].values()) for phase in own.values()) == 50
     assert sum(phase["trials"] for phase in own.values()) >= 50  # five candidates of ten steps
-    assert own["1 ms, 25 Gbit/s"]["ratio"] > 0.1  # the ramp
 
 
 @pytest.mark.lab
@@ -201,7 +206,6 @@ def test_a_cell_of_flexible(tmp_path):
     assert "rule costs" in printed
 
 
-@pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_tables_of_gravac(tmp_path):
