@@ -49,6 +49,7 @@ def arms(steps: int) -> dict[str, beside.Arm]:
         **{f"{name} {factor}x": _static(own, factor) for name, own in _STATIC.items() for factor in (10, 1000)},
         "GraVAC as published": beside.Arm(*dgc, published),
         "GraVAC as published, 0.9": beside.Arm(*dgc, published | {"epsilon": 0.9}),
+        "GraVAC as published, 0.5": beside.Arm(*dgc, published | {"epsilon": 0.5}),
         "GraVAC here": beside.Arm(policy={"id": "gravac", **_LIMITS, "window": window}),
         "Accordion": beside.Arm(*dgc, {"id": "accordion", "least": 0.01, "most": 0.1, "every": window}),
     }  # fmt: skip
