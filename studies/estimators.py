@@ -183,8 +183,8 @@ def estimators(ratio: float) -> dict[str, Sparsifier]:
             configs: dict[str, dict[str, Any]] = {name: {}}
         else:
             configs = {f"{name}.{value}": {variant: value} for value in values}
-        if "corrections" in parameters:
-            configs |= {f"{label}.published": own | {"corrections": False} for label, own in configs.items()}
+        if "published" in parameters:
+            configs |= {f"{label}.published": own | {"published": True} for label, own in configs.items()}
         for label, config in configs.items():
             compressor = get_compressor({"id": name, "ratio": ratio} | config)
             assert isinstance(compressor, Sparsifier)

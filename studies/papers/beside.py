@@ -1,32 +1,32 @@
 """What the tables of papers share: options, rows that a later run goes on from, trainings, and how they are printed."""
 
 import argparse
-import json
 import math
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent))  # where the other studies are
 
 import kept_rows
-from mpicomp.bench.measure import jobs, results
-from mpicomp.bench.measure.networks import Network, run_in_lab
+from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import get_task
 from mpicomp.bench.tasks.updating import Updater
 
 import mpicomp
+from mpicomp.cost.formulas import terms
 from mpicomp.errors import ConfigurationError, MpicompError, UnknownNameError
-from mpicomp.rounds import dense_ring_bytes
+from mpicomp.rounds import Asked, Group, Round, dense_ring_bytes
 from mpicomp.transport import LocalWorld
+from mpicomp.transport.base import Value
+from mpicomp.transport.local import LocalTransport
 
-PLUGIN = str(Path(__file__).with_name("resnet.py").resolve())
-"""Has the task of ResNet-20."""
+TRIAL = "trial"
+"""In the reason of a step for a trial, which is undone."""
 _LOOKS = 10  # at held-out data, in a training
 
 
@@ -72,13 +72,6 @@ class Arm:
     collective: str = "auto"
     policy: Mapping[str, Any] | None = None
     warmup: int = 0
-
-    @property
-    def words(self) -> list[str]:
-        """Words for `mpicomp train`."""
-        found = [] if self.compressor is None else ["--compressor", json.dumps(self.compressor)]
-        found += [] if self.policy is None else ["--policy", json.dumps(self.policy)]
-        return [*found, "--collective", self.collective, "--warmup", str(self.warmup)]
 
 
 DENSE = Arm({"id": "dense"})
@@ -138,7 +131,63 @@ def begin(study: str, arguments: argparse.Namespace, key: Sequence[str]) -> Rows
     return Rows(study, kept_rows.open_rows(study, arguments.rows, key), time.monotonic() + 60 * arguments.limit)
 
 
-def train(arm: Arm, task_name: str, steps: int, ranks: int, seed: int = 0) -> dict[str, Any]:
+class _OwnWork:
+    """Has the processor time of a rank's own work pass on its simulated clock, which other programs cannot prolong."""
+
+    def __init__(self, end: LocalTransport) -> None:
+        self._end = end
+        self._since: float | None = None
+        end.clock = self.clock  # type: ignore[method-assign]
+
+    def clock(self) -> float:
+        """Return the rank's time."""
+        return self._end.seconds + (0.0 if self._since is None else time.thread_time() - self._since)
+
+    def counted(self, exchange: Generator[Asked, Any, Value]) -> Generator[Asked, Any, Value]:
+        """Run an exchange. As rounds."""
+        reply = None
+        while True:
+            self._since = time.thread_time()
+            try:
+                asked = exchange.send(reply)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+            finally:
+                self._end.seconds, self._since = self.clock(), None
+            reply = yield asked
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network on which a round takes what formulas say."""
+
+    latency_s: float
+    bits: float
+
+    def __call__(self, task: Round, group: Group) -> float:
+        """Return the seconds of a round of a group."""
+        return terms(task, group).seconds(self.latency_s, 8 / self.bits)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Clocks that show what is said here, and the processor time of what ranks do for the exchange.
+
+    Attributes
+    ----------
+    link : callable
+        Gives the network of a step.
+    compute_s : float
+        Of each step.
+    """
+
+    link: Callable[[int], Link]
+    compute_s: float
+
+
+def train(
+    arm: Arm, task_name: str, steps: int, ranks: int, seed: int = 0, simulated: Simulated | None = None
+) -> dict[str, Any]:
     """Train with ranks that are simulated in this process: what is sent and learnt is what it would be among others.
 
     Parameters
@@ -148,7 +197,9 @@ def train(arm: Arm, task_name: str, steps: int, ranks: int, seed: int = 0) -> di
     task_name : str
         Of `mpicomp train`, or resnet20.
     steps, ranks, seed : int
-        Of the training.
+        Of the training. Steps for a trial come besides, as in papers that have them.
+    simulated : Simulated or None
+        Clocks and a network, on which each rank is a host.
 
     Returns
     -------
@@ -156,72 +207,74 @@ def train(arm: Arm, task_name: str, steps: int, ranks: int, seed: int = 0) -> di
         ``quality`` in the end; ``late_bytes`` and ``late_wire_bytes`` of rank 0's buckets in a step, mean over the last
         third of the steps, ``dense_bytes`` and ``dense_wire_bytes`` of a dense step; ``learned_once_bytes`` that left
         rank 0 once after the first step; ``kept``, the share of elements that was sent, mean over steps; ``curve``,
-        pairs of steps and quality; ``plans``, of every step its seconds, the share that was sent and the collectives.
-        Seconds are those of all ranks one after the other.
+        pairs of steps and quality; ``compute_s``, the median processor time of a rank's loss and backward; ``plans``,
+        of every step its seconds, the share that was sent, the collectives and the reason of the first bucket. Seconds
+        are those of simulated clocks, otherwise those of all ranks one after the other.
     """
     import resnet  # noqa: F401, registers its task
+
+    from mpicomp.torch.trials import trial_hooks  # loads torch
 
     task = get_task(task_name, seed)
     model = task.model()
     parameters = dict(model.named_parameters())
-    updater = Updater(task, task.optimizer(model), steps)
-    world = LocalWorld(ranks)
+    optimizer = task.optimizer(model)
+    updater = Updater(task, optimizer, steps)
+    now, compute_s = 0, 0.0 if simulated is None else simulated.compute_s
+    if simulated is None:
+        world = LocalWorld(ranks)
+    else:
+        world = LocalWorld(ranks, hosts=ranks, network=lambda task, group: simulated.link(now)(task, group))
     reducers = [
-        mpicomp.Reducer(arm.compressor, arm.collective, arm.policy, comm=end, warmup=arm.warmup)
+        mpicomp.Reducer(
+            arm.compressor, arm.collective, arm.policy, comm=end, warmup=arm.warmup, **trial_hooks(optimizer)
+        )
         for end in world.transports
     ]
+    works = [_OwnWork(end) for end in world.transports] if simulated is not None else []
     lines: list[dict[str, Any]] = []
+    computed: list[float] = []
     every = max(1, steps // _LOOKS)
-    for step in range(steps):
-        begin = time.monotonic()
+    total = 0
+    while now < steps:
+        begin = time.monotonic() if simulated is None else max(end.seconds for end in world.transports)
         gradients = []
         for rank in range(ranks):
+            start = time.thread_time()
             model.zero_grad()
-            loss = task.loss(model, task.batch(step, rank, ranks))
+            loss = task.loss(model, task.batch(total, rank, ranks))
             loss.backward()  # type: ignore[no-untyped-call]
+            computed.append(time.thread_time() - start)
             own = ((name, parameter.grad) for name, parameter in parameters.items())
             gradients.append({name: grad.numpy().copy() for name, grad in own if grad is not None})
-        means = world.run([reducer.rounds(own) for reducer, own in zip(reducers, gradients, strict=True)])
+        for end in world.transports:
+            end.seconds += compute_s
+        exchanges = [reducer.rounds(own) for reducer, own in zip(reducers, gradients, strict=True)]
+        if simulated is not None:
+            exchanges = [own.counted(exchange) for own, exchange in zip(works, exchanges, strict=True)]
+        means = world.run(exchanges)
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 parameter.grad.numpy()[...] = means[0][name]
-        updater.update()
         record = reducers[0].last_step
         assert record is not None
-        line = record.to_json() | {"seconds": time.monotonic() - begin, "quality": None}
-        if (step + 1) % every == 0:
+        is_trial = TRIAL in record.buckets[0].reason
+        if is_trial:
+            optimizer.step()  # the rate stays what it is
+        else:
+            updater.update()
+        for reducer in reducers:
+            reducer.applied()  # all have one model, and put back the same
+        done = time.monotonic() if simulated is None else max(end.seconds for end in world.transports)
+        line = record.to_json() | {"seconds": done - begin, "quality": None}
+        total += 1
+        now += not is_trial
+        if now % every == 0 and not is_trial:
             line["quality"] = task.evaluate(model, task.glance)
         lines.append(line)
     for reducer in reducers:
         reducer.close()
-    return _row(lines) | {"quality": task.evaluate(model)}
-
-
-def train_in_lab(
-    arm: Arm, task: str, steps: int, network: Network, hosts: int, seed: int = 0, lab: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Train in a lab with a rank on each host, and more words for ``mpicomp lab run``.
-
-    Returns
-    -------
-    dict
-        As of `train`, but ``plans`` have the seconds of rank 0's steps; ``step_s`` is the median step of the slowest
-        rank, ``compute_s`` what rank 0 computes in its median step.
-
-    Raises
-    ------
-    MpicompError
-        Where it fails.
-    """
-    with tempfile.TemporaryDirectory(prefix="mpicomp-papers-") as folder:
-        outcome, lines = Path(folder) / "o.json", Path(folder) / "m.jsonl"
-        words = ["train", "--plugin", PLUGIN, "--task", task, "--seed", str(seed), "--steps", str(steps), *arm.words]
-        words += ["--no-verdict", "--evaluate-every", str(max(1, steps // _LOOKS))]
-        run_in_lab(hosts, network, [*words, "--json", str(outcome), "--metrics", str(lines)], lab, lambda line: None)
-        told = jobs.read_json(outcome)
-        row = _row(jobs.read_lines(lines))
-    row |= {"step_s": told["median_step_s"], "compute_s": told["phases_s"]["compute"]}
-    return row | {"quality": told["quality"]["value"]}
+    return _row(lines) | {"quality": task.evaluate(model), "compute_s": median(computed)}
 
 
 def _row(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -239,7 +292,8 @@ def _row(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "kept": sum(kept) / len(kept),
         "curve": [(line["step"] + 1, line["quality"]) for line in lines if line["quality"] is not None],
         "plans": [
-            (line["seconds"], own, "+".join(sorted({bucket["collective"] for bucket in line["buckets"]})))
+            (line["seconds"], own, "+".join(sorted({bucket["collective"] for bucket in line["buckets"]})),
+             line["buckets"][0]["reason"])
             for line, own in zip(lines, kept, strict=True)
         ],
     }  # fmt: skip
@@ -264,16 +318,15 @@ def steps_to(row: Mapping[str, Any], target: float, lower: bool) -> int | None:
     return next((step for step, own in row["curve"] if (own <= target if lower else own >= target)), None)
 
 
-def bandwidth_for(share: float, compute_s: float, numel: int, ranks: int) -> str:
+def bits_for(share: float, compute_s: float, numel: int, ranks: int) -> float:
     """Return the bandwidth at which dense exchange by a ring takes a share of a step that computes for so long.
 
     Examples
     --------
-    >>> bandwidth_for(0.5, 0.1, 1_000_000, 4)
-    '480mbit'
+    >>> bits_for(0.5, 0.1, 1_000_000, 4)
+    480000000.0
     """
-    bits = 8 * dense_ring_bytes(numel, ranks)
-    return f"{bits / (compute_s * share / (1 - share)) / 1e6:.3g}mbit"
+    return 8 * dense_ring_bytes(numel, ranks) / (compute_s * share / (1 - share))
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], notes: Sequence[str] = ()) -> None:

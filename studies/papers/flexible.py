@@ -4,15 +4,15 @@ import argparse
 import json
 import math
 import sys
-import tempfile
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import beside
+import flexible_schedules
 import numpy as np
 from mpicomp.bench.measure.exchanges import share
 from mpicomp.bench.measure.feedback import Selecting, make_bucket
@@ -33,6 +33,8 @@ _STUDY = "flexible"
 _KEY = ("table", "model", "gbps", "latency_ms", "ratio")
 _CELL_S = 8.0  # of timing a cell, at least three turns
 _TURNS = 3, 30
+_LONG_S = 60.0  # after which a cell has been timed enough with fewer turns
+_SLOW_S = 2.0  # beside which it does not matter that connections are made
 
 MODELS = {"ResNet18": 11_689_512, "ResNet50": 25_557_032, "AlexNet": 61_100_840, "ViT": 133_000_000}
 """Parameters; of ViT those that the printed figures imply."""
@@ -186,14 +188,17 @@ def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any
             start = transport.clock()
             transport.run(communicate(tasks))
             told = share(np.array([start, transport.clock(), time.monotonic() - begin]), transport)
-            if turn > 0:  # the first makes connections
-                found.setdefault(name, []).append(float(told[:, 1].max() - told[:, 0].max()))
-        if turn >= _TURNS[0] and told[:, 2].max() > limit_s:
+            took = float(told[:, 1].max() - told[:, 0].max())
+            if turn > 0 or took > _SLOW_S:  # the first makes connections
+                found.setdefault(name, []).append(took)
+        passed = float(told[:, 2].max())
+        if len(found) == len(rounds) and passed > (limit_s if turn >= _TURNS[0] else _LONG_S):
             break
     select = _select_s(cell, numel) if group.rank == 0 and cell.ratio < 1 else None
     share(np.zeros(1), transport)
     times = {name: 1e3 * float(np.median(own)) for name, own in found.items()}
-    return asdict(cell) | {"hosts": group.size, "numel": numel, "ms": times, "turns": turn, "select_ms": select}
+    turns = min(map(len, found.values()))
+    return asdict(cell) | {"hosts": group.size, "numel": numel, "ms": times, "turns": turns, "select_ms": select}
 
 
 def _select_s(cell: Cell, numel: int) -> float:
@@ -223,47 +228,6 @@ def crossing(ratios: Sequence[float], ours: Sequence[float], theirs: Sequence[fl
             part = ahead[place - 1] / (ahead[place - 1] - ahead[place])
             return math.exp(math.log(ratios[place - 1]) * (1 - part) + math.log(ratios[place]) * part)
     return None
-
-
-# Schedules: seconds of a phase, and networks of the paper. ResNet-18 has 43 times the parameters of ResNet-20.
-_FAR, _NEAR = 50, 1  # milliseconds
-SCHEDULES: dict[str, list[tuple[float, float, float]]] = {
-    "C1": [(12, _NEAR, 25), (12, _NEAR, 1), (12, _FAR, 1), (14, _FAR, 25)],
-    "C2": [(12, _NEAR, 25), (8, 25, 13), (8, _FAR, 1), (8, 25, 13), (14, _NEAR, 25)],
-}
-"""Phases: epochs, milliseconds and Gbit/s; what is moderate is not printed, and here between the two."""
-ARMS = {
-    "dense": beside.DENSE,
-    "top-k 0.01 by allgather": beside.Arm({"id": "topk", "ratio": 0.01}, "allgather"),
-    "as published": beside.Arm(policy={"id": "flexible", "solver": "nsga2"}),
-    "here": beside.Arm(policy={"id": "flexible", "every": 50}),
-}
-_PRINTED_TOP1 = {"dense": 90.8, "C1": 89.88, "C2": 90.1}  # ResNet18 on CIFAR100
-_SCALE = 43
-
-
-def scheduled(schedule: str, arm: str, steps: int, epoch_s: float) -> dict[str, Any]:
-    """Train ResNet-20 in a lab of four hosts whose links change; return the row."""
-    with tempfile.TemporaryDirectory(prefix="mpicomp-papers-") as folder:
-        path, at_s, lines, phases = Path(folder) / "schedule", 0.0, [], []
-        for epochs, latency, gbps in SCHEDULES[schedule]:
-            lines.append(f"{at_s:g} {1000 * gbps / _SCALE:.3g}mbit {latency}ms")
-            phases.append((at_s, f"{latency} ms, {gbps:g} Gbit/s"))
-            at_s += epochs * epoch_s
-        path.write_text("\n".join(lines) + "\n")
-        first = lines[0].split()
-        network = Network(first[1], first[2])
-        row = beside.train_in_lab(ARMS[arm], "resnet20", steps, network, 4, lab=["--schedule", str(path)])
-    passed, ran = 0.0, {name: Counter[str]() for _, name in phases}
-    ratios: dict[str, list[float]] = {name: [] for _, name in phases}
-    for seconds, kept, collectives in row.pop("plans"):
-        passed += seconds
-        name = [name for start, name in phases if start <= passed][-1]
-        ran[name][collectives] += 1
-        ratios[name].append(kept)
-    steps_s = {name: len(own) for name, own in ratios.items()}
-    kept = {name: float(np.median(own)) if own else None for name, own in ratios.items()}
-    return row | {"seconds": passed, "steps_of": steps_s, "ratio_of": kept, "ran": {n: dict(c) for n, c in ran.items()}}
 
 
 def _tables(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> None:
@@ -344,32 +308,11 @@ def _three(ms: Mapping[str, float]) -> str:
     return ", ".join(f"{ms[name]:.4g}{'*' * (ms[name] == best)}" for name in PUBLISHED)
 
 
-def _schedules(rows: Sequence[Mapping[str, Any]]) -> None:
-    found = []
-    for row in rows:
-        if row["table"] != "schedule":
-            continue
-        found.append({
-            "schedule": row["model"], "arm": row["ratio"], "accuracy": 100 * row["quality"],
-            "paper": _PRINTED_TOP1["dense" if row["ratio"] == "dense" else row["model"]] if row["ratio"] in
-            ("dense", "as published", "here") else None,
-            "step": 1e3 * row["step_s"], "whole": row["seconds"],
-            "phases": "; ".join(f"{name}: {row['steps_of'][name]} steps, ratio {row['ratio_of'][name]:.3g}, "
-                                f"{max(own, key=lambda n: own[n])}" for name, own in row["ran"].items() if own),
-        })  # fmt: skip
-    beside.show("Schedules C1 and C2", found, {
-        "schedule": "", "arm": "", "accuracy": ".2f", "paper": ".2f", "step": ".0f", "whole": ".0f", "phases": "",
-    }, [
-        "paper: ResNet18 on CIFAR100, 8 GPUs, 50 epochs; here: ResNet-20 on 5,000 images of MNIST, 4 hosts",
-        f"bandwidths are {_SCALE} times lower, as the model is smaller; whole: seconds; step: median milliseconds",
-    ])  # fmt: skip
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/papers/flexible.py",
-        description="Measure tables II and VI of Flexible Communication in labs, and train on its schedules.",
+        description="Measure tables II and VI of Flexible Communication in labs, and simulate its schedules.",
     )
     parser.add_argument("--hosts", type=int, default=8, metavar="N", help="of the labs of the tables (%(default)s)")
     parser.add_argument(
@@ -377,7 +320,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--parts", default="VI,II,schedule", metavar="P[,..]", help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=400, metavar="S", help="of a scheduled training (%(default)s)")
-    parser.add_argument("--epoch", type=float, default=2.5, metavar="S", help="seconds of an epoch of it (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="of a scheduled training (%(default)s)")
     parser.add_argument("--cells", help=argparse.SUPPRESS)
     beside.add_arguments(parser)
     parser.set_defaults(alone=False)  # it runs among the ranks of its labs, too
@@ -390,9 +333,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _among_ranks(json.loads(arguments.cells))
     check_least(_STUDY, "--hosts", arguments.hosts, 2)
     check_least(_STUDY, "--scale", arguments.scale)
+    steps, ranks = check_least(_STUDY, "--steps", arguments.steps, 50), check_least(_STUDY, "--ranks", arguments.ranks)
     rows = beside.begin(_STUDY, arguments, _KEY)
-    check_lab(_STUDY)
     parts = arguments.parts.split(",")
+    if parts != ["schedule"]:
+        check_lab(_STUDY)
     only = None if arguments.cells is None else [tuple(key) for key in json.loads(arguments.cells)]
     wanted = [own for own in cells(arguments.scale) if own.table in parts and (only is None or own.key in only)]
     for network in dict.fromkeys(own.network for own in wanted):
@@ -403,12 +348,12 @@ def run(arguments: argparse.Namespace) -> int:
         elif own:
             rows.late += [str(cell.key) for cell in own]
     if "schedule" in parts:
-        for schedule in SCHEDULES:
-            for arm in ARMS:
+        for schedule in flexible_schedules.SCHEDULES:
+            for arm in flexible_schedules.arms(steps):
                 key = ("schedule", schedule, 0.0, 0.0, arm)
-                rows.complete(key, scheduled, schedule, arm, arguments.steps, arguments.epoch)
+                rows.complete(key, flexible_schedules.train, schedule, arm, steps, ranks)
     _tables(rows.made, arguments.hosts, arguments.scale)
-    _schedules(rows.made)
+    flexible_schedules.show(rows.made)
     beside.late(rows)
     return 0
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import beside
+import lgc_models
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
@@ -36,10 +37,7 @@ PRINTED = {  # CIFAR10, ResNet-50 on 2 nodes and ResNet-101 on 4: accuracy, dens
 }
 """8: ResNet-50 on ImageNet, top-1."""
 
-_PAPER = {
-    "id": "lgc", "ratio": _RATIO, "error": "selected", "signs": False, "encoder": [64, 128, 256, 64],
-    "decoder": [32, 64, 128, 32], "learning_rate": 0.001, "passes": 1,
-}  # fmt: skip
+_PAPER = {"id": "lgc", "published": True}
 _HERE = {"id": "lgc", "ratio": _RATIO}
 
 
@@ -113,6 +111,24 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> None:
     ])  # fmt: skip
 
 
+def _models() -> None:
+    """Print what the same exchanges send in the paper's own models."""
+    learnt = 18
+    exchanges = {
+        name: (arm.compressor, arm.collective)
+        for name, arm in arms(learnt).items()
+        if arm.compressor is not None and not arm.warmup and name != "dense"
+    }
+    beside.show("Bytes in the paper's models", lgc_models.rows(exchanges, learnt), {
+        "model": "", "ranks": "d", "exchange": "", "paper's MB": ".3f", "MB": ".3f", "least": ".3f",
+        "paper's fewer": ".0f", "fewer": ".0f", "paper's of top-k": ".2f", "of top-k": ".2f",
+    }, [
+        "not trained: the bytes of the rounds that are announced for these shapes are those that are run",
+        "MB: handed to the transport in a step, mean over ranks and steps; least: of the rank that has least",
+        "the paper's top-k counts no indices, ours does; its server's row is of the rank that sends the common code",
+    ])  # fmt: skip
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(
@@ -138,6 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
             for arm in [own for own in names if place == 0 or own in arms(steps)]:
                 rows.complete((task, ranks, arm), train, task, ranks, arm, steps)
     _tables(rows.made)
+    _models()
     beside.late(rows)
     return 0
 

@@ -4,13 +4,20 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import beside
 import flexible
+import flexible_schedules
+import lgc_models
 import numpy as np
 import pytest
 from study_words import call
+
+import mpicomp
+from mpicomp.rounds import Round
+from mpicomp.transport import LocalWorld
 
 PAPERS = Path(__file__).resolve().parents[2] / "studies" / "papers"
 
@@ -38,7 +45,7 @@ def test_where_two_lines_cross():
 
 def test_the_bandwidth_at_which_dense_takes_its_share():
     # 1e6 elements among 2 ranks are 4e6 bytes that leave each: 32 Mbit in 9 times 0.1 s.
-    assert beside.bandwidth_for(0.9, 0.1, 1_000_000, 2) == "35.6mbit"
+    assert beside.bits_for(0.9, 0.1, 1_000_000, 2) == pytest.approx(32e6 / 0.9)
 
 
 def test_rows_that_fail_or_come_late_are_told(tmp_path, capsys):
@@ -56,6 +63,60 @@ def test_rows_that_fail_or_come_late_are_told(tmp_path, capsys):
     assert rows.late == ["b", "c"]
     assert "b: failed: no such thing" in capsys.readouterr().out
     assert beside.begin("test", arguments, ("name",)).find("a") == {"name": "a", "value": 1}
+
+
+def test_a_simulated_clock_shows_the_network_and_the_work_of_a_rank():
+    def exchange(end):
+        start = time.thread_time()
+        while time.thread_time() < start + 0.02:
+            pass
+        yield Round("allgatherv", [1] * 2, np.dtype(np.uint8), send=np.zeros(1, np.uint8), recv=np.zeros(2, np.uint8))
+        return end.clock()
+
+    link = beside.Link(1.0, 8.0)  # an allgather among two: a latency, and one byte
+    world = LocalWorld(2, hosts=2, network=link)
+    works = [beside._OwnWork(end) for end in world.transports]
+    ends = world.run([own.counted(exchange(end)) for own, end in zip(works, world.transports, strict=True)])
+    assert min(ends) >= 2.02
+    assert world.transports[0].clock() == world.transports[0].seconds  # nothing passes between steps
+
+
+def test_a_schedule_gives_each_epoch_its_network():
+    networks = flexible_schedules.phases("C2", 100)
+    assert [networks[2 * epoch][0] for epoch in (0, 11, 12, 19, 20, 27, 28, 35, 36, 49)] == [
+        "1 ms, 25 Gbit/s", "1 ms, 25 Gbit/s", "25 ms, 13 Gbit/s", "25 ms, 13 Gbit/s", "50 ms, 1 Gbit/s",
+        "50 ms, 1 Gbit/s", "25 ms, 13 Gbit/s", "25 ms, 13 Gbit/s", "1 ms, 25 Gbit/s", "1 ms, 25 Gbit/s",
+    ]  # fmt: skip
+    assert networks[0][1].bits == pytest.approx(25e9 / 43)
+
+
+@pytest.mark.parametrize(
+    ("config", "collective"),
+    [
+        ({"id": "topk", "ratio": 0.01}, "allgather"),
+        ({"id": "lgc", "ratio": 0.01, "code": "linear"}, "learned"),
+        ({"id": "lgc", "ratio": 0.01, "code": "linear", "published": True}, "learned"),
+        ({"id": "lgc", "ratio": 0.01, "code": "linear", "instance": "server"}, "learned"),
+    ],
+)
+def test_bytes_of_models_are_those_that_are_sent(config, collective, monkeypatch):
+    monkeypatch.setitem(lgc_models.MODELS, "small", ((1,), 10))
+    monkeypatch.setattr(lgc_models, "_STEPS", 3)
+    ranks, phases = 2, {} if config["id"] == "topk" else {"dense_steps": 1, "training_steps": 2}
+    compressor = mpicomp.get_compressor(config | phases)
+    world, rng = LocalWorld(ranks), np.random.default_rng(0)
+    reducers = [mpicomp.Reducer(compressor, collective, warmup=0, comm=end) for end in world.transports]
+    sent = []
+    for _ in range(7):
+        gradients = [
+            {name: rng.standard_normal(size, np.float32) for name, size in reversed(lgc_models.parameters("small"))}
+            for _ in range(ranks)
+        ]
+        world.run([own.rounds(given) for own, given in zip(reducers, gradients, strict=True)])
+        sent.append([sum(bucket.sent_bytes for bucket in own.last_step.buckets) for own in reducers])
+    told, least = lgc_models.step_bytes("small", compressor, collective, ranks, 4)
+    assert told == pytest.approx(np.mean(sent[4:]))
+    assert least == np.min(sent[4:])
 
 
 def _twice(name, words, tmp_path, count):
@@ -122,6 +183,19 @@ def test_phases_of_lgc(tmp_path):
     assert "ring as published" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_schedule_of_flexible():
+    _needs_images()
+    pytest.importorskip("pymoo")
+    fixed = flexible_schedules.train("C1", "top-k 0.01 by allgather", 50, 2)["phases"]
+    assert [own["ran"]["allgather"] for own in fixed.values()] == [12, 12, 12, 14]
+    assert fixed["50 ms, 25 Gbit/s"]["seconds"] >= 14 * 0.06  # a latency, 10 ms of computing, and ranks' own work
+    own = flexible_schedules.train("C1", "as published", 50, 2)["phases"]
+    assert sum(sum(phase["ran"].values()) for phase in own.values()) == 50
+    assert sum(phase["trials"] for phase in own.values()) >= 50  # five candidates of ten steps
+
+
 @pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -132,7 +206,6 @@ def test_a_cell_of_flexible(tmp_path):
     assert "rule costs" in printed
 
 
-@pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_tables_of_gravac(tmp_path):
