@@ -35,6 +35,8 @@ _START = b'{"__metadata__": {"mpicomp": '
 _START_BYTES = 4096  # bytes at the start of a file that hold its own description
 _TREE_LIMIT = 20 << 20  # safetensors reads no header above 100 MB, and JSON within JSON grows
 _BLANK = "0" * 8
+_CHECKSUMS = "header_crc32", "crc32"
+_ENTRIES_BEFORE = 2  # of a file that has none
 """In place of a CRC-32 that is not known yet: of four bytes, as hexadecimal digits."""
 _WAY_OUT = "where an older checkpoint was kept, moving this folder away loads that one"
 
@@ -283,8 +285,8 @@ class RankFile:
                 f"load_checkpoint: '{path}' has schema {schema!r} of mpicomp {wrote}, and mpicomp {__version__} reads "
                 f"schema {SCHEMA}; load it with that version"
             )
-        # Earlier versions wrote none, and nothing else either: the names of what was damaged may be damaged, too.
-        has_sums = self._metadata.keys() != {"mpicomp", "state"}
+        # Earlier versions wrote none, and two entries in all: the names of what was damaged may be damaged, too.
+        has_sums = len(self._metadata) > _ENTRIES_BEFORE or not self._metadata.keys().isdisjoint(_CHECKSUMS)
         self._sums: dict[str, str] = self._guarded(self._checked_sums) if has_sums else {}
 
     def check(self, header: Header) -> "RankFile":
