@@ -17,7 +17,7 @@ from mpicomp.policies.tradeoff import Balance
 from mpicomp.rounds import Asked, Group, Round
 from mpicomp.transport.base import Transport
 
-_LATER = 3.5  # times the delay of the values themselves, under either code: 2.6 to 4.3 on digits, see docs/learned.md
+_LATER = 3.5  # times the delay of the values themselves, under either code: 2.6 to 4.3 on digits
 _LEARN = 0.15  # share of a step in the running average of how late a code is
 _FIRST = 2  # times the steps in which a code learns, before it is first considered
 _AGAIN = 2  # times the steps done so far, before it is considered again

@@ -28,6 +28,7 @@ STUDIES = Path(__file__).resolve().parents[2] / "studies"
                 "observing",
                 "updates",
                 "peers",
+                "half_precision",
             ),
         ),
     ],
