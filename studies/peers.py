@@ -10,7 +10,7 @@ from typing import Any
 
 from mpicomp.bench.measure import jobs, networks
 from mpicomp.bench.measure.networks import Network
-from mpicomp.bench.training import DDP_BF16, DDP_POWERSGD, OTHERS
+from mpicomp.bench.training import DDP, DDP_BF16, DDP_POWERSGD, OTHERS
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
@@ -84,8 +84,7 @@ def rows_of_job(
     list of dict
         Those of `mpicomp bench training`, with ``problem`` None; or ``exchange`` and ``problem`` alone, what happened.
     """
-    which = exchanges[0] if len(exchanges) == 1 else "in-turn"
-    name = "-".join((task, str(arguments.hosts), str(network), which)).replace("/", "-").replace(":", "-")
+    name = "-".join((task, str(arguments.hosts), str(network), "+".join(exchanges))).replace("/", "-").replace(":", "-")
     kept, log = folder / f"{name}.json", folder / f"{name}.log"
     words = ["bench", "training", "--task", task, "--exchange", ",".join(exchanges), "--ratio", str(arguments.ratio)]
     words += ["--steps", str(arguments.steps), "--blocks", str(_BLOCKS), "--warm-up", str(arguments.warm_up)]
@@ -99,28 +98,29 @@ def rows_of_job(
     command = [*jobs.MPICOMP, "lab", "run", *links, "--", *jobs.MPICOMP, *words, "--json", str(written.resolve())]
     status = jobs.execute(command, os.environ, log, arguments.limit)
     if status == 0:
-        rows = [{**row, "problem": None} for row in json.loads(written.read_text())["rows"]]
+        in_turn = len(exchanges) > 1
+        rows = [{**row, "problem": None, "in_turn": in_turn} for row in json.loads(written.read_text())["rows"]]
     else:
         end = f"no end within {arguments.limit:.0f} s" if status is None else f"ended with status {status}"
-        rows = [{"exchange": own, "problem": f"{end}: {said(log)}"} for own in exchanges]
+        last = thrown(log) or ("" if status is None else jobs.last_words(log).removeprefix("mpicomp: "))
+        rows = [{"exchange": own, "problem": f"{end}: {last}".removesuffix(": ")} for own in exchanges]
     kept.write_text(json.dumps({"words": words, "rows": rows}, indent=1) + "\n")
     return rows
 
 
-def said(log: Path) -> str:
-    """Return what a job that failed has said of it: that of an error of C++, or the last one of Python or mpicomp."""
+def thrown(log: Path) -> str:
+    """Return what the first exception of C++ in a job's log says; empty where there is none."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    thrown = [line.partition("what():")[2].strip() for line in lines if "what():" in line]
-    return thrown[0] if thrown else jobs.last_words(log).removeprefix("mpicomp: ")
+    return next((line.partition("what():")[2].strip() for line in lines if "what():" in line), "")
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of a table in Markdown, with quality beside seconds and bytes."""
-    alone = next((row["median_s"] for row in rows if row["exchange"] == "none" and row["problem"] is None), None)
+    """Return the lines of a table in Markdown, with quality beside seconds and bytes; DDP's steps are 1."""
+    ddp = next((row["median_s"] for row in rows if row["exchange"] == DDP and row["problem"] is None), None)
     ran = [row for row in rows if row["problem"] is None]
     quality = ran[0]["quality_name"] if ran else "quality"
     lines = [
-        f"| exchange | ms a step | of none | MB a step on the link | compress, exchange, decode ms | {quality} |",
+        f"| exchange | ms a step | of ddp | MB a step on the link | compress, exchange, decode ms | {quality} |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -128,7 +128,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             lines.append(f"| {row['exchange']} | {row['problem'].replace('|', '/')} | | | | |")
             continue
         phases = "" if row["phases_s"] is None else ", ".join(f"{1e3 * own:.1f}" for own in row["phases_s"].values())
-        share = "" if alone is None else f"{alone / row['median_s']:.2f}"
+        share = "" if ddp is None or not row["in_turn"] else f"{row['median_s'] / ddp:.2f}"
         link = "" if row["link_bytes"] is None else f"{row['link_bytes'] / 1e6:.3g}"
         ended = "ranks differ" if row["quality"] is None else f"{row['quality']:.3f}"
         lines.append(f"| {row['exchange']} | {1e3 * row['median_s']:.0f} | {share} | {link} | {phases} | {ended} |")
