@@ -21,13 +21,14 @@ from mpicomp.bench.measure.slowest import Slowest
 from mpicomp.bench.measure.timings import PHASES, Timings, by_rank, gather, medians, of_slowest
 from mpicomp.bench.outcome import Outcome
 from mpicomp.bench.resuming import Checkpoints
+from mpicomp.bench.simulate.dense import time_dense
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.tasks.updating import Updater
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor
-from mpicomp.cost import calibrate
+from mpicomp.cost import calibrate_for_elsewhere
 from mpicomp.errors import ConfigurationError, MpicompError
 from mpicomp.policies import Policy
 from mpicomp.policies.warmup import read_warmup
@@ -321,7 +322,7 @@ def _measured(name: str, backward: Backward, skipped: int, reducer: Any, transpo
     skipped : int
         Steps at the beginning that are left out.
     reducer : Reducer
-        Of the training. What it knows of the network is taken; where it knows nothing that is measured now.
+        Of the training. What it knows of schemes' own work is taken; the network is measured now.
     transport : Transport
         Among the ranks.
     """
@@ -341,9 +342,10 @@ def _measured(name: str, backward: Backward, skipped: int, reducer: Any, transpo
             "state": reducer.policy.state_dict(),
             "normalises": state["settings"]["normalises"],
         }
-    cost = reducer.cost or calibrate(transport)
+    cost = calibrate_for_elsewhere(reducer.cost, transport)
+    dense = time_dense(max(own.numel for own in buckets), transport)
     group = transport.group
-    return Measured(name, group.size, group.hosts, cost, forward_s, backward_s, update_s, buckets, auto)
+    return Measured(name, group.size, group.hosts, cost, forward_s, backward_s, update_s, buckets, auto, dense)
 
 
 def _wrapped(optimizer: Any, model: torch.nn.Module, settings: Settings, transport: Transport) -> Any:

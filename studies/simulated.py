@@ -6,6 +6,7 @@ then made: every rank sleeps as long as backward took, and exchanges gradients f
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -23,6 +24,7 @@ from mpicomp.bench.simulate.topology import Links, Topology
 
 from mpicomp.cli import run_program
 from mpicomp.compressors import get_compressor
+from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.system import launcher
 
@@ -36,7 +38,7 @@ UNSEEN = (
     (8, Network("200mbit", "50us")),
 )
 """The labs that are predicted: chosen before anything was measured, and never fitted on."""
-PLANS = (
+PLANS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"id": "dense"}, "allreduce"),
     ({"id": "dense"}, "ring"),
     ({"id": "dense"}, "scatter-reduce"),
@@ -45,8 +47,8 @@ PLANS = (
     ({"id": "topk", "ratio": 0.01}, "star-topk:allreduce"),
     ({"id": "qsgd", "rounding": "nearest"}, "two-phase"),
 )
-_STEPS = 4  # timed steps of each plan
-_COLD = 2  # steps before them
+_ROUNDS = 2  # times that all plans have their turn, so that what disturbs for a while disturbs not all steps of one
+_STEPS = 2  # timed steps of each plan in a turn, with and without overlap
 _BUCKET_BYTES = 8 << 20  # so that there is something to overlap
 
 
@@ -87,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for hosts, network in UNSEEN:
         took = json.loads(paths[hosts].read_text())
         for own, seconds in zip(predict(measured, hosts, network), took, strict=True):
-            rows.append({"hosts": hosts, "network": str(network), **own, "measured_s": seconds})
+            rows.append({"hosts": hosts, "network": str(network), **own, "measured_s": statistics.median(seconds)})
     for row in rows:
         row["error"] = row["predicted_s"] / row["measured_s"] - 1
     (folder / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
@@ -103,7 +105,10 @@ def predict(measured: Measured, hosts: int, network: Network) -> list[dict[str, 
     share = 8 / parse_bandwidth(fitted.bandwidth) / measured.cost.network.seconds_per_byte
     links = Links(8 / parse_bandwidth(network.bandwidth) / share, parse_latency(network.latency) * 1e-9 + added)
     topology = Topology(hosts, 1, measured.cost.network, measured.ranks, links)
-    simulation = Simulation(measured, topology, OwnWork(measured.cost))
+    # Ranks of a lab share the cores of one machine, which is this one, and sleep where a training computes: own work
+    # takes what it takes here, as many times longer as there are ranks for a core.
+    crowd = max(1.0, hosts / len(os.sched_getaffinity(0)))
+    simulation = Simulation(measured, topology, OwnWork(CostModel(measured.cost.network), crowd))
     rows = []
     for config, collective in PLANS:
         plan = Plan(get_compressor(config), collective)
@@ -129,36 +134,41 @@ def _replay(measured: Measured, path: str) -> int:
     gradients = [own for bucket in measured.buckets for own in bucket.gradients]
     arrays = {own.name: random.laplace(size=own.shape).astype(np.float32) for own in gradients}
     thread = ProgressThread(transport, lanes=1).start()
-    medians = []
-    for config, collective in PLANS:
-        for overlap in (False, True):
+
+    def step(reducer: Reducer, overlap: bool) -> float:
+        share(np.zeros(1), transport)  # all ranks begin together
+        began = time.perf_counter()
+        if overlap:
+            stream = reducer.stream(thread)
+            assert stream is not None, "the first step has no overlap"
+            for own in sorted(gradients, key=lambda own: own.ready_s):
+                _sleep_until(began + measured.forward_s + own.ready_s)
+                stream.put(own.name, arrays[own.name])
+            _sleep_until(began + measured.forward_s + measured.backward_s)
+            stream.finish(arrays)
+        else:
+            _sleep_until(began + measured.forward_s + measured.backward_s)
+            reducer.reduce(arrays)
+        time.sleep(measured.update_s)
+        return float(share(np.array([time.perf_counter() - began]), transport).max())
+
+    seconds: dict[tuple[int, bool], list[float]] = {}
+    for _ in range(_ROUNDS):
+        for place, (config, collective) in enumerate(PLANS):
             reducer = Reducer(
                 get_compressor(config), collective, comm=transport, bucket_bytes=measured.bucket_bytes, warmup=0
             )
-            seconds = []
-            for _ in range(_COLD + _STEPS):
-                share(np.zeros(1), transport)  # all ranks begin together
-                began = time.perf_counter()
-                stream = reducer.stream(thread) if overlap else None
-                if stream is None:
-                    _sleep_until(began + measured.forward_s + measured.backward_s)
-                    reducer.reduce(arrays)
-                else:
-                    for own in sorted(gradients, key=lambda own: own.ready_s):
-                        _sleep_until(began + measured.forward_s + own.ready_s)
-                        stream.put(own.name, arrays[own.name])
-                    _sleep_until(began + measured.forward_s + measured.backward_s)
-                    stream.finish(arrays)
-                time.sleep(measured.update_s)
-                took = share(np.array([time.perf_counter() - began]), transport)
-                seconds.append(float(took.max()))
-            medians.append(statistics.median(seconds[_COLD:]))
+            for overlap in (False, True):
+                step(reducer, overlap)  # agrees, compiles, grows buffers
+            for overlap in (False, True):
+                own = [step(reducer, overlap) for _ in range(_STEPS)]
+                seconds.setdefault((place, overlap), []).extend(own)
             reducer.close()
             if rank == 0:
-                print(f"{config['id']} {collective}: {medians[-1]:.3f} s", flush=True)
+                print(f"{config['id']} {collective}: {own[-1]:.3f} s", flush=True)
     thread.stop()
     if rank == 0:
-        Path(path).write_text(json.dumps(medians) + "\n")
+        Path(path).write_text(json.dumps(list(seconds.values())) + "\n")
     transport.close()
     return 0
 

@@ -4,9 +4,8 @@ import time
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.simulate.clock import Clock
+from mpicomp.bench.simulate.exchange import Exchanges
 from mpicomp.bench.simulate.measured import Measured
-from mpicomp.bench.simulate.own_work import OwnWork
 from mpicomp.bench.simulate.step import Seconds, ends
 from mpicomp.bench.simulate.topology import Topology
 
@@ -22,7 +21,7 @@ _STEADY = 15  # of these, the last ones: the one of median seconds stands for al
 
 
 def choose(
-    measured: Measured, topology: Topology, overlap: bool, own_work: OwnWork
+    measured: Measured, topology: Topology, overlap: bool, exchanges: Exchanges
 ) -> tuple[list[Plan], list[Seconds]]:
     """Return the plans that ``auto`` comes to, a bucket each, and what they take.
 
@@ -34,8 +33,8 @@ def choose(
         The ranks and the network.
     overlap : bool
         Whether buckets are exchanged while backward goes on.
-    own_work : OwnWork
-        Of schemes.
+    exchanges : Exchanges
+        Among them.
 
     Raises
     ------
@@ -54,15 +53,11 @@ def choose(
     shapes = [Shape(own.names, own.sizes, own.shapes, np.dtype(np.float32)) for own in measured.buckets]
     group = topology.group(0)
     transport = _Transport(group, {}, lambda task, group: 0.0)
-    clock = Clock(topology)
-    known: dict[tuple[Scheme[Any], int], Seconds] = {}
 
     def take(scheme: Scheme[Any], shape: Shape) -> Seconds:
-        key = scheme, shape.numel
-        if key not in known:
-            rounds = clock.seconds(scheme, shape.numel, shape.dtype)
-            known[key] = Seconds(own_work.seconds(scheme, shape.numel, shape.dtype, topology), rounds)
-        return known[key]
+        told = exchanges.seconds(scheme, shape.numel, shape.dtype)
+        assert told is not None, "there is no limit"
+        return told
 
     drive(policy.start(shapes, transport), _alike)
     now, done = 0.0, []

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from mpicomp.bench.simulate.dense import Corrections, Timed
+
 from mpicomp.arrays import Described
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
@@ -86,6 +88,8 @@ class Measured:
         In the order in which they were exchanged.
     auto : dict or None
         ``config``, ``state`` and ``normalises`` of the policy ``auto``, where that was run.
+    dense : sequence of Timed
+        Dense exchanges that were timed by themselves.
     """
 
     task: str
@@ -97,6 +101,11 @@ class Measured:
     update_s: float
     buckets: Sequence[Bucket]
     auto: dict[str, Any] | None = None
+    dense: Sequence[Timed] = ()
+
+    def corrections(self, ranks: int) -> Corrections:
+        """Return what dense exchanges took over what the cost model tells of them, for a number of ranks."""
+        return Corrections(self.dense, self.cost.network, self.ranks, self.hosts, ranks)
 
     @property
     def compute_s(self) -> float:
@@ -131,6 +140,7 @@ class Measured:
                 for bucket in self.buckets
             ],
             "auto": self.auto,
+            "dense": [own.to_json() for own in self.dense],
             "cost": self.cost.to_json(),
         }
 
@@ -161,6 +171,7 @@ def read(path: str) -> Measured:
                 for bucket in content["buckets"]
             ],
             auto=content["auto"],
+            dense=[Timed.from_json(own) for own in content.get("dense", ())],
         )
         if not measured.buckets or any(bucket.numel == 0 for bucket in measured.buckets):
             raise ValueError("a bucket has no elements")

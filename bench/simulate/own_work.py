@@ -35,6 +35,8 @@ class OwnWork:
     ----------
     cost : CostModel
         What was measured.
+    slower : float or None
+        How many times longer own work takes than alone; None for what the training has learnt of it.
 
     Attributes
     ----------
@@ -42,9 +44,9 @@ class OwnWork:
         Compressors whose own work was not in the cost model.
     """
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, slower: float | None = None) -> None:
         self._cost = cost
-        self._slower = cost.slowdown()
+        self._slower = cost.slowdown() if slower is None else slower
         self._alone: dict[str, Alone] = {}
         self._per_byte: dict[tuple[str, str], float] = {}
         self.measured_here: set[str] = set()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from mpicomp.bench.simulate.automatic import choose
-from mpicomp.bench.simulate.clock import Clock
+from mpicomp.bench.simulate.exchange import Exchanges
 from mpicomp.bench.simulate.measured import Bucket, Measured
 from mpicomp.bench.simulate.own_work import OwnWork
 from mpicomp.bench.simulate.step import Seconds, step_seconds
@@ -63,14 +63,13 @@ class Simulation:
     def __init__(self, measured: Measured, topology: Topology, own_work: OwnWork) -> None:
         self._measured = measured
         self._topology = topology
-        self._own_work = own_work
-        self._clock = Clock(topology)
+        self._exchanges = Exchanges(topology, own_work, measured.corrections(topology.ranks))
         self._dense: list[tuple[str, Seconds]] | None = None
 
     def row(self, plan: Plan, overlap: bool) -> dict[str, Any]:
         """Return a row; docs/simulate.md says what is in it."""
         if plan.compressor is None:
-            plans, told = choose(self._measured, self._topology, overlap, self._own_work)
+            plans, told = choose(self._measured, self._topology, overlap, self._exchanges)
             ran = [
                 (f"{own.scheme.compressor!r} {own.scheme.id}", own_s) for own, own_s in zip(plans, told, strict=True)
             ]
@@ -111,14 +110,9 @@ class Simulation:
             names = names_for(own, self._topology.group(0), whole=True)
         best: tuple[str, Seconds] | None = None
         for name in names:
-            scheme = bind(own, name)
             most = math.inf if best is None else best[1].whole
-            rounds = self._clock.seconds(scheme, bucket.numel, _DTYPE, most)
-            if rounds >= most:
-                continue
-            work = self._own_work.seconds(scheme, bucket.numel, _DTYPE, self._topology)
-            told = Seconds(work, rounds)
-            if best is None or told.whole < best[1].whole:
+            told = self._exchanges.seconds(bind(own, name), bucket.numel, _DTYPE, most)
+            if told is not None and (best is None or told.whole < best[1].whole):
                 best = f"{compressor!r} {name}", told
         assert best is not None
         return best

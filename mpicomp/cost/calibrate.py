@@ -10,7 +10,7 @@ from mpicomp.collectives import Scheme
 from mpicomp.cost.kernels import Alone, measure_alone
 from mpicomp.cost.model import CostModel, scheme_key
 from mpicomp.cost.network import Network
-from mpicomp.cost.probe import probe
+from mpicomp.cost.probe import QUICK, THOROUGH, Effort, probe
 from mpicomp.errors import ConfigurationError
 from mpicomp.places import HOST, Place
 from mpicomp.rounds import Asked, Round
@@ -27,6 +27,28 @@ def calibrate(transport: Transport) -> CostModel:
     """Measure links and operations and return a new cost model. Collective; about a second."""
     model = CostModel(Network(transport.group.hosts))
     transport.run(_measure(model, transport))
+    return model
+
+
+def calibrate_for_elsewhere(known: CostModel | None, transport: Transport) -> CostModel:
+    """Return what is known of schemes, with links and operations measured anew, for predictions of other ranks.
+
+    What a training has learnt of its network predicts the plans that it runs: where a link was estimated wrongly,
+    their factors make up for it, and those of all others do not. Here each is measured by itself, with messages as
+    long as gradients are. Corrections of plans' rounds, which were made to the network before, are left out.
+    Collective; up to half a minute on a slow link.
+
+    Parameters
+    ----------
+    known : CostModel or None
+        Is left as it is.
+    transport : Transport
+        Among the ranks.
+    """
+    model = CostModel(Network(transport.group.hosts)) if known is None else CostModel.from_json(known.to_json())
+    model.network = Network(transport.group.hosts)
+    model.rounds_learnt.clear()
+    transport.run(_measure(model, transport, THOROUGH))
     return model
 
 
@@ -149,9 +171,9 @@ def _first_rank_knows(given: CostModel | str | None, transport: Transport) -> di
     return {"probe": wanted == "1" and transport.probes}
 
 
-def _measure(model: CostModel, transport: Transport) -> Generator[Asked, Any, None]:
+def _measure(model: CostModel, transport: Transport, effort: Effort = QUICK) -> Generator[Asked, Any, None]:
     yield from compare_clocks(transport)
-    yield from probe(model.network, transport)
+    yield from probe(model.network, transport, effort)
 
 
 def _layout(transport: Transport) -> tuple[str, tuple[int, ...], int]:

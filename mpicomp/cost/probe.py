@@ -1,7 +1,8 @@
 """Measurement of the network before the first step, in about a second: links, and a factor for every operation."""
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,7 @@ from mpicomp.transport.base import Transport
 _SMALL = 64  # bytes that a rank sends where latency is measured
 _MEDIUM = 1 << 14  # bytes: of shorter messages libraries make operations with other, fewer messages
 _FIRST = 1 << 16  # bytes of the first look at the bandwidth
-_LARGE_S = 0.02  # seconds that a large message is to take
-_LARGE = (1 << 16, 1 << 20)  # bytes of a large message, at least and at most
-_REPEATS = 4  # repetitions of an operation that takes less than _SLOW_S
-_FEW = 2  # repetitions of an operation that takes longer
+_FEW = 2  # repetitions of a first look, and of an operation that takes longer than _SLOW_S
 _SLOW_S = 5e-3  # seconds from which on an operation is repeated less often
 _SD = 0.1  # standard deviation of the logarithm of a measurement
 _FACTORS = (0.1, 10.0)  # smallest and largest factor, whatever was measured
@@ -28,19 +26,50 @@ _BYTE = np.dtype(np.uint8)
 Probing = Generator[Asked, Any, None]
 
 
-def probe(network: Network, transport: Transport) -> Probing:
+@dataclass(frozen=True)
+class Effort:
+    """How much time probing takes.
+
+    Parameters
+    ----------
+    large_s : float
+        Seconds that a large message is to take.
+    large : (int, int)
+        Bytes of one, at least and at most.
+    repeats, few : int
+        Repetitions of an operation, and of one where a small message takes long.
+    typical : callable
+        Which of the repetitions counts: takes an array and an axis.
+    apart : bool
+        Whether all ranks meet before each round.
+    """
+
+    large_s: float
+    large: tuple[int, int]
+    repeats: int
+    few: int
+    typical: Callable[..., Any]
+    apart: bool = False
+
+
+QUICK = Effort(0.02, (1 << 16, 1 << 20), 4, _FEW, np.min)
+"""About a second, before a training: the fastest repetition counts, since what disturbs only adds."""
+THOROUGH = Effort(0.3, (1 << 18, 1 << 23), 5, 5, np.median, apart=True)
+"""Messages as long as gradients are, some dozen seconds on a slow link: the median is what a step has to expect."""
+
+
+def probe(network: Network, transport: Transport, effort: Effort = QUICK) -> Probing:
     """Measure links and every operation, and set the network's state. Collective over all ranks, as rounds.
 
     Each group that has more than one rank is measured. An operation's seconds are from the last rank's start to the
-    last rank's end, by the ranks' common clock; the fastest of some repetitions counts, since what disturbs
-    only adds.
+    last rank's end, by the ranks' common clock.
     """
     group = transport.group
     for name in (WORLD, HOST, ACROSS):
         if name != WORLD and group.hosts in (1, group.size):
             continue  # it is the world itself, or one rank alone
         # Every rank goes along: those that are in no such group, or alone in it, have nothing to do but to listen.
-        yield from _probe_group(network, transport, name)
+        yield from _probe_group(network, transport, name, effort)
 
 
 def probe_link(network: Network, transport: Transport) -> Probing:
@@ -48,32 +77,34 @@ def probe_link(network: Network, transport: Transport) -> Probing:
 
     For when they are found to have changed: one plan's seconds do not tell whether it is the latency or the bandwidth.
     """
-    latency, first = yield from _look(transport, transport.group, _FEW)
+    latency, first = yield from _look(transport, transport.group, _FEW, QUICK)
     network.set_link(WORLD, latency, _rate(first, latency, _FIRST), _SD)
 
 
-def _look(transport: Transport, busy: Group | None, repeats: int) -> Generator[Asked, Any, tuple[float, float]]:
+def _look(
+    transport: Transport, busy: Group | None, repeats: int, effort: Effort
+) -> Generator[Asked, Any, tuple[float, float]]:
     """Return the seconds in which all ranks pass a small and a larger message to their neighbours."""
     tasks = [_ring(busy, _SMALL)] * (repeats + 1) + [_ring(busy, _FIRST)] * _FEW
-    seconds = yield from _measure(transport, busy, tasks)
-    return float(seconds[1 : repeats + 1].min()), float(seconds[repeats + 1 :].min())
+    seconds = yield from _measure(transport, busy, tasks, effort.apart)
+    return float(effort.typical(seconds[1 : repeats + 1])), float(seconds[repeats + 1 :].min())
 
 
 def _rate(seconds: float, latency: float, nbytes: int) -> float:
     return max(seconds - latency, 0.05 * seconds) / nbytes
 
 
-def _probe_group(network: Network, transport: Transport, name: str) -> Probing:
+def _probe_group(network: Network, transport: Transport, name: str, effort: Effort) -> Probing:
     group = transport.group.part(name)
     largest = yield from _largest(0 if group is None else group.size, transport.group)
     if largest < 2:
         return
     busy = group if group is not None and group.size > 1 else None
-    latency, first = yield from _look(transport, busy, 2 * _REPEATS)
-    repeats = _REPEATS if latency < _SLOW_S else _FEW
-    nbytes = int(np.clip(_FIRST * _LARGE_S / max(first, 1e-6), *_LARGE))
-    large = yield from _measure(transport, busy, [_ring(busy, nbytes)] * repeats)
-    seconds_per_byte = _rate(float(large.min()), latency, nbytes)
+    latency, first = yield from _look(transport, busy, 2 * effort.repeats, effort)
+    repeats = effort.repeats if latency < _SLOW_S else effort.few
+    nbytes = int(np.clip(_FIRST * effort.large_s / max(first, 1e-6), *effort.large))
+    large = yield from _measure(transport, busy, [_ring(busy, nbytes)] * repeats, effort.apart)
+    seconds_per_byte = _rate(float(effort.typical(large)), latency, nbytes)
     network.set_link(name, latency, seconds_per_byte, _SD)
     network.set_factors(name, "sendrecv", 1.0, 1.0, _SD)
 
@@ -82,7 +113,8 @@ def _probe_group(network: Network, transport: Transport, name: str) -> Probing:
     for operation in others:
         for size in (_MEDIUM, nbytes):
             tasks += [_task(operation, busy, size)] * (repeats + 1)  # the first one opens connections and grows buffers
-    seconds = (yield from _measure(transport, busy, tasks)).reshape(len(others), 2, repeats + 1)[:, :, 1:].min(axis=2)
+    each = (yield from _measure(transport, busy, tasks, effort.apart)).reshape(len(others), 2, repeats + 1)
+    seconds = effort.typical(each[:, :, 1:], axis=2)
     # All ranks use the cost as the group with the most ranks sees it.
     model = Group(0, largest, name=name, hosts=2, sharing=transport.group.sharing if name == ACROSS else 1)
     for operation, (short, long) in zip(others, seconds, strict=True):
@@ -94,12 +126,18 @@ def _probe_group(network: Network, transport: Transport, name: str) -> Probing:
 
 
 def _measure(
-    transport: Transport, group: Group | None, tasks: list[Round]
+    transport: Transport, group: Group | None, tasks: list[Round], apart: bool = False
 ) -> Generator[Asked, Any, NDArray[np.float64]]:
-    """Run rounds one after the other; return the seconds of each, the same numbers on all ranks."""
+    """Run rounds one after the other; return the seconds of each, the same numbers on all ranks.
+
+    A rank that is done early begins the next round early, which then seems to be shorter; ``apart`` has all ranks meet
+    before each.
+    """
     times = np.full((len(tasks), 2), -math.inf)
     if group is not None:
         for place, task in enumerate(tasks):
+            if apart:
+                yield _task("allgatherv", group, 1)
             times[place, 0] = transport.clock()
             yield task
             times[place, 1] = transport.clock()

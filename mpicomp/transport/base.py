@@ -72,6 +72,10 @@ class Transport(ABC):
         """
         raise MpicompError(f"transport: {type(self).__name__} does not run several rounds at once")
 
+    def among(self, count: int) -> "Transport | None":
+        """Return a transport of the first ranks; None on the others. Collective. Whoever asked for it closes it."""
+        raise MpicompError(f"transport: {type(self).__name__} does not run rounds of some ranks")
+
     def check_threads(self, alone: bool) -> None:  # noqa: B027, a transport may not mind
         """Make sure that a thread may run rounds.
 

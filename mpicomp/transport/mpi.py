@@ -119,6 +119,12 @@ class MPITransport(Transport):
         version = MPI.Get_library_version()
         return cuda.cuda_aware(MPI.get_vendor()[0], libraries.library(), version=version).value
 
+    def among(self, count: int) -> "MPITransport | None":
+        """See `Transport.among`."""
+        whole = self._front[WORLD].comm
+        part = whole.Split(0 if whole.rank < count else MPI.UNDEFINED, whole.rank)
+        return None if part == MPI.COMM_NULL else MPITransport(part, self._limit)
+
     def start(self, task: Round) -> Pending:
         """See `Transport.start`."""
         channel = self._channel(task)

@@ -1,6 +1,7 @@
 """mpicomp simulate, from a file to a table, rows and a picture."""
 
 import json
+import math
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -88,6 +89,8 @@ def test_from_a_training_to_a_row(mpiexec, tmp_path):
     names = [own["name"] for bucket in content["buckets"] for own in bucket]
     assert len(names) == len(set(names)) > 2
     assert all(0 < own["ready_s"] <= 1.5 * content["backward_s"] for bucket in content["buckets"] for own in bucket)
+    longest = max(sum(math.prod(own["shape"]) for own in bucket) for bucket in content["buckets"])
+    assert {(own["ranks"], own["numel"]) for own in content["dense"]} == {(2, longest // 4), (2, longest)}
     rows = tmp_path / "rows.json"
     words = ["--bandwidth", "10mbit", "--latency", "1ms", "--per-host", "1", "--json", rows]
     assert run(path, *words) == 0

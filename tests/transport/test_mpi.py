@@ -101,3 +101,14 @@ def test_a_log_of_every_round(transport):
     assert entry.seconds > 0
     assert entry.sent_bytes == (400 if ranks > 1 else 0)
     assert entry.wire_bytes == pytest.approx(2 * (ranks - 1) / ranks * 400)
+
+
+def test_some_ranks_exchange_among_themselves(transport, comm):
+    for count in range(1, comm.size + 1):
+        some = transport.among(count)
+        assert (some is None) == (comm.rank >= count)
+        if some is not None:
+            assert (some.group.rank, some.group.size) == (comm.rank, count)
+            send, recv = np.ones(3), np.empty(3)
+            assert some.perform(Round("allreduce", (3,), recv.dtype, send=send, recv=recv)).tolist() == [count] * 3
+            some.close()

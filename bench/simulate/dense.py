@@ -1,0 +1,197 @@
+"""Dense exchanges, timed by themselves in the recorded run: what the rounds' formulas leave out of them."""
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+from mpicomp.bench.measure.exchanges import share
+from mpicomp.bench.simulate.clock import Clock
+from mpicomp.bench.simulate.topology import Topology
+
+from mpicomp.collectives import Scheme, bind
+from mpicomp.compressors import Dense
+from mpicomp.cost import Network
+from mpicomp.reducer import Reducer
+from mpicomp.rounds import Round
+from mpicomp.rounds.reports import from_one
+from mpicomp.transport import Transport
+
+_COLD = 2  # exchanges before the timed ones: they agree, open connections, grow buffers
+_TIMED = 3  # exchanges whose median counts
+_NAP_S = 0.01  # seconds between two looks whether the others are done
+_NAMES = ("allreduce", "scatter-reduce", "ring", "recursive-doubling", "parameter-server")
+_LIMIT_S = 4.0  # seconds of one exchange at one length, from which on it is not repeated
+_TOO_SLOW = 3.0  # times the fastest of a length: an exchange that is slower, and takes so long, is left out
+_SHORTER = 4  # times shorter than the longest bucket is the other length
+_DTYPE = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A dense exchange that was timed.
+
+    Attributes
+    ----------
+    collective : str
+    ranks : int
+        That took part.
+    numel : int
+        Elements of the array.
+    own_s : float
+        Median over exchanges of the slowest rank's own work.
+    rounds_s : float
+        Median of the rest, from the last rank's start to the last rank's end.
+    """
+
+    collective: str
+    ranks: int
+    numel: int
+    own_s: float
+    rounds_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON-able object that `from_json` takes."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        """Build one from the result of `to_json`."""
+        numbers = float(content["own_s"]), float(content["rounds_s"])
+        return cls(str(content["collective"]), int(content["ranks"]), int(content["numel"]), *numbers)
+
+
+def time_dense(longest: int, transport: Transport) -> list[Timed]:
+    """Time every dense exchange at some lengths, among all ranks and among fewer of them. Collective.
+
+    Parameters
+    ----------
+    longest : int
+        Elements of the longest bucket.
+    transport : Transport
+        Among the ranks, each of which has a host of its own where fewer are to be looked at.
+    """
+    group = transport.group
+    found: list[Timed] = []
+    for ranks in range(2, group.size) if group.hosts == group.size else ():
+        some = transport.among(ranks)
+        if some is not None:
+            found += _time(longest, some)
+            some.close()
+        _meet(transport)
+    return _of_first(found, transport) + _time(longest, transport)
+
+
+def _time(longest: int, transport: Transport) -> list[Timed]:
+    found = []
+    for numel in sorted({max(1, longest // _SHORTER), longest}):
+        gradient = {"gradient": np.random.default_rng(transport.group.rank).standard_normal(numel, np.float32)}
+        best = math.inf
+        for name in _NAMES:
+            reducer = Reducer(Dense(), name, comm=transport, bucket_bytes=4 * numel, warmup=0)
+            rows: list[tuple[float, float]] = []
+            while len(rows) < _COLD + _TIMED and (len(rows) < _COLD or np.sum(rows) < _LIMIT_S):
+                rows.append(_exchange(reducer, gradient, transport))
+                if sum(rows[0]) > max(_LIMIT_S, _TOO_SLOW * best):
+                    break
+            reducer.close()
+            if len(rows) > 1:
+                own_s, rounds_s = np.median(rows[min(_COLD, len(rows) - 1) :], axis=0).tolist()
+                found.append(Timed(name, transport.group.size, numel, own_s, rounds_s))
+                best = min(best, own_s + rounds_s)
+    return found
+
+
+def _meet(transport: Transport) -> None:
+    """Wait for all ranks without keeping a core from those that are busy."""
+    ranks = transport.group.size
+    byte = np.dtype(np.uint8)
+    task = Round("allgatherv", [1] * ranks, byte, send=np.zeros(1, byte), recv=np.zeros(ranks, byte))
+    pending = transport.start(replace(task, background=True))
+    while not pending.test():
+        time.sleep(_NAP_S)
+    transport.wait(pending)
+
+
+def _of_first(found: list[Timed], transport: Transport) -> list[Timed]:
+    """Return what rank 0 has found, on all ranks. Collective."""
+    told = transport.run(from_one({"timed": [own.to_json() for own in found]}, transport.group, "simulate"))
+    return [Timed.from_json(own) for own in told["timed"]]
+
+
+def _exchange(reducer: Reducer, gradient: dict[str, Any], transport: Transport) -> tuple[float, float]:
+    """Return the seconds of the slowest rank's own work and those of the rest."""
+    share(np.zeros(1), transport)  # nobody starts before the others are there
+    began = time.perf_counter()
+    reducer.reduce(gradient)
+    seconds = time.perf_counter() - began
+    record = reducer.last_step
+    assert record is not None
+    phases = record.buckets[0].phases_s
+    own, whole = share(np.array([phases["compress"] + phases["decode"], seconds]), transport).max(axis=0).tolist()
+    return own, max(whole - own, 0.0)
+
+
+class Corrections:
+    """What dense exchanges took over what is told of them, for some number of ranks.
+
+    Libraries have other algorithms where ranks are a power of two, so it is taken from the nearest number of ranks that
+    is one as well, or is none as well, where there is one.
+
+    Parameters
+    ----------
+    timed : sequence of Timed
+        Of the recorded run.
+    network : Network
+        Measured in it.
+    measured_ranks, hosts : int
+        Of it.
+    ranks : int
+        For how many it is.
+    """
+
+    def __init__(self, timed: Sequence[Timed], network: Network, measured_ranks: int, hosts: int, ranks: int) -> None:
+        self._timed: dict[str, list[Timed]] = {}
+        for own in sorted(timed, key=lambda own: own.numel):
+            self._timed.setdefault(own.collective, []).append(own)
+        per_host = -(-measured_ranks // hosts)
+        self._factors: dict[str, list[float]] = {}
+        for name, of_name in self._timed.items():
+            nearest = _nearest(ranks, {own.ranks for own in of_name})
+            self._timed[name] = [own for own in of_name if own.ranks == nearest]
+            clock = Clock(Topology(nearest, per_host, network, measured_ranks))
+            scheme = bind(Dense(), name)
+            self._factors[name] = [own.rounds_s / clock.seconds(scheme, own.numel, _DTYPE) for own in self._timed[name]]
+
+    def knows(self, scheme: Scheme[Any]) -> bool:
+        """Return whether a scheme is a dense exchange that was timed."""
+        return scheme.compressor == Dense() and scheme.id in self._timed
+
+    def own_s(self, scheme: Scheme[Any], numel: int) -> float:
+        """Return the seconds of own work, for each element as many as at the nearest length."""
+        return numel * self._at(numel, scheme, (own.own_s / own.numel for own in self._timed[scheme.id]))
+
+    def factor(self, scheme: Scheme[Any], numel: int) -> float:
+        """Return how many times longer rounds take than is told of them."""
+        return self._at(numel, scheme, self._factors[scheme.id])
+
+    def _at(self, numel: int, scheme: Scheme[Any], values: Iterable[float]) -> float:
+        lengths = [math.log(own.numel) for own in self._timed[scheme.id]]
+        return float(np.interp(math.log(max(1, numel)), lengths, list(values)))
+
+
+def _nearest(ranks: int, known: Iterable[int]) -> int:
+    """Return the known number of ranks that is most like another.
+
+    Examples
+    --------
+    >>> _nearest(16, [2, 3, 4, 5]), _nearest(6, [2, 3, 4, 5]), _nearest(8, [5])
+    (4, 5, 5)
+    """
+    return min(known, key=lambda own: (_is_power_of_two(own) != _is_power_of_two(ranks), abs(math.log(own / ranks))))
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

@@ -1,0 +1,114 @@
+"""Dense exchanges that were timed by themselves: what they took is what is told, and carries over to other ranks."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from mpicomp.bench.simulate.clock import Clock
+from mpicomp.bench.simulate.dense import Timed, time_dense
+from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured, read
+from mpicomp.bench.simulate.own_work import OwnWork
+from mpicomp.bench.simulate.rows import Plan, Simulation
+from mpicomp.bench.simulate.topology import Links, Topology
+
+import mpicomp
+from mpicomp.collectives import bind, fitting
+from mpicomp.cost import CostModel, Network
+from mpicomp.rounds import WORLD
+from mpicomp.transport import LocalWorld
+
+pytestmark = pytest.mark.quick
+
+N = 1 << 20
+DENSE = mpicomp.Dense()
+
+
+def measured(timed):
+    network = Network(4)
+    network.set_link(WORLD, 1e-4, 1e-8, 0.1)
+    gradient = Gradient("w", (N,), 0.1)
+    return Measured("some", 4, 4, CostModel(network), 0.1, 0.1, 0.0, [Bucket((gradient,))], dense=timed)
+
+
+def exchange_s(steps, ranks=4, links=None, collective="ring", compressor=DENSE):
+    topology = Topology(ranks, 1, steps.cost.network, 4, links or Links())
+    row = Simulation(steps, topology, OwnWork(steps.cost)).row(Plan(compressor, collective), overlap=False)
+    return row["exchange_s"]
+
+
+def test_where_it_was_timed_it_takes_what_it_took():
+    steps = measured([Timed("ring", 4, N, 0.02, 0.5)])
+    assert exchange_s(steps) == pytest.approx(0.52)
+
+
+def test_what_was_not_timed_is_told_by_the_cost_model_alone():
+    timed, untimed = measured([Timed("ring", 4, N, 0.02, 0.5)]), measured([])
+    topology = Topology(4, 1, untimed.cost.network, 4)
+    rounds = Clock(topology).seconds(bind(DENSE, "scatter-reduce"), N, np.dtype(np.float32))
+    for steps in (timed, untimed):
+        assert exchange_s(steps, collective="scatter-reduce") >= rounds
+    topk = mpicomp.TopK(ratio=0.01)
+    told = [exchange_s(own, collective="star-topk:ring", compressor=topk) for own in (timed, untimed)]
+    assert told[0] == pytest.approx(told[1], rel=0.5)  # own work is measured each time
+
+
+def test_among_other_ranks_and_links_rounds_take_as_many_times_longer():
+    untimed = measured([])
+    scheme, links = bind(DENSE, "ring"), Links(1 / 1e7, 1e-3)
+    here, there = (
+        Clock(Topology(ranks, 1, untimed.cost.network, 4, own)).seconds(scheme, N, np.dtype(np.float32))
+        for ranks, own in ((4, None), (16, links))
+    )
+    steps = measured([Timed("ring", 4, N, 0.02, 1.3 * here)])
+    assert exchange_s(steps, 16, links) == pytest.approx(0.02 + 1.3 * there)
+
+
+def test_between_two_lengths_it_is_between():
+    timed = [Timed("ring", 4, N // 4, 0.01, 0.2), Timed("ring", 4, 4 * N, 0.04, 0.2)]
+    corrections = measured(timed).corrections(4)
+    ring = bind(DENSE, "ring")
+    assert corrections.own_s(ring, 4 * N) == pytest.approx(0.04)
+    assert corrections.own_s(ring, 8 * N) == pytest.approx(0.08)
+    assert corrections.own_s(ring, N // 8) == pytest.approx(0.005)
+    short, middle, long = (corrections.factor(ring, numel) for numel in (N // 4, N, 4 * N))
+    assert long < middle < short
+    assert corrections.knows(ring)
+    assert not corrections.knows(bind(mpicomp.Dense(wire="bf16"), "scatter-reduce"))
+
+
+def test_it_is_read_again(tmp_path):
+    steps = measured([Timed("ring", 4, N, 0.02, 0.5)])
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps(steps.to_json()))
+    assert read(str(path)).dense == steps.dense
+    assert read(str(path)).cut(1).dense == steps.dense
+    older = {name: value for name, value in steps.to_json().items() if name != "dense"}
+    path.write_text(json.dumps(older))
+    assert read(str(path)).to_json() == replace(steps, dense=[]).to_json()
+
+
+def test_every_dense_exchange_is_timed_at_two_lengths():
+    [alone] = LocalWorld(1).transports
+    timed = time_dense(N, alone)
+    assert {own.numel for own in timed} == {N // 4, N}
+    assert {own.collective for own in timed} <= set(fitting(mpicomp.Dense))
+    assert all(own.ranks == 1 and own.own_s > 0 and own.rounds_s >= 0 for own in timed)
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(2, 2), (3, 3), (4, 4), (5, 5), (8, 4), (1024, 4), (6, 5), (1000, 5)])
+def test_it_is_taken_from_ranks_that_are_alike(ranks, expected):
+    steps = measured([Timed("ring", own, N, 0.01 * own, 0.5) for own in (2, 3, 4, 5)])
+    assert steps.corrections(ranks).own_s(bind(DENSE, "ring"), N) == pytest.approx(0.01 * expected)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("apart", [False, True])
+def test_fewer_ranks_are_timed_as_well_where_each_has_a_host(comm, apart):
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport(comm, layout=range(comm.size) if apart else [0] * comm.size)
+    timed = time_dense(1000, transport)
+    assert timed == comm.bcast(timed)
+    assert {own.ranks for own in timed} == ({*range(2, comm.size + 1)} if apart else {comm.size})
+    transport.close()
