@@ -14,7 +14,7 @@ from mpicomp.collectives import Scheme
 
 
 class Exchanges:
-    """Tells what exchanges take.
+    """Predicts the seconds of exchanges.
 
     Parameters
     ----------
@@ -31,11 +31,11 @@ class Exchanges:
         self._own_work = own_work
         self._corrections = corrections
         self._clock = Clock(topology)
-        self._known: dict[tuple[Scheme[Any], int], Seconds] = {}
+        self._known: dict[tuple[Scheme[Any], int, np.dtype[Any]], Seconds] = {}
 
     def seconds(self, scheme: Scheme[Any], numel: int, dtype: np.dtype[Any], most: float = math.inf) -> Seconds | None:
-        """Return the seconds of an exchange; None where its rounds are found to take more than ``most``."""
-        key = scheme, numel
+        """Return the seconds of an exchange; None where its rounds take at least ``most``."""
+        key = scheme, numel, dtype
         if key not in self._known:
             timed = self._corrections.knows(scheme)
             factor = self._corrections.factor(scheme, numel) if timed else 1.0

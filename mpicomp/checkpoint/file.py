@@ -35,9 +35,9 @@ _START = b'{"__metadata__": {"mpicomp": '
 _START_BYTES = 4096  # bytes at the start of a file that hold its own description
 _TREE_LIMIT = 20 << 20  # safetensors reads no header above 100 MB, and JSON within JSON grows
 _BLANK = "0" * 8
-_CHECKSUMS = "header_crc32", "crc32"
-_ENTRIES_BEFORE = 2  # of a file that has none
 """In place of a CRC-32 that is not known yet: of four bytes, as hexadecimal digits."""
+_CHECKSUMS = "header_crc32", "crc32"
+_ENTRIES_BEFORE = 2  # of a file of an earlier version, which has no checksums
 _WAY_OUT = "where an older checkpoint was kept, moving this folder away loads that one"
 
 
@@ -307,7 +307,7 @@ class RankFile:
         """Return the checksum of each array, after that of the header was compared."""
         with open(self.path, "rb") as file:
             text = file.read(int.from_bytes(file.read(8), "little"))
-        own, sums = (self._metadata.get(key, "") for key in ("header_crc32", "crc32"))
+        own, sums = (self._metadata.get(key, "") for key in _CHECKSUMS)
         if _crc32(_with_field(text, "header_crc32", own, _BLANK)) != own:
             raise self._error("cannot be read: its header has changed since it was written")
         names = [name for name in json.loads(text) if name != "__metadata__"]

@@ -96,7 +96,7 @@ class Oktopk(Scheme[Sparsifier]):
         size = group.size
         parts = list(zip(parts_of(self.compressor.expected(numel), size), parts_of(numel, size), strict=True))
         known = {part: self.bytes_of(*part, dtype) for part in set(parts)}  # of thousands of ranks, few differ
-        sizes = list(map(known.__getitem__, parts))
+        sizes = [known[part] for part in parts]
         return [
             Round("alltoallv", [2] * size, _COUNT),
             Round("alltoallv", sizes, _BYTE),

@@ -125,7 +125,7 @@ def _lengths(numel: int, halved: bool, size: int) -> list[tuple[int, ...]]:
     """Return the elements of each part, or of both halves of each."""
     parts = parts_of(numel if halved else numel + TAIL, size)
     known = {part: tuple(parts_of(part, 2)) if halved else (part,) for part in set(parts)}
-    return list(map(known.__getitem__, parts))
+    return [known[part] for part in parts]
 
 
 def _spans(numel: int, halved: bool, group: Group) -> list[tuple[slice, slice]]:

@@ -35,7 +35,7 @@ class ScatterReduce(Scheme[Dense]):
         """One alltoallv and one allgatherv of bytes; see `Scheme.rounds`."""
         parts = parts_of(numel, group.size)
         known = {part: dense_bytes(part, dtype, self.compressor.wire) for part in set(parts)}
-        counts = list(map(known.__getitem__, parts))
+        counts = [known[part] for part in parts]
         return [Round(operation, counts, np.dtype(np.uint8)) for operation in ("alltoallv", "allgatherv")]
 
     def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:

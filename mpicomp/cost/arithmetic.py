@@ -181,7 +181,7 @@ def outlook(
     ageing, most : float
         Variance that each step adds to what is not learnt, and the largest standard deviation.
     added_s : float
-        Seconds that every plan takes in rounds besides.
+        Seconds that contention adds to every plan.
     out : array, shape (3, plans)
         Receives seconds of own work, seconds in rounds, and the standard deviation of the logarithm of their sum.
     """

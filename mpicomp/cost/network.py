@@ -150,14 +150,14 @@ class Network:
         own_error, own_variance : float
             By how much the plan is known to differ from the prediction (logarithm), and how well.
         added_s : float
-            Seconds among them that every plan takes.
+            Seconds among them that contention adds to every plan.
 
         Returns
         -------
         innovation : float
             Of the logarithm of seconds, from what is predicted with the plan's own error.
         slope : float
-            How far it follows that error: less where much of it is added to every plan.
+            Derivative of the logarithm of seconds by that error: 1 where contention adds nothing.
         variance : float
             What was expected of it.
         changed : bool

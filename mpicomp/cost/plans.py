@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.cost import arithmetic
-from mpicomp.cost.disturbance import Disturbance
+from mpicomp.cost.contention import Contention
 from mpicomp.cost.network import Network
 
 _SPEED_SD = 0.5  # standard deviation of the logarithm of a compressor's seconds over those alone, before it was run
@@ -33,7 +33,7 @@ class Prediction:
     kernels_s : float
         Of the slowest rank's own work.
     rounds_s : float
-        Of the rest: in rounds, from when the last rank is there, and what is in the way of every plan.
+        Of the rest: in rounds, from when the last rank is there, contention included.
     """
 
     kernels_s: float
@@ -119,7 +119,7 @@ class Candidates:
         self._kernels, self._kernel_of = _distinct(kernels)
         self._rounds, self._round_of = _distinct(rounds)
         self._step = 0
-        self._disturbance = Disturbance()
+        self._contention = Contention()
         # Of each that was learnt: error, variance, and the step at which it was; see `arithmetic.outlook`.
         self._tables = [
             np.array([_row(own, 0) for own in part]) for part in (self._speeds, self._kernels, self._rounds)
@@ -182,7 +182,7 @@ class Candidates:
         _update(kernels, before, surprise, variance, _AGEING)
 
         # What is left beside the own work is as uncertain as the whole, however little it is.
-        rounds_s, added_s = seconds - kernels_s, self._disturbance.seconds
+        rounds_s, added_s = seconds - kernels_s, self._contention.seconds
         most_s = max(rounds_s, expected.rounds_s, _LEAST_SHARE * seconds)
         noise = (_NOISE * expected.seconds**2 + added_s**2) / expected.rounds_s**2
         rough = (_NOISE * seconds**2 + added_s**2) / most_s**2
@@ -191,7 +191,7 @@ class Candidates:
             self._coefficients[plan], rounds_s, noise, rough, rounds.error, before, added_s
         )
         _update(rounds, before, innovation, variance, _AGEING, slope)
-        self._disturbance.observe(plan, seconds)
+        self._contention.observe(plan, seconds)
         places = (speed_place, kernels_place, rounds_place)
         for table, place, own in zip(self._tables, places, (speed, kernels, rounds), strict=True):
             table[place] = _row(own, self._step)
@@ -216,7 +216,7 @@ class Candidates:
         arithmetic.outlook(
             self._coefficients, self._network.units, self._network.factor_variance, self._alone, speeds, kernels,
             rounds, self._speed_of, self._kernel_of, self._round_of, self._step, _AGEING, _MOST_SD,
-            self._disturbance.seconds, self._outlook,
+            self._contention.seconds, self._outlook,
         )  # fmt: skip
 
 

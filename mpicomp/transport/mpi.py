@@ -123,7 +123,11 @@ class MPITransport(Transport):
         """See `Transport.among`."""
         whole = self._front[WORLD].comm
         part = whole.Split(0 if whole.rank < count else MPI.UNDEFINED, whole.rank)
-        return None if part == MPI.COMM_NULL else MPITransport(part, self._limit)
+        if part == MPI.COMM_NULL:
+            return None
+        some = MPITransport(part, self._limit)  # on communicators that the pool keeps
+        part.Free()
+        return some
 
     def start(self, task: Round) -> Pending:
         """See `Transport.start`."""

@@ -5,7 +5,7 @@ import pytest
 from networks import Link
 
 import mpicomp
-from mpicomp.cost.disturbance import Disturbance
+from mpicomp.cost.contention import Contention
 from mpicomp.transport import LocalWorld
 
 ADDED_S = 12e-3
@@ -14,29 +14,29 @@ ADDED_S = 12e-3
 @pytest.mark.parametrize("seed", range(5))
 def test_the_mean_of_what_is_added_is_told_from_how_much_steps_differ(seed):
     random = np.random.default_rng(seed)
-    disturbance = Disturbance()
+    contention = Contention()
     told = []
     for step in range(400):
-        disturbance.observe(step // 10 % 2, 2e-3 + random.exponential(ADDED_S))
-        told.append(disturbance.seconds)
+        contention.observe(step // 10 % 2, 2e-3 + random.exponential(ADDED_S))
+        told.append(contention.seconds)
     assert np.mean(told[100:]) == pytest.approx(ADDED_S, rel=0.35)  # of 32 pairs at a time, and the lower of two plans
 
 
 def test_seconds_that_differ_by_little_have_nothing_added():
     random = np.random.default_rng(0)
-    disturbance = Disturbance()
+    contention = Contention()
     for step in range(100):
-        disturbance.observe(step // 10 % 3, 0.6 * np.exp(0.1 * random.standard_normal()))
-        assert disturbance.seconds < 0.1 * 0.6
+        contention.observe(step // 10 % 3, 0.6 * np.exp(0.1 * random.standard_normal()))
+        assert contention.seconds < 0.1 * 0.6
 
 
 def test_what_is_in_the_way_of_one_plan_alone_is_not_added_to_all():
     random = np.random.default_rng(0)
-    disturbance = Disturbance()
+    contention = Contention()
     for step in range(100):
         plan = step // 10 % 2
-        disturbance.observe(plan, 5e-3 + plan * random.exponential(ADDED_S))
-    assert disturbance.seconds < 0.1 * ADDED_S
+        contention.observe(plan, 5e-3 + plan * random.exponential(ADDED_S))
+    assert contention.seconds < 0.1 * ADDED_S
 
 
 class Busy(Link):

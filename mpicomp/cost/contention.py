@@ -1,4 +1,4 @@
-"""What comes to every plan at random: seconds in which a rank has no core, or others' traffic is in the way."""
+"""Seconds that contention adds to every plan at random: a rank has no core, or other traffic has the link."""
 
 import itertools
 import math
@@ -13,12 +13,12 @@ _USUAL = 0.3  # share of a plan's seconds by which two measurements may differ w
 _OF_MEDIAN = 1.44  # of an exponential distribution, the mean over the median: 1 / ln 2
 
 
-class Disturbance:
-    """Tells how many seconds a bucket's exchanges take longer for what no plan can help.
+class Contention:
+    """Estimates the seconds that contention adds to each of a bucket's exchanges, whatever the plan.
 
-    What is in the way only adds, now more and now less, so that two steps of the same plan in a row differ by as much.
-    For waiting times, which are exponential, the mean of that difference is the mean of what is added. Plans that
-    differ by far more than another one have something of their own: what is in all plans' way is in that one's, too.
+    Contention only adds seconds, and other ones at each step, so two steps of one plan in a row show how many: where
+    they are exponential, the mean difference of two steps is the mean of what is added. A plan whose steps differ by
+    far more than those of another plan has noise of its own, and is left out: contention would slow that other one too.
     """
 
     def __init__(self) -> None:
