@@ -64,7 +64,7 @@ class Timed:
 
 
 def time_dense(longest: int, transport: Transport) -> list[Timed]:
-    """Time every dense exchange at some lengths, among all ranks and among fewer of them. Collective.
+    """Time every dense exchange at some lengths, among all ranks and among fewer of them; none of one rank. Collective.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def time_dense(longest: int, transport: Transport) -> list[Timed]:
             found += _time(longest, some)
             some.close()
         _meet(transport)
-    return _of_first(found, transport) + _time(longest, transport)
+    return _of_first(found, transport) + (_time(longest, transport) if group.size > 1 else [])
 
 
 def _time(longest: int, transport: Transport) -> list[Timed]:
