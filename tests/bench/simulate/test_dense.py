@@ -88,12 +88,22 @@ def test_it_is_read_again(tmp_path):
     assert read(str(path)).to_json() == replace(steps, dense=[]).to_json()
 
 
-def test_every_dense_exchange_is_timed_at_two_lengths():
+def test_one_rank_times_no_exchange():
     [alone] = LocalWorld(1).transports
-    timed = time_dense(N, alone)
-    assert {own.numel for own in timed} == {N // 4, N}
+    assert time_dense(N, alone) == []
+
+
+@pytest.mark.mpi
+def test_every_dense_exchange_is_timed_at_two_lengths(comm):
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport(comm, layout=[0] * comm.size)
+    timed = time_dense(N, transport)
+    transport.close()
+    if comm.size > 1:
+        assert {own.numel for own in timed} == {N // 4, N}
     assert {own.collective for own in timed} <= set(fitting(mpicomp.Dense))
-    assert all(own.ranks == 1 and own.own_s > 0 and own.rounds_s >= 0 for own in timed)
+    assert all(own.ranks == comm.size and own.own_s > 0 and own.rounds_s >= 0 for own in timed)
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(2, 2), (3, 3), (4, 4), (5, 5), (8, 4), (1024, 4), (6, 5), (1000, 5)])
