@@ -21,7 +21,7 @@ from mpicomp.system.files import whole_file
 SCHEMA = 2
 
 _SUFFIX = " on cuda"  # behind the names of own work that is a device's; rounds are the same there
-_MOST_LENGTHS = 256  # of which one plan's corrections are kept
+_TO_AN_OCTAVE = 4  # lengths, each of which stands for all within a tenth of it
 _LATER = 1 << 30  # number of a step in the long run: first steps may have other rounds
 
 
@@ -192,16 +192,24 @@ _Known = dict[str, dict[int, Learnt]]
 
 
 def _learnt_of(known: _Known, key: str, numel: int, guess: Callable[[Sequence[Learnt]], Learnt]) -> Learnt:
-    """Return the correction learnt at a length; at first one derived from other lengths.
+    """Return the correction learnt at lengths like this one; at first one derived from other lengths."""
+    lengths, length = known.setdefault(key, {}), _like(numel)
+    if length not in lengths:
+        lengths[length] = guess(list(lengths.values()))
+    return lengths[length]
 
-    The lengths that were asked for last are kept: a program may exchange arrays of ever other lengths.
+
+def _like(numel: int) -> int:
+    """Return the length that stands for all within a tenth of it.
+
+    What is learnt of one holds for the others, and a program that exchanges arrays of ever other lengths has few.
+
+    Examples
+    --------
+    >>> [_like(numel) for numel in (0, 1, 3, 1000, 1024, 1100)]
+    [0, 1, 3, 1024, 1024, 1024]
     """
-    lengths = known.setdefault(key, {})
-    own = lengths.pop(numel, None) or guess(list(lengths.values()))
-    if len(lengths) >= _MOST_LENGTHS:
-        del lengths[next(iter(lengths))]
-    lengths[numel] = own
-    return own
+    return round(2 ** (round(_TO_AN_OCTAVE * math.log2(numel)) / _TO_AN_OCTAVE)) if numel else 0
 
 
 def _learnt_to_json(known: _Known) -> dict[str, Any]:
@@ -213,7 +221,7 @@ def _learnt_to_json(known: _Known) -> dict[str, Any]:
 def _learnt_from_json(content: dict[str, Any]) -> _Known:
     return {
         key: {
-            int(numel): Learnt(float(own["error"]), float(own["variance"]), int(own["runs"]))
+            _like(int(numel)): Learnt(float(own["error"]), float(own["variance"]), int(own["runs"]))
             for numel, own in lengths.items()
         }
         for key, lengths in content.items()

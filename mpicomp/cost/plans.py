@@ -51,7 +51,7 @@ class Prediction:
 
 @dataclass(slots=True)  # there may be hundreds for each of hundreds of plans
 class Learnt:
-    """A correction learnt from measured steps for arrays of one length: its logarithm and variance.
+    """A correction learnt from measured steps for arrays of like lengths: its logarithm and variance.
 
     Attributes
     ----------

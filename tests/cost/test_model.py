@@ -1,5 +1,7 @@
 """What a cost model remembers."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -19,17 +21,32 @@ def test_arrays_of_ever_other_lengths_do_not_fill_it():
     model, scheme = CostModel(Network(2)), bind(mpicomp.TopK(), "allgather")
     model.kernels[scheme_key(scheme)] = Alone(1e-6, 1e-9, 1e-9)
     group, _ = layout_groups([0, 1], 0)
-    sizes = []
-    for numel in range(1, 3000):
-        model.candidates([scheme], 7, np.dtype(np.float32), group)
-        model.candidates([scheme], 100 + numel, np.dtype(np.float32), group)
-        tables = (model.speeds_learnt, model.kernels_learnt, model.rounds_learnt)
-        sizes.append(sum(len(lengths) for table in tables for lengths in table.values()))
-    assert sizes[-1] == sizes[1000]
-    for table in tables:
+    for numel in range(100, 3200):  # five octaves
+        model.candidates([scheme], numel, np.dtype(np.float32), group)
+    for table in (model.speeds_learnt, model.kernels_learnt, model.rounds_learnt):
         [lengths] = table.values()
-        assert {7, 3099} < set(lengths)
-        assert 101 not in lengths
+        assert 20 <= len(lengths) <= 22
+        known = sorted(lengths)
+        assert all(1.15 < more / fewer < 1.23 for fewer, more in pairwise(known))
+        assert known[0] < 1.1 * 100
+        assert known[-1] > 3199 / 1.1
+
+
+def test_what_is_learnt_holds_for_arrays_of_like_length():
+    model, scheme = CostModel(Network(2)), bind(mpicomp.TopK(), "allgather")
+    model.network.set_link("world", 1e-4, 1e-9, 0.1)
+    model.kernels[scheme_key(scheme)] = Alone(1e-6, 1e-9, 1e-9)
+    group, _ = layout_groups([0, 1], 0)
+
+    def predicted(numel):
+        return model.candidates([scheme], numel, np.dtype(np.float32), group).prediction(0).kernels_s
+
+    before = {numel: predicted(numel) for numel in (0, 1, 100_000, 95_000)}
+    model.candidates([scheme], 100_000, np.dtype(np.float32), group).observe(0, 100 * before[100_000], 1.0)
+    after = {numel: predicted(numel) for numel in before}
+    assert after[95_000] / before[95_000] == pytest.approx(after[100_000] / before[100_000])
+    assert after[95_000] > 5 * before[95_000]
+    assert after[0] == before[0]  # whose correction was there before
 
 
 def test_for_elsewhere_what_a_training_has_learnt_of_its_network_is_left_behind():
