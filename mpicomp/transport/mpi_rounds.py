@@ -1,7 +1,6 @@
 """Rounds on a communicator: each becomes collective calls, or messages between pairs of ranks."""
 
 import functools
-import itertools
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -118,7 +117,6 @@ class Channel:
         self.begun = 0
         self._limit = limit
         self._survives = fault_tolerant()
-        self._tags = itertools.cycle(range(_TAGS))
         self._graphs: dict[Graph, MPI.Intracomm] = {}
         self._under_way: dict[Started, None] = {}  # their arrays are MPI's, whoever has forgotten them
 
@@ -205,7 +203,7 @@ class Channel:
     def _exchange(self, task: Round) -> Started:
         messages = [own for own in self._under_way if isinstance(own, _Messages)]
         ahead = messages[-1] if messages else None
-        made = _Messages(task, self.comm, next(self._tags), *self._messages(task), ahead)
+        made = _Messages(task, self.comm, self.begun % _TAGS, *self._messages(task), ahead)
         if self._survives:
             made.some = functools.partial(completed, self.comm)
         return made

@@ -7,7 +7,8 @@ steps have random arrays, and now and then a fault on one rank, or a checkpoint 
 every step it is checked that nothing is lost (gradient + residual before = ranks x mean + residual after, summed over
 ranks), that means have the same bits on all ranks, and that an error is one on all ranks and leaves residuals as they
 were. The first episodes take every compressor with every collective that carries it, and every policy, and with 50 more
-the rest has come; from then on memory, file descriptors, threads, communicators and requests may not grow.
+the rest has come; from then on memory, file descriptors, threads, communicators and requests may not grow. Those that
+pools keep for later may, up to a limit: how many are in use at once depends on when garbage is collected.
 
 A failure names the seed, the episode and the step. Everything random comes from these, so that ``--seed S --episode E``
 begins with the episode that failed.
@@ -69,6 +70,7 @@ LIMIT_S = 300  # seconds of an episode, after which every rank prints its stacks
 EPS = {"float16": 2.0**-11, "float32": 1e-6, "float64": 1e-6}
 """Rounding of a delivered mean relative to the largest number of its array, and of the sums that it comes from."""
 MOST_GROWTH = 0.01  # of memory, once it is warm
+MOST_KEPT = 48  # sets of channels of a pool, from where on it has garbage collected before it makes another
 
 
 class Open:
@@ -96,13 +98,13 @@ def held(opened):
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    watches = sum(pool.watch is not None for pool in pools.values())
     known = [own for pool in pools.values() for own in pool._sets.values()]
-    channels = {channel for own in known for channel in own.channels.values()}
     return {
         "rss_kib": int(status["VmRSS"].split()[0]),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
-        "communicators": opened.made - opened.freed + sum(len(channel._graphs) for channel in channels),
+        "communicators": opened.made - opened.freed - watches - len(known),  # beside those that pools keep
         "sets_in_use": sum(not own.free for own in known),
         "rounds_under_way": sum(not own.settle() for own in known),
     }
@@ -401,6 +403,8 @@ def soak(steps, seed, number, say, most_s=math.inf):
         if number % LOOK == 0:
             own = held(opened)
             say(f"{done} steps, {number} episodes, {time.monotonic() - began:.0f} s, {own}")
+            for ranks, pool in pools.items():
+                assert len(pool._sets) <= MOST_KEPT, f"the pool of {ranks} keeps {len(pool._sets)} sets of channels"
             if number >= WARM:
                 seen.append((done, own))
     faulthandler.cancel_dump_traceback_later()
@@ -415,7 +419,8 @@ def soak(steps, seed, number, say, most_s=math.inf):
 def verdict(seen):
     """Return, of what a rank held after each episode, the growth of memory and the names of what else has grown.
 
-    Memory is that of the last tenth of steps over that of the first tenth, medians.
+    Memory is that of the last tenth of steps over that of the first tenth, medians. Of all else what is held throughout
+    the last quarter is compared with that of the first: what comes and goes is none of it.
     """
     if len(seen) < 2:
         return None, []
@@ -423,9 +428,10 @@ def verdict(seen):
     tenth = (last - first) / 10
     early = [own["rss_kib"] for done, own in seen if done <= first + tenth]
     late = [own["rss_kib"] for done, own in seen if done >= last - tenth]
-    held_before, held_after = ([own for _, own in part] for part in (seen[: len(seen) // 2], seen[len(seen) // 2 :]))
+    quarter = max(1, len(seen) // 4)
+    held_before, held_after = ([own for _, own in part] for part in (seen[:quarter], seen[-quarter:]))
     names = [name for name in seen[0][1] if name != "rss_kib"]
-    grown = [name for name in names if max(o[name] for o in held_after) > max(o[name] for o in held_before)]
+    grown = [name for name in names if min(o[name] for o in held_after) > min(o[name] for o in held_before)]
     return statistics.median(late) / statistics.median(early) - 1, grown
 
 
