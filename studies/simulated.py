@@ -2,6 +2,9 @@
 
 A run in one lab measures the network's operations and records backward. Steps in other labs are predicted from it, and
 then made: every rank sleeps as long as backward took, and exchanges gradients for which it sleeps.
+
+Measuring, predicting and each lab is a piece with a file of its own, in that order; ``--pieces`` makes some of them,
+and the same command goes on with the next ones.
 """
 
 import argparse
@@ -10,7 +13,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +28,14 @@ from mpicomp.bench.simulate.rows import Plan, Simulation
 from mpicomp.bench.simulate.topology import Links, Topology
 
 from mpicomp.cli import run_program
+from mpicomp.cli.options import check_least
 from mpicomp.compressors import get_compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.system import launcher
 
 _STUDY = "simulated"
+_PREDICTED = "predicted.json"
 FITTED = 5, Network("100mbit", "100us")
 """Hosts and links of the lab that all predictions start from."""
 UNSEEN = (
@@ -60,6 +67,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", default="simulated", help="where results are kept; what is there is not run again")
+    parser.add_argument("--pieces", type=int, metavar="N", help="stop after N of those that are not there yet")
     parser.add_argument("--task", default="text-lstm", help="what backward is recorded of (%(default)s)")
     parser.add_argument("--steps", type=int, default=24, help="steps of the recorded run (%(default)s)")
     parser.add_argument("--replay", metavar="F", help=argparse.SUPPRESS)  # the part that runs in a lab
@@ -70,31 +78,65 @@ def _arguments() -> argparse.Namespace:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.replay is not None:
         return _replay(read(arguments.replay).cut(_BUCKET_BYTES), arguments.json)
+    if arguments.pieces is not None:
+        check_least(_STUDY, "--pieces", arguments.pieces)
     if launcher.detect() is not None:
         raise ConfigurationError(f"{_STUDY}: starts its own labs; run it without mpiexec")
     check_lab(_STUDY)
     folder = Path(arguments.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    source = folder / "measured.json"
-    if not source.exists():
-        words = ["train", "--task", arguments.task, "--steps", str(arguments.steps), "--no-verdict"]
-        run_in_lab(*FITTED, [*words, "--measured", str(source)])
-    measured = read(str(source)).cut(_BUCKET_BYTES)
-    paths = {hosts: folder / f"{hosts}.json" for hosts, _ in UNSEEN}
-    for hosts, network in reversed(UNSEEN):  # what takes most memory and cores shows at once whether it can be run
-        if not paths[hosts].exists():
-            words = ["--replay", str(source), "--json", str(paths[hosts])]
-            run_in_lab(hosts, network, words, program=[sys.executable, __file__])
-    rows: list[dict[str, Any]] = []
-    for hosts, network in UNSEEN:
-        took = json.loads(paths[hosts].read_text())
-        for own, seconds in zip(predict(measured, hosts, network), took, strict=True):
-            rows.append({"hosts": hosts, "network": str(network), **own, "measured_s": statistics.median(seconds)})
-    for row in rows:
+    pieces = _pieces(folder, arguments.task, arguments.steps)
+    if not make(pieces, arguments.pieces):
+        done = sum(path.exists() for path in pieces)
+        print(f"{_STUDY}: {done} of {len(pieces)} pieces are in {folder}; the same command goes on")
+        return 0
+    rows = json.loads((folder / _PREDICTED).read_text())
+    took = {hosts: json.loads((folder / f"{hosts}.json").read_text()) for hosts, _ in UNSEEN}
+    for row, seconds in zip(rows, chain.from_iterable(took[hosts] for hosts, _ in UNSEEN), strict=True):
+        row["measured_s"] = statistics.median(seconds)
         row["error"] = row["predicted_s"] / row["measured_s"] - 1
     (folder / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
     print("\n".join(table(rows)))
     return 0
+
+
+def _pieces(folder: Path, task: str, steps: int) -> dict[Path, Callable[[Path], None]]:
+    """Return what makes each piece's file, in the order in which they are made."""
+    source = folder / "measured.json"
+
+    def measure(path: Path) -> None:
+        words = ["train", "--task", task, "--steps", str(steps), "--no-verdict", "--measured", str(path)]
+        run_in_lab(*FITTED, words)
+
+    def predict_all(path: Path) -> None:
+        measured = read(str(source)).cut(_BUCKET_BYTES)
+        rows = [
+            {"hosts": hosts, "network": str(network), **row}
+            for hosts, network in UNSEEN
+            for row in predict(measured, hosts, network)
+        ]
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+
+    def step_in(hosts: int, network: Network, path: Path) -> None:
+        words = ["--replay", str(source), "--json", str(path)]
+        run_in_lab(hosts, network, words, program=[sys.executable, __file__])
+
+    # Of labs the largest is the first: what takes most memory and cores shows at once whether it can be run.
+    labs = {folder / f"{hosts}.json": partial(step_in, hosts, network) for hosts, network in reversed(UNSEEN)}
+    return {source: measure, folder / _PREDICTED: predict_all, **labs}
+
+
+def make(pieces: dict[Path, Callable[[Path], None]], most: int | None = None) -> bool:
+    """Make the files that are not there, so many of them at most; return whether all are there.
+
+    What is interrupted leaves no file under its name.
+    """
+    missing = [path for path in pieces if not path.exists()]
+    for path in missing[:most]:
+        part = path.with_suffix(".part")
+        pieces[path](part)
+        part.replace(path)
+    return all(path.exists() for path in pieces)
 
 
 def predict(measured: Measured, hosts: int, network: Network) -> list[dict[str, Any]]:

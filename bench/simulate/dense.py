@@ -14,6 +14,7 @@ from mpicomp.bench.simulate.topology import Topology
 from mpicomp.collectives import Scheme, bind
 from mpicomp.compressors import Dense
 from mpicomp.cost import Network
+from mpicomp.policies.plan_selector import names_for
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Round
 from mpicomp.rounds.reports import from_one
@@ -22,7 +23,6 @@ from mpicomp.transport import Transport
 _COLD = 2  # exchanges before the timed ones: they agree, open connections, grow buffers
 _TIMED = 3  # exchanges whose median counts
 _NAP_S = 0.01  # seconds between two looks whether the others are done
-_NAMES = ("allreduce", "scatter-reduce", "ring", "recursive-doubling", "parameter-server")
 _LIMIT_S = 4.0  # seconds of one exchange at one length, from which on it is not repeated
 _TOO_SLOW = 3.0  # times the fastest of a length: an exchange that is slower, and takes so long, is left out
 _SHORTER = 4  # times shorter than the longest bucket is the other length
@@ -89,7 +89,7 @@ def _time(longest: int, transport: Transport) -> list[Timed]:
     for numel in sorted({max(1, longest // _SHORTER), longest}):
         gradient = {"gradient": np.random.default_rng(transport.group.rank).standard_normal(numel, np.float32)}
         best = math.inf
-        for name in _NAMES:
+        for name in names_for(Dense(), transport.group):
             reducer = Reducer(Dense(), name, comm=transport, bucket_bytes=4 * numel, warmup=0)
             rows: list[tuple[float, float]] = []
             while len(rows) < _COLD + _TIMED and (len(rows) < _COLD or np.sum(rows) < _LIMIT_S):

@@ -67,20 +67,21 @@ class Topology:
         self.network = Network.from_json(measured.to_json() | {"hosts": self.hosts})
         if self.hosts > 1:
             self._between_hosts(measured, measured_ranks, links)
-        self._fold(measured_ranks)
+        self._fold(measured.hosts if measured.hosts > 1 else measured_ranks)
         if self.per_host > 1 and measured.hosts == measured_ranks > 1:
             self.notes.append("links inside a host were not measured; they are taken for a usual machine's")
 
-    def _fold(self, measured_ranks: int) -> None:
-        """Take out of Allreduce's factors what they owe to the number of ranks that was measured, see `folding`.
+    def _fold(self, measured: int) -> None:
+        """Take out of Allreduce's factors what they owe to the number of hosts that was measured, see `folding`.
 
-        Where that is a power of two nobody knows whether the library folds, and it is taken not to.
+        Of ranks where there was one host. Where it is a power of two nobody knows whether the library folds, and it is
+        taken not to.
         """
-        owed = folding(measured_ranks)
-        for group, ranks in ((WORLD, self.ranks), (ACROSS, self.hosts)):
+        owed, here = folding(measured), folding(self.hosts if self.hosts > 1 else self.ranks)
+        for group in (WORLD, ACROSS):
             latency, volume = self.network.factors(group, "allreduce")
             if owed > 1 and volume > math.sqrt(owed):  # nearer to that of a library that folds than to 1
-                self.network.set_factors(group, "allreduce", latency, volume * folding(ranks) / owed, 0.1)
+                self.network.set_factors(group, "allreduce", latency, volume * here / owed, 0.1)
 
     def _between_hosts(self, measured: Network, measured_ranks: int, links: Links) -> None:
         if measured.hosts == 1:

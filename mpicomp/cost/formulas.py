@@ -126,7 +126,8 @@ def terms(task: Round, group: Group) -> Terms:
 
     A library chooses by itself how it sums and broadcasts: here it is taken to know the best way for large arrays.
     What is not so is in the factor that is measured for each operation. In the background latencies pass while others
-    are under way.
+    are under way. Where hosts have several ranks the bytes are those on a host's link: libraries sum and broadcast in
+    a host first, and what ranks of one host have for each other is left out.
 
     Parameters
     ----------
@@ -140,19 +141,20 @@ def terms(task: Round, group: Group) -> Terms:
         return Terms(0, 0)
     itemsize = task.dtype.itemsize
     depth = math.log2(size)
+    apart = group.hosts if group.hosts > 1 else size
     match task.operation:
         case "allreduce":
-            cost = Terms(2 * depth, 2 * (size - 1) / size * task.counts[0])
+            cost = Terms(2 * depth, 2 * (apart - 1) / apart * task.counts[0])
         case "allgatherv":
             cost = Terms(depth, sum(task.counts) - min(task.counts))
         case "gatherv":
-            cost = Terms(depth, sum(task.counts) - task.counts[task.root])
+            cost = Terms(depth, (sum(task.counts) - task.counts[task.root]) * _elsewhere(group))
         case "bcast":
-            cost = Terms(depth, min(depth, 2 * (size - 1) / size) * task.counts[0])
+            cost = Terms(depth, min(math.log2(apart), 2 * (apart - 1) / apart) * task.counts[0])
         case "alltoallv":
             own = task.counts[rank]
             coming = own * size if task.received is None else sum(task.received)
-            cost = Terms(size - 1, max(sum(task.counts), coming) - own)
+            cost = Terms(size - 1, (max(sum(task.counts), coming) - own) * _elsewhere(group))
         case "neighbor_alltoall":
             assert task.graph is not None
             neighbours = len(task.graph.neighbours(rank))
@@ -169,12 +171,21 @@ def slowest(costs: Iterable[Terms]) -> Terms:
     return Terms(max(cost.latency for cost in costs), max(cost.volume for cost in costs))
 
 
+def _elsewhere(group: Group) -> float:
+    """Return which share of a rank's partners are on other hosts, or on its own where there is no other."""
+    if group.hosts in (1, group.size):
+        return 1.0
+    return (group.size - group.sharing) / (group.size - 1)
+
+
 def _through_one_link(task: Round, group: Group) -> int:
     """Return the number of ranks of a host that send as much as this one through its link at the same time.
 
     In a ring, and in what libraries do, one rank of a host talks to the next host. Where all talk to all, or with
-    partners that are far away, all of a host's do.
+    partners that are far away, all of a host's do. Where there is one host no link is shared.
     """
+    if group.hosts == 1:
+        return 1
     if group.name == ACROSS or task.operation in ("alltoallv", "neighbor_alltoall"):
         return group.sharing
     if task.operation == "sendrecv" and any(_distance(peer, group) > 1 for peer in task.peers if peer is not None):

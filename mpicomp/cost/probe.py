@@ -1,6 +1,7 @@
 """Measurement of the network before the first step, in about a second: links, and a factor for every operation."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
@@ -105,8 +106,16 @@ def _probe_group(network: Network, transport: Transport, name: str, effort: Effo
     nbytes = int(np.clip(_FIRST * effort.large_s / max(first, 1e-6), *effort.large))
     large = yield from _measure(transport, busy, [_ring(busy, nbytes)] * repeats, effort.apart)
     seconds_per_byte = _rate(float(effort.typical(large)), latency, nbytes)
-    network.set_link(name, latency, seconds_per_byte, _SD)
-    network.set_factors(name, "sendrecv", 1.0, 1.0, _SD)
+    model = _as_all_see_it(name, largest, transport.group)
+    if name == ACROSS:  # the link is the world's, and several ranks of a host have just shared it
+        ring = terms(_ring(model, nbytes), model)
+        slow = _clipped(latency / network.latency)
+        volume = _clipped(nbytes * seconds_per_byte / (ring.volume * network.seconds_per_byte))
+        network.set_factors(name, "sendrecv", slow, volume, _SD)
+        latency, seconds_per_byte = network.latency, network.seconds_per_byte
+    else:
+        network.set_link(name, latency, seconds_per_byte, _SD)
+        network.set_factors(name, "sendrecv", 1.0, 1.0, _SD)
 
     tasks = []
     others = [operation for operation in OPERATIONS if operation != "sendrecv"]
@@ -115,8 +124,6 @@ def _probe_group(network: Network, transport: Transport, name: str, effort: Effo
             tasks += [_task(operation, busy, size)] * (repeats + 1)  # the first one opens connections and grows buffers
     each = (yield from _measure(transport, busy, tasks, effort.apart)).reshape(len(others), 2, repeats + 1)
     seconds = effort.typical(each[:, :, 1:], axis=2)
-    # All ranks use the cost as the group with the most ranks sees it.
-    model = Group(0, largest, name=name, hosts=2, sharing=transport.group.sharing if name == ACROSS else 1)
     for operation, (short, long) in zip(others, seconds, strict=True):
         few = terms(_task(operation, model, _MEDIUM), model)
         many = terms(_task(operation, model, nbytes), model)
@@ -147,6 +154,15 @@ def _measure(
     starts, ends = everyones.reshape(world.size, len(tasks), 2).max(axis=0).T
     seconds: NDArray[np.float64] = np.maximum(ends - starts, 1e-7)
     return seconds
+
+
+def _as_all_see_it(name: str, size: int, world: Group) -> Group:
+    """Return the largest group of a name as its first rank sees it: all ranks use the cost that it has."""
+    if name == WORLD:
+        return world.seen_by(0)
+    if name == HOST:
+        return Group(0, size, name=name)
+    return Group(0, size, name=name, hosts=size, sharing=min(Counter(world.layout).values()))
 
 
 def _largest(size: int, world: Group) -> Generator[Asked, Any, int]:

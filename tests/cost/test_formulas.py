@@ -16,7 +16,7 @@ from mpicomp.cost.formulas import (
     sparse_sum,
     terms,
 )
-from mpicomp.rounds import layout_groups
+from mpicomp.rounds import Round, layout_groups
 
 RANKS = 8
 ALPHA = 1e-3  # seconds
@@ -166,7 +166,25 @@ def test_a_parameter_server_takes_all_arrays_one_after_the_other():
 def test_ranks_of_a_host_share_its_link():
     scattered = plan_terms(mpicomp.Dense(), "scatter-reduce", 80_000, 4, layout=[0, 0, 1, 1])
     alone = plan_terms(mpicomp.Dense(), "scatter-reduce", 80_000, 4)
-    assert scattered.volume > 1.4 * alone.volume
+    # Of 4 parts both ranks of a host send 2 to the other host, where one rank sends 3; then 3 go round.
+    assert scattered.volume == pytest.approx(alone.volume * (2 * 2 + 3) / (3 + 3))
+
+
+@pytest.mark.parametrize(
+    ("operation", "counts", "expected"),
+    [
+        ("allreduce", [800], 2 * 1 / 2 * 800),  # the sum of a host, and the other half back
+        ("bcast", [800], 800),
+        ("gatherv", [100] * 8, 4 * 100),
+        ("allgatherv", [100] * 8, 7 * 100),  # in a ring
+        ("alltoallv", [100] * 8, 4 * 4 * 100),
+    ],
+)
+def test_of_an_operation_the_bytes_between_hosts_count(operation, counts, expected):
+    task = Round(operation, counts, np.dtype(np.uint8))
+    inside = layout_groups([0] * 8, 0)[0]
+    assert terms(task, layout_groups([0, 0, 0, 0, 1, 1, 1, 1], 0)[0]).volume == pytest.approx(expected)
+    assert terms(task, inside) == terms(task, layout_groups(range(8), 0)[0])  # nobody shares a link inside
 
 
 def test_one_rank_pays_nothing():

@@ -83,8 +83,8 @@ def test_long_messages_tell_what_an_operation_takes_that_short_ones_hide():
     )
 
 
-def predicted_and_taken(compressor, collective, name, ranks, numel):
-    world, network = probed(ranks, Link(*NETWORKS[name]))
+def predicted_and_taken(compressor, collective, name, ranks, numel, hosts=None):
+    world, network = probed(ranks, Link(*NETWORKS[name]), hosts)
     scheme = bind(compressor, collective)
     views = seen_by_some(world.transports[0].group)
     predicted = network.seconds(network.coefficients([scheme.rounds(numel, F4, view) for view in views], views))
@@ -97,6 +97,17 @@ def predicted_and_taken(compressor, collective, name, ranks, numel):
 @pytest.mark.parametrize(("compressor", "collective"), PLANS, ids=str)
 def test_plans_of_other_sizes_are_predicted(compressor, collective, name, ranks, numel):
     predicted, took = predicted_and_taken(compressor, collective, name, ranks, numel)
+    assert predicted == pytest.approx(took, rel=0.4)
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2, 3, 3]], ids=str)
+@pytest.mark.parametrize(
+    ("compressor", "collective"),
+    [*PLANS, (mpicomp.Dense(), "hierarchical:ring"), (mpicomp.Dense(), "hierarchical:allreduce")],
+    ids=str,
+)
+def test_plans_of_ranks_that_share_hosts_are_predicted(compressor, collective, hosts):
+    predicted, took = predicted_and_taken(compressor, collective, "usual", len(hosts), 3_000_000, hosts)
     assert predicted == pytest.approx(took, rel=0.4)
 
 
@@ -117,6 +128,13 @@ def test_links_inside_hosts_are_told_from_those_between():
         return network.seconds(network.coefficients([[task]] * len(views), views))
 
     assert seconds("across", (1, 1)) / seconds("host", (1, 3)) > INSIDE / 2
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 0, 1, 1, 1]], ids=str)
+def test_a_link_is_no_slower_for_ranks_that_share_it(hosts):
+    _, network = probed(len(hosts), Link(5e-5, 1e9), hosts)
+    assert network.seconds_per_byte == pytest.approx(8 / 1e9, rel=0.02)
+    assert network.factors("across", "sendrecv") == pytest.approx((1, 1), rel=0.05)
 
 
 def test_a_link_that_has_changed_is_measured_anew():

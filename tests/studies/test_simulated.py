@@ -1,5 +1,6 @@
 """The comparison of simulated steps with labs: what it predicts, and how it writes that down."""
 
+import pytest
 import simulated
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured
 
@@ -23,6 +24,38 @@ def test_predictions_carry_what_a_lab_adds_to_its_links_over_to_others():
     # 4 MiB among 4 ranks are parts of 1 MiB, in 6 steps of a neighbour's latency and 100 Mbit/s.
     least = 0.2 + 6 * (700e-6 + (1 << 20) * 8 / 100e6)
     assert least < told < least + 0.1
+
+
+def test_pieces_are_made_a_few_at_a_time_and_each_once(tmp_path):
+    made = []
+
+    def write(path):
+        made.append(path.stem)
+        path.write_text("it")
+
+    pieces = {tmp_path / f"{name}.json": write for name in ("measured", "predicted", "8", "4")}
+    assert not simulated.make(pieces, 2)
+    assert made == ["measured", "predicted"]
+    assert not simulated.make(pieces, 1)
+    assert simulated.make(pieces)
+    assert made == ["measured", "predicted", "8", "4"]
+
+
+def test_a_piece_that_is_interrupted_is_made_again(tmp_path):
+    def interrupted(path):
+        path.write_text("half of it")
+        raise KeyboardInterrupt
+
+    path = tmp_path / "8.json"
+    with pytest.raises(KeyboardInterrupt):
+        simulated.make({path: interrupted})
+    assert simulated.make({path: lambda part: part.write_text("all of it")})
+    assert path.read_text() == "all of it"
+
+
+def test_predictions_are_written_before_any_lab_is_made(tmp_path):
+    names = [path.name for path in simulated._pieces(tmp_path, "text-lstm", 24)]
+    assert names == ["measured.json", "predicted.json", "8.json", "4.json", "3.json", "2.json"]
 
 
 def test_a_table_has_the_median_error():

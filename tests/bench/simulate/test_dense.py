@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from mpicomp.bench.simulate.rows import Plan, Simulation
 from mpicomp.bench.simulate.topology import Links, Topology
 
 import mpicomp
-from mpicomp.collectives import bind, fitting
+from mpicomp.collectives import bind
 from mpicomp.cost import CostModel, Network
+from mpicomp.policies.plan_selector import names_for
 from mpicomp.rounds import WORLD
 from mpicomp.transport import LocalWorld
 
@@ -94,16 +96,18 @@ def test_one_rank_times_no_exchange():
 
 
 @pytest.mark.mpi
-def test_every_dense_exchange_is_timed_at_two_lengths(comm):
+@pytest.mark.parametrize("per_host", [1, 2, 8])
+def test_every_dense_exchange_that_makes_sense_is_timed_at_two_lengths(comm, per_host):
     from mpicomp.transport.mpi import MPITransport
 
-    transport = MPITransport(comm, layout=[0] * comm.size)
-    timed = time_dense(N, transport)
-    transport.close()
+    transport = MPITransport(comm, layout=[rank // per_host for rank in range(comm.size)])
+    timed = [own for own in time_dense(N // 16, transport) if own.ranks == comm.size]
     if comm.size > 1:
-        assert {own.numel for own in timed} == {N // 4, N}
-    assert {own.collective for own in timed} <= set(fitting(mpicomp.Dense))
-    assert all(own.ranks == comm.size and own.own_s > 0 and own.rounds_s >= 0 for own in timed)
+        names = names_for(DENSE, transport.group)
+        assert ("hierarchical:ring" in names) == (1 < per_host < comm.size)
+        assert [(own.numel, own.collective) for own in timed] == list(product((N // 64, N // 16), names))
+    assert all(own.own_s > 0 and own.rounds_s >= 0 for own in timed)
+    transport.close()
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(2, 2), (3, 3), (4, 4), (5, 5), (8, 4), (1024, 4), (6, 5), (1000, 5)])
