@@ -50,9 +50,16 @@ def _name_of(dtype: Any) -> str:
 
 
 def _library(array: Any) -> str | None:
-    if isinstance(array, np.ndarray):
+    kind: type = type(array)
+    return _library_of(kind)
+
+
+@functools.cache
+def _library_of(kind: type) -> str | None:
+    """Return the library whose arrays are of a type, None where it is none."""
+    if issubclass(kind, np.ndarray):
         return "numpy"
-    for cls in type(array).__mro__:
+    for cls in kind.__mro__:
         module = cls.__module__.partition(".")[0]
         if (module, cls.__name__) in (("torch", "Tensor"), ("cupy", "ndarray")):
             return module
@@ -89,6 +96,32 @@ def describe(arrays: Mapping[str, Any]) -> list[Described]:
             )
         described.append(Described(name, dtype, tuple(int(size) for size in array.shape)))
     return described
+
+
+class Describer:
+    """Describes arrays of every step as `describe` does, and only compares them where they are like those before.
+
+    All that a description is made of is compared itself, so that no other array can be taken for one that was there.
+    """
+
+    def __init__(self) -> None:
+        self._kind: type | None = None
+        self._looks: list[tuple[Any, ...]] = []
+        self._described: list[Described] = []
+
+    def describe(self, arrays: Mapping[str, Any]) -> list[Described]:
+        """Return what `describe` does, or raise it. The list is not to be written to: it may be returned again."""
+        try:
+            looks = [
+                (name, type(array), array.dtype, array.shape, getattr(array, "layout", None))
+                for name, array in arrays.items()
+            ]
+        except Exception:  # of what is no array, for which there is a better word
+            return describe(arrays)
+        if looks != self._looks or type(arrays) is not self._kind:
+            self._described = describe(arrays)
+            self._looks, self._kind = looks, type(arrays)
+        return self._described
 
 
 def to_host(array: Any) -> NDArray[Any]:

@@ -16,12 +16,11 @@ from mpicomp.bench.tasks.updating import Updater
 from mpicomp.bench.train import threads_of_rank
 from numpy.typing import NDArray
 
-from mpicomp.arrays import describe
+from mpicomp.arrays import Describer
 from mpicomp.cli import run_program
 from mpicomp.cli.options import add_task, check_least, check_writable
 from mpicomp.collectives import allgather, is_finite, packed_allgather, parameter_server
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.reducer import step as reducer_step
 from mpicomp.reducer.layout import Layout
 from mpicomp.reducer.pace import Pace
 from mpicomp.rounds import Round
@@ -62,7 +61,7 @@ def _without(reducer: Any) -> Iterator[None]:
     transport, layout = reducer.transport, reducer._core.layout
     watch = transport._watch
     with instead(
-        (reducer_step, "describe", lambda gradients: layout.members),
+        (Describer, "describe", lambda self, gradients: layout.members),
         (Layout, "knows", lambda self, members: True),
         (Accumulated, "finite", True),
         (Pace, "note", lambda *words: None),
@@ -86,7 +85,7 @@ def _counted(reducer: Any, inside: Inside) -> Iterator[None]:
 
     watch = type(reducer.transport._watch)
     with instead(
-        (reducer_step, "describe", inside.of(describe)),
+        (Describer, "describe", inside.of(Describer.describe)),
         (Layout, "knows", inside.of(Layout.knows)),
         (Accumulated, "finite", property(finite)),
         *((module, "is_finite", inside.of(is_finite)) for module in _CHECKED),

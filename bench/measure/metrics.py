@@ -93,11 +93,11 @@ class MetricsWriter:
 
     def flush(self) -> None:
         """Write the steps that are not in the file yet."""
-        lines, self._lines = [own() for own in self._lines], []
+        lines, self._lines = self._lines, []
         self._flushed = time.perf_counter()
         if self._file is None or not lines:
             return
-        whole = b"".join([_encoder.encode(line) + b"\n" for line in lines])
+        whole = b"".join([_encoder.encode(line()) + b"\n" for line in lines])
         written = 0
         try:
             while written < len(whole):
@@ -106,7 +106,7 @@ class MetricsWriter:
             written = whole.rfind(b"\n", 0, written) + 1
             with contextlib.suppress(OSError):  # a pipe has no end that could be cut off
                 self._file.truncate(self._length + written)
-            step = lines[whole.count(b"\n", 0, written)]["step"]
+            step = lines[whole.count(b"\n", 0, written)]()["step"]
             self.problem = FileWriteError(
                 f"train: '{self._path}' has no line of step {step} and those after it: {error}; make room, or name "
                 "another file"

@@ -1,5 +1,6 @@
 """The base class of schemes: a scheme is a compressor bound to a collective, written as a generator of rounds."""
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Sequence
@@ -247,7 +248,12 @@ def far_from_largest(energy: float, dtype: np.dtype[Any]) -> bool:
     >>> far_from_largest(1e74, np.dtype(np.float32)), far_from_largest(1e75, np.dtype(np.float32))
     (True, False)
     """
-    return 16 * math.sqrt(energy) < float(np.finfo(dtype).max) if energy >= 0 else False
+    return 16 * math.sqrt(energy) < _largest(dtype) if energy >= 0 else False
+
+
+@functools.cache
+def _largest(dtype: np.dtype[Any]) -> float:
+    return float(np.finfo(dtype).max)
 
 
 def gain_of(lost: float, energy: float) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpicomp.arrays import Describer
 from mpicomp.compressors.base import Entry
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, RankFailedError
@@ -80,6 +81,8 @@ class Core:
         Whether all ranks know that some rank was asked to stop.
     number : int
         Tells reducers of this process apart.
+    describer : Describer
+        Describes the gradients of a step.
     owed : str or None
         What `mpicomp.Reducer.applied` is to do before the next step; see `mpicomp.policies.Policy.rewind`.
     """
@@ -105,6 +108,7 @@ class Core:
     lost: list[int] = field(default_factory=list)
     stop: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
+    describer: Describer = field(default_factory=Describer)
     owed: str | None = None
 
     def expect(self, gradients: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ class Pace:
             self._under_way = None
             self.slowest_rank, self.slowest_costs_s = slowest_of(own_s)
         if self._ranks > 1 and step % EVERY == EVERY - 1:
-            send = np.array([np.mean(self._own_s or [0.0])], _SECONDS)
+            send = np.array([sum(self._own_s) / max(len(self._own_s), 1)], _SECONDS)
             self._own_s.clear()
             recv = np.empty(self._ranks, _SECONDS)
             self._under_way = yield Round(

@@ -202,9 +202,10 @@ class StepRecord:
     @property
     def phases_s(self) -> dict[str, float]:
         """Seconds by phase, summed over buckets; ``other`` is the time outside of them."""
-        phases = {
-            name: sum(bucket.phases_s[name] for bucket in self.buckets) for name in ("compress", "exchange", "decode")
-        }
+        phases = {"compress": 0.0, "exchange": 0.0, "decode": 0.0}
+        for bucket in self.buckets:
+            for name, seconds in bucket.phases_s.items():
+                phases[name] += seconds
         phases["other"] = max(0.0, self.seconds - sum(phases.values()))
         return phases
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import plugins
-from mpicomp.arrays import Described, describe
+from mpicomp.arrays import Described
 from mpicomp.collectives.scheme import cause_of
 from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFiniteError, RankFailedError
 from mpicomp.places import HOST, on_device
@@ -55,6 +55,7 @@ class Step:
         self._gradients: Mapping[str, Any] = {}
         self._absent: Collection[str] = ()
         self._members: list[Described] | None = None
+        self._known = False  # whether they are the layout's
         self._made: list[Bucket] | None = None  # for other arrays than those of the layout
         self._problem: MpicompError | None = None
         self._unread: MpicompError | None = None  # what is wrong with what is no array
@@ -118,8 +119,7 @@ class Step:
                 "call reducer.applied() each time the means have been applied"
             )
         self._look(gradients, absent)
-        known = layout.knows(self._members)
-        known = known and (self._beside.idle or all(name in layout.conditional for name in absent))
+        known = self._known and (self._beside.idle or all(name in layout.conditional for name in absent))
         self._stale = self._problem is not None or not known or self._beside.stale or self._core.loaded is not None
         self._stale = self._stale or self._core.suspect or (stopping.asked() and not self._core.stop)
         if not self._stale:
@@ -129,9 +129,11 @@ class Step:
         layout = self._core.layout
         self._gradients, self._absent = gradients, absent
         self._problem, self._made = self._unread, None
+        self._known = False
         try:
-            self._members = describe(gradients)
-            if not layout.knows(self._members):
+            self._members = self._core.describer.describe(gradients)
+            self._known = layout.knows(self._members)
+            if not self._known:
                 layout.check(self._members)
                 self._made = layout.make(self._members, gradients)
             self._core.expect(gradients)

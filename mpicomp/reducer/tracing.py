@@ -20,7 +20,17 @@ import numpy as np
 from mpicomp.errors import ConfigurationError, RankFailedError
 from mpicomp.reducer.agreement import together
 from mpicomp.reducer.record import BucketRecord, StepRecord
-from mpicomp.reducer.trace_lines import Span, counter, encoded, line, names_of_rank, names_of_tracks, partners
+from mpicomp.reducer.trace_lines import (
+    Span,
+    counter,
+    encoded,
+    line,
+    names_of_rank,
+    names_of_tracks,
+    number,
+    partners,
+    quoted,
+)
 from mpicomp.reducer.trace_merge import merge
 from mpicomp.rounds import Group, Round
 from mpicomp.transport.clocks import compare_clocks
@@ -32,6 +42,7 @@ if TYPE_CHECKING:
 
 _FLUSH_S = 0.25  # seconds after which steps are written: a job that dies loses no more
 _MOST = 256  # steps that are kept until then
+_TRUTH = "false", "true"  # in JSON
 
 Track = tuple[int, int]
 """Number of a reducer, from 0, and a rank."""
@@ -217,24 +228,19 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         since = step.begin if step.since is None else step.since
         if step.since is not None:
             about = f'{{"step":{record.step}}}'
-            lines.append(line(since + shift, step.begin + shift, "compute", *track, "compute", about))
+            lines.append(line(since + shift, step.begin + shift, "compute", *track, '"compute"', about))
         for bucket in step.buckets:
             self._add_bucket(lines, step, *bucket, track)
         self._wire += record.overhead_wire_bytes
-        told = {
-            "step": record.step,
-            "lr": record.lr,
-            "agreed": record.agreed,
-            "skipped": record.skipped,
-            "lost_ranks": record.lost_ranks,
-            "choosing_s": record.choosing_s,
-            "sent_bytes": record.sent_bytes,
-            "wire_bytes": record.wire_bytes,
-            "once_wire_bytes": record.once_wire_bytes,
-        }
-        lines.append(counter(step.end + shift, self._rank, self._wire, self._dense))
-        name = f"step {record.step}"
-        lines.append(line(since + shift, step.end + shift, "step", *track, name, encoded(told)))
+        about = (
+            f'{{"step":{record.step},"lr":{number(record.lr)},"agreed":{_TRUTH[record.agreed]},'
+            f'"skipped":{_TRUTH[record.skipped]},"lost_ranks":{record.lost_ranks and encoded(record.lost_ranks)},'
+            f'"choosing_s":{record.choosing_s},"sent_bytes":{record.sent_bytes},"wire_bytes":{record.wire_bytes},'
+            f'"once_wire_bytes":{record.once_wire_bytes}}}'
+        )
+        if record.overhead_wire_bytes or not step.buckets:  # the last bucket has told of its own
+            lines.append(counter(step.end + shift, self._rank, self._wire, self._dense))
+        lines.append(line(since + shift, step.end + shift, "step", *track, f'"step {record.step}"', about))
         return "".join(lines)
 
     def _add_bucket(
@@ -253,18 +259,18 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
         phases = []
         for span in spans:
             if span.begin + move > at:
-                phases.append(line(at, span.begin + move, "compress", *track, "compress", short))
+                phases.append(line(at, span.begin + move, "compress", *track, '"compress"', short))
             at = span.end + move
             about = partners(span, step.group, step.whole)
             if span.begun != span.begin:
                 about["begun"] = round(1e6 * (span.begun + move), 3)
             told = f"{{{step_and_bucket},{encoded(about)[1:]}" if about else short
-            phases.append(line(span.begin + move, at, "exchange", *track, span.operation, told))
+            phases.append(line(span.begin + move, at, "exchange", *track, f'"{span.operation}"', told))
         end = at + record.phases_s["decode"]
-        phases.append(line(at, end, "decode", *track, "decode", short))
+        phases.append(line(at, end, "decode", *track, '"decode"', short))
         self._wire += record.wire_bytes
         self._dense += record.dense_wire_bytes
-        name = f"{record.compressor['id']} by {record.collective}"
+        name = quoted(f"{record.compressor['id']} by {record.collective}")
         lines.append(line(begin, end, "bucket", *track, name, f"{{{step_and_bucket},{self._about(record, track[0])}}}"))
         lines += phases
         lines.append(counter(at, self._rank, self._wire, self._dense))
@@ -280,15 +286,11 @@ class trace:  # noqa: N801, it reads as what it does: with mpicomp.trace(...)
             names = ("parameters", "numel", "compressor", "collective", "reason", "ratio", "dense_wire_bytes")
             text = encoded(dict(zip(names, kept, strict=True)))[1:-1]
             self._plans[reducer, record.bucket] = kept, text
-        told = {
-            "ratio_reached": record.ratio_reached,
-            "gain": record.gain,
-            "sent_bytes": record.sent_bytes,
-            "wire_bytes": record.wire_bytes,
-            "predicted_s": record.predicted_s,
-            "measured_s": sum(record.phases_s.values()),
-        }
-        return f"{text},{encoded(told)[1:-1]}"
+        return (
+            f'{text},"ratio_reached":{record.ratio_reached},"gain":{number(record.gain)},'
+            f'"sent_bytes":{record.sent_bytes},"wire_bytes":{record.wire_bytes},'
+            f'"predicted_s":{number(record.predicted_s)},"measured_s":{sum(record.phases_s.values())}'
+        )
 
     def _open(self) -> None:
         """Open this rank's file."""

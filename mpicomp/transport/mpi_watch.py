@@ -21,7 +21,6 @@ import threading
 import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -56,8 +55,7 @@ class Counted(Protocol):
     begun: int
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """A round that this rank waits in."""
 
     since: float

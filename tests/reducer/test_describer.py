@@ -1,0 +1,84 @@
+"""What is compared in place of being described: any difference in it is found at the step that brings it."""
+
+import numpy as np
+import pytest
+
+from mpicomp.arrays import Describer, describe
+from mpicomp.errors import ArrayTypeError
+
+torch = pytest.importorskip("torch")
+
+
+def arrays():
+    return {"w": torch.zeros(2, 3), "b": torch.zeros(3), "n": np.zeros(4, np.float32)}
+
+
+def describer():
+    known = Describer()
+    known.describe(arrays())
+    return known
+
+
+def test_what_is_like_before_is_described_once():
+    known = describer()
+    assert known.describe(arrays()) is known.describe(arrays())
+    assert known.describe(arrays()) == describe(arrays())
+
+
+OTHERS = {
+    "shape": {"b": torch.zeros(4)},
+    "shape of as many elements": {"w": torch.zeros(3, 2)},
+    "dtype": {"b": torch.zeros(3, dtype=torch.float64)},
+    "library": {"b": np.zeros(3, np.float64)},
+    "subclass": {"b": torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))},
+    "name": {"c": torch.zeros(3)},
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_differs_is_described_anew(what):
+    known, given = describer(), arrays() | OTHERS[what]
+    assert known.describe(given) == describe(given) != describe(arrays())
+    assert known.describe(arrays()) == describe(arrays())
+
+
+def test_the_order_counts():
+    known, given = describer(), dict(reversed(arrays().items()))
+    assert [member.name for member in known.describe(given)] == ["n", "b", "w"]
+
+
+REFUSED = {
+    "layout": ({"w": torch.zeros(2, 3).to_sparse()}, "dense"),
+    "dtype": ({"n": np.zeros(4, np.int64)}, "int64"),
+    "kind": ({"n": [0.0] * 4}, "list"),
+    "no array that looks like one": ({"n": type("Fake", (), {"dtype": np.dtype("f4"), "shape": (4,)})()}, "Fake"),
+    "name": ({3: torch.zeros(3)}, "names must be strings"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_reduced_is_refused_at_any_step(what):
+    known, (given, said) = describer(), REFUSED[what]
+    for _ in range(2):
+        with pytest.raises(ArrayTypeError, match=said):
+            known.describe(arrays() | given)
+    assert known.describe(arrays()) == describe(arrays())
+
+
+def test_a_mapping_is_needed_at_any_step():
+    class Items:
+        def items(self):
+            return arrays().items()
+
+    known = describer()
+    for given in (Items(), list(arrays().items()), None):
+        with pytest.raises(ArrayTypeError, match="mapping"):
+            known.describe(given)
+
+
+def test_other_bytes_of_a_number_are_described_anew():
+    known = Describer()
+    known.describe({"n": np.zeros(4, "<f4")})
+    with pytest.raises(ArrayTypeError, match="int32"):
+        known.describe({"n": np.zeros(4, ">i4")})
+    assert known.describe({"n": np.zeros(4, ">f4")}) == describe({"n": np.zeros(4, "<f4")})
