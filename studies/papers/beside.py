@@ -227,7 +227,7 @@ def train(
         world = LocalWorld(ranks, hosts=ranks, network=lambda task, group: simulated.link(now)(task, group))
     reducers = [
         mpicomp.Reducer(
-            arm.compressor, arm.collective, arm.policy, comm=end, warmup=arm.warmup, **trial_hooks(optimizer)
+            arm.compressor, arm.collective, arm.policy, comm=end, warmup=arm.warmup, **trial_hooks(optimizer, model)
         )
         for end in world.transports
     ]
@@ -335,6 +335,18 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, st
     results.show(rows, columns)
     for note in notes:
         print(f"- {note}")
+
+
+def of_seeds(values: Sequence[float], form: str = ".4f") -> str:
+    """Return the mean over seeds, and the range where there are several.
+
+    Examples
+    --------
+    >>> of_seeds([0.5]), of_seeds([0.5, 0.75, 1.0], ".2f")
+    ('0.5000', '0.75 (0.50 to 1.00)')
+    """
+    mean = format(fmean(values), form)
+    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
 
 
 def late(rows: Rows) -> None:

@@ -8,6 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 import beside
+import gravac_gains
 import numpy as np
 from mpicomp.bench.measure.feedback import Selecting, make_bucket
 from mpicomp.bench.measure.gradients import Gradients
@@ -203,6 +204,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tasks", default="resnet20", metavar="T[,..]", help="resnet20, vgg, text-lstm (%(default)s)")
     parser.add_argument("--steps", type=int, default=320, metavar="S", help="of a training (%(default)s)")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="(%(default)s)")
+    parser.add_argument(
+        "--gains", default="resnet20", metavar="T[,..]", help="tasks in which three readings of the gain are told"
+    )
     parser.add_argument("--models", default=",".join(NUMELS), metavar="M[,..]", help="of table 3 (%(default)s)")
     beside.add_arms(parser)
     beside.add_arguments(parser)
@@ -218,6 +222,9 @@ def run(arguments: argparse.Namespace) -> int:
     for model in read_list(arguments.models):
         for name in _STATIC:
             rows.complete(("compress", model, name), compress, model, name)
+    for task in read_list(arguments.gains):
+        for factor in gravac_gains.FACTORS:
+            rows.complete(("gains", task, f"{factor}x"), gravac_gains.train, task, factor, ranks, steps)
     for task in read_list(arguments.tasks):
         rows.complete(("probe", task, _BASE), _probe, task, _BASE, ranks)
         probe = rows.find("probe", task, _BASE)
@@ -230,6 +237,7 @@ def run(arguments: argparse.Namespace) -> int:
             elif probe is not None:
                 rows.complete(("train", task, arm), train_timed, *own, _network(probe))
     _tables(rows.made, ranks)
+    gravac_gains.show(rows.made)
     beside.late(rows)
     return 0
 
