@@ -43,21 +43,22 @@ class FlexibleSearch(Flexible):
     After the ramp and one step at ``most`` parameters, the optimizer's state and residuals are copied. From this
     checkpoint each candidate, `candidates` of ``least``, ``most`` and ``factor``, runs for ten steps, in which the
     seconds of the slowest rank's own work, the seconds in rounds and the gain are measured. Then all is as in the
-    checkpoint, and the ratio that NSGA-II finds for these three objectives runs, with 1 / gain as the third one. It is
-    searched for again where the gain changes by ``gain_threshold`` from step to step, as the mean of five changes has
-    it; where latency or bandwidth have changed the formulas give the seconds in rounds anew, and the choice is made
-    anew without a trial.
+    checkpoint, and the ratio that NSGA-II finds for these three objectives runs, with 1 / gain as the third one.
+    They are measured again where the gain changes by ``gain_threshold`` from step to step, as the mean of five
+    changes has it. A ratio is chosen after the first of these searches, and anew where latency or bandwidth have
+    changed: the formulas then give the seconds in rounds, and the other objectives are those of the last search.
 
     The batches of a trial are spent, and schedules of learning rates go on. A model's buffers, such as averages of
     a batch norm, are put back where ``checkpoint`` and ``restore`` know them: see `mpicomp.torch.trial_hooks`. A
     model that is saved within a trial is the trial's, and a run that is resumed searches anew. It cannot run inside
     ``optimizer.join()``, nor with ``on_failure="shrink"``.
 
-    What differs from the paper: links are measured by this library; the tree is recursive doubling, which takes half of
-    what the formula says; the gain counts all ranks' energy; between candidates objectives are interpolated over the
-    logarithm of the ratio, and the ratio found is rounded to one of about four for every ``factor``; residuals and
-    the optimizer's state are put back, too, and residuals begin at zero. Indices are coded unless the compressor says
-    otherwise, and the formulas count them in 32 bits. Law 5 of the design, dense is always a candidate, does not hold.
+    What differs from the paper: links are measured by this library; the tree is recursive doubling, which takes
+    half of what the formula says; the gain counts all ranks' energy; the first search chooses, where its code waits
+    for the network to change; between candidates objectives are interpolated over the logarithm of the ratio, and
+    the ratio found is rounded to one of about four for every ``factor``; residuals and the optimizer's state are
+    put back, too, and residuals begin at zero. Indices are coded unless the compressor says otherwise, and the
+    formulas count them in 32 bits. Law 5 of the design, dense is always a candidate, does not hold.
     """
 
     resumes: ClassVar[bool] = False
@@ -169,9 +170,11 @@ class FlexibleSearch(Flexible):
             return
         gains = self._energies[0] / np.where(self._energies[1] > 0, self._energies[1], 1.0)
         columns = [*np.transpose([np.mean(own, axis=0) for own in self._seconds]), 1 / np.maximum(gains, _LEAST_GAIN)]
+        first = self._objectives is None
         self._objectives, self._since = np.stack(columns, axis=1), 0
         self._renew()
-        self._solve()
+        if first:
+            self._solve()
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         """See `Policy.load_state_dict`: what was chosen runs on until the next search."""

@@ -233,6 +233,25 @@ def test_a_change_of_the_gain_has_all_candidates_tried_again():
     assert tried[:50] == [ratio for ratio in CANDIDATES for _ in range(10)]
 
 
+def test_gains_that_are_measured_again_count_where_the_network_changes():
+    training = Training(2, latency=1e-2, solver="exact")
+
+    def one(parameters, step, rank):
+        return np.where(np.arange(NUMEL) == 7, 1.0, 0.0)  # is sent at every ratio
+
+    for _ in range(60):
+        training.step(one)
+    before, gains = training.policy.current, training.policy.objectives()[:, 2].copy()
+    for _ in range(80):
+        training.step()
+    assert training.policy.current == before
+    assert (training.policy.objectives()[:, 2] > 1.1 * gains).all()
+    training.link.bits = 1e6
+    for _ in range(70):
+        training.step()
+    assert training.policy.current.ratio > before.ratio
+
+
 def test_a_gain_that_drifts_is_no_change_from_step_to_step():
     training = Training(2, solver="exact")
 
