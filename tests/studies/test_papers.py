@@ -12,8 +12,10 @@ import flexible
 import flexible_schedules
 import gravac_gains
 import lgc_models
+import lgreco_parts
 import numpy as np
 import pytest
+import sidco
 from study_words import call
 
 import mpicomp
@@ -195,6 +197,32 @@ def test_estimates_of_sidco(tmp_path):
     exact = {(row["name"], row["ratio"]): row["mean"] for row in rows[0]["found"]}
     assert exact["sidco.exponential.published", 0.01] == pytest.approx(1, abs=0.1)  # what is drawn is what is fitted
     assert "redsync.binary" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_time_to_a_quality_of_sidco(tmp_path):
+    _needs_images()
+    words = ["--data", "", "--tasks", "digits", "--ratio", "0.05", "--seeds", "0,1", "--steps", "4", "--ranks", "2"]
+    rows, printed = _twice("sidco", words, tmp_path, 1 + 2 * 5)  # how long it computes, and five exchanges
+    trained = [row for row in rows if row["table"] == "train"]
+    assert {row["ratio"] for row in trained} == {0.05, 1.0}
+    [probe] = [row for row in rows if row["table"] == "probe"]
+    least = probe["compute_s"] / (1 - sidco._SHARE)  # of what a dense step takes, nearly all is communication
+    assert all(row["step_s"] >= 0.99 * least for row in trained if row["name"] == "dense")
+    told = [line.split() for line in printed.splitlines() if line.startswith("digits")]
+    assert [words[1] for words in told] == ["0.05"] * 5
+    assert all(" to " in " ".join(words) for words in told)  # a range, of two seeds
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_rounding_of_lgreco():
+    _needs_images()
+    [first, *_] = lgreco_parts.adjustments("top-k", 2, 24)
+    assert first["finer"] <= first["published"] + 1e-9
+    assert first["here"] <= first["published"] + 1e-9
+    assert 0 < first["most to gain"] < 1
 
 
 @pytest.mark.slow
