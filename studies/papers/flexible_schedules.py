@@ -24,6 +24,9 @@ def arms(steps: int) -> dict[str, beside.Arm]:
         "dense": beside.DENSE,
         **{f"top-k {ratio:g} by allgather": beside.Arm({"id": "topk", "ratio": ratio}, "allgather")
            for ratio in (0.01, 0.033)},
+        **{f"ramp, then 0.011 by {name}": beside.Arm({"id": "topk"}, name, {
+            "id": "schedule", "begin": 1.0, "end": 0.011, "steps": steps // 10, "shape": "linear",
+        }) for name in ("allgather", "star-topk:ring")},
         "as published": beside.Arm(policy={"id": "flexible", "published": True, "ramp": steps // 10}),
         "here": beside.Arm(policy={"id": "flexible", "every": 50}),
     }  # fmt: skip
