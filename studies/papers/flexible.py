@@ -140,7 +140,7 @@ def _plans(cell: Cell) -> dict[str, tuple[Compressor, str]]:
     return {**found, "star-topk": (coded, "star-topk"), "allgather coded": (coded, "allgather")}
 
 
-def _filled(task: Round, group: Group) -> Round:
+def filled(task: Round, group: Group) -> Round:
     """Give a round arrays of zeros."""
     counts, rank = task.counts, group.rank
     sent, got = counts[0], counts[0]
@@ -180,7 +180,7 @@ def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any
     rounds = {}
     for name, (compressor, collective) in _plans(cell).items():
         scheme = bind(compressor.bind([""], [numel]), collective)
-        rounds[name] = [_filled(task, group) for task in scheme.rounds(numel, dtype, group)]
+        rounds[name] = [filled(task, group) for task in scheme.rounds(numel, dtype, group)]
     begin = time.monotonic()
     for turn in range(_TURNS[1] + 1):
         for name, tasks in rounds.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import beside
 import flexible
+import flexible_messages
 import flexible_schedules
 import gravac_gains
 import lgc_models
@@ -131,6 +132,16 @@ def test_what_lgc_sends_beside_indices_is_what_is_counted(monkeypatch):
     indices = 4 * sum(size * compressor.ratio for _, size in lgc_models.parameters("ResNet-50")) / 2
     rest = whole - sum(counted.values())
     assert 0 < rest < indices  # coded in less than 32 bits, and sent by one of two
+
+
+def test_both_ways_of_an_allgather_bring_each_rank_the_same_bytes():
+    world = LocalWorld(3)
+    for name in ("allgather of MPI", "by neighbours, in segments"):
+        tasks = [flexible_messages.ways(1000, end.group)[name] for end in world.transports]
+        world.run([flexible.communicate(own) for own in tasks])
+        assert [
+            sum(task.wire_bytes(end.group) for task in own) for own, end in zip(tasks, world.transports, strict=True)
+        ] == [2000] * 3
 
 
 def test_means_over_seeds_have_their_range():
