@@ -66,12 +66,15 @@ class Arm:
         Its name.
     warmup : int
         Dense steps that come first.
+    buffers : bool
+        Whether a trial's end puts back the model's buffers, too.
     """
 
     compressor: Mapping[str, Any] | None = None
     collective: str = "auto"
     policy: Mapping[str, Any] | None = None
     warmup: int = 0
+    buffers: bool = True
 
 
 DENSE = Arm({"id": "dense"})
@@ -225,10 +228,9 @@ def train(
         world = LocalWorld(ranks)
     else:
         world = LocalWorld(ranks, hosts=ranks, network=lambda task, group: simulated.link(now)(task, group))
+    hooks = trial_hooks(optimizer, model if arm.buffers else None)
     reducers = [
-        mpicomp.Reducer(
-            arm.compressor, arm.collective, arm.policy, comm=end, warmup=arm.warmup, **trial_hooks(optimizer, model)
-        )
+        mpicomp.Reducer(arm.compressor, arm.collective, arm.policy, comm=end, warmup=arm.warmup, **hooks)
         for end in world.transports
     ]
     works = [_OwnWork(end) for end in world.transports] if simulated is not None else []

@@ -20,6 +20,7 @@ _COMPUTE_S = 0.01
 
 def arms(steps: int) -> dict[str, beside.Arm]:
     """Return the exchanges of schedules; as five of the paper's fifty epochs, a tenth of the steps is a ramp."""
+    published = {"id": "flexible", "published": True, "ramp": steps // 10}
     return {
         "dense": beside.DENSE,
         **{f"top-k {ratio:g} by allgather": beside.Arm({"id": "topk", "ratio": ratio}, "allgather")
@@ -27,7 +28,8 @@ def arms(steps: int) -> dict[str, beside.Arm]:
         **{f"ramp, then 0.011 by {name}": beside.Arm({"id": "topk"}, name, {
             "id": "schedule", "begin": 1.0, "end": 0.011, "steps": steps // 10, "shape": "linear",
         }) for name in ("allgather", "star-topk:ring")},
-        "as published": beside.Arm(policy={"id": "flexible", "published": True, "ramp": steps // 10}),
+        "as published": beside.Arm(policy=published),
+        "as published, averages left": beside.Arm(policy=published, buffers=False),
         "here": beside.Arm(policy={"id": "flexible", "every": 50}),
     }  # fmt: skip
 
