@@ -1,7 +1,9 @@
 """Flexible communication as published: every ratio runs for ten steps from a checkpoint, and inequalities name sums."""
 
 import math
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
+from statistics import fmean
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +25,7 @@ TRIAL = 10
 """Steps for which a candidate runs."""
 
 _WEIGHTS = (0.6, 0.6, 0.4)  # of both times and of 1 / gain: the code has one time at 0.6, the paper gives no weights
+_CHANGES = 5  # of the gain from step to step, of which the mean counts: the window of the paper's code
 _ALL = 1 << 62  # bytes of a bucket that holds everything
 _BETWEEN = 4  # ratios that can run, for every factor between two candidates
 _LEAST_GAIN = 1e-9  # smallest gain that is divided by
@@ -40,20 +43,22 @@ class FlexibleSearch(Flexible):
     After the ramp and one step at ``most`` parameters, the optimizer's state and residuals are copied. From this
     checkpoint each candidate, `candidates` of ``least``, ``most`` and ``factor``, runs for ten steps, in which the
     seconds of the slowest rank's own work, the seconds in rounds and the gain are measured. Then all is as in the
-    checkpoint, and the ratio that NSGA-II finds for these three objectives runs, with 1 / gain as the third one. It is
-    searched for again where the gain has changed by ``gain_threshold``; where latency or bandwidth have changed
-    the formulas give the seconds in rounds anew, and the choice is made anew without a trial.
+    checkpoint, and the ratio that NSGA-II finds for these three objectives runs, with 1 / gain as the third one.
+    They are measured again where the gain changes by ``gain_threshold`` from step to step, as the mean of five
+    changes has it. A ratio is chosen after the first of these searches, and anew where latency or bandwidth have
+    changed: the formulas then give the seconds in rounds, and the other objectives are those of the last search.
 
-    The batches of a trial are spent, and schedules of learning rates go on. What belongs to no parameter and no
-    optimizer, such as averages of a batch norm, is not put back. A model that is saved within a trial is the trial's,
-    and a run that is resumed searches anew. It cannot run inside ``optimizer.join()``, nor with
-    ``on_failure="shrink"``.
+    The batches of a trial are spent, and schedules of learning rates go on. A model's buffers, such as averages of
+    a batch norm, are put back where ``checkpoint`` and ``restore`` know them: see `mpicomp.torch.trial_hooks`. A
+    model that is saved within a trial is the trial's, and a run that is resumed searches anew. It cannot run inside
+    ``optimizer.join()``, nor with ``on_failure="shrink"``.
 
-    What differs from the paper: links are measured by this library; the tree is recursive doubling, which takes half of
-    what the formula says; the gain counts all ranks' energy; between candidates objectives are interpolated over the
-    logarithm of the ratio, and the ratio found is rounded to one of about four for every ``factor``; residuals and
-    the optimizer's state are put back, too, and residuals begin at zero. Indices are coded unless the compressor says
-    otherwise, and the formulas count them in 32 bits. Law 5 of the design, dense is always a candidate, does not hold.
+    What differs from the paper: links are measured by this library; the tree is recursive doubling, which takes
+    half of what the formula says; the gain counts all ranks' energy; the first search chooses, where its code waits
+    for the network to change; between candidates objectives are interpolated over the logarithm of the ratio, and
+    the ratio found is rounded to one of about four for every ``factor``; residuals and the optimizer's state are
+    put back, too, and residuals begin at zero. Indices are coded unless the compressor says otherwise, and the
+    formulas count them in 32 bits. Law 5 of the design, dense is always a candidate, does not hold.
     """
 
     resumes: ClassVar[bool] = False
@@ -74,6 +79,8 @@ class FlexibleSearch(Flexible):
         self._energies = np.zeros((2, len(self._tried)))  # that were sent and that there were, in trials
         self._seconds: list[list[tuple[float, float]]] = []  # own and in rounds, of each step of each candidate
         self._objectives: pareto.Objectives | None = None
+        self._changes = deque[float](maxlen=_CHANGES)  # of the gain, relative, from step to step
+        self._last_gain = 0.0  # of the step before; 0 where there is none
         self._link = 0.0, 0.0
         self._reason = "the largest ratio until others have been tried"
 
@@ -163,9 +170,11 @@ class FlexibleSearch(Flexible):
             return
         gains = self._energies[0] / np.where(self._energies[1] > 0, self._energies[1], 1.0)
         columns = [*np.transpose([np.mean(own, axis=0) for own in self._seconds]), 1 / np.maximum(gains, _LEAST_GAIN)]
+        first = self._objectives is None
         self._objectives, self._since = np.stack(columns, axis=1), 0
         self._renew()
-        self._solve()
+        if first:
+            self._solve()
 
     def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
         """See `Policy.load_state_dict`: what was chosen runs on until the next search."""
@@ -189,12 +198,22 @@ class FlexibleSearch(Flexible):
         if self._trial == len(self._tried):
             self._trial, self._awaited = None, step
 
+    def _follow_gain(self, delivered: Sequence[Delivered]) -> None:
+        energy = sum(own.energy for own in delivered)
+        if self._current is None or not 0 < energy < math.inf:
+            return
+        gain = sum(own.energy * own.gain for own in delivered) / energy
+        if self._last_gain > 0:
+            self._changes.append(abs(gain - self._last_gain) / self._last_gain)
+        self._last_gain = gain
+
+    def _renew(self) -> None:
+        super()._renew()
+        self._changes.clear()
+        self._last_gain = 0.0
+
     def _changed(self) -> bool:
-        if self._current is None or self._ran < self._window:
-            return False
-        if self._reference is None:
-            self._reference = self._gain
-        return abs(self._gain - self._reference) >= self.gain_threshold * self._reference
+        return len(self._changes) == _CHANGES and fmean(self._changes) >= self.gain_threshold
 
     def _solve(self) -> None:
         """Choose by the current state."""

@@ -7,6 +7,7 @@ from mpicomp.torch.optimizer import DistributedOptimizer
 from mpicomp.torch.power_gossip import PowerGossip
 from mpicomp.torch.profiling import show_ranges
 from mpicomp.torch.sketched_amsgrad import SketchedAMSGrad
+from mpicomp.torch.trials import trial_hooks
 from mpicomp.torch.updates import UpdateOptimizer
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "UpdateOptimizer",
     "broadcast_parameters",
     "ddp_comm_hook",
+    "trial_hooks",
 ]
 
 show_ranges()

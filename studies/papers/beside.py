@@ -66,12 +66,15 @@ class Arm:
         Its name.
     warmup : int
         Dense steps that come first.
+    buffers : bool
+        Whether a trial's end puts back the model's buffers, too.
     """
 
     compressor: Mapping[str, Any] | None = None
     collective: str = "auto"
     policy: Mapping[str, Any] | None = None
     warmup: int = 0
+    buffers: bool = True
 
 
 DENSE = Arm({"id": "dense"})
@@ -225,10 +228,9 @@ def train(
         world = LocalWorld(ranks)
     else:
         world = LocalWorld(ranks, hosts=ranks, network=lambda task, group: simulated.link(now)(task, group))
+    hooks = trial_hooks(optimizer, model if arm.buffers else None)
     reducers = [
-        mpicomp.Reducer(
-            arm.compressor, arm.collective, arm.policy, comm=end, warmup=arm.warmup, **trial_hooks(optimizer)
-        )
+        mpicomp.Reducer(arm.compressor, arm.collective, arm.policy, comm=end, warmup=arm.warmup, **hooks)
         for end in world.transports
     ]
     works = [_OwnWork(end) for end in world.transports] if simulated is not None else []
@@ -335,6 +337,18 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, st
     results.show(rows, columns)
     for note in notes:
         print(f"- {note}")
+
+
+def of_seeds(values: Sequence[float], form: str = ".4f") -> str:
+    """Return the mean over seeds, and the range where there are several.
+
+    Examples
+    --------
+    >>> of_seeds([0.5]), of_seeds([0.5, 0.75, 1.0], ".2f")
+    ('0.5000', '0.75 (0.50 to 1.00)')
+    """
+    mean = format(fmean(values), form)
+    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
 
 
 def late(rows: Rows) -> None:

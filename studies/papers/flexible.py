@@ -21,7 +21,7 @@ from mpicomp.bench.measure.networks import Network, check_lab, run_in_lab
 
 from mpicomp import TopK
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least
+from mpicomp.cli.options import check_least, read_list
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import formulas
@@ -30,7 +30,7 @@ from mpicomp.system import launcher
 from mpicomp.transport import Transport
 
 _STUDY = "flexible"
-_KEY = ("table", "model", "gbps", "latency_ms", "ratio")
+_KEY = ("table", "model", "gbps", "latency_ms", "ratio", "seed")
 _CELL_S = 8.0  # of timing a cell, at least three turns
 _TURNS = 3, 30
 _LONG_S = 60.0  # after which a cell has been timed enough with fewer turns
@@ -92,7 +92,7 @@ class Cell:
     @property
     def key(self) -> tuple[Any, ...]:
         """The row's key."""
-        return self.table, self.model, self.gbps, self.latency_ms, self.ratio
+        return self.table, self.model, self.gbps, self.latency_ms, self.ratio, 0
 
     @property
     def parameters(self) -> int:
@@ -140,7 +140,7 @@ def _plans(cell: Cell) -> dict[str, tuple[Compressor, str]]:
     return {**found, "star-topk": (coded, "star-topk"), "allgather coded": (coded, "allgather")}
 
 
-def _filled(task: Round, group: Group) -> Round:
+def filled(task: Round, group: Group) -> Round:
     """Give a round arrays of zeros."""
     counts, rank = task.counts, group.rank
     sent, got = counts[0], counts[0]
@@ -180,7 +180,7 @@ def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any
     rounds = {}
     for name, (compressor, collective) in _plans(cell).items():
         scheme = bind(compressor.bind([""], [numel]), collective)
-        rounds[name] = [_filled(task, group) for task in scheme.rounds(numel, dtype, group)]
+        rounds[name] = [filled(task, group) for task in scheme.rounds(numel, dtype, group)]
     begin = time.monotonic()
     for turn in range(_TURNS[1] + 1):
         for name, tasks in rounds.items():
@@ -198,7 +198,8 @@ def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any
     share(np.zeros(1), transport)
     times = {name: 1e3 * float(np.median(own)) for name, own in found.items()}
     turns = min(map(len, found.values()))
-    return asdict(cell) | {"hosts": group.size, "numel": numel, "ms": times, "turns": turns, "select_ms": select}
+    row = {"hosts": group.size, "numel": numel, "ms": times, "turns": turns, "select_ms": select, "seed": 0}
+    return asdict(cell) | row
 
 
 def _select_s(cell: Cell, numel: int) -> float:
@@ -321,6 +322,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", default="VI,II,schedule", metavar="P[,..]", help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=400, metavar="S", help="of a scheduled training (%(default)s)")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="of a scheduled training (%(default)s)")
+    parser.add_argument("--seeds", default="0", metavar="K[,..]", help="of scheduled trainings (%(default)s)")
+    parser.add_argument("--schedules", default="C1,C2", metavar="C[,..]", help="(%(default)s)")
+    beside.add_arms(parser)
     parser.add_argument("--cells", help=argparse.SUPPRESS)
     beside.add_arguments(parser)
     parser.set_defaults(alone=False)  # it runs among the ranks of its labs, too
@@ -348,10 +352,12 @@ def run(arguments: argparse.Namespace) -> int:
         elif own:
             rows.late += [str(cell.key) for cell in own]
     if "schedule" in parts:
-        for schedule in flexible_schedules.SCHEDULES:
-            for arm in flexible_schedules.arms(steps):
-                key = ("schedule", schedule, 0.0, 0.0, arm)
-                rows.complete(key, flexible_schedules.train, schedule, arm, steps, ranks)
+        names = beside.read_arms(_STUDY, arguments.arms, flexible_schedules.arms(steps))
+        for seed in map(int, read_list(arguments.seeds)):
+            for schedule in read_list(arguments.schedules):
+                for arm in names:
+                    key = ("schedule", schedule, 0.0, 0.0, arm, seed)
+                    rows.complete(key, flexible_schedules.train, schedule, arm, steps, ranks, seed)
     _tables(rows.made, arguments.hosts, arguments.scale)
     flexible_schedules.show(rows.made)
     beside.late(rows)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import beside
@@ -19,12 +20,18 @@ _COMPUTE_S = 0.01
 
 def arms(steps: int) -> dict[str, beside.Arm]:
     """Return the exchanges of schedules; as five of the paper's fifty epochs, a tenth of the steps is a ramp."""
+    published = {"id": "flexible", "published": True, "ramp": steps // 10}
     return {
         "dense": beside.DENSE,
-        "top-k 0.01 by allgather": beside.Arm({"id": "topk", "ratio": 0.01}, "allgather"),
-        "as published": beside.Arm(policy={"id": "flexible", "published": True, "ramp": steps // 10}),
+        **{f"top-k {ratio:g} by allgather": beside.Arm({"id": "topk", "ratio": ratio}, "allgather")
+           for ratio in (0.01, 0.033)},
+        **{f"ramp, then 0.011 by {name}": beside.Arm({"id": "topk"}, name, {
+            "id": "schedule", "begin": 1.0, "end": 0.011, "steps": steps // 10, "shape": "linear",
+        }) for name in ("allgather", "star-topk:ring")},
+        "as published": beside.Arm(policy=published),
+        "as published, averages left": beside.Arm(policy=published, buffers=False),
         "here": beside.Arm(policy={"id": "flexible", "every": 50}),
-    }
+    }  # fmt: skip
 
 
 _PRINTED_TOP1 = {"dense": 90.8, "C1": 89.88, "C2": 90.1}  # ResNet18 on CIFAR100
@@ -46,11 +53,11 @@ def phases(schedule: str, steps: int) -> list[tuple[str, beside.Link]]:
     return [of_epoch[step * len(of_epoch) // steps] for step in range(steps)]
 
 
-def train(schedule: str, arm: str, steps: int, ranks: int) -> dict[str, Any]:
+def train(schedule: str, arm: str, steps: int, ranks: int, seed: int = 0) -> dict[str, Any]:
     """Train ResNet-20 on a simulated network that changes; return the row."""
     networks = phases(schedule, steps)
     simulated = beside.Simulated(lambda step: networks[step][1], _COMPUTE_S)
-    row = beside.train(arms(steps)[arm], "resnet20", steps, ranks, simulated=simulated)
+    row = beside.train(arms(steps)[arm], "resnet20", steps, ranks, seed, simulated)
     told: dict[str, dict[str, Any]] = {}
     done = 0
     for seconds, kept, collective, reason in row.pop("plans"):
@@ -70,38 +77,41 @@ def train(schedule: str, arm: str, steps: int, ranks: int) -> dict[str, Any]:
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the tables of those rows that are of schedules."""
+    """Print the tables of those rows that are of schedules, means over seeds."""
     found, parts = [], []
-    for row in rows:
-        if row["table"] != "schedule":
-            continue
-        of_dense = next((own for own in rows if own["model"] == row["model"] and own["ratio"] == "dense"), None)
-        told, own_arm = row["phases"], {"schedule": row["model"], "arm": row["ratio"]}
-        whole = _whole(row)
-        found.append(own_arm | {
-            "accuracy": 100 * row["quality"], "seconds": whole, "trials": sum(own["trials"] for own in told.values()),
-            "paper": _PRINTED_TOP1[row["ratio"] if row["ratio"] == "dense" else row["model"]] if row["ratio"] in
-            ("dense", "as published") else None,
-            "over dense": None if of_dense is None else _whole(of_dense) / whole,
+    rows = [row for row in rows if row["table"] == "schedule"]
+    for schedule, arm in dict.fromkeys((row["model"], row["ratio"]) for row in rows):
+        same = [row for row in rows if (row["model"], row["ratio"]) == (schedule, arm)]
+        dense = {row["seed"]: _whole(row) for row in rows if (row["model"], row["ratio"]) == (schedule, "dense")}
+        over = [dense[row["seed"]] / _whole(row) for row in same if row["seed"] in dense]
+        found.append({
+            "schedule": schedule, "arm": arm, "seeds": len(same),
+            "accuracy": beside.of_seeds([100 * row["quality"] for row in same], ".1f"),
+            "seconds": fmean(_whole(row) for row in same), "over dense": fmean(over) if over else None,
+            "trials": ", ".join(str(sum(own["trials"] for own in row["phases"].values())) for row in same),
+            "paper": _PRINTED_TOP1[arm if arm == "dense" else schedule] if arm in ("dense", "as published") else None,
         })  # fmt: skip
-        for name, own in told.items():
-            ran = own["ran"]
-            parts.append(own_arm | {
-                "network": name, "step": 1e3 * own["seconds"] / (own["trials"] + sum(ran.values())),
-                "ratio": own["ratio"], "steps": sum(ran.values()), "trials": own["trials"],
-                "by": ", ".join(f"{other} {ran[other]}" for other in sorted(ran, key=lambda other: -ran[other])),
+        for name in same[0]["phases"]:
+            of_phase = [row["phases"][name] for row in same]
+            ran = sum((Counter[str](own["ran"]) for own in of_phase), Counter[str]())
+            trials, ratios = sum(own["trials"] for own in of_phase), [own["ratio"] for own in of_phase]
+            parts.append({
+                "schedule": schedule, "arm": arm, "network": name, "steps": sum(ran.values()), "trials": trials,
+                "step": 1e3 * sum(own["seconds"] for own in of_phase) / (trials + sum(ran.values())),
+                "ratio": beside.of_seeds(ratios, ".3g"),
+                "by": ", ".join(f"{other} {count}" for other, count in ran.most_common()),
             })  # fmt: skip
-    beside.show("Schedules C1 and C2", found, {
-        "schedule": "", "arm": "", "paper": ".2f", "accuracy": ".2f", "seconds": ".1f", "over dense": ".2f",
-        "trials": "d",
+    beside.show("Schedules C1 and C2, means over seeds, with the range", found, {
+        "schedule": "", "arm": "", "seeds": "d", "paper": ".2f", "accuracy": "", "seconds": ".1f",
+        "over dense": ".2f", "trials": "",
     }, [
         "paper: ResNet18 on CIFAR100, 8 GPUs; here: ResNet-20 on 5,000 images of MNIST on a simulated network, whose "
         f"bandwidths are {_SCALE} times lower, as the model is smaller",
         f"seconds: of rounds, by formulas, and {1e3 * _COMPUTE_S:g} ms of computing in each step; trials: steps of "
-        "searches, which are undone and come besides",
+        "searches, which are undone and come besides, of each seed",
     ])  # fmt: skip
     beside.show("Schedules C1 and C2 by network: mean milliseconds of a step, median ratio, collectives", parts, {
-        "schedule": "", "arm": "", "network": "", "step": ".0f", "ratio": ".3g", "steps": "d", "trials": "d", "by": "",
+        "schedule": "", "arm": "", "network": "", "step": ".0f", "ratio": "", "steps": "d", "trials": "d", "by": "",
     })  # fmt: skip
 
 

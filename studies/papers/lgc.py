@@ -128,6 +128,17 @@ def _models() -> None:
         "the paper's top-k counts no indices, ours does; its server's row is of the rank that sends the common code",
     ])  # fmt: skip
 
+    counted = []
+    for (model, ranks), printed in lgc_models.PRINTED_MB.items():
+        own = {name: size / 1e6 for name, size in lgc_models.parts(model, _RATIO).items()}
+        line = {"model": model, "ranks": ranks, "paper": printed["ring"], "code and last": own["code"] + own["last"]}
+        counted.append({**line, **own})
+    beside.show("What every rank sends by the ring in these models beside indices, MB", counted, {
+        "model": "", "ranks": "d", "first": ".4f", "last": ".4f", "code": ".4f", "code and last": ".4f",
+        "paper": ".3f",
+    }, ["first: the first layer, dense; last: values of the last one; code: a number for four values of the others"],
+    )  # fmt: skip
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""

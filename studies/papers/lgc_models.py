@@ -8,6 +8,7 @@ import numpy as np
 from mpicomp.arrays import Described
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, get_compressor
+from mpicomp.compressors.base import kept
 from mpicomp.reducer.bucket import cut
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.rounds import Group
@@ -52,6 +53,20 @@ def parameters(model: str) -> list[tuple[str, int]]:
 
 def _norm(name: str, width: int) -> Iterator[tuple[str, int]]:
     yield from ((f"{name}.weight", width), (f"{name}.bias", width))
+
+
+def parts(model: str, ratio: float) -> dict[str, int]:
+    """Return the bytes of what every rank sends by LGC beside indices: the first layer, the last one's values, a code.
+
+    Examples
+    --------
+    >>> parts("ResNet-50", 0.001)
+    {'first': 37632, 'last': 8196, 'code': 23559}
+    """
+    (_, first), *others = parameters(model)
+    last = sum(kept(ratio, size) for name, size in others if name.startswith("fc."))
+    inner = sum(kept(ratio, size) for name, size in others if not name.startswith("fc."))
+    return {"first": 4 * first, "last": 4 * last, "code": inner}  # a code has a number for four values
 
 
 def step_bytes(model: str, compressor: Compressor, collective: str, ranks: int, step: int) -> tuple[float, float]:

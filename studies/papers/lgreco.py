@@ -28,7 +28,11 @@ def arms(steps: int) -> dict[str, dict[str, Any]]:
     base = {"id": "lgreco", "first": every, "every": every}
     found: dict[str, dict[str, Any]] = {"uniform": base | {"span": 1.0}}
     found |= {f"here, alpha {alpha:g}": base | {"alpha": alpha} for alpha in ALPHAS}
-    return found | {"as published": base | {"published": True, "span": 2.0}}
+    found |= {"here, span 2": base | {"span": 2.0}}
+    return found | {
+        "as published": base | {"published": True, "span": 2.0},
+        "as published, span 8": base | {"published": True, "span": 8.0},
+    }
 
 
 def train(task: str, family: str, arm: str, seed: int, ranks: int, steps: int) -> dict[str, Any]:

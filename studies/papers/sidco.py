@@ -12,9 +12,10 @@ import estimators
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
+from mpicomp.compressors.base import check_ratio
 
 _STUDY = "sidco"
-_KEY = ("table", "data", "name")
+_KEY = ("table", "data", "name", "ratio", "seed")
 _RATIOS = (0.01, 0.001)
 _NUMEL = 1_000_000  # elements that are drawn
 _SHARE = 0.94  # of a dense step of the paper's LSTM on PTB that is communication
@@ -28,13 +29,21 @@ SAID = {
 }  # fmt: skip
 """What the paper shows at a ratio of 0.001; its figures are curves."""
 
-ARMS = {
-    "dense": beside.DENSE,
-    "topk": beside.Arm({"id": "topk", "ratio": 0.01}, "allgather"),
-    "dgc": beside.Arm({"id": "dgc", "ratio": 0.01}, "allgather"),
-    "sidco published": beside.Arm({"id": "sidco", "ratio": 0.01, "published": True}, "allgather"),
-    "sidco here": beside.Arm({"id": "sidco", "ratio": 0.01}, "allgather"),
-}
+
+def arms(ratio: float) -> dict[str, beside.Arm]:
+    """Return the exchanges by name."""
+    sparse: dict[str, dict[str, Any]] = {
+        "topk": {"id": "topk"},
+        "dgc": {"id": "dgc"},
+        "sidco published": {"id": "sidco", "published": True},
+        "sidco here": {"id": "sidco"},
+    }
+    return {
+        "dense": beside.DENSE,
+        **{name: beside.Arm({**own, "ratio": ratio}, "allgather") for name, own in sparse.items()},
+    }
+
+
 _SPEEDUPS = {"dense": 41.7, "topk": 7.6, "dgc": 1.9}
 """The paper's largest: SIDCo over these."""
 
@@ -53,21 +62,23 @@ def estimate(data: str, steps: int) -> dict[str, Any]:
 
 def probe(task: str, ranks: int) -> dict[str, Any]:
     """Find how long a step computes; return the row."""
-    row = beside.train(ARMS["dense"], task, _PROBE, ranks)
+    row = beside.train(beside.DENSE, task, _PROBE, ranks)
     return {key: row[key] for key in ("compute_s", "numel")}
 
 
-def train(task: str, arm: str, probe: Mapping[str, Any], ranks: int, steps: int) -> dict[str, Any]:
+def train(
+    task: str, arm: str, ratio: float, seed: int, probe: Mapping[str, Any], ranks: int, steps: int
+) -> dict[str, Any]:
     """Train on a network on which dense spends the paper's share of a step in communication."""
     compute_s = probe["compute_s"]
     bits = beside.bits_for(_SHARE, compute_s, probe["numel"], ranks)
     simulated = beside.Simulated(lambda step: beside.Link(0.0, bits), compute_s)
-    row = beside.train(ARMS[arm], task, steps, ranks, simulated=simulated)
+    row = beside.train(arms(ratio)[arm], task, steps, ranks, seed, simulated)
     seconds = [seconds for seconds, *_ in row.pop("plans")]
     return row | {"step_s": fmean(seconds[2:]), "bits": bits}
 
 
-def _tables(rows: Sequence[Mapping[str, Any]]) -> None:
+def _estimates(rows: Sequence[Mapping[str, Any]]) -> None:
     lines: dict[tuple[str, str, float], dict[str, Any]] = {}
     every: list[str] = []
     for row in rows:
@@ -99,31 +110,60 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> None:
         "published, an estimate that fails is sent as it is",
     ])  # fmt: skip
 
+
+def _times_to_quality(rows: Sequence[Mapping[str, Any]]) -> None:
     found = []
-    for task in dict.fromkeys(row["data"] for row in rows if row["table"] == "train"):
-        trained = {row["name"]: row for row in rows if row["table"] == "train" and row["data"] == task}
-        lower = task.startswith("text")
-        worst = (max if lower else min)(row["curve"][-1][1] for row in trained.values())
-        own = []
-        for arm, row in trained.items():
-            steps = beside.steps_to(row, worst, lower)
-            own.append({"task": task, "arm": arm, "quality": row["quality"], "steps": steps, "step_s": row["step_s"],
-                        "seconds": None if steps is None else steps * row["step_s"], "bits": row["bits"]})  # fmt: skip
-        for line in own:
-            for form in ("published", "here"):
-                ours = next((row["seconds"] for row in own if row["arm"] == f"sidco {form}"), None)
-                line[form] = line["seconds"] / ours if ours and line["seconds"] else None
-            line["paper"] = _SPEEDUPS.get(line["arm"])
-        found += own
+    trained = [row for row in rows if row["table"] == "train"]
+    for task, ratio in dict.fromkeys((row["data"], row["ratio"]) for row in trained):
+        by_seed = {}
+        for seed in dict.fromkeys(row["seed"] for row in trained):
+            own = [
+                row for row in trained if (row["data"], row["seed"]) == (task, seed) and row["ratio"] in (ratio, 1.0)
+            ]
+            if any(row["ratio"] == ratio for row in own):
+                by_seed[seed] = _times(own, task)
+        for arm in arms(ratio) if ratio < 1 else ():
+            same = [lines[arm] for lines in by_seed.values() if arm in lines]
+            if not same:
+                continue
+            line: dict[str, Any] = {"task": task, "ratio": ratio, "arm": arm, "seeds": len(same)}
+            line["quality"] = beside.of_seeds([own["quality"] for own in same], ".3f")
+            line["steps"] = ", ".join(str(own["steps"]) for own in same)
+            line["step_s"] = fmean(own["step_s"] for own in same)
+            for name in ("seconds", *_FORMS):
+                values = [own[name] for own in same if own[name] is not None]
+                line[name] = beside.of_seeds(values, ".2f") if values else ""
+            found.append(line | {"bits": same[0]["bits"], "paper": _SPEEDUPS.get(arm)})
     beside.show("Time to a quality that all reach", found, {
-        "task": "", "arm": "", "quality": ".4f", "steps": "d", "step_s": ".3f", "seconds": ".1f", "bits": ".3g",
-        "published": ".2f", "here": ".2f", "paper": ".1f",
+        "task": "", "ratio": "g", "arm": "", "seeds": "d", "quality": "", "steps": "", "step_s": ".3f", "seconds": "",
+        "bits": ".3g", "published": "", "here": "", "paper": ".1f",
     }, [
         "published, here: seconds of this arm over those of SIDCo in each form; paper: its largest such speed-up",
         f"bits: in a second, where dense spends {_SHARE:.0%} of a step in communication, as the paper's LSTM on PTB",
-        "ratio 0.01, where the paper's largest is at 0.001, at which these few steps learn nothing",
+        "means over seeds, with the range; the quality is the worst that an exchange ends with, of each seed",
         "the network is simulated, and ranks' own work is in processor time; the paper: 8 V100, all on GPUs",
     ])  # fmt: skip
+
+
+_FORMS = ("published", "here")
+
+
+def _times(rows: Sequence[Mapping[str, Any]], task: str) -> dict[str, dict[str, Any]]:
+    """Return the time to the worst last quality of all exchanges, which are of one seed, by exchange."""
+    lower = task.startswith("text")
+    worst = (max if lower else min)(row["curve"][-1][1] for row in rows)
+    lines: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        steps = beside.steps_to(row, worst, lower)
+        seconds = None if steps is None else steps * row["step_s"]
+        lines[row["name"]] = {
+            "quality": row["quality"], "steps": steps, "step_s": row["step_s"], "seconds": seconds, "bits": row["bits"],
+        }  # fmt: skip
+    for line in lines.values():
+        for form in _FORMS:
+            ours = lines.get(f"sidco {form}", {}).get("seconds")
+            line[form] = line["seconds"] / ours if ours and line["seconds"] else None
+    return lines
 
 
 def parser() -> argparse.ArgumentParser:
@@ -137,6 +177,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tasks", default="text-lstm", metavar="T[,..]", help="trained (%(default)s)")
     parser.add_argument("--estimates", type=int, default=20, metavar="S", help="steps that are counted (%(default)s)")
     parser.add_argument("--steps", type=int, default=150, metavar="S", help="of a training (%(default)s)")
+    parser.add_argument("--ratio", type=float, default=0.01, metavar="R", help="of a training (%(default)s)")
+    parser.add_argument("--seeds", default="0", metavar="K[,..]", help="of trainings (%(default)s)")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="(%(default)s)")
     beside.add_arguments(parser)
     return parser
@@ -147,15 +189,19 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("estimates", "steps", "ranks"):
         check_least(_STUDY, f"--{name}", getattr(arguments, name))
     rows = beside.begin(_STUDY, arguments, _KEY)
-    tasks, ranks = read_list(arguments.tasks), arguments.ranks
+    check_ratio(f"{_STUDY}: --ratio", arguments.ratio)
+    tasks, ranks, ratio = read_list(arguments.tasks), arguments.ranks, arguments.ratio
     for data in read_list(arguments.data):
-        rows.complete(("estimates", data, "all"), estimate, data, arguments.estimates)
+        rows.complete(("estimates", data, "all", 0.0, 0), estimate, data, arguments.estimates)
     for task in tasks:
-        rows.complete(("probe", task, "dense"), probe, task, ranks)
-        probed = rows.find("probe", task, "dense")
-        for arm in ARMS if probed is not None else ():
-            rows.complete(("train", task, arm), train, task, arm, probed, ranks, arguments.steps)
-    _tables(rows.made)
+        rows.complete(("probe", task, "dense", 0.0, 0), probe, task, ranks)
+        probed = rows.find("probe", task, "dense", 0.0, 0)
+        for seed in map(int, read_list(arguments.seeds)) if probed is not None else ():
+            for arm in arms(ratio):
+                key = task, arm, 1.0 if arm == "dense" else ratio, seed
+                rows.complete(("train", *key), train, *key, probed, ranks, arguments.steps)
+    _estimates(rows.made)
+    _times_to_quality(rows.made)
     beside.late(rows)
     return 0
 

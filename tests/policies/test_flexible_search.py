@@ -233,6 +233,40 @@ def test_a_change_of_the_gain_has_all_candidates_tried_again():
     assert tried[:50] == [ratio for ratio in CANDIDATES for _ in range(10)]
 
 
+def test_gains_that_are_measured_again_count_where_the_network_changes():
+    training = Training(2, latency=1e-2, solver="exact")
+
+    def one(parameters, step, rank):
+        return np.where(np.arange(NUMEL) == 7, 1.0, 0.0)  # is sent at every ratio
+
+    for _ in range(60):
+        training.step(one)
+    before, gains = training.policy.current, training.policy.objectives()[:, 2].copy()
+    for _ in range(80):
+        training.step()
+    assert training.policy.current == before
+    assert (training.policy.objectives()[:, 2] > 1.1 * gains).all()
+    training.link.bits = 1e6
+    for _ in range(70):
+        training.step()
+    assert training.policy.current.ratio > before.ratio
+
+
+def test_a_gain_that_drifts_is_no_change_from_step_to_step():
+    training = Training(2, solver="exact")
+
+    def drifting(parameters, step, rank):
+        return np.where(np.arange(NUMEL) == 7, 100.0, 0.06)  # one is sent each time, and the others wait
+
+    trials, gains = 0, []
+    for _ in range(350):
+        bucket = training.step(drifting)
+        trials += "trial" in bucket.reason
+        gains.append(bucket.gain)
+    assert max(gains[60:]) > 1.2 * min(gains[60:])
+    assert trials == 50
+
+
 def test_the_ramp_falls_from_one_to_the_largest_ratio():
     training = Training(3, ramp=9, solver="exact")
     ratios = [training.step().compressor["ratio"] for _ in range(11)]

@@ -67,6 +67,27 @@ def test_what_a_trial_changes_comes_back(comm, overlap):
 
 
 @pytest.mark.mpi(max_size=2)
+def test_buffers_of_a_model_that_is_given_come_back(comm):
+    model = torch.nn.Sequential(network(), torch.nn.BatchNorm1d(2))
+    norm = model[1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = mpicomp.torch.DistributedOptimizer(
+        optimizer, model.named_parameters(), policy=SEARCH, comm=comm, **mpicomp.torch.trial_hooks(optimizer, model)
+    )
+    kept = None
+    for step in range(22):
+        optimizer.zero_grad()
+        square(model, step, comm.rank).backward()
+        optimizer.step()
+        now = [own.clone() for own in norm.buffers()]
+        if step == 0:
+            kept = now
+        same = [torch.equal(*pair) for pair in zip(now, kept, strict=True)]
+        assert all(same) if step in (0, 10, 20) else not any(same)
+    optimizer.close()
+
+
+@pytest.mark.mpi(max_size=2)
 def test_it_cannot_join(comm):
     optimizer = distribute(network(), comm, policy=SEARCH, compressor=None, collective="auto")
     with pytest.raises(ConfigurationError, match=r"join: policy 'flexible' makes steps for a trial"), optimizer.join():

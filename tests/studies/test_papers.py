@@ -9,10 +9,14 @@ from pathlib import Path
 
 import beside
 import flexible
+import flexible_messages
 import flexible_schedules
+import gravac_gains
 import lgc_models
+import lgreco_parts
 import numpy as np
 import pytest
+import sidco
 from study_words import call
 
 import mpicomp
@@ -119,6 +123,51 @@ def test_bytes_of_models_are_those_that_are_sent(config, collective, monkeypatch
     assert least == np.min(sent[4:])
 
 
+def test_what_lgc_sends_beside_indices_is_what_is_counted(monkeypatch):
+    """In a model of more layers than a bucket holds: the first layer, the last one's values, and a code."""
+    monkeypatch.setattr(lgc_models, "_STEPS", 1)
+    compressor = mpicomp.get_compressor({"id": "lgc", "published": True, "dense_steps": 2, "training_steps": 4})
+    counted = lgc_models.parts("ResNet-50", compressor.ratio)
+    whole, _ = lgc_models.step_bytes("ResNet-50", compressor, "learned", 2, 7)
+    indices = 4 * sum(size * compressor.ratio for _, size in lgc_models.parameters("ResNet-50")) / 2
+    rest = whole - sum(counted.values())
+    assert 0 < rest < indices  # coded in less than 32 bits, and sent by one of two
+
+
+def test_both_ways_of_an_allgather_bring_each_rank_the_same_bytes():
+    world = LocalWorld(3)
+    for name in ("allgather of MPI", "by neighbours, in segments"):
+        tasks = [flexible_messages.ways(1000, end.group)[name] for end in world.transports]
+        world.run([flexible.communicate(own) for own in tasks])
+        assert [
+            sum(task.wire_bytes(end.group) for task in own) for own, end in zip(tasks, world.transports, strict=True)
+        ] == [2000] * 3
+
+
+def test_means_over_seeds_have_their_range():
+    assert beside.of_seeds([0.25]) == "0.2500"
+    assert beside.of_seeds([1.0, 3.0], ".1f") == "2.0 (1.0 to 3.0)"
+
+
+def test_three_readings_of_gravacs_gain():
+    rng = np.random.default_rng(0)
+    gradient = [rng.standard_normal((20, 10)).astype(np.float32), rng.standard_normal(30).astype(np.float32)]
+    residual = [rng.standard_normal((20, 10)).astype(np.float32), np.zeros(30, np.float32)]
+    before = [own.copy() for own in residual]
+    told = gravac_gains.compress(gradient, residual, 10)
+    whole = [own + left for own, left in zip(gradient, before, strict=True)]
+    kept = [np.sort(np.abs(own), axis=None)[-own.size // 10 :] for own in whole]
+    alone = [np.sort(np.abs(own), axis=None)[-own.size // 10 :] for own in gradient]
+    energy = [sum((own**2).sum() for own in arrays) for arrays in (kept, whole, alone, gradient)]
+    norms = [sum(np.sqrt((own**2).sum()) for own in arrays) for arrays in (kept, gradient)]
+    assert told["gains"]["text"] == pytest.approx(energy[0] / energy[1], rel=1e-5)
+    assert told["gains"]["alone"] == pytest.approx(energy[2] / energy[3], rel=1e-5)
+    assert told["gains"]["code"] == pytest.approx(norms[0] / norms[1], rel=1e-5)
+    for own, sent, left in zip(whole, told["layers"], residual, strict=True):
+        np.testing.assert_array_equal(sent + left, own)
+        assert np.count_nonzero(sent) == own.size // 10
+
+
 def _twice(name, words, tmp_path, count):
     """Run a study twice as a script, and return its rows and what it printed; the second run makes no row."""
     path = tmp_path / "rows.jsonl"
@@ -159,6 +208,32 @@ def test_estimates_of_sidco(tmp_path):
     exact = {(row["name"], row["ratio"]): row["mean"] for row in rows[0]["found"]}
     assert exact["sidco.exponential.published", 0.01] == pytest.approx(1, abs=0.1)  # what is drawn is what is fitted
     assert "redsync.binary" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_time_to_a_quality_of_sidco(tmp_path):
+    _needs_images()
+    words = ["--data", "", "--tasks", "digits", "--ratio", "0.05", "--seeds", "0,1", "--steps", "4", "--ranks", "2"]
+    rows, printed = _twice("sidco", words, tmp_path, 1 + 2 * 5)  # how long it computes, and five exchanges
+    trained = [row for row in rows if row["table"] == "train"]
+    assert {row["ratio"] for row in trained} == {0.05, 1.0}
+    [probe] = [row for row in rows if row["table"] == "probe"]
+    least = probe["compute_s"] / (1 - sidco._SHARE)  # of what a dense step takes, nearly all is communication
+    assert all(row["step_s"] >= 0.99 * least for row in trained if row["name"] == "dense")
+    told = [line.split() for line in printed.splitlines() if line.startswith("digits")]
+    assert [words[1] for words in told] == ["0.05"] * 5
+    assert all(" to " in " ".join(words) for words in told)  # a range, of two seeds
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_rounding_of_lgreco():
+    _needs_images()
+    [first, *_] = lgreco_parts.adjustments("top-k", 2, 24)
+    assert first["finer"] <= first["published"] + 1e-9
+    assert first["here"] <= first["published"] + 1e-9
+    assert 0 < first["most to gain"] < 1
 
 
 @pytest.mark.slow
@@ -212,7 +287,7 @@ def test_tables_of_gravac(tmp_path):
     _needs_images()
     rows, printed = _twice(
         "gravac",
-        ["--ranks", "2", "--steps", "12", "--models", "", "--arms", "dense;top-k 10x;GraVAC here"],
+        ["--ranks", "2", "--steps", "12", "--models", "", "--gains", "", "--arms", "dense;top-k 10x;GraVAC here"],
         tmp_path,
         6,
     )

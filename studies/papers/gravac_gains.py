@@ -1,0 +1,99 @@
+"""Three readings of GraVAC's gain, measured in the same training: of its text, of its code, and of gradients alone.
+
+The text has ``||g_c||^2 / ||g_ef||^2``, both with the residual. The code divides plain norms, summed over layers: that
+of what is sent, in which residuals are, by that of the gradient, in which they are not.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import beside
+import numpy as np
+from mpicomp.bench.tasks import get_task
+from mpicomp.bench.tasks.updating import Updater
+from numpy.typing import NDArray
+
+FACTORS = (10, 20, 40, 160, 1000)
+"""What the paper's exponential rule tries from 10x to 1000x."""
+
+Layers = Sequence[NDArray[np.float32]]
+
+
+def train(task_name: str, factor: int, ranks: int, steps: int) -> dict[str, Any]:
+    """Train with top-k of each layer and error feedback, as the paper's code has it; return means of the last third."""
+    import resnet  # noqa: F401, registers its task
+
+    task = get_task(task_name, 0)
+    model = task.model()
+    optimizer = task.optimizer(model)
+    updater = Updater(task, optimizer, steps)
+    parameters = list(model.parameters())
+    residuals = [[np.zeros(tuple(own.shape), np.float32) for own in parameters] for _ in range(ranks)]
+    found = []
+    for step in range(steps):
+        sums = [np.zeros(tuple(own.shape), np.float32) for own in parameters]
+        told = []
+        for rank in range(ranks):
+            model.zero_grad()
+            task.loss(model, task.batch(step, rank, ranks)).backward()  # type: ignore[no-untyped-call]
+            gradient = [own.grad.numpy() for own in parameters if own.grad is not None]
+            sent = compress(gradient, residuals[rank], factor)
+            told.append(sent.pop("gains"))
+            for total, own in zip(sums, sent["layers"], strict=True):
+                total += own / ranks
+        for parameter, mean in zip(parameters, sums, strict=True):
+            assert parameter.grad is not None
+            parameter.grad.numpy()[...] = mean
+        updater.update()
+        found.append({name: fmean(own[name] for own in told) for name in told[0]})
+    late = found[2 * steps // 3 :]
+    return {name: fmean(own[name] for own in late) for name in late[0]} | {"quality": task.evaluate(model)}
+
+
+def compress(gradient: Layers, residual: Layers, factor: int) -> dict[str, Any]:
+    """Select from each layer, leave the rest in the residual, and tell what is sent and the three gains of a rank.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> gradient, residual = [np.float32([3, 0, 0, 4])], [np.float32([0, 0, 5, 0])]
+    >>> {name: round(gain, 2) for name, gain in compress(gradient, residual, 4)["gains"].items()}
+    {'text': 0.5, 'code': 1.0, 'alone': 0.64}
+    >>> residual[0].tolist()
+    [3.0, 0.0, 0.0, 4.0]
+    """
+    sent, energies, norms = [], [0.0] * 4, [0.0] * 2
+    for own, left in zip(gradient, residual, strict=True):
+        whole = own + left
+        selected, alone = _largest(whole, factor), _largest(own, factor)
+        left[...] = whole - selected
+        sent.append(selected)
+        for place, array in enumerate((selected, whole, alone, own)):
+            energies[place] += float(np.square(array).sum())
+        for place, array in enumerate((selected, own)):
+            norms[place] += float(np.linalg.norm(array))
+    text, alone_gain = energies[0] / energies[1], energies[2] / energies[3]
+    return {"layers": sent, "gains": {"text": text, "code": norms[0] / norms[1], "alone": alone_gain}}
+
+
+def _largest(array: NDArray[np.float32], factor: int) -> NDArray[np.float32]:
+    """Return an array whose largest elements alone are left, one in ``factor``."""
+    flat = array.ravel()
+    count = max(1, flat.size // factor)
+    places = np.argpartition(np.abs(flat), -count)[-count:]
+    kept = np.zeros_like(flat)
+    kept[places] = flat[places]
+    return kept.reshape(array.shape)
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print those rows that are of gains."""
+    own = [row for row in rows if row["table"] == "gains"]
+    beside.show("Gains at fixed factors, in the last third of the steps", own, {
+        "task": "", "name": "", "text": ".2f", "code": ".2f", "alone": ".2f", "quality": ".4f",
+    }, [
+        "text: squared norms of what is sent and of the gradient with the residual; code: sums of layers' norms, of "
+        "what is sent and of the gradient without the residual; alone: squared norms, without residuals in either",
+        "top-k of each layer; a step takes a factor where the gain is 0.7 or more",
+    ])  # fmt: skip
