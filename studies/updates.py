@@ -8,7 +8,8 @@ import argparse
 import itertools
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from behind import steps_behind
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task, get_task
 from mpicomp.bench.tasks.gpt import TextGPT
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpicomp
 from mpicomp.cli import run_program
@@ -31,7 +33,8 @@ from mpicomp.transport import LocalWorld
 
 _STUDY = "updates"
 _RANKS = 4
-_KEY = ("task", "arm", "rate", "seed", "steps")
+_KEY = ("task", "arm", "rate", "seed", "steps", "precision")
+_PRECISIONS = ("float32", "bfloat16")
 _BATCHES = 4  # gradients in a row whose mean is squared, in the attempt of that name
 _LONG_ENOUGH = 20  # steps of a run whose losses can be compared
 _TOPK = {"id": "topk", "ratio": 0.01, "wire": "q4"}
@@ -199,7 +202,19 @@ def take_what_arrived(
                 state["exp_avg_sq"].copy_(told)
 
 
-def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
+@contextmanager
+def computing(precision: str) -> Iterator[None]:
+    """Return a context for forward, backward and evaluation.
+
+    Products of matrices take operands in the precision that is named, and attention is made of such products: between
+    64 tokens that takes a quarter of the time of torch's own kernel, which differs in rounding. Parameters, gradients
+    and exchanges are float32 in any case.
+    """
+    with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+        yield
+
+
+def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int, precision: str) -> dict[str, Any]:
     """Train a task with simulated ranks; return the row."""
     arm, task, world = ARMS[arm_name], get_task(task_name, seed), LocalWorld(_RANKS)
     models = [task.model() for _ in range(_RANKS if arm.updates else 1)]
@@ -224,8 +239,9 @@ def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int) -> 
         for rank in range(_RANKS):
             model = models[rank % len(models)]
             model.zero_grad()
-            loss = task.loss(model, task.batch(step, rank, _RANKS))
-            loss.backward()  # type: ignore[no-untyped-call]
+            with computing(precision):
+                loss = task.loss(model, task.batch(step, rank, _RANKS))
+                loss.backward()  # type: ignore[no-untyped-call]
             of_step.append(float(loss.detach()))
             if not arm.updates:
                 own = ((name, parameter.grad) for name, parameter in model.named_parameters())
@@ -256,9 +272,11 @@ def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int) -> 
             if record is not None and record.step != told[place]:
                 told[place] = record.step
                 sent, wire = sent + record.sent_bytes, wire + record.wire_bytes
+    with computing(precision):
+        quality = task.evaluate(models[0])
     return {
-        "task": task_name, "arm": arm_name, "rate": rate, "seed": seed, "steps": steps,
-        "quality": task.evaluate(models[0]), "sent_less": 4 * numel * steps / sent,
+        "task": task_name, "arm": arm_name, "rate": rate, "seed": seed, "steps": steps, "precision": precision,
+        "quality": quality, "sent_less": 4 * numel * steps / sent,
         "wire_less": dense_ring_bytes(numel, _RANKS) * steps / wire, "losses": losses,
     }  # fmt: skip
 
@@ -315,6 +333,11 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--arms", default=",".join(ARMS), metavar="A[,..]", help="(%(default)s)")
     parser.add_argument("--rates", default="1,1.5,2", metavar="X[,..]", help="times the task's rate (%(default)s)")
+    parser.add_argument(
+        "--precision", default=_PRECISIONS[0], choices=_PRECISIONS,
+        help="of the operands of matrix products: bfloat16 takes a third of the time on processors that have it, and "
+        "is to rank attempts with (%(default)s)",
+    )  # fmt: skip
     kept_rows.add_arguments(parser, "text-gpt")
     return parser
 
@@ -327,12 +350,13 @@ def run(arguments: argparse.Namespace) -> int:
             raise UnknownNameError(f"{_STUDY}: --arms", arm, list(ARMS))
     rates = [float(word) for word in read_list(arguments.rates)]
     tasks, seeds, there = kept_rows.read(_STUDY, arguments, _KEY, 1)
+    precision = arguments.precision
     torch.set_num_threads(1)  # rows of different machines are to have the same bits
     for task, seed, arm, rate in itertools.product(tasks, seeds, arms, rates):
-        row = there.complete(train, task, arm, rate, seed, arguments.steps or get_task(task).steps)
+        row = there.complete(train, task, arm, rate, seed, arguments.steps or get_task(task).steps, precision)
         if row is not None:
             print(f"{task}, seed {seed}, {arm} at {rate:g} times the rate: {row['quality']:.4f}", flush=True)
-    results.show(table(there.made), _COLUMNS)
+    results.show(table([row for row in there.made if row["precision"] == precision]), _COLUMNS)
     return 0
 
 
