@@ -11,6 +11,8 @@ from mpicomp.bench.report.page import page
 from mpicomp.bench.report.runs import Run, read_runs
 from mpicomp.bench.report.verdict import verdict
 
+from mpicomp.system.files import whole_file
+
 
 def write_report(paths: Sequence[str], output: str, folder: str | None = None) -> int:
     """Write the report of one run, or of several compared.
@@ -81,5 +83,6 @@ def draw_report(runs: list[Run], output: str, folder: str | None) -> int:
                 Path(folder).mkdir(parents=True, exist_ok=True)
                 Path(folder, f"{picture.name}.svg").write_text(draw.on_white(drawn[picture.name]), encoding="utf-8")
                 draw.png(picture.figure, str(Path(folder, f"{picture.name}.png")))
-    Path(output).write_text(page(runs, verdict(runs), sections, drawn), encoding="utf-8")
+    with whole_file(output) as file:
+        file.write(page(runs, verdict(runs), sections, drawn))
     return len(drawn)

@@ -25,10 +25,12 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable("report", arguments.output)
     check_drawing("report")
     from mpicomp.bench.report.write import write_report
-    from mpicomp.errors import ConfigurationError
+    from mpicomp.errors import ConfigurationError, FileWriteError
 
     try:
         pictures = write_report(arguments.runs, arguments.output, arguments.pictures)
+    except FileWriteError:
+        raise
     except OSError as error:
         raise ConfigurationError(f"report: {error}; name a folder that can be written") from error
     print(f"{arguments.output}: {pictures} pictures" + (f", each in {arguments.pictures}" * bool(arguments.pictures)))

@@ -116,7 +116,9 @@ def run(arguments: argparse.Namespace) -> int:
         written["grid"] = _draw(arguments, measured, plans, ranks, links)
         print(f"drawn: {arguments.output}")
     if arguments.json is not None:
-        with open(arguments.json, "w", encoding="utf-8") as file:
+        from mpicomp.system.files import whole_file
+
+        with whole_file(arguments.json) as file:
             json.dump(written, file, indent=1)
             file.write("\n")
     return 0

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import resource
 import sys
 from html.parser import HTMLParser
 from itertools import combinations
@@ -363,6 +364,21 @@ def test_colours_can_be_told_apart(colours, weakness):
         for one, other in combinations(tokens, 2):
             apart = lab(colours[one], WEAKNESSES[weakness]) - lab(colours[other], WEAKNESSES[weakness])
             assert np.linalg.norm(apart) > 18, (one, other)
+
+
+def test_a_page_that_cannot_be_written_leaves_the_one_before(folder, tmp_path, capsys):
+    """No file may be longer than 2 KiB: what was begun is taken away again."""
+    page = tmp_path / "F.html"
+    page.write_text("the one before")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
+    try:
+        assert cli.main(["report", str(folder / "auto.json"), "-o", str(page)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "F.html' cannot be written" in capsys.readouterr().err
+    assert page.read_text() == "the one before"
+    assert [own.name for own in tmp_path.iterdir()] == ["F.html"]
 
 
 def test_without_what_draws_it_the_error_says_what_to_install(monkeypatch, capsys, tmp_path):
