@@ -190,8 +190,9 @@ def outlook(
         for term in range(unit.size):
             predicted += coefficients[plan, term] * unit[term]
         for term in range(unit.size):
-            share = coefficients[plan, term] * unit[term] / max(predicted, 1e-12)
-            uncertain += share * share * factor_variance[term]
+            if coefficients[plan, term] != 0:  # most are: a plan consists of a few operations
+                share = coefficients[plan, term] * unit[term] / max(predicted, 1e-12)
+                uncertain += share * share * factor_variance[term]
         speed, kernel, round_ = speeds[speed_of[plan]], kernels[kernel_of[plan]], rounds[round_of[plan]]
         own = math.exp(alone[plan] + speed[0] + kernel[0])
         predicted *= math.exp(round_[0])

@@ -77,14 +77,20 @@ class Network:
         return self._suspected != 0
 
     @property
+    def link(self) -> NDArray[np.float64]:
+        """Logarithms of `latency` and `seconds_per_byte`, a copy."""
+        link: NDArray[np.float64] = self._state[self._link_of[:2]]
+        return link
+
+    @property
     def latency(self) -> float:
         """Seconds of latency between hosts; inside the host where there is one."""
-        return float(np.exp(self._state[self._link_of[0]]))
+        return float(np.exp(self.link[0]))
 
     @property
     def seconds_per_byte(self) -> float:
         """Of the link between hosts; inside the host where there is one."""
-        return float(np.exp(self._state[self._link_of[1]]))
+        return float(np.exp(self.link[1]))
 
     def coefficients(self, rounds: Sequence[Sequence[Round]], groups: Sequence[Group]) -> NDArray[np.float64]:
         """Return the coefficients of a plan's rounds, for `seconds` and `observe`.

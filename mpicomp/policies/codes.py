@@ -80,6 +80,11 @@ class Codes:
         return bool(self._templates) and self._code is None and self._steps >= self._ask
 
     @property
+    def taken(self) -> bool:
+        """Whether a code was taken up."""
+        return self._code is not None
+
+    @property
     def code(self) -> Learner:
         """The code that was taken up; only where one was."""
         assert self._code is not None
@@ -109,7 +114,7 @@ class Codes:
         assert self._code is not None
         return [self._placed(own, self._shapes[bucket]) for own in (self._code.learning, self._code)]
 
-    def pass_step(self, learning: Sequence[int]) -> None:
+    def pass_step(self, learning: Sequence[int] = ()) -> None:
         """Count a step that was delivered, in which the codes of some buckets were learnt."""
         self._steps += 1
         for bucket in learning:

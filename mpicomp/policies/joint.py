@@ -123,6 +123,7 @@ class Joint(Policy):
         self._shapes: list[Shape] = []
         self._surveys: list[ElementSurvey] = []  # of each bucket
         self._elements: list[Elements] = []
+        self._is_known = True  # whether enough is known of all of them
         self._restored: dict[str, Mapping[str, Any]] = {}
         self._allowed: list[NDArray[np.int64]] = []
         self._together: list[NDArray[np.bool_]] = []  # rows of collectives whose ranks all send the same elements
@@ -157,14 +158,14 @@ class Joint(Policy):
         """See `Policy.survey`: some elements, until enough is known of them and then in two steps now and then."""
         if not self._chooses:
             return None
-        due = self._selector.awake and self._step >= self._looked + self._pause
         second = self._step == self._looked + 1
-        return self._surveys[bucket] if due or second or not self._is_known else None
+        if self._is_known and not second and not self._awake_after(self._looked):
+            return None
+        return self._surveys[bucket]
 
-    @property
-    def _pause(self) -> float:
-        """Steps between two looks, and between two searches."""
-        return max(_OFTEN, _SELDOM * self._age)
+    def _awake_after(self, before: int) -> bool:
+        """Return whether the pause between two looks, and between two searches, is over since the step before."""
+        return self._selector.awake and self._step >= before + max(_OFTEN, _SELDOM * self._age)
 
     def bucket_limit(self, nbytes: int, transport: Transport) -> Generator[Asked, Any, int | None]:
         """See `Policy.bucket_limit`: as many buckets as make what is left after backward least.
@@ -215,7 +216,7 @@ class Joint(Policy):
             self._due = True
         if self._chooses and self._codes.due:
             self._due |= yield from self._ask_for_codes(transport)
-        if changed or self._due or (self._selector.awake and self._step >= self._thought + self._pause):
+        if changed or self._due or self._awake_after(self._thought):
             self._due, self._thought = False, self._step
             self._think()
 
@@ -233,6 +234,9 @@ class Joint(Policy):
         self._following = {own: steps for own, steps in self._following.items() if own > step - _REMEMBERED}
         self._following[step] = self._local
         self._step += 1
+        if not self._codes.taken:
+            self._codes.pass_step()
+            return
         learning = [bucket for bucket in range(len(delivered)) if self._learnt(bucket)]
         self._codes.pass_step(learning)
         self._due |= not all(map(self._codes.learns, learning))  # what was learnt may run
@@ -249,12 +253,8 @@ class Joint(Policy):
         known = self._is_known
         for bucket, surveys in told.surveys.items():
             self._elements[bucket].observe(surveys)
+        self._is_known = all(own.known for own in self._elements)
         self._due |= self._is_known and not known
-
-    @property
-    def _is_known(self) -> bool:
-        """Whether enough is known of all buckets' elements."""
-        return all(own.known for own in self._elements)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Policy.state_dict`."""
@@ -292,6 +292,7 @@ class Joint(Policy):
         for shape, elements in zip(self._shapes, self._elements, strict=True):
             if shape.names[0] in self._restored:
                 elements.give(self._restored.pop(shape.names[0]))
+        self._is_known = all(own.known for own in self._elements)
 
     def _learnt(self, bucket: int) -> bool:
         """Return whether the step that has just ended was one in which a bucket's code was learnt."""
@@ -340,7 +341,7 @@ class Joint(Policy):
 
     def _time(self, told: StepReport) -> None:
         """Learn when buckets are ready, and the seconds of a step beside them."""
-        ready, ends = told.times[:, :, 3].max(axis=0), told.times[:, :, 1].max(axis=0)
+        ready, ends = told.latest[:, 3], told.latest[:, 1]
         last = float(ready[-1])
         apart = ready - last
         self._ready = apart if self._ready is None else self._ready + _SMOOTH * (apart - self._ready)
@@ -361,8 +362,8 @@ class Joint(Policy):
         least = (1 - _WORTH) * balance.worth(choice)
         # What a step takes beside exchanges has to be known, or there is nothing that fewer of them would save.
         for steps in self._locals if self._selector.measured and self._beside else ():
-            other = self._balance(steps)
-            if steps != self._local and other is not None:
+            other = None if steps == self._local else self._balance(steps)
+            if other is not None:
                 best = self._best(other)
                 if other.worth(best) < least:
                     self._local, balance, choice, least = steps, other, best, other.worth(best)

@@ -228,8 +228,7 @@ class PlanSelector:
         assert self.cost is not None
         network = self.cost.network
         yield from probe_link(network, transport)
-        now = np.log([network.latency, network.seconds_per_byte])
-        another = bool(np.abs(now - self._before).max() > _ANOTHER)
+        another = bool(np.abs(network.link - self._before).max() > _ANOTHER)
         network.find(changed=another)
         for table in self.tables:
             if table.candidates is not None:
@@ -296,20 +295,21 @@ class PlanSelector:
         assert self.cost is not None
         self.cost.network.drift()
         if not self.cost.network.suspects:
-            self._before = np.log([self.cost.network.latency, self.cost.network.seconds_per_byte])
+            self._before = self.cost.network.link
+        latest = told.latest.tolist()
         for bucket, plan in enumerate(told.plans):
             candidates, turn = self.tables[bucket].candidates, self._turns[bucket]
             assert candidates is not None
             if plan.settled:
-                start, end, own, _ = told.times[:, bucket].max(axis=0)
-                self._changed |= candidates.observe(plan.row, float(own), float(end - start))
+                start, end, own, _ = latest[bucket]
+                self._changed |= candidates.observe(plan.row, own, end - start)
                 if turn.row == plan.row and not turn.known:
                     turn.known = turn.fresh = True
         for table in self.tables:
             assert table.candidates is not None
             table.candidates.step()
         self._curious = min(self._curious + _CURIOUS[1], _CURIOUS[0])
-        began = float(told.times[:, 0, 0].max())
+        began = latest[0][0]
         if self._began is not None and told.step > self._began[0]:
             self._step_s.append((began - self._began[1]) / (told.step - self._began[0]))
             step_s = max(statistics.median(self._step_s), 1e-9)
@@ -323,7 +323,7 @@ class PlanSelector:
 
 def _same(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
     """Return whether the same rows are asked for, with the same reason and compressor."""
-    return first[1:] == second[1:] and np.array_equal(first[0], second[0])
+    return first[1:] == second[1:] and (first[0] is second[0] or np.array_equal(first[0], second[0]))
 
 
 def _table(ladder: Sequence[tuple[Compressor, Sequence[str]]], numel: int) -> PlanTable:

@@ -1,5 +1,6 @@
 """The base class of policies: a policy chooses the scheme that each bucket uses in a step."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -124,6 +125,12 @@ class StepReport:
     delivered: Sequence[Delivered]
     times: NDArray[np.float64]
     surveys: Mapping[int, NDArray[np.float32]]
+
+    @functools.cached_property
+    def latest(self) -> NDArray[np.float64]:
+        """Of each of the times the latest, or the most, over ranks, shape (buckets, 4)."""
+        latest: NDArray[np.float64] = self.times.max(axis=0)
+        return latest
 
 
 @dataclass(eq=False)

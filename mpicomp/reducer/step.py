@@ -213,7 +213,6 @@ class Step:
         if self._beside.frozen:
             return
         delivered = [Delivered(own.energy, own.gain, own.kept) for own in (done.result for done in self._done)]
-        surveys = {done.record.bucket: done.survey for done in self._done if done.survey is not None}
         begin, tally, group = time.perf_counter(), Tally(), core.transport.group
         yield from tally.count(core.pace.tell(record.step), group)
         record.slowest_rank, record.slowest_costs_s = core.pace.slowest_rank, core.pace.slowest_costs_s
@@ -222,10 +221,11 @@ class Step:
             core.policy.deliver(record.step, delivered)
             core.owed = core.policy.rewind
         yield from tally.count(core.telemetry.receive(core.policy), group)
+        surveys = {done.record.bucket: done.survey for done in self._done if done.survey is not None}
         if self._done and (core.policy.listens or surveys):
             times = np.array([(done.start, done.end, done.own_s, done.ready) for done in self._done])
-            report = StepReport(record.step, record.lr, [done.plan for done in self._done], delivered, times, {})
-            yield from tally.count(core.telemetry.publish(report, surveys), group)
+            report = StepReport(record.step, record.lr, [done.plan for done in self._done], delivered, times, surveys)
+            yield from tally.count(core.telemetry.publish(report), group)
         record.choosing_s += time.perf_counter() - begin - tally.waited_s
         record.overhead_bytes += tally.sent_bytes
         record.overhead_wire_bytes += tally.wire_bytes

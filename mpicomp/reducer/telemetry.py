@@ -1,7 +1,7 @@
 """Telemetry: the seconds of a step on each rank, sent to all ranks while the next step goes on."""
 
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
@@ -31,21 +31,21 @@ class Telemetry:
         self._report: StepReport | None = None
         self._under_way: Pending | None = None
 
-    def publish(self, report: StepReport, surveys: Mapping[int, NDArray[np.float32]]) -> Generator[Asked, Any, int]:
+    def publish(self, report: StepReport) -> Generator[Asked, Any, int]:
         """Send the report of this step in the background and return its bytes; `receive` comes first.
 
         Parameters
         ----------
         report : StepReport
-            With this rank's times and learning rate.
-        surveys : mapping of int to array of float32
-            What this rank has measured, by bucket; the same lengths on all ranks.
+            With this rank's times, learning rate and surveys, which have the same lengths on all ranks.
         """
-        lr = math.nan if report.lr is None else report.lr
-        parts = [np.array([lr]).view(np.uint8), report.times.reshape(-1).view(np.uint8)]
-        parts += [own.view(np.uint8) for own in surveys.values()]
-        send = np.concatenate(parts)
-        self._report = replace(report, surveys=surveys)
+        numbers = np.empty(1 + report.times.size)
+        numbers[0] = math.nan if report.lr is None else report.lr
+        numbers[1:] = report.times.reshape(-1)
+        send = numbers.view(np.uint8)
+        if report.surveys:
+            send = np.concatenate([send, *(own.view(np.uint8) for own in report.surveys.values())])
+        self._report = report
         task = Round(
             "allgatherv",
             [send.size] * self._ranks,
@@ -65,9 +65,10 @@ class Telemetry:
         self._under_way = None
         report = self._report
         assert report is not None
-        lr = float(everyones[0, :8].copy().view(np.float64)[0])
-        begin, end = 8, 8 + 8 * _PER_BUCKET * len(report.plans)
-        times = everyones[:, begin:end].copy().view(np.float64).reshape(self._ranks, len(report.plans), _PER_BUCKET)
+        end = 8 + 8 * _PER_BUCKET * len(report.plans)
+        numbers = everyones[:, :end].copy().view(np.float64)
+        lr = float(numbers[0, 0])
+        times = numbers[:, 1:].reshape(self._ranks, len(report.plans), _PER_BUCKET)
         surveys: dict[int, NDArray[np.float32]] = {}
         for bucket, own in report.surveys.items():
             begin, end = end, end + own.nbytes
