@@ -19,8 +19,8 @@ class Links:
     seconds_per_byte, latency : float or None
         Of a host's link, as a message between two ranks sees it; None stands for what was measured.
     switch : float or None
-        Seconds a byte of the switch that joins all hosts, each of which gets an even share of it; None for one that is
-        as fast as all links together.
+        Seconds a byte of the switch that joins all hosts, of which those that send at a time get an even share; None
+        for one that is as fast as all links together.
     """
 
     seconds_per_byte: float | None = None
@@ -68,6 +68,8 @@ class Topology:
         if self.hosts > 1:
             self._between_hosts(measured, measured_ranks, links)
         self._fold(measured.hosts if measured.hosts > 1 else measured_ranks)
+        if self.hosts > 1 and links.switch is not None:
+            self._through_switch(links.switch / self.network.seconds_per_byte)
         if self.per_host > 1 and measured.hosts == measured_ranks > 1:
             self.notes.append("links inside a host were not measured; they are taken for a usual machine's")
 
@@ -99,9 +101,21 @@ class Topology:
                 self.network.set_factors(ACROSS, operation, *measured.factors(WORLD, operation), 0.1)
         latency = self.network.latency if links.latency is None else links.latency
         per_byte = self.network.seconds_per_byte if links.seconds_per_byte is None else links.seconds_per_byte
-        if links.switch is not None:
-            per_byte = max(per_byte, self.hosts * links.switch)
         self.network.set_link(WORLD, latency, per_byte, 0.1)
+
+    def _through_switch(self, slowness: float) -> None:
+        """Have operations take longer for which the switch is slower than the links that are at work at a time.
+
+        What a root gathers comes through its link alone. A broadcast brings every host all of it, of which the others
+        pass on their parts.
+        """
+        hosts = self.hosts
+        sending = dict.fromkeys(OPERATIONS, float(hosts))
+        sending |= {"gatherv": 1.0, "bcast": (hosts - 1) / min(math.log2(hosts), 2 * (hosts - 1) / hosts)}
+        for group in (WORLD, ACROSS):
+            for operation, at_a_time in sending.items():
+                latency, volume = self.network.factors(group, operation)
+                self.network.set_factors(group, operation, latency, volume * max(1.0, at_a_time * slowness), 0.1)
 
     def group(self, rank: int) -> Group:
         """Return the group of all ranks as one of them sees it, as `mpicomp.rounds.layout_groups` does."""

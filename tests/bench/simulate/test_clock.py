@@ -192,6 +192,15 @@ def test_a_switch_gives_every_host_an_even_share():
 
 
 @pytest.mark.quick
+def test_a_switch_is_shared_by_those_that_send_at_a_time():
+    latency, per_byte, hosts = 1e-6, 1e-9, 8
+    clocks = [Clock(topology(hosts, links=Links(per_byte, latency, own))) for own in (None, per_byte / 4)]
+    free, shared = (own.seconds(bind(mpicomp.Dense(), "parameter-server"), 10**7, FLOAT) for own in clocks)
+    gathered, back = 7, 2 * 7 / 8  # arrays through the server's link; all 7 pass the switch on their way back
+    assert shared / free == pytest.approx((gathered + 7 / 4) / (gathered + back), rel=1e-3)
+
+
+@pytest.mark.quick
 def test_no_exchange_is_slower_on_a_faster_link():
     for compressor in COMPRESSORS:
         bound = compressor.bind(["w"], [N], [(200, 300)], warm_up=False)
@@ -205,11 +214,11 @@ def test_no_exchange_is_slower_on_a_faster_link():
 
 @pytest.mark.quick
 def test_an_allreduce_that_folds_does_so_where_ranks_are_no_power_of_two():
-    def volume(measured_ranks, factor, ranks):
-        network = Network(measured_ranks)
+    def volume(measured_ranks, factor, ranks, per_host=1):
+        network = Network(measured_ranks // per_host)
         for group in (WORLD, "across"):
             network.set_factors(group, "allreduce", 1.0, factor, 0.1)
-        return Topology(ranks, 1, network, measured_ranks).network.factors(WORLD, "allreduce")[1]
+        return Topology(ranks, per_host, network, measured_ranks).network.factors(WORLD, "allreduce")[1]
 
     folded = 3.5 / 1.6  # of 5 ranks one gives its array to another and gets the sum: 2 more than the 1.5 of 4 ranks
     assert volume(5, folded, 8) == pytest.approx(1)
@@ -217,6 +226,7 @@ def test_an_allreduce_that_folds_does_so_where_ranks_are_no_power_of_two():
     assert volume(5, 1.2 * folded, 5) == pytest.approx(1.2 * folded)
     assert volume(5, 1.1, 8) == pytest.approx(1.1)  # a ring, which does not fold
     assert volume(4, 1.1, 3) == pytest.approx(1.1)  # it cannot be told
+    assert volume(10, folded, 12, per_host=2) == pytest.approx(3.5 / (10 / 6))  # of 5 hosts, and 6
 
 
 @pytest.mark.quick
