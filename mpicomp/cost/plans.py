@@ -21,7 +21,6 @@ _MOST_SD = 0.7  # largest standard deviation by ageing
 _NOISE = 0.1**2  # variance of the logarithm of a measurement
 _LEAST_SHARE = 0.02  # smallest share of a plan's seconds that counts as time in rounds
 _ACCIDENT = 0.5  # of the logarithm: own work that differs by more counts as this much, except the first time
-_CHANGED_SD = 0.1  # standard deviation that a change of the network adds
 
 
 @dataclass(frozen=True)
@@ -198,11 +197,10 @@ class Candidates:
         self._last[plan] = self._step
         return changed
 
-    def unsettle(self) -> None:
-        """Predict with links that were measured anew, and trust corrections learnt for plans less."""
-        for place, rounds in enumerate(self._rounds):
-            rounds.variance += _CHANGED_SD**2
-            self._tables[2][place, 1] = rounds.variance
+    def reread(self) -> None:
+        """Take over corrections that others have changed: other buckets' candidates, or the cost model."""
+        for table, part in zip(self._tables, (self._speeds, self._kernels, self._rounds), strict=True):
+            table[:, :2] = [(own.error, own.variance) for own in part]
         self._refresh()
 
     def step(self) -> None:

@@ -142,6 +142,7 @@ class PlanSelector:
         self._changed = False
         self._before = np.zeros(2)  # logarithms of the link's latency and seconds a byte, before a change was suspected
         self._curious: float = _CURIOUS[0]
+        self._catching_up = 0  # the bucket that has last taken over what others have learnt
         self._wake()
 
     def _wake(self) -> None:
@@ -216,6 +217,7 @@ class PlanSelector:
         for table, shape, own in zip(self.tables, shapes, there, strict=True):
             table.candidates = cost.candidates(table.schemes, shape.numel, shape.dtype, group, ladder, own)
         self._turns = [_Turn(-1) for _ in self.tables]
+        self._catching_up = 0
         self._curious = _CURIOUS[0]
         self._wake()
 
@@ -230,9 +232,10 @@ class PlanSelector:
         yield from probe_link(network, transport)
         another = bool(np.abs(network.link - self._before).max() > _ANOTHER)
         network.find(changed=another)
+        self.cost.unsettle()
         for table in self.tables:
             if table.candidates is not None:
-                table.candidates.unsettle()
+                table.candidates.reread()
         for turn in self._turns:
             turn.known = turn.fresh = True
         self._curious = _CURIOUS[0]
@@ -308,6 +311,11 @@ class PlanSelector:
         for table in self.tables:
             assert table.candidates is not None
             table.candidates.step()
+        if len(self.tables) > 1:  # those of like length learn for each other: one catches up at a time
+            self._catching_up = (self._catching_up + 1) % len(self.tables)
+            catching_up = self.tables[self._catching_up].candidates
+            assert catching_up is not None
+            catching_up.reread()
         self._curious = min(self._curious + _CURIOUS[1], _CURIOUS[0])
         began = latest[0][0]
         if self._began is not None and told.step > self._began[0]:

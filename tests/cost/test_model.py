@@ -38,15 +38,36 @@ def test_what_is_learnt_holds_for_arrays_of_like_length():
     model.kernels[scheme_key(scheme)] = Alone(1e-6, 1e-9, 1e-9)
     group, _ = layout_groups([0, 1], 0)
 
-    def predicted(numel):
-        return model.candidates([scheme], numel, np.dtype(np.float32), group).prediction(0).kernels_s
+    def candidates(numel):
+        return model.candidates([scheme], numel, np.dtype(np.float32), group)
 
-    before = {numel: predicted(numel) for numel in (0, 1, 100_000, 95_000)}
-    model.candidates([scheme], 100_000, np.dtype(np.float32), group).observe(0, 100 * before[100_000], 1.0)
+    def predicted(numel):
+        return candidates(numel).prediction(0).kernels_s
+
+    beside = candidates(96_000)
+    before = {numel: predicted(numel) for numel in (0, 1, 95_000, 96_000, 100_000)}
+    candidates(100_000).observe(0, 100 * before[100_000], 1.0)
     after = {numel: predicted(numel) for numel in before}
     assert after[95_000] / before[95_000] == pytest.approx(after[100_000] / before[100_000])
     assert after[95_000] > 5 * before[95_000]
     assert after[0] == before[0]  # whose correction was there before
+    assert after[1] == before[1]
+    beside.reread()
+    assert beside.prediction(0).kernels_s == after[96_000]
+
+
+def test_after_a_change_of_the_network_what_is_learnt_of_a_length_is_trusted_less_once():
+    model, scheme = CostModel(Network(2)), bind(mpicomp.TopK(), "allgather")
+    model.kernels[scheme_key(scheme)] = Alone(1e-6, 1e-9, 1e-9)
+    group, _ = layout_groups([0, 1], 0)
+    for numel in (95_000, 100_000, 100_000, 7):
+        model.candidates([scheme], numel, np.dtype(np.float32), group)
+    [lengths] = model.rounds_learnt.values()
+    before = {numel: own.variance for numel, own in lengths.items()}
+    model.unsettle()
+    assert {numel: own.variance - before[numel] for numel, own in lengths.items()} == pytest.approx(
+        dict.fromkeys(before, 0.01)
+    )
 
 
 def test_for_elsewhere_what_a_training_has_learnt_of_its_network_is_left_behind():
