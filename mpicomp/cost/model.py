@@ -22,7 +22,6 @@ SCHEMA = 2
 
 _SUFFIX = " on cuda"  # behind the names of own work that is a device's; rounds are the same there
 _TO_AN_OCTAVE = 4  # lengths, each of which stands for all within a tenth of it
-_CHANGED_SD = 0.1  # standard deviation that a change of the network adds
 _LATER = 1 << 30  # number of a step in the long run: first steps may have other rounds
 
 
@@ -92,12 +91,6 @@ class CostModel:
             [_learnt_of(kernels, key, numel, Learnt.kernels) for key in keys],
             [_learnt_of(self.rounds_learnt, plan_key(scheme, ladder), numel, Learnt.rounds) for scheme in schemes],
         )
-
-    def unsettle(self) -> None:
-        """Trust corrections of plans' rounds less, after a change of the network."""
-        for lengths in self.rounds_learnt.values():
-            for own in lengths.values():
-                own.variance += _CHANGED_SD**2
 
     def own_work(self, scheme: Scheme[Any], numel: int, on_device: bool = False) -> float:
         """Return the seconds of a scheme's own work on a ladder of ratios, from other compressors' where it never ran.

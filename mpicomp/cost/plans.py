@@ -21,6 +21,7 @@ _MOST_SD = 0.7  # largest standard deviation by ageing
 _NOISE = 0.1**2  # variance of the logarithm of a measurement
 _LEAST_SHARE = 0.02  # smallest share of a plan's seconds that counts as time in rounds
 _ACCIDENT = 0.5  # of the logarithm: own work that differs by more counts as this much, except the first time
+_CHANGED_SD = 0.1  # standard deviation that a change of the network adds
 
 
 @dataclass(frozen=True)
@@ -197,8 +198,23 @@ class Candidates:
         self._last[plan] = self._step
         return changed
 
+    def unsettle(self, already: set[int] | None = None) -> None:
+        """Predict with links that were measured anew, and trust corrections learnt for plans less.
+
+        Parameters
+        ----------
+        already : set of int, optional
+            Identities of corrections that other buckets' candidates have, and trust less by now; added to.
+        """
+        already = set() if already is None else already
+        for own in self._rounds:
+            if id(own) not in already:
+                already.add(id(own))
+                own.variance += _CHANGED_SD**2
+        self.reread()
+
     def reread(self) -> None:
-        """Take over corrections that others have changed: other buckets' candidates, or the cost model."""
+        """Take over corrections that other buckets' candidates have changed."""
         for table, part in zip(self._tables, (self._speeds, self._kernels, self._rounds), strict=True):
             table[:, :2] = [(own.error, own.variance) for own in part]
         self._refresh()

@@ -232,10 +232,10 @@ class PlanSelector:
         yield from probe_link(network, transport)
         another = bool(np.abs(network.link - self._before).max() > _ANOTHER)
         network.find(changed=another)
-        self.cost.unsettle()
+        already: set[int] = set()
         for table in self.tables:
             if table.candidates is not None:
-                table.candidates.reread()
+                table.candidates.unsettle(already)
         for turn in self._turns:
             turn.known = turn.fresh = True
         self._curious = _CURIOUS[0]

@@ -60,11 +60,13 @@ def test_after_a_change_of_the_network_what_is_learnt_of_a_length_is_trusted_les
     model, scheme = CostModel(Network(2)), bind(mpicomp.TopK(), "allgather")
     model.kernels[scheme_key(scheme)] = Alone(1e-6, 1e-9, 1e-9)
     group, _ = layout_groups([0, 1], 0)
-    for numel in (95_000, 100_000, 100_000, 7):
-        model.candidates([scheme], numel, np.dtype(np.float32), group)
+    sizes = (95_000, 100_000, 100_000, 7)
+    buckets = [model.candidates([scheme], numel, np.dtype(np.float32), group) for numel in sizes]
     [lengths] = model.rounds_learnt.values()
     before = {numel: own.variance for numel, own in lengths.items()}
-    model.unsettle()
+    already = set()
+    for bucket in buckets:
+        bucket.unsettle(already)
     assert {numel: own.variance - before[numel] for numel, own in lengths.items()} == pytest.approx(
         dict.fromkeys(before, 0.01)
     )
