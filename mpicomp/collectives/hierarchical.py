@@ -157,16 +157,20 @@ class Hierarchical(Scheme[Compressor]):
             part = self._part(accumulated, incoming, own, group.hosts, workspace)
             result, damaged = yield from self._between_hosts(part, context, across)
             report, mean, problem = self._report(result, damaged, last), result.mean, result.problem
-            if isinstance(result.sent, Selection):
+            if self._sparse:
+                assert isinstance(result.sent, Selection)
                 indices = workspace.array("indices", result.sent.indices.size, np.uint32)
                 np.add(result.sent.indices, np.uint32(own.start), out=indices)
                 sent = Selection(indices, result.sent.values)
-            elif not np.may_share_memory(result.sent, part.array()):
+            elif isinstance(result.sent, Selection) or not np.may_share_memory(result.sent, part.array()):
                 kept_back = part.array()
                 sent = workspace.array("sent", numel, dtype)
                 sent[:] = accumulated.array()
                 with np.errstate(over="ignore", invalid="ignore"):
-                    np.subtract(kept_back, result.sent, out=kept_back)
+                    if isinstance(result.sent, Selection):
+                        kernels.subtract_at(result.sent.indices, result.sent.values, kept_back)
+                    else:
+                        np.subtract(kept_back, result.sent, out=kept_back)
                     np.subtract(sent[own], kept_back, out=sent[own])
         if self._sparse:
             array = accumulated.array()

@@ -4,10 +4,10 @@ import numpy as np
 import oracle
 import pytest
 from lockstep import gradients, run
-from schemes import Above
+from schemes import REPRESENTATIVES, Above
 
 import mpicomp
-from mpicomp.collectives import bind, variants
+from mpicomp.collectives import bind, fitting, variants
 from mpicomp.errors import NonFiniteError
 from mpicomp.transport import LocalWorld
 
@@ -27,6 +27,23 @@ class OnHosts:
 
     def residuals(self):
         return [reducer.residual("w") for reducer in self.reducers]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:3], ids=str)
+@pytest.mark.parametrize("compressor", [own for own in REPRESENTATIVES if "hierarchical" in fitting(own)], ids=str)
+def test_nothing_is_lost(compressor, layout):
+    """In every step, whatever the inner collective says to have sent of a host's sum, and in every phase of a code."""
+    ranks = OnHosts(layout, compressor, "hierarchical", warmup=0)
+    rng = np.random.default_rng(3)
+    before = np.zeros((len(layout), 3000))
+    for _ in range(6):
+        arrays = rng.normal(size=before.shape).astype(np.float32)
+        means = ranks.reduce(list(arrays))
+        after = np.array(ranks.residuals(), np.float64)
+        put_in = (arrays + before - after).sum(axis=0)
+        largest = np.abs(np.concatenate([arrays, before, after])).max()
+        np.testing.assert_allclose(len(layout) * means[0].astype(np.float64), put_in, rtol=0, atol=4e-6 * largest)
+        before = after
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
