@@ -157,8 +157,7 @@ class Hierarchical(Scheme[Compressor]):
             part = self._part(accumulated, incoming, own, group.hosts, workspace)
             result, damaged = yield from self._between_hosts(part, context, across)
             report, mean, problem = self._report(result, damaged, last), result.mean, result.problem
-            if self._sparse:
-                assert isinstance(result.sent, Selection)
+            if self._sparse and isinstance(result.sent, Selection):
                 indices = workspace.array("indices", result.sent.indices.size, np.uint32)
                 np.add(result.sent.indices, np.uint32(own.start), out=indices)
                 sent = Selection(indices, result.sent.values)
