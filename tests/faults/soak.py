@@ -42,6 +42,7 @@ import mpicomp
 from mpicomp.errors import MpicompError, NonFiniteError, UnknownNameError
 from mpicomp.transport.interleave import ProgressThread
 from mpicomp.transport.mpi import COUNT_LIMIT, MPITransport
+from mpicomp.transport.mpi_pool import _MANY as MANY
 from mpicomp.transport.mpi_pool import pools
 from mpicomp.transport.naps import wait
 
@@ -70,7 +71,6 @@ LIMIT_S = 300  # seconds of an episode, after which every rank prints its stacks
 EPS = {"float16": 2.0**-11, "float32": 1e-6, "float64": 1e-6}
 """Rounding of a delivered mean relative to the largest number of its array, and of the sums that it comes from."""
 MOST_GROWTH = 0.01  # of memory, once it is warm
-MOST_KEPT = 48  # sets of channels of a pool, from where on it has garbage collected before it makes another
 
 
 class Open:
@@ -404,7 +404,7 @@ def soak(steps, seed, number, say, most_s=math.inf):
             own = held(opened)
             say(f"{done} steps, {number} episodes, {time.monotonic() - began:.0f} s, {own}")
             for ranks, pool in pools.items():
-                assert len(pool._sets) <= MOST_KEPT, f"the pool of {ranks} keeps {len(pool._sets)} sets of channels"
+                assert len(pool._sets) <= MANY, f"the pool of {ranks} keeps {len(pool._sets)} sets of channels"
             if number >= WARM:
                 seen.append((done, own))
     faulthandler.cancel_dump_traceback_later()
