@@ -88,7 +88,8 @@ def train(task_name: str, seed: int, exchange: str, steps: int, exchanges: Seque
     Returns
     -------
     dict
-        Losses of all steps, the quality in the end, and how far each exchange was predicted to be behind.
+        Losses of all steps, the quality in the end, how far each exchange was predicted to be behind, and of the dense
+        training the elements that predictions were made from.
     """
     task = get_task(task_name, seed)
     model = task.model()
@@ -104,6 +105,7 @@ def train(task_name: str, seed: int, exchange: str, steps: int, exchanges: Seque
     first, last = (int(share * steps) for share in _SPAN)
     losses, sent, lost, signals = [], 0.0, 0.0, []
     told: dict[str, list[float]] = {name: [] for name in exchanges}
+    looks: list[dict[str, Any]] = []
     for step in range(steps):
         gradients, loss_of_ranks = [], []
         for rank in range(_RANKS):
@@ -124,6 +126,8 @@ def train(task_name: str, seed: int, exchange: str, steps: int, exchanges: Seque
                 gain, energy = bucket.gain or 0.0, bucket.energy or 0.0
                 sent, lost = sent + gain * energy, lost + (1 - gain) * energy
             signals.append(elements.signal)
+            if exchange == "dense" and step % _EVERY == 0:
+                looks.append({"step": step, **elements.state()})
             for name in exchanges if step % _EVERY == 0 else ():
                 prediction = predict(elements, name, step)
                 if prediction is not None:
@@ -138,6 +142,7 @@ def train(task_name: str, seed: int, exchange: str, steps: int, exchanges: Seque
         "task": task_name, "seed": seed, "exchange": exchange, "steps": steps, "quality": task.evaluate(model),
         "delay": lost / sent, "signal": float(np.mean(signals)),
         "predicted": {name: float(np.mean(own)) for name, own in told.items() if own}, "losses": losses,
+        "elements": looks,
     }  # fmt: skip
 
 
@@ -150,7 +155,7 @@ def table(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if base is not None:
             behind = 0.0 if base is row else steps_behind(np.array(base["losses"]), np.array(row["losses"]))
             of_row, of_dense = (own["predicted"].get(row["exchange"]) for own in (row, base))
-            kept = {name: own for name, own in row.items() if name != "losses"}
+            kept = {name: own for name, own in row.items() if name not in ("losses", "elements")}
             made.append(kept | {"behind": behind, "predicted": of_row, "by_dense": of_dense})
     return made
 

@@ -31,9 +31,9 @@ _FACTOR_SD = 0.3  # the same of an operation's factor
 _LINK_DRIFT = 0.02**2  # variance that a step adds to the logarithm of a link's latency or bandwidth
 _FACTOR_DRIFT = 0.002**2  # the same of an operation's factor
 _LINK_MOST = 0.1**2  # largest variance by drift: a link that a plan hardly uses must not absorb the plan's errors
-_STRANGE = 4.0  # standard deviations from which on a measurement may be an outlier, or the network has changed
+STRANGE = 4.0  # standard deviations from which on a measurement may be an outlier, or the network has changed
 _PATIENCE = 2, 6  # such measurements before the network counts as changed: at first, and at most
-_LEAST_STRANGE = 0.35  # of the logarithm: smaller deviations are never taken for a change
+LEAST_STRANGE = 0.35  # of the logarithm: smaller deviations are never taken for a change
 
 _RANKS = 16  # number of ranks whose shapes are looked at
 _FEW = 4  # the same among more than `_MANY`, of whom each has shapes as long as there are ranks
@@ -171,7 +171,7 @@ class Network:
         """
         innovation, slope, variance, self._suspected, changed = arithmetic.update(
             coefficients, self.units, self._link_of, self._state, self._variance, seconds, noise, rough, own_error,
-            own_variance, added_s, self._suspected, self._patience, _STRANGE, _LEAST_STRANGE,
+            own_variance, added_s, self._suspected, self._patience, STRANGE, LEAST_STRANGE,
         )  # fmt: skip
         self._refresh()
         return innovation, slope, variance, changed

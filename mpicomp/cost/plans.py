@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mpicomp.cost import arithmetic
 from mpicomp.cost.contention import Contention
-from mpicomp.cost.network import Network
+from mpicomp.cost.network import LEAST_STRANGE, STRANGE, Network
 
 _SPEED_SD = 0.5  # standard deviation of the logarithm of a compressor's seconds over those alone, before it was run
 _SPEED_DRIFT = 0.02**2  # variance that a step adds to the logarithm of a speed
@@ -151,6 +151,12 @@ class Candidates:
             The plans that are looked at, at least one.
         """
         return arithmetic.choose(self._outlook, too_slow, among)
+
+    def is_strange(self, plan: int, seconds: float) -> bool:
+        """Return whether measured seconds of a plan are so far from its prediction that links may have changed."""
+        noise = math.hypot(_NOISE**0.5, self._contention.seconds / max(seconds, 1e-9))
+        far = math.log(max(seconds, 1e-9) / self.prediction(plan).seconds)
+        return abs(far) > max(LEAST_STRANGE, STRANGE * noise)
 
     def age(self, plan: int) -> int | None:
         """Return the number of steps since a plan's seconds were learnt from; None where they never were."""

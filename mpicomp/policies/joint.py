@@ -32,14 +32,15 @@ from mpicomp.transport.base import Transport
 _LEAST = 0.001  # lowest ratio among the candidates: below it indices take more than values
 _MOST = 0.25  # highest ratio among the candidates: above it four bits of all elements are fewer
 _STEP = 2 ** (1 / 2)  # from one ratio to the next: the best one of them is within 5 % of the best of all
-_OFTEN = 10  # steps between two looks at gradients, and between two searches for better plans, at first
+_OFTEN = 10  # steps between two looks at gradients, and the searches for better plans that follow, at first
 _SELDOM = 0.1  # share of the steps done so far between them later: what is known changes as slowly as training does
+_STRETCH = 2  # times the pause before where a search has changed nothing, up to all steps so far
+_JUMP = 2.0  # times the learning rate of the last search, or a part of it, from which on gradients are looked at anew
 _SMOOTH = 0.1  # share of a step in the moving average of when buckets are ready
 _BITS = 8  # how many times fewer they are than bytes of dense exchange, where all elements travel in four bits
 _WOKEN_S = 3e-3  # seconds that a thread waits for a core on which another one computes: a slice of Linux' scheduler
 _BESIDES = 15  # steps whose median is the time beside exchanges: something else may come in between
 _WORTH = 0.03  # how much better other plans have to be than those that run
-_REMEMBERED = 8  # exchanges of which the steps between them are known: reports come one or two later
 _PAYS = 0.1  # how much better compressed plans have to be than dense ones, since what is known of harm is not exact
 
 
@@ -113,7 +114,8 @@ class Joint(Policy):
         self._normalises = named.normalises
         self._locals = list(named.local_steps)
         self._local = self._locals[0]
-        self._following: dict[int, int] = {}  # of the last exchanges, the steps that ranks make after each
+        self._made = 1  # steps that ranks have made since the last exchange
+        self._following: dict[int, int] = {}  # of exchanges since seconds were heard of, the steps made after each
         self._compresses = not dense_only
         self._chooses = False  # whether there is anything but dense: not where there is one rank
         self._codes = Codes(codes)
@@ -137,7 +139,11 @@ class Joint(Policy):
         self._before: tuple[int, float] | None = None
 
     def _forget(self) -> None:
-        self._step = self._thought = self._looked = 0  # since buckets are what they are: now, and when last done
+        self._step = self._next = 0  # since buckets are what they are: now, and when to look at gradients again
+        self._pause = 0.0  # steps from one look to the next
+        self._looked = -1  # number of the step of the last pair of looks
+        self._lr: float | None = None  # since when looks are as they are
+        self._took = math.nan  # seconds that were predicted of plans at the last search
 
     @property
     def cost(self) -> CostModel | None:
@@ -156,16 +162,8 @@ class Joint(Policy):
 
     def survey(self, bucket: int) -> Survey | None:
         """See `Policy.survey`: some elements, until enough is known of them and then in two steps now and then."""
-        if not self._chooses:
-            return None
-        second = self._step == self._looked + 1
-        if self._is_known and not second and not self._awake_after(self._looked):
-            return None
-        return self._surveys[bucket]
-
-    def _awake_after(self, before: int) -> bool:
-        """Return whether the pause between two looks, and between two searches, is over since the step before."""
-        return self._selector.awake and self._step >= before + max(_OFTEN, _SELDOM * self._age)
+        looks = self._chooses and (self._step >= self._next or not self._is_known)
+        return self._surveys[bucket] if looks else None
 
     def bucket_limit(self, nbytes: int, transport: Transport) -> Generator[Asked, Any, int | None]:
         """See `Policy.bucket_limit`: as many buckets as make what is left after backward least.
@@ -209,30 +207,40 @@ class Joint(Policy):
         self._renewed = False
 
     def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
-        """See `Policy.refresh`. Better plans are sought now and then, and at once where the network has changed."""
+        """See `Policy.refresh`. Better plans are sought after looks, and at once where the network has changed."""
         changed = yield from self._selector.refresh(transport)
         if self._renewed:
             yield from self._begin(transport)
             self._due = True
         if self._chooses and self._codes.due:
             self._due |= yield from self._ask_for_codes(transport)
-        if changed or self._due or self._awake_after(self._thought):
-            self._due, self._thought = False, self._step
+        if changed or self._due:
+            self._due = False
+            before = self._allowed
             self._think()
+            if changed or not all(map(np.array_equal, before, self._allowed)):
+                self._wait(0)
 
     def plan(self, bucket: int) -> Plan:
         """See `Policy.plan`."""
         reason = "learning a code that is predicted to pay" if self._codes.learns(bucket) else self._reason
         return self._selector.plan(bucket, self._allowed[bucket], reason)
 
+    def _wait(self, pause: float) -> None:
+        """Look at gradients again after so many steps, or as many as are usual now."""
+        self._pause = min(max(_OFTEN, _SELDOM * self._age, pause), max(_OFTEN, self._age))
+        self._next = self._step + math.ceil(self._pause)
+
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
         """See `Policy.deliver`."""
-        if self._chooses and self._step != self._looked + 1 and self.survey(0) is not None:
-            self._looked = self._step
+        if self._is_known and self._step > self._next:  # the second look in a row
+            self._looked = step
+            self._wait(_STRETCH * self._pause)
         self._age += 1
-        self._trained += self._following.get(step - 1, 1)
-        self._following = {own: steps for own, steps in self._following.items() if own > step - _REMEMBERED}
-        self._following[step] = self._local
+        self._trained += self._made
+        self._made = self._local
+        if len(self._locals) > 1 and self._selector.measured:
+            self._following[step] = self._local
         self._step += 1
         if not self._codes.taken:
             self._codes.pass_step()
@@ -247,14 +255,20 @@ class Joint(Policy):
 
     def learn(self, told: StepReport) -> None:
         """See `Policy.learn`. A step that was undone tells too, so that its number says nothing."""
-        self._selector.learn(told)
-        if self._selector.measured:  # else seconds of steps have nothing to do with those of plans
+        if self._selector.learn(told):
             self._time(told)
-        known = self._is_known
-        for bucket, surveys in told.surveys.items():
-            self._elements[bucket].observe(surveys)
-        self._is_known = all(own.known for own in self._elements)
-        self._due |= self._is_known and not known
+            takes = sum(float(self._selector.seconds(bucket)[own].min()) for bucket, own in enumerate(self._allowed))
+            if math.isnan(self._took):
+                self._took = takes
+            self._due |= abs(takes - self._took) > _PAYS * self._took
+        if told.lr and not 1 / _JUMP < told.lr / (self._lr or told.lr) < _JUMP:
+            self._pause, self._next, self._lr = 0.0, self._step, None
+        self._lr = self._lr or told.lr
+        if told.surveys:
+            for bucket, surveys in told.surveys.items():
+                self._elements[bucket].observe(surveys)
+            known, self._is_known = self._is_known, all(own.known for own in self._elements)
+            self._due |= self._is_known and (not known or told.step == self._looked)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Policy.state_dict`."""
@@ -349,10 +363,12 @@ class Joint(Policy):
             passed = [self._following.get(step, 1) for step in range(self._before[0], told.step)]
             between = (last - self._before[1]) - len(passed) * (float(ends[-1]) - last)
             self._beside.append(between / sum(passed))
+        self._following = {step: steps for step, steps in self._following.items() if step >= told.step}
         self._before = told.step, last
 
     def _think(self) -> None:
         """Search for better plans with the current state, and for the steps that ranks make between exchanges."""
+        self._took = math.nan
         buckets = range(len(self._shapes))
         balance = self._balance(self._local)
         if balance is None:

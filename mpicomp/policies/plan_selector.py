@@ -32,9 +32,8 @@ _SETTLING = "as in the step before, until it is known what it takes"
 _UNMEASURED = "nothing can be measured, the first that fits"  # one rank, or ranks in lockstep
 _CURIOUS = 12, 1 / 64  # plans that may be explored after a start or a change of the network, and more for each step
 _SETTLED = 2  # steps of a plan that teach nothing: buffers are made, and compressors find their bounds
-_AWAKE_S = 2e-3  # seconds that looking at a step takes
-_WORTH = 0.01  # share of the time of all steps that looking at them may take
-_SELDOM = 6  # steps of which at least one is looked at, so that a change is followed within ten
+_SELDOM = 6  # steps of which one at least is compared with its prediction, so that a change is followed within ten
+_PAUSE_S = 0.1  # seconds between two steps that are learnt from, which takes less than 1 ms: 1 % of that
 _STEPS = 5  # intervals between steps whose median counts
 _ANOTHER = 0.35  # by how much the logarithm of a link's latency or bandwidth differs when the link has changed
 _TOO_SLOW = 3.0  # times the least predicted seconds: slower plans are not run to check the prediction
@@ -114,7 +113,8 @@ class PlanSelector:
     then: sooner when little is known of it, when it has not run for long, and when it can cost little. Rows that are
     predicted to take three times the least seconds are not explored. A row runs for several steps in turn, since the
     first ones teach nothing: buffers are made, and thresholds are those of another plan. Where steps are so short that
-    choosing and learning would be felt, both are done in one step of up to six, except for new rows.
+    choosing and learning would be felt, both are done ten times a second, except for new rows; in between one step of
+    up to six is compared with its prediction, and where it differs the next one is learnt from.
 
     Parameters
     ----------
@@ -147,13 +147,9 @@ class PlanSelector:
 
     def _wake(self) -> None:
         self._count, self._every = 0, 1
+        self._learns_at = 0  # step from which on the next one that is heard of is learnt from
         self._began: tuple[int, float] | None = None
         self._step_s: deque[float] = deque(maxlen=_STEPS)
-
-    @property
-    def awake(self) -> bool:
-        """Whether plans are to be looked at in this step: of short ones some are."""
-        return self._count % self._every == 0
 
     @property
     def measured(self) -> bool:
@@ -162,12 +158,12 @@ class PlanSelector:
 
     @property
     def listens(self) -> bool:
-        """Whether this step is to be learnt from: of short ones some are, and those that bring news."""
-        if not self.measured:
-            return False
+        """Whether ranks are to tell the seconds of this step: of short ones some, and those that bring news."""
+        return self.measured and (self._count % self._every == 0 or self._has_news())
+
+    def _has_news(self) -> bool:
         assert self.cost is not None
-        news = self.cost.network.suspects or any(not turn.known and turn.steps >= _SETTLED for turn in self._turns)
-        return news or self.awake
+        return self.cost.network.suspects or any(not turn.known and turn.steps >= _SETTLED for turn in self._turns)
 
     def know(self, transport: Transport) -> Generator[Asked, Any, CostModel | None]:
         """Return what is known of links and operations, measured where it is not; None where nothing can be.
@@ -268,7 +264,7 @@ class PlanSelector:
         """
         table, turn = self.tables[bucket], self._turns[bucket]
         asked = among, reason, compressor
-        if turn.plan is not None and turn.known and not (turn.fresh or self.awake) and _same(asked, turn.asked):
+        if turn.plan is not None and turn.known and not turn.fresh and _same(asked, turn.asked):
             turn.steps += 1
             return turn.plan
         before, why = turn.row, "" if reason and among.size == 1 else _SETTLING
@@ -291,11 +287,15 @@ class PlanSelector:
         turn.asked, turn.fresh = asked, False
         return turn.plan
 
-    def learn(self, told: StepReport) -> None:
-        """Learn from the seconds of a step."""
+    def learn(self, told: StepReport) -> bool:
+        """Learn from the seconds of a step, and return whether that was done: most of the short ones need not be."""
         if not self.measured or not self._turns:
-            return
+            return False
         assert self.cost is not None
+        if told.step < self._learns_at and not self._has_news():
+            if self._is_strange(told):
+                self._learns_at, self._count = told.step + 1, -1  # the next one, whatever it takes
+            return False
         self.cost.network.drift()
         if not self.cost.network.suspects:
             self._before = self.cost.network.link
@@ -306,8 +306,9 @@ class PlanSelector:
             if plan.settled:
                 start, end, own, _ = latest[bucket]
                 self._changed |= candidates.observe(plan.row, own, end - start)
-                if turn.row == plan.row and not turn.known:
-                    turn.known = turn.fresh = True
+                if turn.row == plan.row:
+                    turn.known = True
+            turn.fresh = True
         for table in self.tables:
             assert table.candidates is not None
             table.candidates.step()
@@ -321,8 +322,18 @@ class PlanSelector:
         if self._began is not None and told.step > self._began[0]:
             self._step_s.append((began - self._began[1]) / (told.step - self._began[0]))
             step_s = max(statistics.median(self._step_s), 1e-9)
-            self._every = min(_SELDOM, math.ceil(_AWAKE_S / (_WORTH * step_s)))
+            pause = math.ceil(_PAUSE_S / step_s)
+            self._every, self._learns_at = min(_SELDOM, pause), told.step + pause
         self._began = told.step, began
+        return True
+
+    def _is_strange(self, told: StepReport) -> bool:
+        """Return whether a step took other seconds than were predicted of its plans."""
+        for table, plan, (start, end, *_) in zip(self.tables, told.plans, told.latest.tolist(), strict=True):
+            assert table.candidates is not None
+            if plan.settled and table.candidates.is_strange(plan.row, end - start):
+                return True
+        return False
 
     def give(self, cost: CostModel | None) -> None:
         """Take up a cost model, which counts where none is known yet: that of rank 0."""

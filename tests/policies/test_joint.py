@@ -1,5 +1,7 @@
 """The joint choice: what it runs under simulated networks, and that nothing is lost on the way."""
 
+import re
+
 import numpy as np
 import pytest
 from marks import slow
@@ -69,25 +71,29 @@ def test_it_is_careful_at_first_and_loosens():
 
 
 @pytest.mark.parametrize("fidelity", [slow(0.5), slow(0.9), 0.7])
-def test_training_falls_behind_by_no_more_than_was_said(fidelity):
+def test_training_falls_behind_by_as_much_as_was_said(fidelity):
     """What an optimizer makes of the means, against what it makes of the means of all gradients."""
     training = Training(4, SLOW, policy={"id": "auto", "fidelity": fidelity}, signal=0.1)
     scale, common = (
         np.concatenate([own.ravel() for own in arrays.values()]) for arrays in (training.scale, training.common)
     )
     common *= scale**0.5  # what an element counts
-    late, dense, gained, whole, sent = Adam(), Adam(), 0.0, 0.0, []
-    for _ in range(300):
+    late, dense, gained, whole, said = Adam(), Adam(), 0.0, 0.0, []
+    for step in range(300):
         for end in training.ranks.world.transports:
             end.seconds += training.computing
         gradients = training.gradients()
         means = training.ranks.reduce(gradients, 0.1)[0]
         everything = sum(np.concatenate([own.ravel() for own in rank.values()]).astype(float) for rank in gradients) / 4
-        gained += common @ late.step(np.concatenate([own.ravel() for own in means.values()]).astype(float))
-        whole += common @ dense.step(everything)
-        sent.append(training.ranks.reducers[0].last_step.buckets)
-    assert 2 * (1 - gained / whole) <= 1 - fidelity + 0.06  # what is lost counts twice
-    assert {own.compressor["id"] for buckets in sent[-50:] for own in buckets} != {"dense"}  # it made use of that
+        moved = late.step(np.concatenate([own.ravel() for own in means.values()]).astype(float))
+        moved_dense = dense.step(everything)
+        [bucket] = training.ranks.reducers[0].last_step.buckets
+        if step >= 200:
+            gained, whole = gained + common @ moved, whole + common @ moved_dense
+            assert bucket.compressor["id"] == "topk"  # it made use of what it may lose
+            said.append(float(re.search(r"behind by ([\d.e-]+) of at most", bucket.reason)[1]))
+    assert 4 * (1 - gained / whole) == pytest.approx(np.mean(said), abs=0.06)  # what is lost counts four times
+    assert max(said) <= 1 - fidelity
 
 
 @pytest.mark.slow
@@ -122,6 +128,23 @@ def test_a_change_of_the_network_is_followed_within_ten_steps():
     before = sent_bytes(training.run(150))[-5:].mean()
     link.bits = 2e6
     assert sent_bytes(training.run(15))[10:].mean() < 0.5 * before
+
+
+def test_gradients_are_looked_at_less_and_less_until_the_learning_rate_jumps():
+    """Where exchanges take next to no time dense is best, and no look changes that."""
+    training = Training(2, NO_TIME)
+    training.run(30)
+    [elements] = training.ranks.reducers[0].policy._elements
+
+    def looks(steps, lr=0.1):
+        before = elements.looks
+        training.run(steps, lr)
+        return elements.looks - before
+
+    assert looks(60) <= 3
+    assert looks(180) <= 2
+    assert looks(15) == 0
+    assert looks(15, lr=0.02) == 1
 
 
 def test_fidelity_of_one_is_dense():

@@ -154,6 +154,23 @@ def test_a_change_of_the_network_is_followed_within_ten_steps():
         assert np.median(ran) <= 1.03 * least
 
 
+def test_short_steps_are_learnt_from_a_few_times_a_second():
+    ranks = Ranks(4, Link(1e-4, 1e9), mpicomp.TopK(ratio=0.01))
+
+    def learnt(steps):
+        [candidates] = [own.candidates for own in ranks.reducers[0].policy._selector.tables]
+        before, began = candidates._step, ranks.world.transports[0].clock()
+        for _ in range(steps):
+            ranks.step()
+        return candidates._step - before, ranks.world.transports[0].clock() - began
+
+    ranks.step()
+    learnt(100)  # the first steps are of plans that were never run
+    times, seconds = learnt(300)
+    assert 0 < times <= 4 + 12 * seconds
+    assert times < 300 / 6
+
+
 def test_without_probing_the_first_steps_teach(monkeypatch):
     monkeypatch.setenv("MPICOMP_PROBE", "0")
     link = LINKS["far"]

@@ -63,6 +63,29 @@ def test_the_delay_is_what_waits_over_what_was_sent():
     assert choices.delay(5) is None
 
 
+@pytest.mark.parametrize("ratio", [0.1, 0.03])
+def test_the_delay_tells_of_energy_and_not_of_time(ratio):
+    """So many steps' worth of a gradient's energy wait, each part of it for longer: births are counted one by one."""
+    numel, steps, random = 4000, 600, np.random.default_rng(0)
+    [end] = LocalWorld(1).transports
+    reducer = mpicomp.Reducer(mpicomp.TopK(ratio=ratio), comm=end, warmup=0)
+    choices, waiting, aged = Choices(), np.zeros(numel), np.zeros(numel)  # energy as it was born, and times its age
+    waited = left = residual = given = 0.0
+    for step in range(steps):
+        gradient = random.standard_normal(numel)
+        mean = reducer.reduce({"a": gradient})["a"]
+        choices.add(reducer.last_step)
+        aged += waiting
+        waiting += gradient**2
+        sent = mean != 0
+        if step >= steps // 2:
+            waited, left = waited + aged[sent].sum(), left + waiting[sent].sum()
+            residual, given = residual + (reducer.residual("a") ** 2).sum(), given + (gradient**2).sum()
+        waiting[sent] = aged[sent] = 0.0
+    assert choices.delay(steps // 2) == pytest.approx(residual / given, rel=0.05)
+    assert waited / left > 3 * choices.delay(steps // 2)
+
+
 def test_plans_by_the_elements_that_they_have_carried():
     choices = Choices()
     for step in range(8):

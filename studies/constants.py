@@ -1,0 +1,230 @@
+"""What the constants of the joint choice are worth: ``python studies/constants.py --rows rows.jsonl``.
+
+Nothing is trained: predictions are made anew, with other constants, from the rows of ``studies/behind.py``, and the
+plans that would be chosen by them are judged by how far training was behind.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from behind import exchange_of, predict, steps_behind
+from mpicomp.bench.lab.units import parse_bandwidth, parse_latency
+from mpicomp.bench.measure import results
+from mpicomp.bench.tasks import get_task
+
+from mpicomp.cli import run_program
+from mpicomp.cli.options import read_list
+from mpicomp.collectives import bind, variants
+from mpicomp.cost import Network, seen_by_some
+from mpicomp.policies import behind, joint, tradeoff
+from mpicomp.policies.elements import Elements
+from mpicomp.policies.tradeoff import Balance
+from mpicomp.rounds import WORLD, Group
+
+_STUDY = "constants"
+_RANKS = 4
+_NETWORKS = "50mbit/1ms,200mbit/1ms,1gbit/0us,2.5gbit/0us"
+_BESIDE_S = {"digits": 0.005, "text-lstm": 0.13, "text-gpt": 0.28}  # of a step without exchange, on such a machine
+_FIDELITY = 0.7
+_FITTED = {
+    "exponent": (behind, "_EXPONENT", (1.0, 1.25, 1.5, 1.75, 2.0)),
+    "factor": (behind, "_FACTOR", (1.0, 2.0, 4.0)),
+    "factor of selections": (behind, "_FACTOR_OF_SELECTIONS", (1.0, 2.0, 4.0, 8.0)),
+}
+"""Of each constant that is fitted: where it is, and the values among which it is chosen with a task left out."""
+_SET = {"pays": (joint, "_PAYS", (0.0, 0.05, 0.1, 0.2)), "more": (tradeoff, "_MORE", (1.0, 2.0, 4.0))}
+_FIDELITIES = (0.5, 0.6, 0.7, 0.8, 0.9)
+_PARTS = (50, 100, 200, 400, 800)
+_PROBLEMS, _BUCKETS, _ROWS = 200, 8, 40
+
+Row = Mapping[str, Any]
+
+
+class Trained:
+    """A task's trainings with one seed: how far each exchange was behind, and what was known in the dense one."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        [dense] = [row for row in rows if row["exchange"] == "dense"]
+        self.task = str(dense["task"])
+        losses = np.array(dense["losses"])
+        self.behind = {
+            row["exchange"]: steps_behind(losses, np.array(row["losses"])) for row in rows if row is not dense
+        }
+        self._looks: list[tuple[int, Elements]] = []
+        for look in dense["elements"]:
+            elements = Elements(1, (len(look["sums"]) - 3) // 2)
+            elements.give(look)
+            self._looks.append((look["step"], elements))
+        self.predicted()
+        self.numel = sum(own.numel() for own in get_task(self.task).model().parameters())
+
+    def predicted(self) -> dict[str, float]:
+        """Return what is predicted of each exchange, with the constants as they are now."""
+        told: dict[str, float] = {}
+        for exchange in self.behind:
+            found = [predict(elements, exchange, step) for step, elements in self._looks]
+            known = [own for own in found if own is not None]
+            if known and exchange != "onebit":  # no candidate of `auto`
+                told[exchange] = float(np.mean(known))
+        return told
+
+    def errors(self) -> list[float]:
+        """Return how far predictions are off."""
+        return [abs(own - self.behind[exchange]) for exchange, own in self.predicted().items()]
+
+    def regret(self, network: Network, fidelity: float) -> tuple[float, float]:
+        """Return by how much longer than with the best exchange training takes, and how far behind it is.
+
+        The exchange is the one that would be chosen by what is predicted; what it takes is told by what was measured.
+        """
+        told = self.predicted()
+        names = ["dense", *told]
+        seconds = np.array([seconds_of(name, self.numel, network) for name in names])
+        guess = np.array([0.0, *told.values()])
+        truth = np.array([0.0, *(max(0.0, self.behind[name]) for name in told)])
+        balance = Balance([guess], [seconds], [1.0], [0.0], _BESIDE_S[self.task], 1 - fidelity)
+        [row] = balance.best()
+        if balance.worth([row]) > (1 - joint._PAYS) * balance.worth([0]):
+            row = 0
+        real = replace(balance, behind=[truth])
+        return real.worth([row]) / min(real.worth([own]) for own in range(len(names))) - 1, float(truth[row])
+
+
+def seconds_of(exchange: str, numel: int, network: Network) -> float:
+    """Return the seconds of an exchange's rounds on a network, by the collective that takes least."""
+    compressor, collective = exchange_of(exchange)
+    group = Group(0, _RANKS)
+    views = seen_by_some(group)
+    names = [collective] if collective != "auto" else [own for own in variants(compressor) if "hierarchical" not in own]
+    schemes = [bind(compressor, name) for name in names]
+    rounds = [
+        [own.rounds(numel, np.dtype(np.float32), view) for view in views] for own in schemes if not own.leaves_out
+    ]
+    rounds = rounds or [[own.rounds(numel, np.dtype(np.float32), view) for view in views] for own in schemes]
+    return min(network.seconds(network.coefficients(own, views)) for own in rounds)
+
+
+def network_of(words: str) -> Network:
+    """Return a network of these links."""
+    bandwidth, latency = words.split("/")
+    network = Network(_RANKS)
+    network.set_link(WORLD, max(1e-9 * parse_latency(latency), 5e-5), 8 / parse_bandwidth(bandwidth), 0.1)
+    return network
+
+
+@contextlib.contextmanager
+def setting(module: ModuleType, name: str, value: float) -> Iterator[None]:
+    """Give a constant another value for a while."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def left_out(trained: Sequence[Trained]) -> list[dict[str, Any]]:
+    """Return a row for each task: the fitted constants that are best on the others, and how far off it is with them."""
+    tasks = list(dict.fromkeys(own.task for own in trained))
+    errors: dict[tuple[float, ...], dict[str, float]] = {}
+    for values in itertools.product(*(values for *_, values in _FITTED.values())):
+        with contextlib.ExitStack() as stack:
+            for (module, name, _), value in zip(_FITTED.values(), values, strict=True):
+                stack.enter_context(setting(module, name, value))
+            errors[values] = {task: _error(trained, task) for task in tasks}
+    now = tuple(float(getattr(module, name)) for module, name, _ in _FITTED.values())
+    made = []
+    for task in tasks:
+        others = {values: np.mean([own[name] for name in tasks if name != task]) for values, own in errors.items()}
+        best = min(others, key=lambda values: float(others[values]))
+        row: dict[str, Any] = {"left out": task} | dict(zip(_FITTED, best, strict=True))
+        made.append(row | {"error": errors[best][task], "as they are": errors[now][task]})
+    return made
+
+
+def _error(trained: Sequence[Trained], task: str) -> float:
+    return float(np.mean([error for own in trained if own.task == task for error in own.errors()]))
+
+
+def sensitivities(trained: Sequence[Trained], networks: Sequence[Network]) -> list[dict[str, Any]]:
+    """Return a row for each constant and value: mean error of predictions, and regret of the choice on the networks."""
+    made = []
+    for label, (module, name, values) in (_FITTED | _SET).items():
+        for value in values:
+            with setting(module, name, value):
+                made.append({"constant": label, "value": value} | _judged(trained, networks, _FIDELITY))
+    made += [{"constant": "fidelity", "value": value} | _judged(trained, networks, value) for value in _FIDELITIES]
+    return made
+
+
+def _judged(trained: Sequence[Trained], networks: Sequence[Network], fidelity: float) -> dict[str, float]:
+    found = np.array([own.regret(network, fidelity) for own in trained for network in networks])
+    errors = [error for own in trained for error in own.errors()]
+    return {
+        "error": float(np.mean(errors)), "regret": float(found[:, 0].mean()), "worst": float(found[:, 0].max()),
+        "behind": float(found[:, 1].mean()),
+    }  # fmt: skip
+
+
+def parts() -> list[dict[str, Any]]:
+    """Return a row for each number of parts: how far the programme's choice is from that with many times as many."""
+    problems = [_problem(seed) for seed in range(_PROBLEMS)]
+
+    def worths(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        with setting(tradeoff, "_BINS", count):
+            return np.array([own.worth(own.best()) for own in problems])
+
+    least = worths(20_000)
+    found = {count: worths(count) / least - 1 for count in _PARTS}
+    return [{"parts": count, "mean": float(own.mean()), "worst": float(own.max())} for count, own in found.items()]
+
+
+def _problem(seed: int) -> Balance:
+    random = np.random.default_rng(seed)
+    behind_of = [np.concatenate((np.sort(random.exponential(0.2, _ROWS)), [0.0])) for _ in range(_BUCKETS)]
+    seconds = [np.concatenate((-np.sort(-random.exponential(0.05, _ROWS)), [0.3])) for _ in range(_BUCKETS)]
+    ready = np.linspace(-0.2, 0.0, _BUCKETS).tolist()
+    return Balance(behind_of, seconds, random.dirichlet(np.ones(_BUCKETS)).tolist(), ready, 0.3, 1 - _FIDELITY)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(
+        prog=f"studies/{_STUDY}.py",
+        description="Show what other values of the constants of the joint choice would have come to.",
+    )
+    parser.add_argument("--rows", required=True, metavar="F.jsonl[,..]", help="that studies/behind.py has written")
+    parser.add_argument("--networks", default=_NETWORKS, metavar="B/L[,..]", help="(%(default)s)")
+    parser.set_defaults(alone=True)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a table of the tasks left out, one of the constants, and one of the parts."""
+    lines = [line for name in read_list(arguments.rows) for line in Path(name).read_text().splitlines()]
+    rows = [json.loads(line) for line in lines]
+    alike = dict.fromkeys((row["task"], row["seed"], row["steps"]) for row in rows)
+    trained = [Trained([row for row in rows if (row["task"], row["seed"], row["steps"]) == own]) for own in alike]
+    networks = [network_of(words) for words in read_list(arguments.networks)]
+    results.show(
+        left_out(trained), {"left out": "", **dict.fromkeys(_FITTED, "g"), "error": ".2f", "as they are": ".2f"}
+    )
+    print()
+    columns = {"constant": "", "value": "g", "error": ".2f", "regret": ".1%", "worst": ".0%", "behind": ".2f"}
+    results.show(sensitivities(trained, networks), columns)
+    print()
+    results.show(parts(), {"parts": "d", "mean": ".2%", "worst": ".1%"})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(parser().parse_args, run))
