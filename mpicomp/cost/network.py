@@ -33,7 +33,7 @@ _FACTOR_DRIFT = 0.002**2  # the same of an operation's factor
 _LINK_MOST = 0.1**2  # largest variance by drift: a link that a plan hardly uses must not absorb the plan's errors
 STRANGE = 4.0  # standard deviations from which on a measurement may be an outlier, or the network has changed
 _PATIENCE = 2, 6  # such measurements before the network counts as changed: at first, and at most
-LEAST_STRANGE = 0.35  # of the logarithm: smaller deviations are never taken for a change
+LEAST_STRANGE = 0.35  # of the logarithm of seconds, or of a link's: smaller deviations are never taken for a change
 
 _RANKS = 16  # number of ranks whose shapes are looked at
 _FEW = 4  # the same among more than `_MANY`, of whom each has shapes as long as there are ranks

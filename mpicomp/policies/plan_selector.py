@@ -23,6 +23,7 @@ from mpicomp.cost import (
     seen_by_some,
     share_model,
 )
+from mpicomp.cost.network import LEAST_STRANGE
 from mpicomp.places import HOST
 from mpicomp.policies.policy import Plan, Shape, StepReport
 from mpicomp.rounds import Asked, Group
@@ -35,7 +36,6 @@ _SETTLED = 2  # steps of a plan that teach nothing: buffers are made, and compre
 _SELDOM = 6  # steps of which one at least is compared with its prediction, so that a change is followed within ten
 _PAUSE_S = 0.1  # seconds between two steps that are learnt from, which takes less than 1 ms: 1 % of that
 _STEPS = 5  # intervals between steps whose median counts
-_ANOTHER = 0.35  # by how much the logarithm of a link's latency or bandwidth differs when the link has changed
 _TOO_SLOW = 3.0  # times the least predicted seconds: slower plans are not run to check the prediction
 
 
@@ -226,7 +226,7 @@ class PlanSelector:
         assert self.cost is not None
         network = self.cost.network
         yield from probe_link(network, transport)
-        another = bool(np.abs(network.link - self._before).max() > _ANOTHER)
+        another = bool(np.abs(network.link - self._before).max() > LEAST_STRANGE)
         network.find(changed=another)
         already: set[int] = set()
         for table in self.tables:
