@@ -20,7 +20,7 @@ from mpicomp.policies.behind import behind_of_local_steps
 from mpicomp.policies.codes import Codes, Rivals, as_late_as
 from mpicomp.policies.elements import Elements, ElementSurvey
 from mpicomp.policies.families import families
-from mpicomp.policies.plan_selector import PlanSelector, names_for
+from mpicomp.policies.plan_selector import WORTH, PlanSelector, names_for
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepReport, feedback_of
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, default_compressor, ladder
 from mpicomp.policies.surveys import Survey
@@ -40,7 +40,6 @@ _SMOOTH = 0.1  # share of a step in the moving average of when buckets are ready
 _BITS = 8  # how many times fewer they are than bytes of dense exchange, where all elements travel in four bits
 _WOKEN_S = 3e-3  # seconds that a thread waits for a core on which another one computes: a slice of Linux' scheduler
 _BESIDES = 15  # steps whose median is the time beside exchanges: something else may come in between
-_WORTH = 0.03  # how much better other plans have to be than those that run
 _PAYS = 0.1  # how much better compressed plans have to be than dense ones, since what is known of harm is not exact
 
 
@@ -375,7 +374,7 @@ class Joint(Policy):
             self._allowed = [self._dense_rows(bucket) for bucket in buckets]
             return
         choice = self._best(balance)
-        least = (1 - _WORTH) * balance.worth(choice)
+        least = (1 - WORTH) * balance.worth(choice)
         # What a step takes beside exchanges has to be known, or there is nothing that fewer of them would save.
         for steps in self._locals if self._selector.measured and self._beside else ():
             other = None if steps == self._local else self._balance(steps)
@@ -424,7 +423,7 @@ class Joint(Policy):
         pays = (1 - _PAYS) * balance.worth(dense)
         if balance.worth(choice) > pays:
             choice = dense
-        if balance.allows(now) and balance.worth(now) <= min(pays, (1 + _WORTH) * balance.worth(choice)):
+        if balance.allows(now) and balance.worth(now) <= min(pays, (1 + WORTH) * balance.worth(choice)):
             choice = now
         return choice
 

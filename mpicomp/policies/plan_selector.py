@@ -29,6 +29,9 @@ from mpicomp.policies.policy import Plan, Shape, StepReport
 from mpicomp.rounds import Asked, Group
 from mpicomp.transport.base import Transport
 
+WORTH = 0.03
+"""By how much other plans have to be better than those that run."""
+
 _SETTLING = "as in the step before, until it is known what it takes"
 _UNMEASURED = "nothing can be measured, the first that fits"  # one rank, or ranks in lockstep
 _CURIOUS = 12, 1 / 64  # plans that may be explored after a start or a change of the network, and more for each step
@@ -398,8 +401,13 @@ def _choose(candidates: Candidates, among: NDArray[np.int64], before: int, curio
         Whether a row may be taken that would be the fastest if all were as fast as they well may be.
     """
     best, hopeful = candidates.choose(_TOO_SLOW, among)
+    why = f"least predicted seconds of {among.size} plans"
+    if best != before:
+        seconds = candidates.seconds()
+        if seconds[best] > (1 - WORTH) * seconds[before]:
+            best, why = before, f"as before, within {WORTH:.0%} of the {why}"
     if hopeful in (best, before) or not curious:
-        return best, f"least predicted seconds of {among.size} plans", False
+        return best, why, False
     age = candidates.age(hopeful)
     known = "never run" if age is None else f"last run {age} steps ago"
     return hopeful, f"exploring, {known}, may be faster than what is predicted to be", True
