@@ -18,7 +18,6 @@ from mpicomp.bench.tasks import get_task
 import mpicomp
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least
-from mpicomp.reducer.trace_lines import Spans
 from mpicomp.rounds import Round
 from mpicomp.transport.mpi import MPITransport
 
@@ -45,7 +44,6 @@ def _counted(inside: Inside) -> Iterator[None]:
     """Count the seconds inside of the calls that note and write."""
     with instead(
         *((mpicomp.trace, name, inside.of(getattr(mpicomp.trace, name))) for name in ("step", "flush")),
-        (Spans, "add", inside.of(Spans.add)),
         *((MetricsWriter, name, inside.of(getattr(MetricsWriter, name))) for name in ("write", "flush")),
     ):
         yield

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import sys
 import time
@@ -46,7 +45,7 @@ class MetricsWriter:
         self._path = path
         self._length = 0
         self._lines: list[Callable[[], Mapping[str, Any]]] = []
-        self._flushed = -math.inf
+        self._flushed = time.perf_counter()
         try:
             # Without a buffer: what was not written would be tried once more when it is closed.
             self._file = None if path is None else open(path, "a+b", buffering=0)  # noqa: SIM115, closed in __exit__

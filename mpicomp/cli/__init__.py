@@ -22,7 +22,7 @@ from types import ModuleType
 from mpicomp._version import __version__
 from mpicomp.system import abort, launcher
 
-COMMANDS = ("doctor", "list", "bench", "train", "lab", "report", "simulate")
+COMMANDS = ("doctor", "list", "bench", "train", "lab", "report", "simulate", "trace")
 MOVED = {("bench", name): f"studies/{name}.py" for name in ("policies", "learned", "regret", "change", "estimators")}
 """Commands that were, each with the script of the repository that it has become."""
 

@@ -16,7 +16,7 @@ from mpicomp.reducer.core import Core
 from mpicomp.reducer.layers import layers_of
 from mpicomp.reducer.ranges import Ranges
 from mpicomp.reducer.record import BucketRecord
-from mpicomp.reducer.trace_lines import Span, Spans
+from mpicomp.reducer.trace_notes import Span
 from mpicomp.rounds import Asked, Group, Pending, dense_ring_bytes, observe
 from mpicomp.transport.routes import at
 
@@ -78,7 +78,7 @@ class _Watch:
         self.operations: list[str] = []
         self.ranges = Ranges()
         self.ranges.show("compress")
-        self.spans = Spans() if tracing.active is not None else None
+        self.traced, self.spans = tracing.active is not None, list[Span]()
         self._asked = start
 
     def before(self, asked: Asked) -> None:
@@ -92,8 +92,8 @@ class _Watch:
         self.last = self._clock()
         self.waited_s += self.last - self._asked
         self.ranges.show("decode")
-        if self.spans is not None:
-            self.spans.add(asked, self._asked, self.last)
+        if self.traced:
+            self.spans.append((asked, self._asked, self.last))
         if isinstance(asked, Pending):
             return
         part = self._group.part(asked.group)
@@ -193,5 +193,4 @@ def exchange(
         energy=result.energy if np.isfinite(result.energy) else None,
     )
     own_s, once = watch.own_s + decode_s, watch.once_wire_bytes
-    spans = [] if watch.spans is None else watch.spans.done
-    return Exchanged(plan, result, record, choosing_s, ready, start, end, own_s, survey, once, spans)
+    return Exchanged(plan, result, record, choosing_s, ready, start, end, own_s, survey, once, watch.spans)

@@ -50,8 +50,10 @@ class Layers:
     def to_json(self) -> list[dict[str, Any]]:
         """Return an object for each parameter."""
         gains = [None] * len(self.names) if self.gains is None else self.gains.tolist()
-        columns = zip(self.names, self.sizes.tolist(), self.ratios.tolist(), gains, strict=True)
-        return [{"name": name, "numel": numel, "ratio": ratio, "gain": gain} for name, numel, ratio, gain in columns]
+        columns = zip(self.names, self.sizes.tolist(), self.kept.tolist(), gains, strict=True)
+        return [
+            {"name": name, "numel": numel, "ratio": kept / numel, "gain": gain} for name, numel, kept, gain in columns
+        ]
 
 
 def layers_of(

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mpicomp.reducer.layers import Layers
 from mpicomp.rounds import Asked, Group, Round, observe
@@ -123,6 +123,15 @@ class BucketRecord:
         return {**vars(self), "layers": self.layers.to_json()}
 
 
+class _Sums(NamedTuple):
+    """Of the buckets of a step; see the properties of `StepRecord`."""
+
+    sent_bytes: int
+    wire_bytes: float
+    dense_wire_bytes: float
+    phases_s: dict[str, float]
+
+
 @dataclass
 class StepRecord:
     """Record of one call of `Reducer.reduce` on this rank.
@@ -187,27 +196,37 @@ class StepRecord:
     @property
     def sent_bytes(self) -> int:
         """Payload that this rank handed to the transport, agreement included."""
-        return self.overhead_bytes + sum(bucket.sent_bytes for bucket in self.buckets)
+        return self._sums().sent_bytes
 
     @property
     def wire_bytes(self) -> float:
         """Bytes that left this rank, agreement included."""
-        return self.overhead_wire_bytes + sum(bucket.wire_bytes for bucket in self.buckets)
+        return self._sums().wire_bytes
 
     @property
     def dense_wire_bytes(self) -> float:
         """Bytes that would have left this rank in a ring of 32-bit numbers."""
-        return sum(bucket.dense_wire_bytes for bucket in self.buckets)
+        return self._sums().dense_wire_bytes
 
     @property
     def phases_s(self) -> dict[str, float]:
         """Seconds by phase, summed over buckets; ``other`` is the time outside of them."""
-        phases = {"compress": 0.0, "exchange": 0.0, "decode": 0.0}
+        return self._sums().phases_s
+
+    def _sums(self) -> "_Sums":
+        """Go through the buckets once, since a line of metrics is made of every step."""
+        sent, wire, dense = self.overhead_bytes, self.overhead_wire_bytes, 0.0
+        compress = exchange = decode = 0.0
         for bucket in self.buckets:
-            for name, seconds in bucket.phases_s.items():
-                phases[name] += seconds
-        phases["other"] = max(0.0, self.seconds - sum(phases.values()))
-        return phases
+            sent += bucket.sent_bytes
+            wire += bucket.wire_bytes
+            dense += bucket.dense_wire_bytes
+            phases = bucket.phases_s
+            compress += phases["compress"]
+            exchange += phases["exchange"]
+            decode += phases["decode"]
+        other = max(0.0, self.seconds - (compress + exchange + decode))
+        return _Sums(sent, wire, dense, {"compress": compress, "exchange": exchange, "decode": decode, "other": other})
 
     def scalars(self) -> dict[str, float]:
         """Return what a step has in numbers, for a logger of a framework.
@@ -257,11 +276,12 @@ class StepRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able object; the schema is in docs/metrics.md."""
+        sums = self._sums()
         return {
             "schema": SCHEMA,
             "step": self.step,
             "seconds": self.seconds,
-            "phases_s": self.phases_s,
+            "phases_s": sums.phases_s,
             "lr": self.lr,
             "skipped": self.skipped,
             "agreed": self.agreed,
@@ -273,8 +293,8 @@ class StepRecord:
             "once_wire_bytes": self.once_wire_bytes,
             "overhead_bytes": self.overhead_bytes,
             "overhead_wire_bytes": self.overhead_wire_bytes,
-            "sent_bytes": self.sent_bytes,
-            "wire_bytes": self.wire_bytes,
-            "dense_wire_bytes": self.dense_wire_bytes,
+            "sent_bytes": sums.sent_bytes,
+            "wire_bytes": sums.wire_bytes,
+            "dense_wire_bytes": sums.dense_wire_bytes,
             "buckets": [bucket.to_json() for bucket in self.buckets],
         }

@@ -1,21 +1,36 @@
 """Traces of all ranks, put into one file: a few steps at a time, so that no rank holds more of them."""
 
 import hashlib
-import json
+import itertools
+import math
 from collections import Counter
-from collections.abc import Generator, Iterator
-from typing import Any
+from collections.abc import Generator, Iterator, Sequence
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.reducer.trace_lines import EXCHANGE, STEP, moved, split
+from mpicomp.reducer.trace_events import TAIL, Events, head
+from mpicomp.reducer.trace_notes import About, NotedBucket, NotedRound, NotedStep, read
 from mpicomp.rounds import Asked, Group, Round
 
 _STEPS = 4096  # that are looked at together, over all ranks: some megabytes
 _BYTE = np.dtype(np.uint8)
+_NOBODY: Iterator[float] = itertools.repeat(-math.inf)  # is waited for
 
 Key = tuple[Any, ...]
+
+
+def put_together(parts: Sequence[str], path: str) -> None:
+    """Put the files that ranks have left into one trace: those of a job that has died. What was waited is not told."""
+    own = [read(part) for part in parts]
+    own.sort(key=lambda about_and_steps: about_and_steps[0].rank)
+    with open(path, "w", encoding="utf-8") as out:
+        file = _File(out, own[0][0])
+        for about, steps in own:
+            for text in _texts(about, steps):
+                file.add(text)
+        file.end()
 
 
 def merge(
@@ -41,66 +56,91 @@ def merge(
     waits : bool
         Whether ranks have the numbers with which the files were written, so that what they waited can be told.
     """
-    first = group.rank == 0
-    with open(part, encoding="utf-8") as lines, open(path if first else part, "w" if first else "r") as out:
-        if first:
-            about = json.dumps({"ranks": group.size, "clock_error_s": error})
-            out.write(f'{{"displayTimeUnit":"ms","otherData":{about},"traceEvents":[\n')
-        next(lines, None)  # the bracket
-        written = False
-        for own in _blocks(lines, drift, max(1, _STEPS // group.size)):
-            everyones = yield from _everyones_bytes((yield from _split(own, group)) if waits else "".join(own), group)
-            if everyones is None:
-                break
-            if first and everyones:
-                out.write(",\n" * written + everyones.removesuffix(",\n"))
-                written = True
-        if first:
-            out.write("\n]}\n")
+    about, steps = read(part)
+    if group.rank:
+        yield from _hand_over(about, steps, None, group, drift, waits)
+        return
+    with open(path, "w", encoding="utf-8") as out:
+        file = _File(out, about._replace(ranks=group.size, clock_error_s=error))
+        yield from _hand_over(about, steps, file, group, drift, waits)
+        file.end()
 
 
-def _blocks(lines: Iterator[str], drift: float, steps: int) -> Iterator[list[str]]:
-    """Cut lines behind every so many steps; empty blocks follow."""
+class _File:
+    """The file of all ranks."""
+
+    def __init__(self, out: IO[str], about: About) -> None:
+        self._out, self._between = out, ""
+        out.write(head(about.ranks, about.clock_error_s))
+
+    def add(self, lines: str) -> None:
+        if lines:
+            self._out.write(self._between + lines.removesuffix(",\n"))
+            self._between = ",\n"
+
+    def end(self) -> None:
+        self._out.write(TAIL)
+
+
+def _texts(about: About, steps: Iterator[NotedStep]) -> Iterator[str]:
+    """Yield a rank's events, some steps at a time."""
+    events = Events(about)
+    for block in iter(lambda: list(itertools.islice(steps, _STEPS)), []):
+        for step in block:
+            events.add(step, _NOBODY)
+        yield events.take()
+    yield events.take()  # of a rank that has made no step
+
+
+def _hand_over(
+    about: About, steps: Iterator[NotedStep], file: _File | None, group: Group, drift: float, waits: bool
+) -> Generator[Asked, Any, None]:
+    """Give the events of all ranks to the file of the first. As rounds."""
+    events = Events(about, 1 + drift)
     while True:
-        block: list[str] = []
-        left = steps
-        for text in lines:
-            if text.endswith("\n"):  # a line that was cut short when a disk was full is none
-                block.append(moved(text, drift))
-            left -= STEP in text
-            if not left:
-                break
-        yield block
+        block = list(itertools.islice(steps, max(1, _STEPS // group.size)))
+        last = iter((yield from _last_begun(block, group, 1 + drift))) if waits else _NOBODY
+        for step in block:
+            events.add(step, last)
+        everyones = yield from _everyones_bytes(events.take(), group)
+        if everyones is None:
+            return
+        if file is not None:
+            file.add(everyones)
 
 
-def _split(block: list[str], group: Group) -> Generator[Asked, Any, str]:
-    """Return a block in which what ranks have waited is told apart. As rounds."""
-    events = {place: json.loads(text.rstrip(",\n")) for place, text in enumerate(block) if EXCHANGE in text}
+def _last_begun(steps: Sequence[NotedStep], group: Group, clock: float) -> Generator[Asked, Any, list[float]]:
+    """Return for each round when the last of the ranks had begun it that this one hears from. As rounds."""
     begun: dict[int, float] = {}
-    heard: dict[int, list[tuple[int, int]]] = {}  # by place: ranks, and what they call their side of it
+    heard: list[list[tuple[int, int]]] = []  # of each round: ranks, and what they call their side of it
     counts: Counter[Key] = Counter()
-    for place, event in events.items():
-        about = event["args"]
-        step = (about["reducer"], about["step"], about["bucket"], event["name"], about.get("group"))
-        if event["name"] == "sendrecv":  # messages between two ranks come in the order in which they go
-            ways = [(*step, source, group.rank) for source in about["from"] if source != group.rank]
-            heard[place] = [(way[-2], _digest(*way, _next(counts, way))) for way in ways]
+    for step, bucket, one in _rounds(steps):
+        about = one.about
+        key = (step.reducer, step.step, bucket.bucket, one.operation, about.get("group"))
+        if one.operation == "sendrecv":  # messages between two ranks come in the order in which they go
+            ways = [(*key, source, group.rank) for source in about["from"] if source != group.rank]
+            heard.append([(way[-2], _digest(*way, _next(counts, way))) for way in ways])
             if "to" in about and about["to"] != group.rank:
-                way = (*step, group.rank, about["to"])
-                begun[_digest(*way, _next(counts, way))] = about.get("begun", event["ts"])
+                way = (*key, group.rank, about["to"])
+                begun[_digest(*way, _next(counts, way))] = one.begun * clock
         else:
-            key = _digest(*step, _next(counts, step))
-            heard[place] = [(source, key) for source in about.get("from", range(group.size))]
-            begun[key] = about.get("begun", event["ts"])
+            name = _digest(*key, _next(counts, key))
+            heard.append([(source, name) for source in about.get("from", range(group.size))])
+            begun[name] = one.begun * clock
     everyones = yield from _tables(begun, group)
-    parts: list[str] = []
-    for place, text in enumerate(block):
-        if place not in events:
-            parts.append(text)
-            continue
-        when = [everyones[source].get(key, -np.inf) for source, key in heard[place] if source < group.size]
-        parts.extend(split(events[place], max(when, default=-np.inf)))
-    return "".join(parts)
+    # What is compared is on the clock of all, and what is returned on that of this rank.
+    return [
+        max((everyones[source].get(name, -math.inf) for source, name in own if source < group.size), default=-math.inf)
+        / clock
+        for own in heard
+    ]
+
+
+def _rounds(steps: Sequence[NotedStep]) -> Iterator[tuple[NotedStep, NotedBucket, NotedRound]]:
+    for step in steps:
+        for bucket in step.buckets:
+            for one in bucket.rounds:
+                yield step, bucket, one
 
 
 def _next(counts: Counter[Key], key: Key) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import pickle
 import time
 import warnings
 from collections import defaultdict
@@ -12,9 +13,11 @@ from marks import slow
 from tracing.chrome import check, names
 
 import mpicomp
+from mpicomp import cli
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import tracing
 from mpicomp.reducer.trace_merge import merge
+from mpicomp.reducer.trace_notes import About, NotedStep, packed, read
 from mpicomp.transport import LocalWorld
 
 TRACKS = {"step", "compute", "bucket", "compress", "wait", "exchange", "decode"}
@@ -175,12 +178,29 @@ def test_an_error_on_one_rank_leaves_what_each_has_done_and_waits_for_nobody(com
         reducer.reduce({"w": np.ones(10, "f4")})
         own.__exit__(RuntimeError, RuntimeError(), None)
     reducer.close()
-    # The format lets the bracket at the end be left out.
-    with open(f"{path}.rank-{comm.rank}") as file:
-        kinds = check({"traceEvents": json.loads(file.read().rstrip(",\n") + "]")})
-    assert {event["pid"] for event in kinds["X"]} == {comm.rank}
-    assert {event["cat"] for event in kinds["X"]} >= {"step", "bucket", "exchange"}
     assert tracing.active is None
+    comm.barrier()
+    if comm.rank == 0:
+        assert cli.main(["trace", f"{path}.rank-1", f"{path}.rank-0", "-o", path]) == 0
+        with open(path) as file:
+            trace = json.load(file)
+        tracks = by_track(check(trace))
+        assert trace["otherData"]["ranks"] == 2
+        for rank in range(2):
+            assert [event["name"] for event in tracks[rank, "step"]] == ["step 0"]
+            assert [event["name"] for event in tracks[rank, "exchange"]] == ["allgatherv"]
+
+
+def test_what_is_no_file_of_a_rank_is_named(tmp_path, capsys):
+    torn, foreign = tmp_path / "torn.rank-0", tmp_path / "foreign.rank-0"
+    torn.write_bytes(packed((0, 0, 1, 0.0))[:-3])
+    foreign.write_bytes(pickle.dumps(np.float64(1)))  # it would load a module
+    for part in (torn, foreign):
+        assert cli.main(["trace", str(part), "-o", str(tmp_path / "t.json")]) == 2
+        assert f"'{part}' is not the file of a rank's trace" in capsys.readouterr().err
+    assert cli.main(["trace", str(tmp_path / "none"), "-o", str(tmp_path / "t.json")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert not (tmp_path / "t.json").exists()
 
 
 @pytest.mark.mpi(max_size=2)
@@ -236,9 +256,7 @@ def test_steps_are_in_the_file_a_quarter_of_a_second_later(tmp_path):
     own = mpicomp.trace(tmp_path / "trace.json", comm=alone())
 
     def written():
-        text = (tmp_path / "trace.json.rank-0").read_text()
-        assert text.endswith("\n")
-        return [event["args"]["step"] for event in json.loads(text.rstrip(",\n") + "]") if event.get("cat") == "step"]
+        return [step.step for step in read(str(tmp_path / "trace.json.rank-0"))[1]]
 
     begin = time.monotonic()
     while time.monotonic() - begin < 0.3 or reducer.last_step.step < 3:
@@ -267,11 +285,13 @@ def test_several_reducers_have_tracks_of_their_own(tmp_path):
 
 def test_clocks_that_drift_apart_are_brought_together(tmp_path):
     """Rank 1's clock was right in the beginning and is late by a thousandth of what has passed since."""
-    step = '{"ts":%.3f,"dur":1.000,"ph":"X","cat":"step","name":"step","pid":%d,"tid":1,"args":{}},\n'
+    nothing = dict.fromkeys(NotedStep._fields, 0) | {"since": None, "buckets": []}
     parts = []
     for rank, drift in enumerate([0.0, 0.001]):
         part = tmp_path / f"{rank}"
-        part.write_text("[\n" + "".join(step % (1e6 * second / (1 + drift), rank) for second in range(5)))
+        times = [second / (1 + drift) for second in range(5)]
+        steps = [tuple((nothing | {"begin": time, "end": time + 1e-6}).values()) for time in times]
+        part.write_bytes(packed(tuple(About(rank, 0, 2, 0.0))) + packed(steps))
         parts.append(part)
     world = LocalWorld(2)
     path = tmp_path / "trace.json"
@@ -282,7 +302,8 @@ def test_clocks_that_drift_apart_are_brought_together(tmp_path):
         ]
     )
     events = json.loads(path.read_text())["traceEvents"]
-    assert sorted(event["ts"] for event in events) == pytest.approx(np.repeat(np.arange(5), 2) * 1e6, abs=0.002)
+    times = [event["ts"] for event in events if event["ph"] == "X"]
+    assert sorted(times) == pytest.approx(np.repeat(np.arange(5), 2) * 1e6, abs=0.002)
 
 
 @pytest.mark.mpi(min_size=2, max_size=2)
