@@ -115,23 +115,29 @@ def thrown(log: Path) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of a table in Markdown, with quality beside seconds and bytes; DDP's steps are 1."""
+    """Return the lines of a table in Markdown, with quality beside seconds and bytes.
+
+    Of DDP's step is that over the step of ``ddp``, and throughput that of ``none`` which is left.
+    """
     ddp = next((row["median_s"] for row in rows if row["exchange"] == DDP and row["problem"] is None), None)
     ran = [row for row in rows if row["problem"] is None]
     quality = ran[0]["quality_name"] if ran else "quality"
     lines = [
-        f"| exchange | ms a step | of ddp | MB a step on the link | compress, exchange, decode ms | {quality} |",
-        "|---|---|---|---|---|---|",
+        f"| exchange | ms a step | of ddp | throughput | MB a step | compress, exchange, decode ms | {quality} |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if row["problem"] is not None:
-            lines.append(f"| {row['exchange']} | {row['problem'].replace('|', '/')} | | | | |")
+            lines.append(f"| {row['exchange']} | {row['problem'].replace('|', '/')} | | | | | |")
             continue
         phases = "" if row["phases_s"] is None else ", ".join(f"{1e3 * own:.1f}" for own in row["phases_s"].values())
         share = "" if ddp is None or not row["in_turn"] else f"{row['median_s'] / ddp:.2f}"
+        left = "" if row["of_none"] is None else f"{row['of_none']:.2f}"
         link = "" if row["link_bytes"] is None else f"{row['link_bytes'] / 1e6:.3g}"
         ended = "ranks differ" if row["quality"] is None else f"{row['quality']:.3f}"
-        lines.append(f"| {row['exchange']} | {1e3 * row['median_s']:.0f} | {share} | {link} | {phases} | {ended} |")
+        lines.append(
+            f"| {row['exchange']} | {1e3 * row['median_s']:.0f} | {share} | {left} | {link} | {phases} | {ended} |"
+        )
     return lines
 
 

@@ -10,21 +10,22 @@ from mpicomp.bench.measure.networks import Network
 
 def test_a_table_has_what_was_trained_and_what_was_not():
     known = {"quality_name": "held-out loss", "problem": None, "phases_s": None, "link_bytes": 2e6, "in_turn": True}
+    known["of_none"] = None
     phases = {"compress": 0.01, "exchange": 0.2, "decode": 0.003}
     rows = [
-        {**known, "exchange": "none", "median_s": 0.1, "quality": None},
+        {**known, "exchange": "none", "median_s": 0.1, "quality": None, "of_none": 1.0},
         {**known, "exchange": "ddp", "median_s": 0.2, "quality": 2.0},
         {**known, "exchange": "ddp-powersgd", "median_s": 0.3, "quality": 2.0, "in_turn": False},
-        {**known, "exchange": "topk", "median_s": 0.4, "quality": 2.5, "phases_s": phases},
+        {**known, "exchange": "topk", "median_s": 0.4, "quality": 2.5, "phases_s": phases, "of_none": 0.25},
         {"exchange": "ddp-bf16", "problem": "ended with status 2: no|way"},
     ]
     assert peers.table(rows)[0].endswith("| held-out loss |")
     assert peers.table(rows)[2:] == [
-        "| none | 100 | 0.50 | 2 |  | ranks differ |",
-        "| ddp | 200 | 1.00 | 2 |  | 2.000 |",
-        "| ddp-powersgd | 300 |  | 2 |  | 2.000 |",
-        "| topk | 400 | 2.00 | 2 | 10.0, 200.0, 3.0 | 2.500 |",
-        "| ddp-bf16 | ended with status 2: no/way | | | | |",
+        "| none | 100 | 0.50 | 1.00 | 2 |  | ranks differ |",
+        "| ddp | 200 | 1.00 |  | 2 |  | 2.000 |",
+        "| ddp-powersgd | 300 |  |  | 2 |  | 2.000 |",
+        "| topk | 400 | 2.00 | 0.25 | 2 | 10.0, 200.0, 3.0 | 2.500 |",
+        "| ddp-bf16 | ended with status 2: no/way | | | | | |",
     ]
 
 
