@@ -19,7 +19,7 @@ from mpicomp.compressors import SharedSparsifier, Sparsifier, get_compressor
 from mpicomp.policies.surveys import SpectrumSurvey
 
 _STUDY = "gravac"
-_KEY = ("table", "task", "name")
+_KEY = ("table", "task", "name", "seed")
 _BASE = "top-k 10x"  # what the paper's speed-ups are over
 _RATIO = 3.02  # the paper's speed-up of top-k 1000x over 10x on ResNet-101, from which the bandwidth follows
 _PROBE = 8  # steps from which computing is known
@@ -86,20 +86,20 @@ NUMELS = {"ResNet-101": 42_500_000, "VGG-16": 132_000_000, "LSTM": 63_000_000}
 _SCALE = 10  # so many times fewer are compressed here
 
 
-def train(task: str, arm: str, ranks: int, steps: int) -> dict[str, Any]:
+def train(task: str, arm: str, seed: int, ranks: int, steps: int) -> dict[str, Any]:
     """Train with what does not look at the network, without one."""
-    return _kept(beside.train(arms(steps)[arm], task, steps, ranks))
+    return _kept(beside.train(arms(steps)[arm], task, steps, ranks, seed))
 
 
-def train_timed(task: str, arm: str, ranks: int, steps: int, simulated: beside.Simulated) -> dict[str, Any]:
+def train_timed(task: str, arm: str, seed: int, ranks: int, steps: int, simulated: beside.Simulated) -> dict[str, Any]:
     """Train on a simulated network."""
-    row = _kept(beside.train(arms(steps)[arm], task, steps, ranks, simulated=simulated))
+    row = _kept(beside.train(arms(steps)[arm], task, steps, ranks, seed, simulated))
     return row | {"bits": simulated.link(0).bits, "simulated_compute_s": simulated.compute_s}
 
 
-def time_steps(task: str, arm: str, ranks: int, steps: int, simulated: beside.Simulated) -> dict[str, Any]:
+def time_steps(task: str, arm: str, seed: int, ranks: int, steps: int, simulated: beside.Simulated) -> dict[str, Any]:
     """Time the steps of an arm that does not look at the network; those of Accordion are not all the same."""
-    return train_timed(task, arm, ranks, steps if arm == "Accordion" else _TIMED, simulated)
+    return train_timed(task, arm, seed, ranks, steps if arm == "Accordion" else _TIMED, simulated)
 
 
 def _kept(row: dict[str, Any]) -> dict[str, Any]:
@@ -139,42 +139,53 @@ def compress(model: str, name: str) -> dict[str, Any]:
 def _tables(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
     two, four = [], []
     for task in dict.fromkeys(row["task"] for row in rows if row["table"] == "train"):
-        trained = {row["name"]: row for row in rows if row["table"] == "train" and row["task"] == task}
-        seconds = {name: row["mean_s"] for name, row in trained.items() if name.startswith("GraVAC")}
-        seconds |= {row["name"]: row["mean_s"] for row in rows if row["table"] == "step" and row["task"] == task}
+        own = [row for row in rows if row["task"] == task]
+        trained: dict[str, list[Mapping[str, Any]]] = {}
+        for row in own:
+            if row["table"] == "train":
+                trained.setdefault(row["name"], []).append(row)
+        seconds = {
+            name: fmean(row["mean_s"] for row in same) for name, same in trained.items() if name.startswith("GraVAC")
+        }
+        seconds |= {row["name"]: row["mean_s"] for row in own if row["table"] == "step"}
         place = PAPER_OF.get(task)
-        for name, row in trained.items():
+        for name, same in trained.items():
             printed = PRINTED_2.get(name, ((None, None),) * 3)[place or 0]
             volume = PRINTED_VOLUME.get(name, (None,) * 3)[place or 0]
             own_s = seconds.get(name)
             two.append({
-                "task": task, "exchange": name, "paper": "" if printed[0] is None else f"{printed[0]:g}" if not
-                isinstance(printed[0], str) else printed[0], "quality": row["quality"], "paper's speed-up": printed[1],
+                "task": task, "exchange": name, "seeds": len(same),
+                "paper": "" if printed[0] is None else f"{printed[0]:g}" if not
+                isinstance(printed[0], str) else printed[0],
+                "quality": beside.of_seeds([row["quality"] for row in same]), "paper's speed-up": printed[1],
                 "speed-up": seconds[_BASE] / own_s if own_s and _BASE in seconds else None,
                 "over dense": seconds["dense"] / own_s if own_s and "dense" in seconds else None,
-                "paper's fewer": volume, "fewer": 1 / row["kept"],
-                "ratios": ", ".join(f"{own:.3g}" for own in row["ratios"]), "dense steps": row["dense_steps"],
+                "paper's fewer": volume, "fewer": beside.of_seeds([1 / row["kept"] for row in same], ".3g"),
+                "ratios": ", ".join(f"{fmean(own):.3g}" for own in zip(*(row["ratios"] for row in same), strict=True)),
+                "dense steps": ", ".join(str(row["dense_steps"]) for row in same),
             })  # fmt: skip
-        accordion = trained.get("Accordion")
+        accordion = {row["seed"]: row for row in trained.get("Accordion", ())}
         for name in ("GraVAC as published", "GraVAC here"):
-            if accordion is not None and name in trained and "Accordion" in seconds:
+            pairs = [(accordion[row["seed"]], row) for row in trained.get(name, ()) if row["seed"] in accordion]
+            if pairs and "Accordion" in seconds:
                 four.append({
-                    "task": task, "exchange": name, "paper's fewer": PRINTED_4[place or 0][0],
-                    "fewer": accordion["kept"] / trained[name]["kept"], "paper's speed-up": PRINTED_4[place or 0][1],
-                    "speed-up": seconds["Accordion"] / seconds[name], "quality": trained[name]["quality"],
-                    "Accordion's": accordion["quality"],
+                    "task": task, "exchange": name, "seeds": len(pairs), "paper's fewer": PRINTED_4[place or 0][0],
+                    "fewer": beside.of_seeds([theirs["kept"] / row["kept"] for theirs, row in pairs], ".2g"),
+                    "paper's speed-up": PRINTED_4[place or 0][1], "speed-up": seconds["Accordion"] / seconds[name],
+                    "quality": beside.of_seeds([row["quality"] for _, row in pairs]),
+                    "Accordion's": beside.of_seeds([theirs["quality"] for theirs, _ in pairs]),
                 })  # fmt: skip
     networks = {(row["task"], row["bits"], row["simulated_compute_s"]) for row in rows if row["table"] == "step"}
     beside.show("Table 2: quality and speed-up over top-k 10x, and floats of dense over those sent", two, {
-        "task": "", "exchange": "", "paper": "", "quality": ".4f", "paper's speed-up": ".3g", "speed-up": ".2f",
-        "over dense": ".2f", "paper's fewer": ".3g", "fewer": ".3g", "ratios": "", "dense steps": "d",
+        "task": "", "exchange": "", "seeds": "d", "paper": "", "quality": "", "paper's speed-up": ".3g",
+        "speed-up": ".2f", "over dense": ".2f", "paper's fewer": ".3g", "fewer": "", "ratios": "", "dense steps": "",
     }, [
         "paper: ResNet-101 on CIFAR10, VGG-16 on CIFAR100 (top-5), LSTM on PTB (perplexity), 32 V100; here resnet20 "
         "on 5,000 images of MNIST, vgg on digits (accuracy) and text-lstm (nats a token)",
         f"here: {ranks} ranks on a simulated network, where top-k 1000x would be {_RATIO} times as fast as 10x if its "
         "messages were all that there is beside computing, as the paper's is; ranks' own work is in processor time",
         *(f"{task}: {bits / 1e6:.3g} Mbit/s, {1e3 * own:.3g} ms of computing" for task, bits, own in sorted(networks)),
-        "speed-up: of seconds of as many steps",
+        "speed-up: of seconds of as many steps; means over seeds, with the range; steps that are alike are timed once",
         "any gain: every factor is taken, as by the gain of the paper's code, which is above 1 at all of them (below)",
         "ratios: mean of each third of the training; windows are a 32nd of it",
     ])  # fmt: skip
@@ -196,8 +207,8 @@ def _tables(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
         "spectrum: what GraVAC measures here in place of the second compression, at one step in four",
     ])  # fmt: skip
     beside.show("Table 4: Accordion over GraVAC", four, {
-        "task": "", "exchange": "", "paper's fewer": ".3g", "fewer": ".3g", "paper's speed-up": ".2f",
-        "speed-up": ".2f", "quality": ".4f", "Accordion's": ".4f",
+        "task": "", "exchange": "", "seeds": "d", "paper's fewer": ".3g", "fewer": "", "paper's speed-up": ".2f",
+        "speed-up": ".2f", "quality": "", "Accordion's": "",
     }, ["Accordion: PowerSGD of rank 1 and 4 in the paper, DGC at 0.01 and 0.1 here"])  # fmt: skip
 
 
@@ -214,6 +225,7 @@ def parser() -> argparse.ArgumentParser:
         "--gains", default="resnet20", metavar="T[,..]", help="tasks in which three readings of the gain are told"
     )
     parser.add_argument("--models", default=",".join(NUMELS), metavar="M[,..]", help="of table 3 (%(default)s)")
+    parser.add_argument("--seeds", default="0", metavar="K[,..]", help="of trainings (%(default)s)")
     beside.add_arms(parser)
     beside.add_arguments(parser)
     return parser
@@ -225,23 +237,27 @@ def run(arguments: argparse.Namespace) -> int:
     ranks, steps = check_least(_STUDY, "--ranks", arguments.ranks, 2), arguments.steps
     names = beside.read_arms(_STUDY, arguments.arms, arms(steps))
     rows = beside.begin(_STUDY, arguments, _KEY)
+    seeds = list(map(int, read_list(arguments.seeds)))
     for model in read_list(arguments.models):
         for name in _STATIC:
-            rows.complete(("compress", model, name), compress, model, name)
-    for task in read_list(arguments.gains):
-        for factor in gravac_gains.FACTORS:
-            rows.complete(("gains", task, f"{factor}x"), gravac_gains.train, task, factor, ranks, steps)
-    for task in read_list(arguments.tasks):
-        rows.complete(("probe", task, _BASE), _probe, task, _BASE, ranks)
-        probe = rows.find("probe", task, _BASE)
-        for arm in names:
-            own = task, arm, ranks, steps
-            if not arm.startswith("GraVAC"):
-                rows.complete(("train", task, arm), train, *own)
-                if probe is not None:
-                    rows.complete(("step", task, arm), time_steps, *own, _network(probe))
-            elif probe is not None:
-                rows.complete(("train", task, arm), train_timed, *own, _network(probe))
+            rows.complete(("compress", model, name, 0), compress, model, name)
+    for seed in seeds:
+        for task in read_list(arguments.gains):
+            for factor in gravac_gains.FACTORS:
+                key = ("gains", task, f"{factor}x", seed)
+                rows.complete(key, gravac_gains.train, task, factor, ranks, steps, seed)
+    for seed in seeds:
+        for task in read_list(arguments.tasks):
+            rows.complete(("probe", task, _BASE, 0), _probe, task, _BASE, ranks)
+            probe = rows.find("probe", task, _BASE, 0)
+            for arm in names if probe is not None else ():
+                own = task, arm, seed, ranks, steps
+                if arm.startswith("GraVAC"):
+                    rows.complete(("train", *own[:3]), train_timed, *own, _network(probe))
+                    continue
+                rows.complete(("train", *own[:3]), train, *own)
+                if seed == seeds[0]:
+                    rows.complete(("step", *own[:3]), time_steps, *own, _network(probe))
     _tables(rows.made, ranks)
     gravac_gains.show(rows.made)
     beside.late(rows)

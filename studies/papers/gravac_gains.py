@@ -20,11 +20,11 @@ FACTORS = (10, 20, 40, 160, 1000)
 Layers = Sequence[NDArray[np.float32]]
 
 
-def train(task_name: str, factor: int, ranks: int, steps: int) -> dict[str, Any]:
+def train(task_name: str, factor: int, ranks: int, steps: int, seed: int = 0) -> dict[str, Any]:
     """Train with top-k of each layer and error feedback, as the paper's code has it; return means of the last third."""
     import resnet  # noqa: F401, registers its task
 
-    task = get_task(task_name, 0)
+    task = get_task(task_name, seed)
     model = task.model()
     optimizer = task.optimizer(model)
     updater = Updater(task, optimizer, steps)
@@ -89,11 +89,16 @@ def _largest(array: NDArray[np.float32], factor: int) -> NDArray[np.float32]:
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print those rows that are of gains."""
-    own = [row for row in rows if row["table"] == "gains"]
+    own = []
+    for task, name in dict.fromkeys((row["task"], row["name"]) for row in rows if row["table"] == "gains"):
+        same = [row for row in rows if (row["table"], row["task"], row["name"]) == ("gains", task, name)]
+        gains = {key: beside.of_seeds([row[key] for row in same], ".2f") for key in ("text", "code", "alone")}
+        quality = beside.of_seeds([row["quality"] for row in same])
+        own.append({"task": task, "name": name, "seeds": len(same), **gains, "quality": quality})
     beside.show("Gains at fixed factors, in the last third of the steps", own, {
-        "task": "", "name": "", "text": ".2f", "code": ".2f", "alone": ".2f", "quality": ".4f",
+        "task": "", "name": "", "seeds": "d", "text": "", "code": "", "alone": "", "quality": "",
     }, [
         "text: squared norms of what is sent and of the gradient with the residual; code: sums of layers' norms, of "
         "what is sent and of the gradient without the residual; alone: squared norms, without residuals in either",
-        "top-k of each layer; a step takes a factor where the gain is 0.7 or more",
+        "top-k of each layer; a step takes a factor where the gain is 0.7 or more; means over seeds, with the range",
     ])  # fmt: skip

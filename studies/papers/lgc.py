@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import beside
@@ -12,7 +13,7 @@ from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
 
 _STUDY = "lgc"
-_KEY = ("task", "ranks", "arm")
+_KEY = ("task", "ranks", "arm", "seed")
 _RATIO = 0.001
 _DENSE_STEPS, _TRAINING_STEPS = (
     1 / 9,
@@ -75,32 +76,36 @@ def ablations(steps: int) -> dict[str, beside.Arm]:
     return {f"ring, {name}": beside.Arm(base | own, "learned") for name, own in changed.items()}
 
 
-def train(task: str, ranks: int, arm: str, steps: int) -> dict[str, Any]:
+def train(task: str, ranks: int, arm: str, seed: int, steps: int) -> dict[str, Any]:
     """Train; return the row."""
-    row = beside.train((arms(steps) | ablations(steps))[arm], task, steps, ranks)
+    row = beside.train((arms(steps) | ablations(steps))[arm], task, steps, ranks, seed)
     row.pop("plans")
     return row
 
 
 def _tables(rows: Sequence[Mapping[str, Any]]) -> None:
     found = []
-    for row in sorted(rows, key=lambda row: (row["task"], row["ranks"])):
-        printed = PRINTED.get(row["ranks"], {}).get(row["arm"].removesuffix(" as published").removesuffix(" here"))
-        base = next((own for own in rows if (own["task"], own["ranks"], own["arm"])
-                     == (row["task"], row["ranks"], "dense")), None)  # fmt: skip
-        topk = next((own for own in rows if (own["task"], own["ranks"], own["arm"])
-                     == (row["task"], row["ranks"], "top-k")), None)  # fmt: skip
-        found.append({
-            "task": row["task"], "ranks": row["ranks"], "exchange": row["arm"],
-            "paper": None if printed is None else printed[0], "quality": row["quality"],
-            "of dense": None if base is None else row["quality"] - base["quality"],
-            "paper's fewer": None if printed is None else printed[1],
-            "fewer": row["dense_bytes"] / row["late_bytes"],
-            "of top-k": None if topk is None else topk["late_bytes"] / row["late_bytes"],
-            "wire": row["late_wire_bytes"] / 1e3, "once": row["learned_once_bytes"] / 1e6,
-        })  # fmt: skip
+    for task, ranks in sorted({(row["task"], row["ranks"]) for row in rows}):
+        own = [row for row in rows if (row["task"], row["ranks"]) == (task, ranks)]
+        by_seed = {arm: {row["seed"]: row for row in own if row["arm"] == arm} for arm in dict.fromkeys(
+            row["arm"] for row in own)}  # fmt: skip
+        dense, topk = by_seed.get("dense", {}), by_seed.get("top-k", {})
+        for arm, same in by_seed.items():
+            printed = PRINTED.get(ranks, {}).get(arm.removesuffix(" as published").removesuffix(" here"))
+            off = [row["quality"] - dense[seed]["quality"] for seed, row in same.items() if seed in dense]
+            over = [topk[seed]["late_bytes"] / row["late_bytes"] for seed, row in same.items() if seed in topk]
+            found.append({
+                "task": task, "ranks": ranks, "exchange": arm, "seeds": len(same),
+                "paper": None if printed is None else printed[0],
+                "quality": beside.of_seeds([row["quality"] for row in same.values()]),
+                "of dense": fmean(off) if off else None, "paper's fewer": None if printed is None else printed[1],
+                "fewer": fmean(row["dense_bytes"] / row["late_bytes"] for row in same.values()),
+                "of top-k": fmean(over) if over else None,
+                "wire": fmean(row["late_wire_bytes"] for row in same.values()) / 1e3,
+                "once": fmean(row["learned_once_bytes"] for row in same.values()) / 1e6,
+            })  # fmt: skip
     beside.show("LGC at a ratio of 0.001", found, {
-        "task": "", "ranks": "d", "exchange": "", "paper": ".2f", "quality": ".4f", "of dense": "+.4f",
+        "task": "", "ranks": "d", "exchange": "", "seeds": "d", "paper": ".2f", "quality": "", "of dense": "+.4f",
         "paper's fewer": ".4g", "fewer": ".0f", "of top-k": ".2f", "wire": ".2f", "once": ".2f",
     }, [
         "paper: ResNet-50 (2) and ResNet-101 (4) on CIFAR10, ResNet-50 on ImageNet (8); here resnet20 on 5,000 images "
@@ -108,6 +113,7 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> None:
         "fewer: bytes of dense over those that rank 0 hands to the transport in a step, in the last third of them, "
         "when codes travel; of top-k: over those of top-k. The paper does not count what a server sends back",
         "wire: KB that leave rank 0 in such a step; once: MB that leave it once",
+        "means over seeds, of accuracy with the range; of dense, of top-k: of the same seeds",
     ])  # fmt: skip
 
 
@@ -150,6 +156,7 @@ def parser() -> argparse.ArgumentParser:
         "--ranks", default="4,2,8", metavar="N[,..]", help="(%(default)s); phases are ablated with the first"
     )
     parser.add_argument("--steps", type=int, default=240, metavar="S", help="of a training (%(default)s)")
+    parser.add_argument("--seeds", default="0", metavar="K[,..]", help="of trainings (%(default)s)")
     beside.add_arms(parser)
     beside.add_arguments(parser)
     return parser
@@ -160,10 +167,11 @@ def run(arguments: argparse.Namespace) -> int:
     steps = check_least(_STUDY, "--steps", arguments.steps, 18)
     names = beside.read_arms(_STUDY, arguments.arms, [*arms(steps), *ablations(steps)])
     rows = beside.begin(_STUDY, arguments, _KEY)
-    for task in read_list(arguments.tasks):
-        for place, ranks in enumerate(map(int, read_list(arguments.ranks))):
-            for arm in [own for own in names if place == 0 or own in arms(steps)]:
-                rows.complete((task, ranks, arm), train, task, ranks, arm, steps)
+    for seed in map(int, read_list(arguments.seeds)):
+        for task in read_list(arguments.tasks):
+            for place, ranks in enumerate(map(int, read_list(arguments.ranks))):
+                for arm in [own for own in names if place == 0 or own in arms(steps)]:
+                    rows.complete((task, ranks, arm, seed), train, task, ranks, arm, seed, steps)
     _tables(rows.made)
     _models()
     beside.late(rows)
