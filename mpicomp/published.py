@@ -49,6 +49,8 @@ def published(**values: Any) -> Callable[[Class], Class]:
             as_given(self, *arguments, **parameters)
 
         cls.__init__ = init  # type: ignore[misc]
+        # Of a class that has a __new__, too, inspect would tell that one's.
+        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
         cls.as_published = values  # type: ignore[attr-defined]
         return cls
 

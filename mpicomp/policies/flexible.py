@@ -116,15 +116,11 @@ class Flexible(Policy):
     ramp: int = 0
     published: bool = field(default=False, kw_only=True)
 
-    def __post_init__(self) -> None:
-        """Become the one of two searches, with the same settings, that ``published`` names."""
+    def __new__(cls, *settings: Any, published: object = False, **named: Any) -> "Flexible":
+        """Make the one of the two searches that ``published`` names."""
         from mpicomp.policies.flexible_search import FlexibleSearch  # derives from this class
 
-        if self.published and not isinstance(self, FlexibleSearch):
-            self.__class__ = FlexibleSearch
-        elif not self.published and type(self) is FlexibleSearch:
-            self.__class__ = Flexible  # type: ignore[assignment]  # mypy takes the first one for the type
-        super().__post_init__()
+        return super().__new__(FlexibleSearch if published is True else cls)
 
     def check(self) -> None:
         """See `Policy.check`."""

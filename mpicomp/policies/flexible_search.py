@@ -13,6 +13,7 @@ from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor
 from mpicomp.cost import CostModel, Network
 from mpicomp.cost.formulas import published_choice, ring_beats_tree, sparse_sum
+from mpicomp.errors import ConfigurationError
 from mpicomp.policies import pareto
 from mpicomp.policies.flexible import Flexible, Option, candidates
 from mpicomp.policies.policy import Delivered, Named, Plan, Shape, StepReport
@@ -62,6 +63,12 @@ class FlexibleSearch(Flexible):
     """
 
     resumes: ClassVar[bool] = False
+
+    def check(self) -> None:
+        """See `Policy.check`."""
+        super().check()
+        if not self.published:
+            raise ConfigurationError("flexible: FlexibleSearch has published=True; make a Flexible without it")
 
     def adopt(self, named: Named) -> None:
         """See `Policy.adopt`. Where no compressor was named it is top-k."""

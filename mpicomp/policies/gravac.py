@@ -87,8 +87,9 @@ class GraVAC(Adaptive):
 
     Notes
     -----
-    With ``published`` a throughput is that of the last step at its ratio; no bucket is dense because that is predicted
-    to be faster, only because too little would be sent; and the first two steps are no warm-up: they run at the floor.
+    With ``published`` every array is a bucket of its own, whatever was named; a throughput is that of the last step at
+    its ratio; no bucket is dense because that is predicted to be faster, only because too little would be sent; and the
+    first two steps are no warm-up: they run at the floor.
     The collective is still the one that was named, or the one of least predicted seconds. No law is suspended: the
     residual is what was not sent.
 
@@ -186,6 +187,11 @@ class GraVAC(Adaptive):
         self._share = min(1.0, group.size / 100) if self.smoothing is None else self.smoothing
         self._before = None
         yield from super().start(shapes, transport)
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """See `Policy.bucket_bytes`: as published each array is compressed by itself."""
+        return 1 if self.published else None
 
     @property
     def may_be_dense(self) -> bool:

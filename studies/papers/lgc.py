@@ -9,6 +9,7 @@ from typing import Any
 import beside
 import lgc_models
 
+from mpicomp import LGC
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
 
@@ -72,6 +73,9 @@ def ablations(steps: int) -> dict[str, beside.Arm]:
         "never coded": {"training_steps": steps},
         "error of what was selected": {"error": "selected"},
         "linear code": {"code": "linear"},
+        "no signs": {"signs": False},
+        "channels as published": {name: LGC.as_published[name] for name in ("encoder", "decoder")},
+        "rate and passes as published": {name: LGC.as_published[name] for name in ("learning_rate", "passes")},
     }
     return {f"ring, {name}": beside.Arm(base | own, "learned") for name, own in changed.items()}
 
@@ -101,18 +105,20 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> None:
                 "of dense": fmean(off) if off else None, "paper's fewer": None if printed is None else printed[1],
                 "fewer": fmean(row["dense_bytes"] / row["late_bytes"] for row in same.values()),
                 "of top-k": fmean(over) if over else None,
+                "code's error": fmean(row["code_error"] for row in same.values()) or None,
                 "wire": fmean(row["late_wire_bytes"] for row in same.values()) / 1e3,
                 "once": fmean(row["learned_once_bytes"] for row in same.values()) / 1e6,
             })  # fmt: skip
     beside.show("LGC at a ratio of 0.001", found, {
         "task": "", "ranks": "d", "exchange": "", "seeds": "d", "paper": ".2f", "quality": "", "of dense": "+.4f",
-        "paper's fewer": ".4g", "fewer": ".0f", "of top-k": ".2f", "wire": ".2f", "once": ".2f",
+        "paper's fewer": ".4g", "fewer": ".0f", "of top-k": ".2f", "code's error": ".2f", "wire": ".2f", "once": ".2f",
     }, [
         "paper: ResNet-50 (2) and ResNet-101 (4) on CIFAR10, ResNet-50 on ImageNet (8); here resnet20 on 5,000 images "
         "of MNIST, where a code stands for some 270 values",
         "fewer: bytes of dense over those that rank 0 hands to the transport in a step, in the last third of them, "
         "when codes travel; of top-k: over those of top-k. The paper does not count what a server sends back",
         "wire: KB that leave rank 0 in such a step; once: MB that leave it once",
+        "code's error: when it has learnt, as a share of the energy that it codes, of all ranks' mean with the ring",
         "means over seeds, of accuracy with the range; of dense, of top-k: of the same seeds",
     ])  # fmt: skip
 
@@ -144,6 +150,23 @@ def _models() -> None:
         "paper": ".3f",
     }, ["first: the first layer, dense; last: values of the last one; code: a number for four values of the others"],
     )  # fmt: skip
+    indices = [
+        {"elements": numel, "ratio": ratio, **lgc_models.index_bits(numel, ratio)}
+        for numel, ratio in ((1_000_000, 0.01), (1_000_000, 0.001), (25_000_000, 0.001))
+    ]
+    beside.show(
+        "Bits of an index",
+        indices,
+        {
+            "elements": "d",
+            "ratio": "g",
+            "deflate": ".1f",
+            "differences": ".1f",
+            "here": ".1f",
+            "entropy": ".1f",
+        },
+        ["deflate: of indices of 32 bits as they are; differences: DEFLATE of these; at random places"],
+    )
 
 
 def parser() -> argparse.ArgumentParser:

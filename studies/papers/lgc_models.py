@@ -1,10 +1,13 @@
 """Bytes of LGC in the paper's own models, which are too large to be trained here: those that rounds announce."""
 
+import math
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from mpicomp.algorithms.lgc.compressor import index_bytes
 from mpicomp.arrays import Described
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, get_compressor
@@ -87,6 +90,25 @@ def step_bytes(model: str, compressor: Compressor, collective: str, ranks: int, 
                 tasks = scheme.rounds(sum(sizes), np.dtype(np.float32), own, step + turn)
                 sent[turn, rank] += sum(task.sent_bytes(own) for task in tasks if not task.once)
     return float(sent.mean()), float(sent.min())
+
+
+def index_bits(numel: int, ratio: float) -> dict[str, float]:
+    """Return the bits of an index among ``numel``: by DEFLATE as they are, of their differences, here, and the entropy.
+
+    Examples
+    --------
+    >>> {name: round(bits) for name, bits in index_bits(100_000, 0.01).items()}
+    {'deflate': 16, 'differences': 13, 'here': 9, 'entropy': 8}
+    """
+    count = kept(ratio, numel)
+    indices = np.sort(np.random.default_rng(0).choice(numel, count, replace=False)).astype(np.uint32)
+    entropy = -math.log2(ratio) - (1 - ratio) / ratio * math.log2(1 - ratio)
+    nbytes = {
+        "deflate": len(zlib.compress(indices.tobytes(), 9)),
+        "differences": len(zlib.compress(np.diff(indices, prepend=np.uint32(0)).tobytes(), 9)),
+        "here": index_bytes(count, numel),
+    }
+    return {name: 8 * own / count for name, own in nbytes.items()} | {"entropy": entropy}
 
 
 def rows(exchanges: Mapping[str, tuple[Mapping[str, Any], str]], learnt: int) -> list[dict[str, Any]]:

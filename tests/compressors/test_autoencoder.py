@@ -207,6 +207,38 @@ def test_the_learning_rate_falls():
         np.testing.assert_allclose(steps[place], rate, rtol=1e-3)
 
 
+@pytest.mark.parametrize("leader", [None, 1])
+def test_as_published_it_is_plain_descent_on_all_values_where_they_are(leader):
+    """Against torch's own optimizer, with the paper's losses written out: as shares of energies."""
+    rng, ranks = np.random.default_rng(4), 3 if leader else 1
+    code = make(ranks=ranks, learning_rate=0.05, passes=1, published=True)
+    network = Network(code, ranks=ranks)
+    modules = torch.nn.ModuleList([network.encoder, *network.decoders])
+    optimizer = torch.optim.SGD(modules.parameters(), lr=0.05)
+    for step in range(4):
+        own = rng.normal(size=(3, 5000)).astype(np.float32)  # more than a step looks at otherwise
+        code.turn(step)
+        code.learn(own, leader)
+        values = torch.from_numpy(own).double()[:, None]
+        codes = [network.encoder(values[rank : rank + 1]) for rank in range(3)]
+        if leader is None:
+            target = sum(values) / 3
+            loss = (network.decoders[0](sum(codes) / 3)[0] - target).square().sum() / target.square().sum()
+        else:
+            missed = [(network.decoders[rank](codes[leader])[0] - values[rank]).square().sum() for rank in range(3)]
+            pairs = sum((codes[k] - codes[m]).square().sum() for k in range(3) for m in range(3))
+            energy = sum(own.square().sum() for own in codes)
+            loss = sum(missed) / values.square().sum() + 0.5 * pairs / (2 * 3 * energy)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    expected = torch.cat([parameter.detach().ravel() for parameter in modules.parameters()])
+    np.testing.assert_allclose(code.weights(), expected.numpy(), rtol=0, atol=2e-5)
+    values = rng.normal(size=50).astype(np.float32)
+    code.turn(3)
+    np.testing.assert_allclose(encoded(code, values), network.encode(values), rtol=0, atol=1e-3)
+
+
 def test_a_seed_is_all_there_is_to_chance():
     values = common(np.random.default_rng(0), 2, 5000, 0.1)  # more than a step looks at
     made = [Autoencoder(Workspace(), seed=seed) for seed in (5, 5, 6)]

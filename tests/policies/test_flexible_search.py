@@ -1,5 +1,6 @@
 """Flexible communication as published, against a slow implementation of the paper: checkpoint, trials, restart."""
 
+import copy
 import dataclasses
 import math
 
@@ -351,7 +352,10 @@ def test_the_switch():
     again = mpicomp.get_policy(policy.get_config())
     assert again.get_config() == policy.get_config()
     assert type(again) is type(policy) is not Flexible
-    assert type(dataclasses.replace(policy, published=False)) is Flexible
+    assert type(dataclasses.replace(policy, every=7)) is type(policy)
+    assert type(copy.copy(policy)) is type(policy)
+    with pytest.raises(ConfigurationError, match="flexible: FlexibleSearch has published=True"):
+        dataclasses.replace(policy, published=False)
     assert Flexible().get_config()["published"] is False
     with pytest.raises(ConfigurationError, match="flexible: published must be True or False, got 'yes'"):
         Flexible(published="yes")

@@ -49,6 +49,9 @@ class Autoencoder(LearnedCode):
     passes : int
         Optimizer steps for each step that is learnt from. Each looks at a stretch of at most 4096 values: for layers
         that are the same at all places more of them would teach no more than the next step does.
+    published : bool
+        Whether it is trained as the paper says: by plain descent of a rate that stays, on all values, by the paper's
+        losses alone, and with values where they are.
 
     Notes
     -----
@@ -78,6 +81,7 @@ class Autoencoder(LearnedCode):
         decoder: Sequence[int] = (8, 16, 16, 8),
         learning_rate: float = 3e-3,
         passes: int = 4,
+        published: bool = False,
     ) -> None:
         super().__init__(workspace, seed)
         self._stride: int = 2 ** len(encoder)
@@ -87,6 +91,7 @@ class Autoencoder(LearnedCode):
         self._room = kernels.conv_room(max(1, _CHANNELS, *encoder, *decoder))
         self._learning_rate = learning_rate
         self._passes = passes
+        self._published = published
         self._shift = 0
         self._weights: NDArray[np.float32] = np.zeros(0, np.float32)
         self._moments: NDArray[np.float32] = np.zeros((2, 0), np.float32)
@@ -105,7 +110,7 @@ class Autoencoder(LearnedCode):
 
     def turn(self, step: int) -> None:
         """Move values by as many places; see `LearnedCode.turn`."""
-        self._shift = step % self._stride
+        self._shift = 0 if self._published else step % self._stride
 
     def encode(self, values: NDArray[np.floating], out: NDArray[np.floating]) -> None:
         """Run the encoder; see `LearnedCode.encode`."""
@@ -135,19 +140,19 @@ class Autoencoder(LearnedCode):
         self._decode([centre, code], [out_centre, out], 0)
 
     def learn(self, values: NDArray[np.floating], leader: int | None = None) -> float:
-        """Take some steps of Adam; see `LearnedCode.learn`."""
+        """Take some optimizer steps; see `LearnedCode.learn`."""
         import torch
 
         ranks = 1 if leader is None else len(values)
         if self._weights.size != self.size(ranks):
             self._begin(ranks)
         random = np.random.default_rng([self.seed, self._steps])
-        stretch = min(values.shape[1], _STRETCH)
+        stretch = values.shape[1] if self._published else min(values.shape[1], _STRETCH)
         places = np.zeros((len(values), self._padded(stretch)), np.float32)
         flat = torch.from_numpy(self._weights).requires_grad_()
         errors = []
         for _ in range(self._passes):
-            start, shift = random.integers([values.shape[1] - stretch + 1, self._stride])
+            start, shift = random.integers([values.shape[1] - stretch + 1, 1 if self._published else self._stride])
             for own, moved in zip(values[:, start : start + stretch], places, strict=True):
                 _move(own, shift, moved)
             noise = random.standard_normal(places.shape, np.float32)
@@ -273,6 +278,8 @@ class Autoencoder(LearnedCode):
         mean = codes.mean(dim=0, keepdim=True)
         if leader is None:
             error = missed(decoded(mean)[0], values.mean(dim=0, keepdim=True))
+            if self._published:
+                return error, error.detach()
             codes = encoded(noise)
             _, slopes = decoded(codes.mean(dim=0, keepdim=True))
             return error + missed(decoded(codes, slopes=slopes)[0], noise), error.detach()
@@ -282,10 +289,13 @@ class Autoencoder(LearnedCode):
         return error + _SIMILARITY * unlike, error.detach()
 
     def _step(self, gradient: NDArray[np.float32]) -> None:
-        """Take a step of Adam, unless the gradient is of no use."""
+        """Take a step of Adam or of plain descent, unless the gradient is of no use."""
         if not np.isfinite(gradient).all():
             return
         self._steps += 1
+        if self._published:
+            self._weights -= self._learning_rate * gradient
+            return
         mean, square = self._moments
         mean += (1 - _DECAY_MEAN) * (gradient - mean)
         square += (1 - _DECAY_SQUARE) * (gradient * gradient - square)

@@ -184,13 +184,13 @@ class LGC(Learner):
       travel in the code of `mpicomp.compressors.message`, not in DEFLATE.
     - The network is trained by Adam; see `mpicomp.algorithms.lgc.autoencoder.Autoencoder` for what else is different.
 
-    With ``published`` every rank sends its own largest values in the second phase, and the code is learnt from these;
-    the first layer travels dense whatever its size; and decoded values are delivered as they are, not scaled by the
-    factor that leaves the least. Residuals forget what the code has lost: the law that nothing is lost does not hold
-    in the third phase, nor does the one that the sum of what ranks have sent is their number times the mean. Still
-    different from the paper then, since it does not print them or since ranks would have to wait for one: Adam in place
-    of plain descent, values divided by their root mean square, a rectifier less, no fixed server or leader, exact
-    values as innovations, the code of indices.
+    With ``published`` every rank sends its own largest values in the second phase, and the code is learnt from these,
+    by plain descent; the first layer travels dense whatever its size; and decoded values are delivered as they are, not
+    scaled by the factor that leaves the least. Residuals forget what the code has lost: the law that nothing is lost
+    does not hold in the third phase, nor does the one that the sum of what ranks have sent is their number times the
+    mean. Still different from the paper then, since it does not print them or since ranks would have to wait for one:
+    values divided by their root mean square and losses as shares of energy, so that the rate fits gradients of any
+    size; a rectifier less, no fixed server or leader, exact values as innovations, the code of indices.
 
     Examples
     --------
@@ -358,7 +358,9 @@ class LGC(Learner):
         """Make a code that has learned nothing yet."""
         if self.code == "linear":
             return LinearCode(workspace, seed)
-        return Autoencoder(workspace, seed, self.encoder, self.decoder, self.learning_rate, self.passes)
+        return Autoencoder(
+            workspace, seed, self.encoder, self.decoder, self.learning_rate, self.passes, self.published
+        )
 
     def check_installed(self) -> None:
         """Raise where a package that learning needs is not installed."""
