@@ -21,6 +21,7 @@ _COMPUTE_S = 0.01
 def arms(steps: int) -> dict[str, beside.Arm]:
     """Return the exchanges of schedules; as five of the paper's fifty epochs, a tenth of the steps is a ramp."""
     published = {"id": "flexible", "published": True, "ramp": steps // 10}
+    here = {"id": "flexible", "every": 50}
     return {
         "dense": beside.DENSE,
         **{f"top-k {ratio:g} by allgather": beside.Arm({"id": "topk", "ratio": ratio}, "allgather")
@@ -30,7 +31,9 @@ def arms(steps: int) -> dict[str, beside.Arm]:
         }) for name in ("allgather", "star-topk:ring")},
         "as published": beside.Arm(policy=published),
         "as published, averages left": beside.Arm(policy=published, buffers=False),
-        "here": beside.Arm(policy={"id": "flexible", "every": 50}),
+        "here": beside.Arm(policy=here),
+        "here, NSGA-II": beside.Arm(policy=here | {"solver": "nsga2"}),
+        "here, a ramp first": beside.Arm(policy=here | {"ramp": steps // 10}),
     }  # fmt: skip
 
 
