@@ -336,6 +336,21 @@ def test_as_published_it_does_what_the_paper_says(size, distribution, parent, nu
     assert abs(reached - 1).max() > 0.5, "estimates are sent as they are, bad ones too"
 
 
+@pytest.mark.parametrize("distribution", ["exponential", "pareto"])
+def test_as_published_zeros_are_fitted_too(distribution):
+    random = np.random.default_rng(2)
+    array = random.laplace(size=50_000) * (random.random(50_000) < 0.5)
+    expected = (np.abs(array) > published(distribution, array, 0.01, 1)).sum()
+    found = [
+        SIDCo(ratio=0.01, distribution=distribution, stages=1, published=own)
+        .select(accumulated(array), Context())
+        .indices.size
+        for own in (True, False)
+    ]
+    assert found[0] == expected
+    assert abs(found[0] / 500 - 1) > 0.2 > abs(found[1] / 500 - 1)
+
+
 def test_as_published_nothing_or_far_too_much_may_be_sent():
     outlier = np.where(np.arange(5000) == 17, 1e4, 1e-3)
     counts = {}

@@ -174,7 +174,7 @@ def test_seconds_are_those_in_which_the_last_message_arrives(size, link):
         ]
         assert names
         least = sum(min(followed(compressor, name, numel) for name in names) for numel in (10_017, 30_000))
-        assert seconds == pytest.approx(least, rel=0.25)
+        assert seconds == pytest.approx(least, rel=0.12)
 
 
 def test_candidates_are_the_papers():
