@@ -250,7 +250,9 @@ def run(arguments: argparse.Namespace) -> int:
         for task in read_list(arguments.tasks):
             rows.complete(("probe", task, _BASE, 0), _probe, task, _BASE, ranks)
             probe = rows.find("probe", task, _BASE, 0)
-            for arm in names if probe is not None else ():
+            if probe is None:
+                continue
+            for arm in names:
                 own = task, arm, seed, ranks, steps
                 if arm.startswith("GraVAC"):
                     rows.complete(("train", *own[:3]), train_timed, *own, _network(probe))

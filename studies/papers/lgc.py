@@ -67,6 +67,7 @@ def ablations(steps: int) -> dict[str, beside.Arm]:
     """Return those of the ring with a phase or a part changed."""
     dense, training = max(2, int(steps * _DENSE_STEPS)), max(4, int(steps * _TRAINING_STEPS))
     base = {**_HERE, "dense_steps": dense, "training_steps": training}
+    published = LGC(published=True)
     changed: dict[str, dict[str, Any]] = {
         "no dense phase": {"dense_steps": 0},
         "a quarter of learning": {"training_steps": max(1, training // 4)},
@@ -74,8 +75,8 @@ def ablations(steps: int) -> dict[str, beside.Arm]:
         "error of what was selected": {"error": "selected"},
         "linear code": {"code": "linear"},
         "no signs": {"signs": False},
-        "channels as published": {name: LGC.as_published[name] for name in ("encoder", "decoder")},
-        "rate and passes as published": {name: LGC.as_published[name] for name in ("learning_rate", "passes")},
+        "channels as published": {name: getattr(published, name) for name in ("encoder", "decoder")},
+        "rate and passes as published": {name: getattr(published, name) for name in ("learning_rate", "passes")},
     }
     return {f"ring, {name}": beside.Arm(base | own, "learned") for name, own in changed.items()}
 
