@@ -336,6 +336,18 @@ def test_as_published_it_does_what_the_paper_says(size, distribution, parent, nu
     assert abs(reached - 1).max() > 0.5, "estimates are sent as they are, bad ones too"
 
 
+def test_of_few_elements_the_largest_are_selected_exactly():
+    random = np.random.default_rng(4)
+    for numel, exact in ((2047, True), (2048, False)):
+        counts = set()
+        for _ in range(10):
+            array = random.standard_t(3, numel)
+            selection = SIDCo(ratio=0.1).select(accumulated(array), Context())
+            counts.add(selection.indices.size - int(0.1 * numel + 0.5))
+            assert np.abs(selection.values).min() >= np.delete(np.abs(array), selection.indices).max()
+        assert (counts == {0}) is exact
+
+
 @pytest.mark.parametrize("distribution", ["exponential", "pareto"])
 def test_as_published_zeros_are_fitted_too(distribution):
     random = np.random.default_rng(2)
