@@ -358,9 +358,7 @@ class LGC(Learner):
         """Make a code that has learned nothing yet."""
         if self.code == "linear":
             return LinearCode(workspace, seed)
-        return Autoencoder(
-            workspace, seed, self.encoder, self.decoder, self.learning_rate, self.passes, self.published
-        )
+        return Autoencoder(workspace, seed, self.encoder, self.decoder, self.learning_rate, self.passes, self.published)
 
     def check_installed(self) -> None:
         """Raise where a package that learning needs is not installed."""
