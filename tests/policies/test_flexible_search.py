@@ -166,6 +166,40 @@ def test_seconds_in_rounds_are_those_of_the_trials(size):
     assert seconds[0] < seconds[-1]
 
 
+def test_seconds_of_own_work_are_those_of_the_slowest_rank():
+    """Of three ranks whose work in a step takes 1, 2 and 3 ms, told over the same network."""
+    plain, working = Training(3, solver="exact"), Training(3, solver="exact")
+    for reducer in working.reducers:
+
+        def learn(told, learn=reducer.policy.learn):
+            times = told.times.copy()
+            times[:, :, 1:3] += 1e-3 * np.arange(1, 4)[:, None, None]  # the end, and the work
+            learn(dataclasses.replace(told, times=times))
+
+        reducer.policy.learn = learn
+    for _ in range(52):
+        plain.step()
+        working.step()
+    own, others = working.policy.objectives(), plain.policy.objectives()
+    np.testing.assert_allclose(own[:, 0] - others[:, 0], 3e-3, rtol=1e-6)
+    np.testing.assert_allclose(own[:, 1], others[:, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("jump", "searches"), [(1.45, 1), (1.6, 2)])
+def test_the_mean_of_five_changes_counts(jump, searches):
+    """A gain that jumps once by so much, which is a fifth of that in the mean."""
+    training = Training(2, solver="exact")
+    for reducer in training.reducers:
+
+        def deliver(step, delivered, deliver=reducer.policy.deliver):
+            gain = 0.5 * (jump if step >= 65 else 1)
+            deliver(step, [dataclasses.replace(own, gain=gain) for own in delivered])
+
+        reducer.policy.deliver = deliver
+    trials = sum("trial" in training.step().reason for _ in range(130))
+    assert trials == 50 * searches
+
+
 def score(objectives, points):
     """The weighted worst of points, after each objective of those that nothing beats was brought to 0 to 1."""
     beaten = [
