@@ -215,7 +215,7 @@ class StepRecord:
 
     def _sums(self) -> "_Sums":
         """Go through the buckets once, since a line of metrics is made of every step."""
-        sent, wire, dense = self.overhead_bytes, self.overhead_wire_bytes, 0.0
+        sent, wire, dense = 0, 0.0, 0.0
         compress = exchange = decode = 0.0
         for bucket in self.buckets:
             sent += bucket.sent_bytes
@@ -226,7 +226,8 @@ class StepRecord:
             exchange += phases["exchange"]
             decode += phases["decode"]
         other = max(0.0, self.seconds - (compress + exchange + decode))
-        return _Sums(sent, wire, dense, {"compress": compress, "exchange": exchange, "decode": decode, "other": other})
+        phases = {"compress": compress, "exchange": exchange, "decode": decode, "other": other}
+        return _Sums(self.overhead_bytes + sent, self.overhead_wire_bytes + wire, dense, phases)
 
     def scalars(self) -> dict[str, float]:
         """Return what a step has in numbers, for a logger of a framework.

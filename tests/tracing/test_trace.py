@@ -230,6 +230,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path, monkeypatch):
     reducer = mpicomp.Reducer("topk", "allgather", warmup=0, comm=alone())
     own = mpicomp.trace(tmp_path / "trace.json", comm=alone())
     reducer.reduce({"w": np.ones(10, "f4")})
+    own.flush()
     own._file.close()  # what is written next cannot be
 
     class Full:
