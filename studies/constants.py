@@ -53,11 +53,13 @@ class Trained:
     """A task's trainings with one seed: how far each exchange was behind, and what was known in the dense one."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        [dense] = [row for row in rows if row["exchange"] == "dense"]
+        [dense] = [row for row in rows if row["exchange"] == "dense"]  # another one may have `behind` for `losses`
         self.task = str(dense["task"])
         losses = np.array(dense["losses"])
         self.behind = {
-            row["exchange"]: steps_behind(losses, np.array(row["losses"])) for row in rows if row is not dense
+            row["exchange"]: row["behind"] if "behind" in row else steps_behind(losses, np.array(row["losses"]))
+            for row in rows
+            if row is not dense
         }
         self._looks: list[tuple[int, Elements]] = []
         for look in dense["elements"]:
