@@ -26,11 +26,11 @@ _RANKS, _NUMEL = 4, 50_000
 _COMPUTING_S = 2e-3  # of a step
 _LEARNS, _LOOKS, _AFTER = 60, 60, 40  # steps before those that are compared, these, and after a change
 _FACTORS = {"allgatherv": 2.0, "bcast": 3.0, "allreduce": 1.5}  # times what formulas say: it has to be learnt
-_NOISE = 0.3  # mean of what is added to a round, exponential, as a share of it
+_NOISE = 0.5  # mean of what is added to a round, exponential, as a share of it
 _SCALES = 0.25, 4.0
 _CONSTANTS: dict[ModuleType, tuple[str, ...]] = {
     plans: ("_ROUNDS_SD", "_AGEING", "_MOST_SD", "_NOISE", "_LEAST_SHARE", "_CHANGED_SD"),
-    network: ("_LINK_SD", "_FACTOR_SD", "_LINK_DRIFT", "_FACTOR_DRIFT", "_LINK_MOST", "STRANGE", "LEAST_STRANGE"),
+    network: ("_LINK_SD", "_FACTOR_SD", "_LINK_DRIFT", "_FACTOR_DRIFT", "_LINK_MOST", "_STRANGE", "LEAST_STRANGE"),
     contention: ("_RECENT", "_FEW", "_ENOUGH", "_ALIKE", "_USUAL"),
     plan_selector: ("WORTH", "_SETTLED", "_SELDOM", "_PAUSE_S", "_STEPS", "_TOO_SLOW"),
 }  # fmt: skip
@@ -115,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
         "value, how much slower than the best the plans are that run, and after how many steps a change is followed.",
     )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="of the noise (%(default)s)")
-    parser.add_argument("--bandwidths", default="1e10,1e8", metavar="B,B", help="before and after (%(default)s)")
+    parser.add_argument("--bandwidths", default="4e9,2e8", metavar="B,B", help="before and after (%(default)s)")
     parser.set_defaults(alone=True)
     return parser
 

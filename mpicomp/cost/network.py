@@ -31,7 +31,7 @@ _FACTOR_SD = 0.3  # the same of an operation's factor
 _LINK_DRIFT = 0.02**2  # variance that a step adds to the logarithm of a link's latency or bandwidth
 _FACTOR_DRIFT = 0.002**2  # the same of an operation's factor
 _LINK_MOST = 0.1**2  # largest variance by drift: a link that a plan hardly uses must not absorb the plan's errors
-STRANGE = 4.0  # standard deviations from which on a measurement may be an outlier, or the network has changed
+_STRANGE = 4.0  # standard deviations from which on a measurement may be an outlier, or the network has changed
 _PATIENCE = 2, 6  # such measurements before the network counts as changed: at first, and at most
 LEAST_STRANGE = 0.35  # of the logarithm of seconds, or of a link's: smaller deviations are never taken for a change
 
@@ -171,10 +171,19 @@ class Network:
         """
         innovation, slope, variance, self._suspected, changed = arithmetic.update(
             coefficients, self.units, self._link_of, self._state, self._variance, seconds, noise, rough, own_error,
-            own_variance, added_s, self._suspected, self._patience, STRANGE, LEAST_STRANGE,
+            own_variance, added_s, self._suspected, self._patience, _STRANGE, LEAST_STRANGE,
         )  # fmt: skip
         self._refresh()
         return innovation, slope, variance, changed
+
+    def compare(self, far: float, noise: float) -> None:
+        """Take a measurement far from its prediction for the first of those that show that links have changed.
+
+        Nothing else is learnt from it: ``far`` is the logarithm of what was measured over what was predicted, ``noise``
+        its standard deviation.
+        """
+        if abs(far) > max(LEAST_STRANGE, _STRANGE * noise):
+            self._suspected = 1 if far > 0 else -1
 
     def find(self, changed: bool) -> None:
         """Note whether a suspected change of links was one; after a false alarm the next suspicion takes longer."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mpicomp.cost import arithmetic
 from mpicomp.cost.contention import Contention
-from mpicomp.cost.network import LEAST_STRANGE, STRANGE, Network
+from mpicomp.cost.network import Network
 
 _SPEED_SD = 0.5  # standard deviation of the logarithm of a compressor's seconds over those alone, before it was run
 _SPEED_DRIFT = 0.02**2  # variance that a step adds to the logarithm of a speed
@@ -152,11 +152,10 @@ class Candidates:
         """
         return arithmetic.choose(self._outlook, too_slow, among)
 
-    def is_strange(self, plan: int, seconds: float) -> bool:
-        """Return whether measured seconds of a plan are so far from its prediction that links may have changed."""
+    def compare(self, plan: int, seconds: float) -> None:
+        """Compare a plan's measured seconds with its prediction, and have the network suspected where they are far."""
         noise = math.hypot(_NOISE**0.5, self._contention.seconds / max(seconds, 1e-9))
-        far = math.log(max(seconds, 1e-9) / self.prediction(plan).seconds)
-        return abs(far) > max(LEAST_STRANGE, STRANGE * noise)
+        self._network.compare(math.log(max(seconds, 1e-9) / self.prediction(plan).seconds), noise)
 
     def age(self, plan: int) -> int | None:
         """Return the number of steps since a plan's seconds were learnt from; None where they never were."""

@@ -296,8 +296,7 @@ class PlanSelector:
             return False
         assert self.cost is not None
         if told.step < self._learns_at and not self._has_news():
-            if self._is_strange(told):
-                self._learns_at, self._count = told.step + 1, -1  # the next one, whatever it takes
+            self._compare(told)
             return False
         self.cost.network.drift()
         if not self.cost.network.suspects:
@@ -330,13 +329,12 @@ class PlanSelector:
         self._began = told.step, began
         return True
 
-    def _is_strange(self, told: StepReport) -> bool:
-        """Return whether a step took other seconds than were predicted of its plans."""
+    def _compare(self, told: StepReport) -> None:
+        """Compare a step with its prediction; after one that is far from it the next one is learnt from."""
         for table, plan, (start, end, *_) in zip(self.tables, told.plans, told.latest.tolist(), strict=True):
             assert table.candidates is not None
-            if plan.settled and table.candidates.is_strange(plan.row, end - start):
-                return True
-        return False
+            if plan.settled:
+                table.candidates.compare(plan.row, end - start)
 
     def give(self, cost: CostModel | None) -> None:
         """Take up a cost model, which counts where none is known yet: that of rank 0."""
