@@ -21,6 +21,7 @@ _MOST_SD = 0.7  # largest standard deviation by ageing
 _NOISE = 0.1**2  # variance of the logarithm of a measurement
 _LEAST_SHARE = 0.02  # smallest share of a plan's seconds that counts as time in rounds
 _ACCIDENT = 0.5  # of the logarithm: own work that differs by more counts as this much, except the first time
+_LEAST_S = 1e-6  # what takes less is not told from what takes nothing
 _CHANGED_SD = 0.1  # standard deviation that a change of the network adds
 
 
@@ -154,8 +155,9 @@ class Candidates:
 
     def compare(self, plan: int, seconds: float) -> None:
         """Compare a plan's measured seconds with its prediction, and have the network suspected where they are far."""
-        noise = math.hypot(_NOISE**0.5, self._contention.seconds / max(seconds, 1e-9))
-        self._network.compare(math.log(max(seconds, 1e-9) / self.prediction(plan).seconds), noise)
+        seconds, expected_s = max(seconds, _LEAST_S), max(self.prediction(plan).seconds, _LEAST_S)
+        noise = math.hypot(_NOISE**0.5, self._contention.seconds / seconds)
+        self._network.compare(math.log(seconds / expected_s), noise)
 
     def age(self, plan: int) -> int | None:
         """Return the number of steps since a plan's seconds were learnt from; None where they never were."""

@@ -138,7 +138,7 @@ class Joint(Policy):
         self._before: tuple[int, float] | None = None
 
     def _forget(self) -> None:
-        self._step = self._next = 0  # since buckets are what they are: now, and when to look at gradients again
+        self._step, self._next = 0, 0.0  # since buckets are what they are: now, and when to look at gradients again
         self._pause = 0.0  # steps from one look to the next
         self._looked = -1  # number of the step of the last pair of looks
         self._lr: float | None = None  # since when looks are as they are
@@ -218,7 +218,9 @@ class Joint(Policy):
             before = self._allowed
             self._think()
             if changed or not all(map(np.array_equal, before, self._allowed)):
+                before_next = self._next if self._next > self._step else math.inf
                 self._wait(0)
+                self._next = min(self._next, before_next)
 
     def plan(self, bucket: int) -> Plan:
         """See `Policy.plan`."""
@@ -228,7 +230,7 @@ class Joint(Policy):
     def _wait(self, pause: float) -> None:
         """Look at gradients again after so many steps, or as many as are usual now."""
         self._pause = min(max(_OFTEN, _SELDOM * self._age, pause), max(_OFTEN, self._age))
-        self._next = self._step + math.ceil(self._pause)
+        self._next = self._step + self._pause
 
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
         """See `Policy.deliver`."""
@@ -259,7 +261,7 @@ class Joint(Policy):
             takes = sum(float(self._selector.seconds(bucket)[own].min()) for bucket, own in enumerate(self._allowed))
             if math.isnan(self._took):
                 self._took = takes
-            self._due |= abs(takes - self._took) > _PAYS * self._took
+            self._due |= abs(takes - self._took) > _PAYS * (self._took + self._beside_s)
         if told.lr and not 1 / _JUMP < told.lr / (self._lr or told.lr) < _JUMP:
             self._pause, self._next, self._lr = 0.0, self._step, None
         self._lr = self._lr or told.lr
@@ -365,6 +367,11 @@ class Joint(Policy):
         self._following = {step: steps for step, steps in self._following.items() if step >= told.step}
         self._before = told.step, last
 
+    @property
+    def _beside_s(self) -> float:
+        """Seconds of a step beside what exchanges add to it."""
+        return max(0.0, statistics.median(self._beside or [0.0]))
+
     def _think(self) -> None:
         """Search for better plans with the current state, and for the steps that ranks make between exchanges."""
         self._took = math.nan
@@ -409,7 +416,7 @@ class Joint(Policy):
             seconds=[self._selector.seconds(bucket) for bucket in buckets],
             weights=[shape.numel / numel for shape in self._shapes],
             ready=[0.0] * len(buckets) if self._ready is None else self._ready.tolist(),
-            beside=max(0.0, statistics.median(self._beside or [0.0])),
+            beside=self._beside_s,
             most=1 - self.fidelity,
             steps=steps,
             apart=behind_of_local_steps(steps, self._trained),
