@@ -44,6 +44,7 @@ HOMES = {
         "bench/resuming.py",
         "bench/tasks/",
         "studies/checks.py",
+        "studies/gloo.py",
         "studies/half_precision.py",
         "studies/papers/resnet.py",
         "studies/updates.py",
