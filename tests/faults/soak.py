@@ -34,6 +34,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":
+    # One heap for all threads, those of libraries too: of heaps of their own malloc_trim gives nothing back above what
+    # is in use last, so that they stay as large as the largest step has made them. -8 is M_ARENA_MAX of malloc.h.
+    ctypes.CDLL(None).mallopt(-8, 1)
+
 import numpy as np
 from mpi4py import MPI
 from schemes import OWN, UNBIASED, USERS, pairs
@@ -71,7 +76,6 @@ LIMIT_S = 300  # seconds of an episode, after which every rank prints its stacks
 EPS = {"float16": 2.0**-11, "float32": 1e-6, "float64": 1e-6}
 """Rounding of a delivered mean relative to the largest number of its array, and of the sums that it comes from."""
 MOST_GROWTH = 0.01  # of memory, once it is warm
-M_ARENA_MAX = -8  # of glibc's malloc.h
 
 
 class Open:
@@ -446,9 +450,6 @@ def main():
     parser.add_argument("--json", help="a file for what was seen")
     arguments = parser.parse_args()
     world = MPI.COMM_WORLD
-    # One heap for all threads: of those that threads have of their own malloc_trim gives nothing back above what is in
-    # use last, so that they stay as large as the largest step has made them.
-    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
     def say(text):
         if world.rank == 0:
