@@ -6,9 +6,10 @@ An episode is a reducer with random settings, on all ranks or with the ranks in 
 steps have random arrays, and now and then a fault on one rank, or a checkpoint that another reducer goes on from. In
 every step it is checked that nothing is lost (gradient + residual before = ranks x mean + residual after, summed over
 ranks), that means have the same bits on all ranks, and that an error is one on all ranks and leaves residuals as they
-were. The first episodes take every compressor with every collective that carries it, and every policy, and with 50 more
-the rest has come; from then on memory, file descriptors, threads, communicators and requests may not grow. Those that
-pools keep for later may, up to a limit: how many are in use at once depends on when garbage is collected.
+were. The first episodes take every compressor with every collective that carries it, and every policy with as many
+buckets as there may be, on one host and on several; with 50 more the rest has come, and from then on memory, file
+descriptors, threads, communicators and requests may not grow. Those that pools keep for later may, up to a limit: how
+many are in use at once depends on when garbage is collected.
 
 A failure names the seed, the episode and the step. Everything random comes from these, so that ``--seed S --episode E``
 begins with the episode that failed.
@@ -64,18 +65,23 @@ CHOOSING = [  # settings with which decisions are due every few steps
     {"policy": "auto"},
     {"compressor": "topk", "policy": "static"},
 ]
-FIRST = len(PAIRS) + len(CHOOSING)  # episodes that take each of these once
-WARM = FIRST + 50  # episodes, by when every group of ranks, and what else is rare, has come a few times
+MORE = 50  # episodes after the first ones, by when every group of ranks, and what else is rare, has come a few times
 DTYPES = [np.float32, np.float32, np.float64, np.float16]
 SIZES = [0, 1, 1, 2, 7, 64, 300, 1000, 5000, 20_000]
 PARTS = {2: [[0, 1]], 3: [[0, 0, 1], [0, 1, 0]], 4: [[0, 0, 1, 1], [0, 1, 1, 1], [0, 1, 0, 1]]}  # groups of ranks
 LAYOUTS = {3: [[0, 0, 1]], 4: [[0, 0, 1, 1], [0, 1, 1, 1]]}  # hosts of ranks, as if there were several
+MOST = 10  # arrays, each a bucket of its own, where policies are taken first: what they know of plans is of each bucket
 FAULTS = ["shape", "dtype", "text", "lr", "missing", "nan", "inf"]
 LOOK = 4  # episodes from one look at what is held to the next
 LIMIT_S = 300  # seconds of an episode, after which every rank prints its stacks and ends
 EPS = {"float16": 2.0**-11, "float32": 1e-6, "float64": 1e-6}
 """Rounding of a delivered mean relative to the largest number of its array, and of the sums that it comes from."""
 MOST_GROWTH = 0.01  # of memory, once it is warm
+
+
+def first_episodes(ranks):
+    """Return the number of episodes that take every pair once, and every policy on one host and on several."""
+    return len(PAIRS) + len(CHOOSING) * (1 + len(LAYOUTS.get(ranks, [])))
 
 
 class Open:
@@ -131,8 +137,9 @@ class Episode:
         world = MPI.COMM_WORLD
         rng = np.random.default_rng(self.key)
         self.counts, self.folder, self.worst = counts, folder, 0.0
-        self.first = number < FIRST
-        self.length = int(rng.integers(5, 60)) if not self.first else 4 if number < len(PAIRS) else 20
+        self.first = number < first_episodes(world.size)
+        self.chooses = self.first and number >= len(PAIRS)  # with one of the policies
+        self.length = int(rng.integers(5, 60)) if not self.first else 20 if self.chooses else 4
         parts = PARTS.get(world.size, [[0] * world.size])
         parted = not self.first and rng.random() < 0.25
         self.colour = parts[int(rng.integers(len(parts)))][world.rank] if parted else 0
@@ -161,10 +168,14 @@ class Episode:
             settings |= {"feedback": feedback}
         else:
             feedback = True
-            settings |= CHOOSING[number - len(PAIRS) if self.first else int(rng.integers(len(CHOOSING)))]
+            choice = number - len(PAIRS) if self.first else int(rng.integers(len(CHOOSING)))
+            settings |= CHOOSING[choice % len(CHOOSING)]
         if feedback and not self.first and rng.random() < 0.2:
             settings["feedback_decay"] = 0.9
         self.limit, self.layout = COUNT_LIMIT, None
+        if self.chooses:
+            settings["bucket_bytes"] = 1
+            self.layout = [None, *LAYOUTS.get(self.comm.size, [])][choice // len(CHOOSING)]
         if not self.first and self.comm.size == MPI.COMM_WORLD.size:
             self.limit = int(rng.choice([COUNT_LIMIT, COUNT_LIMIT, 1000]))
             layouts = [None, None, *LAYOUTS.get(self.comm.size, [])]
@@ -174,7 +185,7 @@ class Episode:
     def _shapes(self):
         rng = self.shared("shapes")
         shapes = {}
-        for place in range(4 if self.first else int(rng.integers(1, 9))):
+        for place in range(MOST if self.chooses else 4 if self.first else int(rng.integers(1, 9))):
             numel = int(rng.choice(SIZES[5:] if self.first else SIZES))
             rows = int(rng.choice([1, 2, 10])) if numel >= 300 else 1
             shape = (rows, numel // rows) if rows > 1 else [(numel,), ()][numel == 1 and rng.random() < 0.5]
@@ -410,7 +421,7 @@ def soak(steps, seed, number, say, most_s=math.inf):
             say(f"{done} steps, {number} episodes, {time.monotonic() - began:.0f} s, {own}")
             for ranks, pool in pools.items():
                 assert len(pool._sets) <= MANY, f"the pool of {ranks} keeps {len(pool._sets)} sets of channels"
-            if number >= WARM:
+            if number >= first_episodes(world.size) + MORE:
                 seen.append((done, own))
     faulthandler.cancel_dump_traceback_later()
     world.Barrier()
