@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ def measure(
     list of dict
         The rows, the same on all ranks; docs/benchmarks.md says what is in them.
     """
+    logging.getLogger("mpicomp.watch").setLevel(logging.ERROR)  # of gradients that train nothing it has nothing to say
     bench = _Bench(settings, transport, model, say, place)
     found: list[dict[str, Any]] = []
     for numel in settings.numels:

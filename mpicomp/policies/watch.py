@@ -15,7 +15,7 @@ from mpicomp.policies.policy import Delivered, Shape, StepReport
 _MUCH = 0.1  # share of steps by which training may fall behind before that is said
 _SHORT = 300  # steps of a training that is taken for a short one: what waits in the end is a share of them
 
-_log = logging.getLogger("mpicomp")
+_log = logging.getLogger("mpicomp.watch")
 
 
 class Watch:

@@ -16,7 +16,7 @@ LINK = Link(1e-5, 1e8)
 def said(caplog, compressor, steps=50, size=3, signal=0.2, **settings):
     caplog.clear()
     Training(size, LINK, compressor, signal=signal, **settings).run(steps)
-    return [record.getMessage() for record in caplog.records if record.name == "mpicomp"]
+    return [record.getMessage() for record in caplog.records if record.name == "mpicomp.watch"]
 
 
 @pytest.mark.parametrize("collective", ["auto", "allgather"])
