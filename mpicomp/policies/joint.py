@@ -40,8 +40,7 @@ _SMOOTH = 0.1  # share of a step in the moving average of when buckets are ready
 _BITS = 8  # how many times fewer they are than bytes of dense exchange, where all elements travel in four bits
 _WOKEN_S = 3e-3  # seconds that a thread waits for a core on which another one computes: a slice of Linux' scheduler
 _BESIDES = 15  # steps whose median is the time beside exchanges: something else may come in between
-_MOVED = 0.1  # share of a step by which what runs is predicted to take more or less, for a search for better plans
-_PAYS = 0.2  # how much better compressed plans have to be than dense ones: by so much harm is mispredicted
+_PAYS = 0.1  # how much better compressed plans have to be than dense ones, since what is known of harm is not exact
 
 
 @register
@@ -262,7 +261,7 @@ class Joint(Policy):
             takes = sum(float(self._selector.seconds(bucket)[own].min()) for bucket, own in enumerate(self._allowed))
             if math.isnan(self._took):
                 self._took = takes
-            self._due |= abs(takes - self._took) > _MOVED * (self._took + self._beside_s)
+            self._due |= abs(takes - self._took) > _PAYS * (self._took + self._beside_s)
         if told.lr and not 1 / _JUMP < told.lr / (self._lr or told.lr) < _JUMP:
             self._pause, self._next, self._lr = 0.0, self._step, None
         self._lr = self._lr or told.lr
