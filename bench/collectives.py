@@ -93,11 +93,11 @@ def measure(
     list of dict
         The rows, the same on all ranks; docs/benchmarks.md says what is in them.
     """
-    logging.getLogger("mpicomp.watch").setLevel(logging.ERROR)  # of gradients that train nothing it has nothing to say
     bench = _Bench(settings, transport, model, say, place)
     found: list[dict[str, Any]] = []
-    for numel in settings.numels:
-        found += bench.array(numel, lambda rows: done([*found, *rows]))  # noqa: B023, called before it changes
+    with _unwatched():
+        for numel in settings.numels:
+            found += bench.array(numel, lambda rows: done([*found, *rows]))  # noqa: B023, called before it changes
     return found
 
 
@@ -344,6 +344,18 @@ def _interleave(runners: Sequence[Runner], firsts: Sequence[int], limit_s: float
     for runner in runners:
         runner.catch_up()
     return stopped
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """Keep back warnings that a training falls behind: these gradients train nothing."""
+    log = logging.getLogger("mpicomp.watch")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 @contextlib.contextmanager
