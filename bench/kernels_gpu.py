@@ -1,7 +1,9 @@
 """Timing of the kernels of `mpicomp.bench.kernels` on a GPU, with CUDA events in the stream that they are put into."""
 
+import functools
 import importlib
 import importlib.util
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -29,6 +31,7 @@ COMPRESSORS = ("topk", "sidco")
 """Compressors that are measured here: those with a kernel of their own from gradient to selection."""
 
 _COMMAND = "bench kernels"
+_AHEAD_S = 1e-3  # seconds of other work before a call, in which the host gets ahead of the device
 
 
 def device_name() -> str:
@@ -39,7 +42,9 @@ def device_name() -> str:
 def measure(settings: Settings, place: Place | None = None) -> list[dict[str, Any]]:
     """Measure everything, taking turns; see `mpicomp.bench.kernels.measure`.
 
-    Memory is plenty here, so that each compressor goes on with a residual of its own.
+    Twice: with a device that has nothing else to do, where a call takes what the host takes to begin it as well, and
+    behind other work, as in a training. Memory is plenty here, so that each compressor goes on with a residual of its
+    own.
 
     Parameters
     ----------
@@ -51,8 +56,10 @@ def measure(settings: Settings, place: Place | None = None) -> list[dict[str, An
     cupy = devices.cupy_of(_COMMAND)
     place = place or devices.place_on(_COMMAND, cupy.cuda.runtime.getDevice())
 
-    def clock(kernel: Kernel) -> float:
+    def clock(kernel: Kernel, before: int = 0) -> float:
         start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        for _ in range(before):
+            copy.run()
         start.record()
         kernel.run()
         stop.record()
@@ -66,7 +73,13 @@ def measure(settings: Settings, place: Place | None = None) -> list[dict[str, An
         for kernel in measured:
             kernel.warm()
         take_turns(measured, copy, settings.repeats, clock)
-        return rows_of(measured, copy, settings.numel)
+        rows = rows_of(measured, copy, settings.numel)
+        before = math.ceil(_AHEAD_S / rows[0]["median_s"])
+        copy.reset()
+        take_turns(measured, copy, settings.repeats, functools.partial(clock, before=before))
+        for row, behind in zip(rows, rows_of(measured, copy, settings.numel), strict=True):
+            row |= {"behind_s": behind["median_s"], "behind_copies": behind["copies"]}
+        return rows
 
 
 @dataclass

@@ -58,4 +58,4 @@ class Workspace:
         array = self._arrays.get(key)
         if array is None or array.size < size:
             array = self._arrays[key] = place.empty(size, dtype)
-        return array[:size]
+        return array if array.size == size else array[:size]

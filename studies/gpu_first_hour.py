@@ -35,11 +35,12 @@ import mpicomp
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_writable
 from mpicomp.compressors import Compressor
-from mpicomp.places import HOST
+from mpicomp.places import HOST, RouteTable
 from mpicomp.places import driver as places_driver
 from mpicomp.system import launcher
 from mpicomp.transport import LocalWorld, Transport
 from mpicomp.transport.connect import connect
+from mpicomp.transport.routes import ROUTES
 
 _STUDY = "gpu_first_hour"
 _COLUMNS = {"check": "", "expected": "", "measured": "", "holds": ""}
@@ -320,7 +321,7 @@ def compare_paths(setting: Setting) -> list[Line]:
     said = f"{old / new:.1f}: {1e3 * old:.3g} ms to {1e3 * new:.3g} ms"
     fast = old / new >= _PATH_RATIO
     routes = getattr(_place(staying[0]), "routes", None)
-    told = "staged" if routes is None else ", ".join(f"{size:,} B {routes.faster(size)}" for size in routes.sizes)
+    told = "staged" if routes is None else ", ".join(_times(routes, place) for place in range(len(routes.sizes)))
     return [
         Line("two ranks on one GPU: means", "same bits as with whole copies", f"{differ:,} differ",
              differ == 0 and _on_device(staying)),
@@ -329,6 +330,12 @@ def compare_paths(setting: Setting) -> list[Line]:
              f"{said} (of a stand-in)" if setting.emulated else said, None if setting.small else fast),
         Line("two ranks on one GPU: route", "staged, or direct where faster", told, True),
     ]  # fmt: skip
+
+
+def _times(routes: RouteTable, place: int) -> str:
+    """Return how long a message of each size takes by each route."""
+    own = "/".join(f"{1e6 * seconds[place]:.3g}" for seconds in routes.seconds.values())
+    return f"{routes.sizes[place]:,} B {own} us {'/'.join(routes.seconds)}"
 
 
 def _weighted(pool: Sequence[NDArray[np.float32]], times: Sequence[int]) -> NDArray[np.float64]:
@@ -357,8 +364,10 @@ def lines_of_kernels(rows: Sequence[Mapping[str, Any]], quick: bool = False) -> 
     lines = []
     for name, most in (("topk", _TOPK_COPIES), ("sidco", _SIDCO_COPIES)):
         row = found[f"{name}.compress"]
-        holds = None if quick else row["copies"] <= most
-        said = f"{row['copies']:.2f}, {1e3 * row['median_s']:.3g} ms"
+        holds = None if quick else row["behind_copies"] <= most
+        said = (
+            f"{row['behind_copies']:.2f}, {1e3 * row['behind_s']:.3g} ms ({1e3 * row['median_s']:.3g} on an idle GPU)"
+        )
         lines.append(Line(f"kernels: {name}, in copies", f"at most {most:g}", said, holds))
     rival = found.get("torch.topk")
     if rival is None:
@@ -366,10 +375,11 @@ def lines_of_kernels(rows: Sequence[Mapping[str, Any]], quick: bool = False) -> 
             Line("kernels: times torch.topk's speed", f"at least {_TORCH_RATIO:g}", "needs torch for CUDA", None)
         )
     else:
-        ratio = rival["median_s"] / found["topk.compress"]["median_s"]
+        ratio, idle = (rival[time] / found["topk.compress"][time] for time in ("behind_s", "median_s"))
         holds = None if quick else ratio >= _TORCH_RATIO
-        lines.append(Line("kernels: times torch.topk's speed", f"at least {_TORCH_RATIO:g}", f"{ratio:.1f}", holds))
-    copied = 8 * found["memcpy"]["numel"] / found["memcpy"]["median_s"]
+        said = f"{ratio:.1f} ({idle:.1f} on an idle GPU)"
+        lines.append(Line("kernels: times torch.topk's speed", f"at least {_TORCH_RATIO:g}", said, holds))
+    copied = 8 * found["memcpy"]["numel"] / found["memcpy"]["behind_s"]
     lines.append(Line("kernels: memory of the GPU", "as its data sheet says", f"{copied / 1e9:.0f} GB/s", True))
     return lines
 
@@ -405,15 +415,16 @@ def overlap_with_backward(setting: Setting) -> list[Line]:
     device = "cpu" if setting.emulated else "cuda"
     [end], steps = world.ends, 4 if setting.small else 20
     lines = []
-    for compressor in (mpicomp.Dense(), mpicomp.TopK(ratio=0.05)):
+    # Collectives by name: which one "auto" takes, dense ones too, depends on what it has timed.
+    for compressor, collective in ((mpicomp.Dense(), "allreduce"), (mpicomp.TopK(ratio=0.05), "allgather")):
         ended, overlaps = [], False
         for overlap in (True, False):
             torch.manual_seed(0)
             layers = [part for _ in range(4) for part in (torch.nn.Linear(128, 128), torch.nn.Tanh())]
             model = torch.nn.Sequential(*layers).to(device)
             optimizer = mpicomp.torch.DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compressor, comm=end,
-                overlap=overlap, warmup=0, bucket_bytes=1,  # one for each array, in whatever order they come
+                torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compressor, collective,
+                comm=end, overlap=overlap, warmup=0, bucket_bytes=1,  # one for each array, in whatever order they come
             )  # fmt: skip
             for step in range(steps):
                 inputs = torch.from_numpy(_numbers(end.group.rank, step, 32 * 128).reshape(32, 128)).to(device)
@@ -426,6 +437,35 @@ def overlap_with_backward(setting: Setting) -> list[Line]:
         differ = sum(int((one != other).sum()) for one, other in zip(*ended, strict=True))
         said = f"{differ:,} differ" + ("" if overlaps else ", and nothing overlapped")
         lines.append(Line(f"{title}, {compressor.id}", expected, said, differ == 0 and overlaps))
+    return lines
+
+
+def compare_routes(setting: Setting) -> list[Line]:
+    """Send the same by way of pinned memory and with pointers to the GPU, and time both."""
+    title, expected = "direct route", "same bits as staged"
+    world = _World(2, setting.job)
+    if len(world.ends) > 1:
+        return [Line(title, expected, "needs mpiexec", None)]
+    if not world.ends[0].takes_device_memory:
+        return [Line(title, expected, "this MPI takes no GPU memory", None)]
+    numel = 20_011 if setting.small else 2_000_003
+    lines = []
+    for compressor, collective in (
+        (mpicomp.Dense(), "ring"), (mpicomp.Dense(), "allreduce"), (mpicomp.TopK(ratio=0.01), "allgather"),
+        (mpicomp.TopK(ratio=0.01), "gtopk"), (mpicomp.OneBit(block=64), "two-phase"),
+    ):  # fmt: skip
+        found: dict[str, list[NDArray[np.uint32]]] = {}
+        for route in ROUTES:
+            [reducer] = world.reducers(compressor, collective)
+            found[route] = []
+            for step in range(4):
+                if step:  # the first one measures
+                    _place(reducer).routes = RouteTable.always(route)
+                there = setting.cupy.asarray(_numbers(world.ranks[0], step, numel))
+                found[route] += [mean.get().view(np.uint32) for mean in world.reduce([reducer], [there])]
+        differ = sum(int(np.count_nonzero(one != other)) for one, other in zip(*found.values(), strict=True))
+        named = f"{title}: {compressor.id} by {collective}"
+        lines.append(Line(named, expected, f"{differ:,} differ", differ == 0))
     return lines
 
 
@@ -508,6 +548,28 @@ def sanitize(setting: Setting, tool: str) -> list[Line]:
     return [Line(title, expected, f"{said} (status {done.returncode})", done.returncode == 0)]
 
 
+def find_planted(setting: Setting) -> list[Line]:
+    """Have compute-sanitizer watch a kernel that writes where it must not: whether its silence means anything."""
+    title, expected = "compute-sanitizer: a planted fault", "found"
+    sanitizer = _sanitizer()
+    if sanitizer is None:
+        return [Line(title, expected, "not installed", None)]
+    words = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(_FOUND)]
+    program = [sys.executable, str(Path(__file__).resolve()), "--check", "fault", "--scratch", str(setting.scratch)]
+    status = subprocess.run([*words, *program], capture_output=True, check=False).returncode
+    return [Line(title, expected, "found" if status == _FOUND else f"status {status}", status == _FOUND)]
+
+
+def run_fault(setting: Setting) -> list[Line]:
+    """Write behind the end of an array, in a kernel."""
+    cupy = setting.cupy
+    cupy.cuda.set_allocator(None)
+    code = 'extern "C" __global__ void f(float* array) { array[threadIdx.x * 4096] = 1; }'
+    cupy.RawModule(code=code).get_function("f")((1,), (32,), (cupy.zeros(64, np.float32),))
+    cupy.cuda.Device().synchronize()
+    return []
+
+
 def run_short(setting: Setting) -> list[Line]:
     """Run top-k and SIDCo on a short array, each array in memory of its own: a pool hides what is out of bounds."""
     if not setting.emulated:
@@ -524,7 +586,9 @@ def run_tests(setting: Setting) -> list[Line]:
     """Run the tests of kernels, on the GPU or in the emulation."""
     title, kind = "tests/gpu", "emulated" if setting.emulated else "device"
     files = ["tests/gpu/test_pieces.py"] if setting.small else ["tests/gpu"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", f"[{kind} or -{kind}"]
+    several = ["-n", "8"] if importlib.util.find_spec("xdist") is not None and not setting.small else []
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", *several, *files]
+    command += ["-k", f"[{kind} or -{kind}"]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     last = _last(done.stdout) or _last(done.stderr)
     return [Line(title, "all pass", last.strip("= "), done.returncode == 0 and " passed" in last)]
@@ -538,17 +602,26 @@ CHECKS: dict[str, Check] = {
     "kernels": Check("kernels", "as fast as they should be", time_kernels, 120),
     "streams": Check("torch: side stream", "right values", follow_streams, 60),
     "overlap": Check("torch: overlap", "same as without", overlap_with_backward, 90, emulated=True, ranks=2),
+    "routes": Check("direct route", "same bits as staged", compare_routes, 60, ranks=2),
     "pinned": Check("pinned copies", f"at least {_PINNED_RATE / 1e9:g} GB/s", time_pinned, 60),
     "large": Check(f"{_LARGE:,} elements", "all are seen", sweep_large, 60),
     **{
         tool: Check(f"compute-sanitizer: {tool}", "no error", functools.partial(sanitize, tool=tool), 60)
         for tool in _TOOLS
     },
+    "planted": Check("compute-sanitizer: a planted fault", "found", find_planted, 60),
     "tests": Check("tests/gpu", "all pass", run_tests, 240, emulated=True),
 }
 """By name, in their order."""
 
-_BARE = {"doctor", "kernels", "tests", *_TOOLS}  # checks that start other processes, and use no GPU themselves
+_WATCHED = {"short": run_short, "fault": run_fault}  # what compute-sanitizer watches
+_BARE = {
+    "doctor",
+    "kernels",
+    "tests",
+    "planted",
+    *_TOOLS,
+}  # checks that start other processes, and use no GPU themselves
 
 
 def _torch() -> Any:
@@ -639,7 +712,7 @@ def _run_child(arguments: argparse.Namespace) -> int:
         if name not in _BARE:
             cupy = _stand_in(scratch) if arguments.emulated else importlib.import_module("cupy")
         setting = Setting(arguments.emulated, arguments.quick, cupy, scratch, arguments.job)
-        lines = run_short(setting) if name == "short" else CHECKS[name].run(setting)
+        lines = (_WATCHED.get(name) or CHECKS[name].run)(setting)
     launch = launcher.detect()
     if launch is None or launch.rank == 0:
         (scratch / f"{name}.lines").write_text(json.dumps([asdict(line) for line in lines]))
@@ -713,7 +786,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="short arrays: no time is judged")
     made.add_argument("--emulated", action="store_true", help="without a GPU: a stand-in, for what makes sense with it")
     made.add_argument("--json", metavar="F", help="write the lines to F as one JSON object")
-    made.add_argument("--check", choices=[*CHECKS, "look", "short"], help=argparse.SUPPRESS)
+    made.add_argument("--check", choices=[*CHECKS, "look", *_WATCHED], help=argparse.SUPPRESS)
     made.add_argument("--scratch", help=argparse.SUPPRESS)
     made.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     return made

@@ -24,6 +24,11 @@ class KernelRow(TypedDict):
     p75_s: Annotated[float, "three quarters took less"]
     repeats: Annotated[int, "timed calls"]
     threads: Annotated[int | None, "that share its sweeps; null on a GPU"]
+    behind_s: Annotated[
+        float | None,
+        "median where the GPU still has other work when the call begins, as behind a backward pass; null on the host",
+    ]
+    behind_copies: Annotated[float | None, "`behind_s` over that of `memcpy`"]
     ratio_reached: Annotated[
         float | None,
         "kept fraction, averaged over the timed calls; of compressors, and 1 of those that pack all elements",
@@ -68,7 +73,7 @@ class Kernel(ABC):
     def row(self, numel: int, unit: float) -> dict[str, Any]:
         """Return its row, in units of ``unit`` seconds."""
         low, median, high = (float(value) for value in np.percentile(self.seconds, [25, 50, 75]))
-        empty = {"ratio_reached": None, "bits_per_index": None, "config": None}
+        empty = dict.fromkeys(("behind_s", "behind_copies", "ratio_reached", "bits_per_index", "config"))
         return {
             "name": self.name,
             "numel": numel,

@@ -30,7 +30,7 @@ from mpicomp.kernels.gpu.merge import (
     norm_change,
     split_largest,
 )
-from mpicomp.kernels.gpu.message import sparse_add, write_header, write_tail
+from mpicomp.kernels.gpu.message import sparse_add, write_header, write_pairs, write_tail
 from mpicomp.kernels.gpu.moments import Moments, logarithms
 from mpicomp.kernels.gpu.pieces import Pieces, concatenate
 from mpicomp.kernels.gpu.scatter import clear_at, gather, scatter_add, subtract_at
@@ -134,5 +134,6 @@ __all__ = [
     "widen_add",
     "words_of",
     "write_header",
+    "write_pairs",
     "write_tail",
 ]

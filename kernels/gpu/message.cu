@@ -22,6 +22,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) write_header(
   words[2] = as_word((left < 0 ? 0.0 : left) + given(rounding, rounding_value));  // NaN stays what it is
 }
 
+// A whole message of plain values and indices: a copy of both, zeros where they are padded, and the header, for which
+// the block that ends last has the squared norm of the values.
+extern "C" __global__ void __launch_bounds__(THREADS) write_pairs(
+    u64* words, i64 lead, const u8* finite, i64 finite_value, const double* energy, double energy_value,
+    const Word* values, const u32* indices, i64 count, i64 middle, Partials* partials) {
+  u8* message = reinterpret_cast<u8*>(words);
+  Word* own_values = reinterpret_cast<Word*>(message + 24);
+  u32* own_indices = reinterpret_cast<u32*>(message + middle);
+  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < count; i += (i64)gridDim.x * THREADS) {
+    own_values[i] = values[i];
+    own_indices[i] = indices[i];
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0 && count % 2) {
+    if (sizeof(Word) == 4) own_values[count] = 0;
+    own_indices[count] = 0;
+  }
+  double kept[1] = {sum_squares(values, count)};
+  if (!finish_sums(kept, partials) || threadIdx.x != 0) return;
+  const double all = given(energy, energy_value), left = all - kept[0];
+  words[0] = (u64)lead | (given(finite, finite_value) ? 0 : NONFINITE);
+  words[1] = as_word(all);
+  words[2] = as_word(left < 0 ? 0.0 : left);  // NaN stays what it is
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) write_tail(
     Real* out, const u8* finite, i64 finite_value, const u8* stale, i64 stale_value, const double* energy,
     double energy_value, const double* lost, double lost_value) {

@@ -26,8 +26,30 @@ def write_header(message: Any, lead: int, finite: Any, energy: Any, kept: Any, r
         values = kept, kept.size, Partials(blocks, 1).memory
     launch(
         "message", "write_header", dtype, blocks,
-        message, (lead + 2**63) % 2**64 - 2**63, *given(finite, np.bool_), *given(energy, np.float64),
+        message, _signed(lead), *given(finite, np.bool_), *given(energy, np.float64),
         int(kept is not None), *given(number, np.float64), *values, *given(rounding, np.float64),
+    )  # fmt: skip
+
+
+def write_pairs(message: Any, lead: int, finite: Any, energy: Any, values: Any, indices: Any, middle: int) -> None:
+    """Write a message of values and indices as they are in one launch: header, both, and zeros between and behind them.
+
+    Parameters
+    ----------
+    message : device array of uint8
+        Aligned to 8 bytes.
+    lead, finite, energy
+        As in `write_header`, which gives the same bits where ``kept`` is ``values``.
+    values, indices : device arrays, shape (k,)
+        Of float32 or float64, and of uint32.
+    middle : int
+        Byte at which the indices begin.
+    """
+    blocks, dtype = sweeps(values.size, values.dtype), values.dtype
+    launch(
+        "message", "write_pairs", dtype, blocks,
+        message, _signed(lead), *given(finite, np.bool_), *given(energy, np.float64),
+        values, indices, values.size, middle, Partials(blocks, 1).memory,
     )  # fmt: skip
 
 
@@ -78,6 +100,10 @@ def sparse_add(
         out, out.size, *given(right, np.bool_), memory,
     )  # fmt: skip
     return memory[2:].view(np.bool_)[0]
+
+
+def _signed(word: int) -> int:
+    return (word + 2**63) % 2**64 - 2**63
 
 
 def steps_of(numbers: Sequence[int]) -> tuple[int, int] | None:

@@ -29,8 +29,8 @@ class Partials:
     """
 
     def __init__(self, blocks: int, columns: int, top: bool = False) -> None:
-        self.memory = library().empty(Word.TOTALS + columns + (columns + top) * blocks, np.float64)
-        self.memory[: Word.TICKET + 1].fill(0)  # a launch leaves it so
+        # The ticket has to be zero, as a launch leaves it; to clear all costs the host less than to cut that out.
+        self.memory = library().zeros(Word.TOTALS + columns + (columns + top) * blocks, np.float64)
 
     def total(self, column: int) -> Any:
         """Return a sum as a 0-d array."""

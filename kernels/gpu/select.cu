@@ -177,7 +177,8 @@ struct Output {
 // The least magnitude of a candidate in the next step. It stays below the threshold by a part of it that widens where
 // too few were listed and narrows where many were: under error feedback what was not sent crowds below the threshold,
 // the more the lower the ratio is, so that no part fits all.
-__device__ __forceinline__ void set_bound(u64* bound, State* state, u64 listable, double margin) {
+__device__ __forceinline__ void set_bound(
+    const u64* bound, u64* following, State* state, u64 listable, double margin) {
   double gap = state->gap ? as_real(state->gap) : 1 - margin;
   const u64 listed = state->candidates, wanted = state->end - state->offset;
   if (*bound != 0) {
@@ -189,19 +190,19 @@ __device__ __forceinline__ void set_bound(u64* bound, State* state, u64 listable
       gap = smaller(0.5, 1.5 * gap);
   }
   state->gap = as_word(gap);
-  *bound = as_word((Real)((1 - gap) * (double)as_real((Word)state->threshold))) & MASK;
+  *following = as_word((Real)((1 - gap) * (double)as_real((Word)state->threshold))) & MASK;
 }
 
 // Writes what count_tiles counted, each element to its place.
 extern "C" __global__ void __launch_bounds__(THREADS) write_tiles(
     Word* array, i64 size, const u32* index, const Word* bits, const u64* starts, const u32* counts, i64 tiles,
     const u64* of_tiles, const u64* before, State* state, i64 base, i64 room, u32* indices, Word* values,
-    Word* magnitudes, i64 clear, u64* bound, i64 listable, double margin, i64* count) {
+    Word* magnitudes, i64 clear, const u64* bound, u64* following, i64 listable, double margin, i64* count) {
   const Word limit = (Word)state->threshold;
   const u64 ties = state->ties, offset = state->offset;
   const bool usable = state->usable != 0;
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    if (bound) set_bound(bound, state, (u64)listable, margin);
+    if (bound) set_bound(bound, following, state, (u64)listable, margin);
     if (count) *count = (i64)smaller(state->end, (u64)room);
     state->listed = state->candidates;
     state->candidates = 0;

@@ -8,6 +8,7 @@ from mpicomp.kernels.gpu.bits import given
 from mpicomp.kernels.gpu.compile import WARPS, launch, library, sweeps, tiles
 
 _DIGIT = 11  # bits of a digit of the radix selection
+BLOCKS = 528  # of it: 4 for each of an H200's multiprocessors read memory as fast as more, which a list has no use for
 BINS = 1 << _DIGIT
 
 
@@ -150,13 +151,14 @@ def count_tiles(
 def write_tiles(
     array: Any, size: int, index: Any, bits: Any, starts: Any, counts: Any, number: int, of_tiles: Any, before: Any,
     state: Any, base: int, indices: Any, values: Any = 0, magnitudes: Any = 0, clear: bool = False,
-    bound: Any = 0, listable: int = 0, margin: float = 0.0, count: Any = 0,
+    bound: Any = 0, following: Any = None, listable: int = 0, margin: float = 0.0, count: Any = 0,
 ) -> None:  # fmt: skip
     """Launch the kernel of that name, with a warp for every tile."""
     launch(
         "select", "write_tiles", array.dtype, -(-number // WARPS),
         array, size, index, bits, starts, counts, number, of_tiles, before, state, base, indices.size,
-        indices, values, magnitudes, int(clear), bound, listable, margin, count,
+        indices, values, magnitudes, int(clear), bound, bound if following is None else following, listable, margin,
+        count,
     )  # fmt: skip
 
 
@@ -167,7 +169,7 @@ def radix(
     """Launch the passes of a radix selection, on listed candidates where they turn out to be enough."""
     for place, (shift, width) in enumerate(digits(array.dtype)):
         launch(
-            "select", "histogram", array.dtype, sweeps(array.size, array.dtype),
+            "select", "histogram", array.dtype, min(BLOCKS, sweeps(array.size, array.dtype)),
             array, array.size, bits, room, bound, *k, shift, width, int(place == 0), int(turn), counters, state,
         )  # fmt: skip
 

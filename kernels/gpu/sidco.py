@@ -53,6 +53,7 @@ def sidco(
     count: Any,
     workspace: Workspace,
     clear: bool = True,
+    following: Any = None,
 ) -> Estimate:
     """Select the elements above an estimated threshold, and leave the rest as the new residual.
 
@@ -84,6 +85,8 @@ def sidco(
         Made for as many elements.
     clear : bool
         False leaves the selected elements in ``out``.
+    following : device array of uint64, shape (1,), optional
+        As in `topk`.
 
     Returns
     -------
@@ -123,28 +126,29 @@ def sidco(
     counted = w.tiles, w.of_tiles, w.before, w.state
     count_tiles(
         out, out.size, w.bits, w.room, w.starts, w.counts, Source.LIST_IF_COMPLETE, (bound, 0),
-        (w.bits_of_fit[Fit.BITS :], 0), Rule.ABOVE, (0, most), (0, 0), *counted, Turn.UNLESS_EXACT,
+        (w.estimated, 0), Rule.ABOVE, (0, most), (0, 0), *counted, Turn.UNLESS_EXACT,
     )  # fmt: skip
-    rank = w.numbers[Field.K :], 0
+    rank = w.rank, 0
     radix(out, w.bits, w.room, bound, rank, w.counters, w.state, Turn.IF_EXACT)
     count_tiles(
         out, out.size, w.bits, w.room, w.starts, w.counts, Source.AS_STATE_SAYS, (0, 0),
-        (w.state[Field.THRESHOLD :], 0), Rule.FILL, rank, (0, 0), *counted, Turn.IF_EXACT,
+        (w.threshold, 0), Rule.FILL, rank, (0, 0), *counted, Turn.IF_EXACT,
     )  # fmt: skip
     write_tiles(
         out, out.size, w.index, w.bits, w.starts, w.counts, *counted, 0, indices,
-        values=values, clear=clear, bound=bound, listable=w.room, margin=MARGIN, count=count,
+        values=values, clear=clear, bound=bound, following=following, listable=w.room, margin=MARGIN,
+        count=count,
     )  # fmt: skip
     return Estimate(
-        w.moments.count(),
-        w.moments.total(1),
-        w.moments.total(2),
-        w.moments.finite(),
+        w.nonzero,
+        w.total,
+        w.energy,
+        w.finite,
         w.fit[Fit.THRESHOLD],
         w.fit[Fit.REACHED],
         w.state[Field.EXACT],
-        w.numbers[Field.LISTED],
-        w.numbers[Field.USABLE],
+        w.listed,
+        w.usable,
     )
 
 

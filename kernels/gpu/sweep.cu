@@ -44,8 +44,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) momentum(
     for (int r = 0; r < ROUNDS; ++r) {
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {
-        const Real entering = by * as_real(items.item[r][j]), before = as_real(moving.item[r][j]);
-        const Real now = nesterov ? kept * (before + entering) : kept * before + entering;
+        // Rounded as the host does it, so that a run goes on with the same bits on either.
+        const Real entering = product(by, as_real(items.item[r][j])), before = as_real(moving.item[r][j]);
+        const Real now = nesterov ? product(kept, before + entering) : product(kept, before) + entering;
         moving.item[r][j] = as_word(now);
         items.item[r][j] = as_word(nesterov ? now + entering : now);
       }

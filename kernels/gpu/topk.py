@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from mpicomp.kernels.gpu.accumulate import sweep
-from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, radix, write_tiles
+from mpicomp.kernels.gpu.select import Rule, Source, count_tiles, radix, write_tiles
 from mpicomp.kernels.gpu.workspace import MARGIN, Workspace
 
 
@@ -35,6 +35,7 @@ def topk(
     values: Any,
     workspace: Workspace,
     clear: bool = True,
+    following: Any = None,
 ) -> Stats:
     """Select the k largest of gradient plus residual, and leave the rest as the new residual.
 
@@ -56,6 +57,8 @@ def topk(
         Made for as many elements.
     clear : bool
         False leaves the selected elements in ``out``.
+    following : device array of uint64, shape (1,), optional
+        Receives the bound for the next step in the place of ``bound``, which then stays as it is.
 
     Returns
     -------
@@ -70,18 +73,18 @@ def topk(
     radix(out, w.bits, w.room, bound, (0, indices.size), w.counters, w.state)
     count_tiles(
         out, out.size, w.bits, w.room, w.starts, w.counts, Source.AS_STATE_SAYS, (0, 0),
-        (w.state[Field.THRESHOLD :], 0), Rule.FILL, (0, indices.size), (0, 0), number, w.of_tiles, w.before, w.state,
+        (w.threshold, 0), Rule.FILL, (0, indices.size), (0, 0), number, w.of_tiles, w.before, w.state,
     )  # fmt: skip
     write_tiles(
         out, out.size, w.index, w.bits, w.starts, w.counts, number, w.of_tiles, w.before, w.state, 0, indices,
-        values=values, clear=clear, bound=bound, listable=w.room, margin=MARGIN,
+        values=values, clear=clear, bound=bound, following=following, listable=w.room, margin=MARGIN,
     )  # fmt: skip
     return Stats(
-        w.moments.count(),
-        w.moments.total(1),
-        w.moments.total(2),
-        w.moments.finite(),
-        w.state[Field.THRESHOLD],
-        w.numbers[Field.LISTED],
-        w.numbers[Field.USABLE],
+        w.nonzero,
+        w.total,
+        w.energy,
+        w.finite,
+        w.threshold[0],
+        w.listed,
+        w.usable,
     )

@@ -24,6 +24,10 @@ _COLUMNS = {
 }
 
 
+_ON_A_GPU = {name: form for name, form in _COLUMNS.items() if name not in ("threads", "bits_per_index")}
+_ON_A_GPU |= {"behind_s": ".3g", "behind_copies": ".2f"}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--numel", type=int, default=25_600_000, metavar="N", help="float32 elements (%(default)s)")
@@ -67,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     print(f"{_COMMAND}: {settings.numel:,} float32, {what}; copies are multiples of a memcpy", flush=True)
     found = run_all(settings)
-    results.show(found, _COLUMNS)
+    results.show(found, _COLUMNS if arguments.device == "cpu" else _ON_A_GPU)
     if arguments.json is not None:
         results.write(arguments.json, found, settings.threads, device)
     return 0

@@ -193,6 +193,12 @@ def write_message(
     middle, end = _parts(indices.size, numel, value_bytes(values.size, values.dtype, wire.values), wire.indices)
     if out.size != end:
         raise ValueError(f"write_message: the message has {end} bytes, out has {out.size}")
+    stored, coding = _VALUES[wire.values or _FULL[values.dtype]], _INDICES[wire.indices]
+    lead = VERSION | flags << 8 | stored << 16 | coding << 24 | indices.size << 32
+    at_once = getattr(kernels.of(out), "write_pairs", None)
+    if at_once is not None and kept is values and wire.values is None and wire.indices == "plain":
+        at_once(out, lead, finite, energy, values, indices, middle)
+        return 0.0
     filled = HEADER_BYTES + value_bytes(values.size, values.dtype, wire.values)
     _clear(out, filled, middle)
 
@@ -213,8 +219,6 @@ def write_message(
         _clear(out, middle + 4 * indices.size, end)
     else:
         kernels.encode_indices(indices, numel, out[middle:])
-    stored, coding = _VALUES[wire.values or _FULL[values.dtype]], _INDICES[wire.indices]
-    lead = VERSION | flags << 8 | stored << 16 | coding << 24 | indices.size << 32
     kernels.write_header(out, lead, finite, energy, kept, rounding)
     return rounding
 

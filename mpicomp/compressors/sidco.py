@@ -12,7 +12,7 @@ from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Estimator, Search, most_of
 from mpicomp.compressors.fits import DISTRIBUTIONS, excess_threshold, interpolated, whole_threshold
 from mpicomp.compressors.kinds import Selection
-from mpicomp.compressors.topk import bound_for, scratch_for
+from mpicomp.compressors.topk import bounds_for, scratch_for
 from mpicomp.errors import ConfigurationError
 from mpicomp.published import published
 from mpicomp.registry import register
@@ -111,11 +111,11 @@ class SIDCo(Estimator):
         room = min(accumulated.numel, most_of(k))
         indices = workspace.array("sidco.indices", room, np.uint32)
         values = workspace.array("sidco.values", room, accumulated.dtype)
-        count, bound = workspace.array("sidco.count", 1, np.int64), bound_for(context, "sidco.candidates")
+        count, (bound, following) = workspace.array("sidco.count", 1, np.int64), bounds_for(context, "sidco.candidates")
         sidco, scratch = accumulated.kernels.sidco, scratch_for(accumulated, context, k)
         made = accumulated.fused(
             lambda *arrays: sidco(
-                *arrays, k, self.distribution, stages, bound, indices, values, count, scratch, clear=False
+                *arrays, k, self.distribution, stages, bound, indices, values, count, scratch, False, following
             )
         )
         selected, reached = accumulated.read(count[0], made.reached)

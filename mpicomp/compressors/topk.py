@@ -177,24 +177,24 @@ def scratch_for(accumulated: Accumulated, context: Context, k: int) -> Any:
     return context.workspace.made(("fused", numel, room, dtype), lambda: make(numel, room, dtype))
 
 
-def bound_for(context: Context, name: str) -> Any:
-    """Return the array of one number that bounds the candidates of a step, and receives the next one's bound.
+def bounds_for(context: Context, name: str) -> tuple[Any, Any]:
+    """Return the array of one number that bounds the candidates of a step, and the one that receives the next bound.
 
-    It is a new one: a step that is undone brings that of the step before back, whatever was not finite in between.
+    They are two: a step that is undone brings the first one back, whatever was not finite in between.
     """
     found = context.memory.get(name)
-    bound = here().zeros(1, np.uint64) if found is None else here().bring(found).copy()
-    context.memory[name] = bound
-    return bound
+    bound = here().zeros(1, np.uint64) if found is None else here().bring(found)
+    following = context.memory[name] = here().empty(1, np.uint64)
+    return bound, following
 
 
 def _fused(accumulated: Accumulated, context: Context, k: int) -> Selection:
     """Let one kernel make the sum and select; no number of it has to be read."""
     topk = accumulated.kernels.topk
-    scratch, bound = scratch_for(accumulated, context, k), bound_for(context, "topk.bound")
+    scratch, (bound, following) = scratch_for(accumulated, context, k), bounds_for(context, "topk.bound")
     indices = context.workspace.array("topk.indices", k, np.uint32)
     values = context.workspace.array("topk.values", k, accumulated.dtype)
-    accumulated.fused(lambda *arrays: topk(*arrays, bound, indices, values, scratch, clear=False))
+    accumulated.fused(lambda *arrays: topk(*arrays, bound, indices, values, scratch, False, following))
     return Selection(indices, values)
 
 

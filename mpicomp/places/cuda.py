@@ -106,6 +106,8 @@ class CudaPlace(Place):
 
     def bring(self, array: Any) -> Any:
         """See `Place.bring`."""
+        if isinstance(array, self._cupy.ndarray) and array.dtype.kind != "V":
+            return array
         found = cuda.device_array(array)
         if found is not None:
             return self._view(array, found)
@@ -220,7 +222,7 @@ class CudaPlace(Place):
     def _view(self, array: Any, found: cuda.DeviceArray) -> Any:
         """Return CuPy's array of a piece of memory, which keeps its owner alive."""
         if isinstance(array, self._cupy.ndarray):
-            return array.view(found.dtype) if array.dtype != found.dtype else array
+            return array.view(found.dtype)  # of bfloat16, which has no kind of its own
         low, nbytes = found.span()
         memory = self._cupy.cuda.UnownedMemory(found.address + low, nbytes, array, self.device)
         pointer = self._cupy.cuda.MemoryPointer(memory, -low)

@@ -82,7 +82,8 @@ def device_array(array: Any) -> DeviceArray | None:
     if told is None:
         return None
     # bfloat16 has no type string of its own: two bytes without a meaning.
-    dtype = np.dtype(np.uint16 if str(array.dtype) == "bfloat16" else told["typestr"])
+    typestr = told["typestr"]
+    dtype = np.dtype(np.uint16 if typestr[1:] == "V2" and str(array.dtype) == "bfloat16" else typestr)
     shape = tuple(told["shape"])
     strides = told.get("strides")
     # Before version 3 nothing was said of streams: what the legacy stream waits for is all that can be waited for.
@@ -161,6 +162,16 @@ def driver() -> Driver | None:
         return None
 
 
+def make_current() -> None:
+    """Make a device's context current in this thread, where this process uses one and the thread has none.
+
+    MPI libraries that take GPU memory call CUDA in whatever thread calls them: Intel MPI ends the job where that has no
+    context.
+    """
+    for cuda in _in_use:
+        cuda.make_current()
+
+
 class _Cuda:
     """CUDA's driver through its C interface, in the contexts that CuPy, torch and Numba use."""
 
@@ -235,6 +246,13 @@ class _Cuda:
                 ctypes.c_uint64(address), ctypes.c_void_p(host), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream),
             )  # fmt: skip
 
+    def make_current(self) -> None:
+        """See the function of that name."""
+        context = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        if not context.value:
+            self._call("cuCtxSetCurrent", next(iter(self._contexts.values())))
+
     @contextlib.contextmanager
     def _on(self, device: int) -> Iterator[None]:
         """Make a device's context current in this thread, which may be one that has none."""
@@ -244,6 +262,8 @@ class _Cuda:
             self._call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
             self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
             self._contexts[device] = context
+            if self not in _in_use:
+                _in_use.append(self)
         self._call("cuCtxPushCurrent_v2", context)
         try:
             yield
@@ -257,3 +277,6 @@ class _Cuda:
             self._library.cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
             said = text.value.decode() if text.value else "no such error"
             raise MpicompError(f"device: {name} failed with error {status} ({said})")
+
+
+_in_use: list[_Cuda] = []  # the driver, from its first context on

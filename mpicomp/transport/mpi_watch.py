@@ -28,6 +28,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomp.errors import ConfigurationError, RankFailedError
+from mpicomp.places.driver import make_current
 from mpicomp.system import abort
 from mpicomp.transport.mpi_failures import completed, failure_of, fault_tolerant
 
@@ -412,6 +413,7 @@ class Lookout:
             self._woken.clear()
             if self._stopping:
                 return
+            make_current()
             for watch in list(self.watches):
                 watch.look()
 

@@ -68,6 +68,7 @@ def test_everything_has_its_rows():
     assert names == ["memcpy", "topk.compress", "sidco.compress", "spectrum", "spectrum.sampled", "decode"]
     for row in rows:
         assert row["copies"] == pytest.approx(row["median_s"] / rows[0]["median_s"])
+        assert row["behind_copies"] == pytest.approx(row["behind_s"] / rows[0]["behind_s"])
         assert row["threads"] is None
         if row["name"].endswith(".compress"):
             assert row["ratio_reached"] == pytest.approx(0.1, rel=1e-9 if row["name"] == "topk.compress" else 0.5)

@@ -52,7 +52,7 @@ def test_messages_of_numbers_of_all_kinds(place, dtype):
             # One by one: what is lost of large numbers would hide what is lost of small ones.
             array = np.full(300, size).astype(dtype)
             array[::3] *= -1
-            assert_same_messages(place, array, 4)
+            assert_same_messages(place, place.seen(array), 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -85,6 +85,8 @@ def test_messages_of_what_is_no_number(place, dtype, norm, key):
 def test_messages_of_the_smallest_and_the_largest_numbers(place, dtype, norm, key, size):
     with np.errstate(over="ignore"):
         size = min(dtype(size), np.finfo(dtype).max)
+    if place.seen(size) != size:
+        pytest.skip("subnormal numbers are zero there: the next test is about them")
     array = (size * np.random.default_rng(0).uniform(-1, 1, 512)).astype(dtype)
     array[:64] = size
     array[64:128] = -size

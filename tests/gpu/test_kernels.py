@@ -80,11 +80,24 @@ def test_one_bad_element_is_seen(place, dtype, bad, where):
     assert gpu.is_finite(gpu.scale(place.put(np.ones(5, dtype)), 2), dtype).item()
 
 
+def test_momentum_has_the_bits_of_the_host(joining_place, dtype):
+    rng = np.random.default_rng(0)
+    gradient, velocity = rng.normal(size=(2, 5000)).astype(dtype)
+    for nesterov in (False, True):
+        after, out = joining_place.empty(5000, dtype), joining_place.empty(5000, dtype)
+        gpu.momentum(joining_place.put(gradient), 0.3, joining_place.put(velocity), 0.9, nesterov, after, out)
+        factor, decay = dtype(0.3), dtype(0.9)
+        now = decay * (velocity + factor * gradient) if nesterov else decay * velocity + factor * gradient
+        np.testing.assert_array_equal(after.get(), now)
+        np.testing.assert_array_equal(out.get(), now + factor * gradient if nesterov else now)
+
+
 def test_logarithms_of_the_smallest_and_the_largest(place, dtype):
     info = np.finfo(dtype)
     array = np.array([info.smallest_subnormal, -info.tiny, info.max, 0, -0.0, 1, -info.max], dtype)
     nonzero, _, logarithm = gpu.logarithms(place.put(array))
-    expected = np.log(np.abs(array[array != 0]).astype(np.float64)).sum()
+    seen = place.seen(array)
+    expected = np.log(np.abs(seen[seen != 0]).astype(np.float64)).sum()
     np.testing.assert_allclose(logarithm.item(), expected, rtol=1e-12)
     assert nonzero.item() == 5
 
@@ -451,8 +464,10 @@ def test_bits_and_magnitudes(place, dtype):
         with place.quiet():
             there = gpu.magnitude_bits(place.scalar(value, np.float64), kind)
             back = gpu.magnitude_of(there, kind)
-        assert there.item() == bits
-        assert back.item() == gpu.magnitude_of(bits, kind) == cpu.magnitude_of(bits, kind)
+        seen = float(place.seen(np.array(value, kind)))
+        assert there.item() == cpu.magnitude_bits(seen, kind)
+        assert back.item() == cpu.magnitude_of(cpu.magnitude_bits(seen, kind), kind)
+        assert gpu.magnitude_of(bits, kind) == cpu.magnitude_of(bits, kind)
 
 
 SWEEPS = {

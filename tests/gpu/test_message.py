@@ -8,6 +8,10 @@ from gpu import standin
 from marks import slow
 from mpicomp.kernels import cpu, gpu
 
+from mpicomp.compressors import Selection
+from mpicomp.compressors.message import message_bytes, write_message
+from mpicomp.compressors.wire import Wire
+
 DTYPES = [np.float32, slow(np.float64)]
 COUNTS = [(), (0,), (1,), (31, 31), (33, 33, 33), (1000, 0, 7), (5000, 5000), (9, 8, 7, 3000, 1), (600,) * 5]
 NUMEL = 6000
@@ -87,6 +91,28 @@ def test_a_header_of_values_that_are_no_numbers(place, bad):
     values, message = np.array([1, bad], np.float32), place.put(np.zeros(24, np.uint8))
     gpu.write_header(message, 0, True, bad, place.put(values), 0.0)
     np.testing.assert_array_equal(message.get()[8:].view(np.float64), [bad, np.nan])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0, 1, 2, 255, 5001])
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_message_in_one_launch_is_that_of_the_host(place, launched, dtype, size, finite):
+    rng = np.random.default_rng(size)
+    values, numel = rng.normal(size=size).astype(dtype), 3 * size + 1
+    indices = np.sort(rng.choice(numel, size, replace=False)).astype(np.uint32)
+    energy = 2 * float(np.square(values, dtype=np.float64).sum()) + 1
+    own = np.full(message_bytes(size, numel, values.dtype, Wire()), 7, np.uint8)
+    write_message(own, Selection(indices, values), numel, Wire(), 2, energy, values, finite)
+    message = place.put(np.full(own.size, 7, np.uint8))
+    there, told = Selection(place.put(indices), place.put(values)), place.scalar(energy, np.float64)
+    standin.launches.clear()
+    with place.quiet():
+        write_message(message, there, numel, Wire(), 2, told, there.values, place.scalar(finite, np.bool_))
+    assert launched() in (["write_pairs"], None)
+    found = message.get()
+    np.testing.assert_array_equal(found[:16], own[:16])
+    np.testing.assert_allclose(found[16:24].view(np.float64), own[16:24].view(np.float64), rtol=1e-12)
+    np.testing.assert_array_equal(found[24:], own[24:])
 
 
 def test_a_header_of_other_types(place):

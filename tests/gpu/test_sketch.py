@@ -50,7 +50,7 @@ def test_estimates(place, dtype, rows, columns):
         if columns > 1:
             table[:, ::3] = np.round(table[:, ::3])  # equal ones, and zeros of both signs
         if columns > 100:
-            table = with_specials(table.reshape(-1)).reshape(rows, columns)
+            table = place.seen(with_specials(table.reshape(-1)).reshape(rows, columns))
         out = np.empty(size, dtype)
         there, there_out = place.put(table).reshape(rows, columns), place.empty(size, dtype)
         with place.quiet():

@@ -151,7 +151,15 @@ def test_without_cupy_it_says_so(monkeypatch):
 def test_names_are_those_of_the_cpu():
     """What a device has beyond them are whole compressions, their results and scratch, and what saves copies."""
     assert set(cpu.__all__) <= set(gpu.__all__)
-    assert set(gpu.__all__) - set(cpu.__all__) == {"Estimate", "Stats", "Workspace", "collect", "sidco", "topk"}
+    assert set(gpu.__all__) - set(cpu.__all__) == {
+        "Estimate",
+        "Stats",
+        "Workspace",
+        "collect",
+        "sidco",
+        "topk",
+        "write_pairs",
+    }
 
 
 @pytest.mark.parametrize("name", cpu.__all__)
