@@ -17,7 +17,7 @@ from mpicomp.system.files import whole_file
 SCHEMA = 1
 
 _PACKAGES = ("numpy", "numba", "torch")
-
+_WIDEST = 10_000  # letters, more than any table has
 
 _VARIABLES = ("MPIR_CVAR_", "UCX_", "OMP_", "FI_", "MPICOMP_")
 """Prefixes of environment variables that change the behaviour of MPI."""
@@ -170,15 +170,19 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
         console = None
     else:
         console = Console()
+    flat = plain(list(columns), cells, [form == "" for form in columns.values()])
     if console is None or not console.is_terminal:  # whoever reads a file or a pipe wants no lines cut
-        print(plain(list(columns), cells, [form == "" for form in columns.values()]), flush=True)
+        print(flat, flush=True)
         return
     table = Table()
     for name, form in columns.items():
-        table.add_column(name, justify="left" if form == "" else "right", overflow="fold")
+        table.add_column(name, justify="left" if form == "" else "right")
     for line in cells:
         table.add_row(*line)
-    console.print(table)
+    if console.measure(table, options=console.options.update(width=_WIDEST)).maximum > console.width:
+        print(flat, flush=True)  # a terminal breaks whole lines, which is easier to read than columns of a letter
+    else:
+        console.print(table)
 
 
 def plain(header: Sequence[str], cells: Sequence[Sequence[str]], left: Sequence[bool]) -> str:

@@ -8,7 +8,7 @@ from mpicomp.kernels.gpu.bits import given
 from mpicomp.kernels.gpu.compile import WARPS, launch, library, sweeps, tiles
 
 _DIGIT = 11  # bits of a digit of the radix selection
-BLOCKS = 528  # of it: 4 for each of an H200's multiprocessors read memory as fast as more, which a list has no use for
+BLOCKS = 528  # of sweeps that often have little to do: 4 for each of an H200's multiprocessors keep its memory busy
 BINS = 1 << _DIGIT
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpicomp.kernels.gpu.accumulate import sweep
 from mpicomp.kernels.gpu.compile import launch, remaining, sweeps
-from mpicomp.kernels.gpu.select import Field, Rule, Source, Turn, count_tiles, radix, write_tiles
+from mpicomp.kernels.gpu.select import BLOCKS, Field, Rule, Source, Turn, count_tiles, radix, write_tiles
 from mpicomp.kernels.gpu.workspace import MARGIN, Fit, Workspace
 
 DISTRIBUTIONS = ("exponential", "gamma", "pareto")
@@ -107,7 +107,7 @@ def sidco(
     kind, estimating = DISTRIBUTIONS.index(distribution), w.numel >= SMALL
     stride = max(1, w.numel // SAMPLE)
     sampled = remaining(w.numel, stride)
-    blocks = sweeps(sampled, dtype)
+    blocks = min(BLOCKS, sweeps(sampled, dtype))
     sweep(gradient, residual, out, (bound, 0), w.index, w.bits, w.room, w.starts, w.counts, w.state, w.moments)
     with_logarithms = distribution == "gamma" and estimating
     if with_logarithms:

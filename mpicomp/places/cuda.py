@@ -84,8 +84,9 @@ class CudaPlace(Place):
                 continue
             with self.current():
                 packed = kernels.of(values[own[0]]).collect([values[place] for place in own])
-            for place, word in zip(own, self.to_host(packed), strict=True):
-                told[place] = _number(word, values[place].dtype)
+            words = self.to_host(packed)
+            for word, place in enumerate(own):  # the lowest bytes are the number's
+                told[place] = words[word : word + 1].view(values[place].dtype)[0].item()
         return told
 
     def to_host(self, array: Any) -> NDArray[Any]:
@@ -236,8 +237,3 @@ class _Pinned:
         self.memory = memory
         self.free = free
         self.busy = False
-
-
-def _number(word: np.uint64, dtype: np.dtype[Any]) -> Any:
-    """Return the number that the first bytes of a word hold."""
-    return np.array([word]).view(np.uint8)[: dtype.itemsize].view(dtype)[0].item()

@@ -25,7 +25,8 @@ LEGACY = 1
 _ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: pinned for every device
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
-_PLAIN_EVENT = 3  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING
+_POPPED = ctypes.byref(ctypes.c_void_p())  # a context that is current no longer
+_PLAIN_EVENT = 2  # CU_EVENT_DISABLE_TIMING; a thread that sleeps meanwhile would be woken late, for each short message
 
 
 @dataclass(frozen=True)
@@ -221,30 +222,27 @@ class _Cuda:
         return made.value
 
     def record(self, device: int, event: int, stream: int) -> None:
-        with self._on(device):
-            self._call("cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
+        self._call_on(device, "cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
 
     def follow(self, device: int, stream: int, event: int) -> None:
-        with self._on(device):
-            self._call("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0))
+        self._call_on(
+            device, "cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), ctypes.c_uint(0)
+        )  # fmt: skip
 
     def wait(self, device: int, event: int) -> None:
-        with self._on(device):
-            self._call("cuEventSynchronize", ctypes.c_void_p(event))
+        self._call_on(device, "cuEventSynchronize", ctypes.c_void_p(event))
 
     def fetch(self, device: int, host: int, address: int, nbytes: int, stream: int) -> None:
-        with self._on(device):
-            self._call(
-                "cuMemcpyDtoHAsync_v2",
-                ctypes.c_void_p(host), ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream),
-            )  # fmt: skip
+        self._call_on(
+            device, "cuMemcpyDtoHAsync_v2",
+            ctypes.c_void_p(host), ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream),
+        )  # fmt: skip
 
     def send(self, device: int, address: int, host: int, nbytes: int, stream: int) -> None:
-        with self._on(device):
-            self._call(
-                "cuMemcpyHtoDAsync_v2",
-                ctypes.c_uint64(address), ctypes.c_void_p(host), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream),
-            )  # fmt: skip
+        self._call_on(
+            device, "cuMemcpyHtoDAsync_v2",
+            ctypes.c_uint64(address), ctypes.c_void_p(host), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream),
+        )  # fmt: skip
 
     def make_current(self) -> None:
         """See the function of that name."""
@@ -252,6 +250,18 @@ class _Cuda:
         self._call("cuCtxGetCurrent", ctypes.byref(context))
         if not context.value:
             self._call("cuCtxSetCurrent", next(iter(self._contexts.values())))
+
+    def _call_on(self, device: int, name: str, *arguments: Any) -> None:
+        """Call a function where a device's context is current; several times a step, so without `_on`."""
+        context = self._contexts.get(device)
+        if context is None:
+            with self._on(device):
+                context = self._contexts[device]
+        self._call("cuCtxPushCurrent_v2", context)
+        try:
+            self._call(name, *arguments)
+        finally:
+            self._library.cuCtxPopCurrent_v2(_POPPED)
 
     @contextlib.contextmanager
     def _on(self, device: int) -> Iterator[None]:

@@ -66,7 +66,7 @@ def test_messages_of_what_is_no_number(place, dtype, bits):
 def test_messages_of_the_smallest_and_the_largest_numbers(place, dtype, bits, size):
     with np.errstate(over="ignore"):
         size = min(dtype(size), np.finfo(dtype).max)
-    if place.seen(size * dtype(0.001)) != size * dtype(0.001):  # as what is between two elements may be
+    if size < 1e-35 and place.seen(dtype(1e-40)) == 0:  # steps between levels are smaller by far
         pytest.skip("subnormal numbers are zero there: the next test is about them")
     array = (size * np.random.default_rng(0).uniform(-1, 1, 1024)).astype(dtype)
     array[:256], array[256:512] = size, 0
