@@ -154,7 +154,8 @@ class Runner:
         assert record is not None
         self._note(start, end, record)
         # Known to nobody else: the bucket's place, and with it what was measured of routes.
-        self.route = _route_of(reducer._core.layout.buckets[0].place, record.buckets[0].sent_bytes)
+        bucket = record.buckets[0]
+        self.route = _route_of(reducer._core.layout.buckets[0].place, bucket.sent_bytes, "allreduce" in bucket.rounds)
         if check:
             self.catch_up()
             after = None if before is None else reducer.residual(NAME)
@@ -202,11 +203,11 @@ class Runner:
         return reducer.residual(NAME)
 
 
-def _route_of(place: Place, nbytes: int) -> str | None:
-    """Return how a message of so many bytes reaches MPI from a place; None from the host."""
+def _route_of(place: Place, nbytes: int, summed: bool) -> str | None:
+    """Return how so many bytes reach MPI from a place, in a library's sum if so said; None from the host."""
     if place is HOST:
         return None
-    return "staged" if place.routes is None else place.routes.faster(nbytes)
+    return "staged" if place.routes is None else place.routes.faster(nbytes, summed)
 
 
 def share(numbers: NDArray[np.float64], transport: Transport) -> NDArray[np.float64]:

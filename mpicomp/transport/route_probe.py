@@ -14,6 +14,7 @@ from mpicomp.transport.routes import ROUTES, at
 _SIZES = (1 << 12, 1 << 17, 1 << 22)  # bytes that a rank sends: libraries take other paths for each
 _REPEATS = 4  # of which the first one opens connections and registers memory
 _NUMBERS = 4099  # float32 whose sums are compared: libraries take other paths for long messages
+_SINGLE = np.dtype(np.float32)
 _FLAG = np.dtype(np.uint8)
 _BYTE = np.dtype(np.uint8)
 
@@ -21,7 +22,8 @@ _BYTE = np.dtype(np.uint8)
 def choose_routes(places: Sequence[Place], transport: Transport) -> Generator[Asked, Any, None]:
     """Measure both routes and let each place on a device take the faster one for each length. Collective, as rounds.
 
-    Where the MPI library of some rank takes no pointers to a device, or no rank has one, nothing is measured, and
+    Messages and the library's sums apart: some libraries pass on what a GPU holds fast and add it up slowly. Where the
+    MPI library of some rank takes no pointers to a device, or no rank has one, nothing is measured, and
     messages are staged. So are sums of floating numbers where the library's sums of device memory differ between ranks.
 
     Parameters
@@ -39,29 +41,44 @@ def choose_routes(places: Sequence[Place], transport: Transport) -> Generator[As
     flags = (yield Round("allgatherv", [2] * group.size, _FLAG, send=mine, recv=flags)).reshape(-1, 2)
     if group.size == 1 or not flags[:, 0].any() or not flags[:, 1].all():
         return
-    seconds = np.empty((len(ROUTES), len(_SIZES)))
+    seconds, sums = np.empty((2, len(ROUTES), len(_SIZES)))
     for column, nbytes in enumerate(_SIZES):
-        seconds[:, column] = yield from _measure(own, transport, nbytes)
+        seconds[:, column] = yield from _measure(own, transport, _ring(own, transport, nbytes))
+        sums[:, column] = yield from _measure(own, transport, _sum(own, nbytes))
     identical = yield from _sums_are_identical(own, transport)
-    table = RouteTable(_SIZES, dict(zip(ROUTES, seconds.tolist(), strict=True)), identical)
+    by_route = [dict(zip(ROUTES, times.tolist(), strict=True)) for times in (seconds, sums)]
+    table = RouteTable(_SIZES, by_route[0], identical, by_route[1])
     for place in places:
         if place is not HOST:
             place.routes = table
 
 
-def _measure(place: Place, transport: Transport, nbytes: int) -> Generator[Asked, Any, NDArray[np.float64]]:
-    """Return the seconds in which all ranks pass a message to their neighbours, by each route."""
-    group, times = transport.group, np.empty((_REPEATS, len(ROUTES), 2))
+def _ring(place: Place, transport: Transport, nbytes: int) -> Round:
+    """Return a round in which all ranks pass a message to their neighbours."""
+    group = transport.group
     peers = ((group.rank + 1) % group.size, (group.rank - 1) % group.size)
     send, recv = place.zeros(nbytes, _BYTE), place.zeros(nbytes, _BYTE)
+    return Round("sendrecv", (nbytes, nbytes), _BYTE, send=send, recv=recv, peers=peers)
 
-    def ring() -> Generator[Asked, Any, None]:
-        yield Round("sendrecv", (nbytes, nbytes), _BYTE, send=send, recv=recv, peers=peers)
+
+def _sum(place: Place, nbytes: int) -> Round:
+    """Return a round in which the library sums arrays of all ranks."""
+    numel = nbytes // _SINGLE.itemsize
+    send, recv = place.zeros(numel, _SINGLE), place.zeros(numel, _SINGLE)
+    return Round("allreduce", (numel,), _SINGLE, send=send, recv=recv)
+
+
+def _measure(place: Place, transport: Transport, task: Round) -> Generator[Asked, Any, NDArray[np.float64]]:
+    """Return the seconds that a round takes by each route."""
+    group, times = transport.group, np.empty((_REPEATS, len(ROUTES), 2))
+
+    def once() -> Generator[Asked, Any, None]:
+        yield task
 
     for repeat in range(_REPEATS):  # one route in turn with the other
         for number, route in enumerate(ROUTES):
             times[repeat, number, 0] = transport.clock()
-            yield from at(place, ring(), route)
+            yield from at(place, once(), route)
             times[repeat, number, 1] = transport.clock()
     recv_times = np.empty(times.size * group.size)
     task = Round("allgatherv", [times.size] * group.size, times.dtype, send=times.reshape(-1), recv=recv_times)
@@ -74,12 +91,12 @@ def _measure(place: Place, transport: Transport, nbytes: int) -> Generator[Asked
 
 def _sums_are_identical(place: Place, transport: Transport) -> Generator[Asked, Any, bool]:
     """Return whether the library's sum of arrays on devices has the same bits on all ranks."""
-    group, single = transport.group, np.dtype(np.float32)
-    numbers = np.random.default_rng(group.rank).standard_normal(_NUMBERS).astype(single)
-    send, recv = place.bring(numbers), place.zeros(_NUMBERS, single)
+    group = transport.group
+    numbers = np.random.default_rng(group.rank).standard_normal(_NUMBERS).astype(_SINGLE)
+    send, recv = place.bring(numbers), place.zeros(_NUMBERS, _SINGLE)
 
     def add() -> Generator[Asked, Any, None]:
-        yield Round("allreduce", (_NUMBERS,), single, send=send, recv=recv)
+        yield Round("allreduce", (_NUMBERS,), _SINGLE, send=send, recv=recv)
 
     yield from at(place, add(), "direct")
     mine = place.to_host(recv).view(np.uint8)

@@ -66,9 +66,10 @@ def _faster(place: Place, task: Round) -> str:
     """Return the route that was measured to be the faster one for a round; staged where nothing was measured."""
     if place.routes is None:
         return "staged"
-    if task.operation == "allreduce" and task.dtype.kind == "f" and not place.routes.identical_sums:
+    summed = task.operation == "allreduce"
+    if summed and task.dtype.kind == "f" and not place.routes.identical_sums:
         return "staged"
-    return place.routes.faster(max(own.nbytes for own in (task.send, task.recv) if own is not None))
+    return place.routes.faster(max(own.nbytes for own in (task.send, task.recv) if own is not None), summed)
 
 
 def _is_there(array: Any) -> bool:

@@ -34,7 +34,8 @@ def test_both_are_measured_and_all_ranks_have_the_same_table(compressor, cupy):
     first, second, third = run(cupy, compressor, 3, [True, True, True], [True, True, True])
     assert isinstance(first, RouteTable)
     assert first == second == third
-    assert set(first.seconds) == {"direct", "staged"}
+    assert set(first.seconds) == set(first.sums) == {"direct", "staged"}
+    assert all(len(times) == len(first.sizes) for own in (first.seconds, first.sums) for times in own.values())
     assert first.identical_sums
 
 
@@ -49,6 +50,18 @@ def test_a_rank_on_the_host_takes_part(cupy):
     there, here = run(cupy, mpicomp.TopK(ratio=0.1), 2, [True, False], [True, False])
     assert isinstance(there, RouteTable)
     assert here is None
+
+
+def test_a_library_that_adds_slowly_is_given_sums_in_host_memory(cupy):
+    from mpicomp.places.cuda import CudaPlace
+    from mpicomp.rounds import Round
+    from mpicomp.transport.routes import _faster
+
+    place, single = CudaPlace(0), np.dtype("f4")
+    place.routes = RouteTable((1,), {"direct": (1.0,), "staged": (2.0,)}, True, {"direct": (9.0,), "staged": (3.0,)})
+    for operation, route in [("allreduce", "staged"), ("sendrecv", "direct"), ("bcast", "direct")]:
+        array = place.zeros(4, single)
+        assert _faster(place, Round(operation, (4,), single, send=array, recv=array)) == route
 
 
 def test_sums_that_differ_between_ranks_are_staged(cupy):
