@@ -6,9 +6,10 @@ An episode is a reducer with random settings, on all ranks or with the ranks in 
 steps have random arrays, and now and then a fault on one rank, or a checkpoint that another reducer goes on from. In
 every step it is checked that nothing is lost (gradient + residual before = ranks x mean + residual after, summed over
 ranks), that means have the same bits on all ranks, and that an error is one on all ranks and leaves residuals as they
-were. The first episodes take every compressor with every collective that carries it, and every policy with as many
-buckets as there may be, on one host and on several; with 50 more the rest has come, and from then on memory, file
-descriptors, threads, communicators and requests may not grow. Those that pools keep for later may, up to a limit: how
+were. The first episodes take every compressor with every collective that carries it, with and without error feedback,
+and every policy with as many buckets as there may be, on one host and on several: each loads kernels that were compiled
+for it. With 50 more the rest has come, and from then on memory, file descriptors, threads, communicators and requests
+may not grow. Those that pools keep for later may, up to a limit: how
 many are in use at once depends on when garbage is collected.
 
 A failure names the seed, the episode and the step. Everything random comes from these, so that ``--seed S --episode E``
@@ -53,6 +54,7 @@ from mpicomp.transport.mpi_pool import pools
 from mpicomp.transport.naps import wait
 
 PAIRS = pairs(OWN) + pairs(UNBIASED) + pairs(USERS)
+FIRST = [(*pair, True) for pair in PAIRS] + [(*pair, False) for pair in pairs(OWN)]  # whether with feedback
 CHOOSING = [  # settings with which decisions are due every few steps
     {"compressor": {"id": "topk", "ratio": 0.05}, "policy": {"id": "gravac", "window": 3, "every": 2}},
     {"compressor": "topk", "policy": {"id": "lgreco", "first": 2, "every": 3}},
@@ -80,8 +82,11 @@ MOST_GROWTH = 0.01  # of memory, once it is warm
 
 
 def first_episodes(ranks):
-    """Return the number of episodes that take every pair once, and every policy on one host and on several."""
-    return len(PAIRS) + len(CHOOSING) * (1 + len(LAYOUTS.get(ranks, [])))
+    """Return the number of episodes that take every pair, with feedback and without, and every policy.
+
+    These on one host and on several.
+    """
+    return len(FIRST) + len(CHOOSING) * (1 + len(LAYOUTS.get(ranks, [])))
 
 
 class Open:
@@ -138,7 +143,7 @@ class Episode:
         rng = np.random.default_rng(self.key)
         self.counts, self.folder, self.worst = counts, folder, 0.0
         self.first = number < first_episodes(world.size)
-        self.chooses = self.first and number >= len(PAIRS)  # with one of the policies
+        self.chooses = self.first and number >= len(FIRST)  # with one of the policies
         self.length = int(rng.integers(5, 60)) if not self.first else 20 if self.chooses else 4
         parts = PARTS.get(world.size, [[0] * world.size])
         parted = not self.first and rng.random() < 0.25
@@ -161,14 +166,14 @@ class Episode:
         rng = self.shared("settings")
         settings = {"warmup": 0, "nonfinite": str(rng.choice(["raise", "raise", "skip", "pass"]))}
         settings |= {"bucket_bytes": int(rng.choice([1, 2000, 100_000, 32 << 20])), "seed": int(rng.integers(100))}
-        if number < len(PAIRS) or (not self.first and rng.random() < 0.6):
-            compressor, collective = PAIRS[number if self.first else int(rng.integers(len(PAIRS)))]
+        if number < len(FIRST) or (not self.first and rng.random() < 0.6):
+            compressor, collective, kept = FIRST[number if self.first else int(rng.integers(len(PAIRS)))]
             settings |= {"compressor": compressor, "collective": collective if rng.random() < 0.9 else "auto"}
-            feedback = compressor in OWN and (self.first or rng.random() < 0.9)
+            feedback = compressor in OWN and (kept if self.first else rng.random() < 0.9)
             settings |= {"feedback": feedback}
         else:
             feedback = True
-            choice = number - len(PAIRS) if self.first else int(rng.integers(len(CHOOSING)))
+            choice = number - len(FIRST) if self.first else int(rng.integers(len(CHOOSING)))
             settings |= CHOOSING[choice % len(CHOOSING)]
         if feedback and not self.first and rng.random() < 0.2:
             settings["feedback_decay"] = 0.9
@@ -191,8 +196,10 @@ class Episode:
             shape = (rows, numel // rows) if rows > 1 else [(numel,), ()][numel == 1 and rng.random() < 0.5]
             dtype = DTYPES[place % 4] if self.first else DTYPES[int(rng.integers(len(DTYPES)))]
             shapes[f"{place}"] = (shape, np.dtype(dtype))
-        if not self.first and rng.random() < 0.02:
+        if self.chooses or (not self.first and rng.random() < 0.02):
             shapes["large"] = ((300_000,), np.dtype(np.float32))  # messages of several segments
+        if self.chooses:
+            shapes["wide"] = ((100_000,), np.dtype(np.float64))
         return shapes
 
     def _open(self):
