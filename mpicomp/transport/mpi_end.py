@@ -14,6 +14,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpicomp.errors import RankFailedError
 from mpicomp.system import abort
 from mpicomp.transport.interleave import leave_all
 from mpicomp.transport.mpi_pool import Pool, pools
@@ -50,11 +51,15 @@ def leave() -> None:
         nap = min(2 * nap, _LONGEST_NAP_S)
         for watch in watches:
             watch.look()
+    abort.ranks_died |= any(watch.failed for watch in watches)
 
 
 def _settle(mine: list[Pool]) -> bool:
     """Move on the rounds of all pools, and return whether none is left."""
-    return False not in [pool.settle() for pool in mine]
+    try:
+        return False not in [pool.settle() for pool in mine]
+    except RankFailedError:  # they never end
+        return True
 
 
 def install() -> None:

@@ -14,13 +14,14 @@ waits asks the other ranks' threads how far they have come, in messages that nob
 Without MPI_THREAD_MULTIPLE there is no thread, and whatever waits looks by itself.
 """
 
+import contextlib
 import os
 import platform
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -111,6 +112,8 @@ class Watch:
         self.seconds = STALL_S
         self.end_s = STALL_END_S
         self.left = False
+        self.failed = False
+        """Whether one of the ranks has died, so that nobody hears or says anything any more."""
         self._comm = comm
         self._names = names
         self._channels: dict[int, Counted] = {}
@@ -132,8 +135,8 @@ class Watch:
 
     @property
     def alone(self) -> bool:
-        """Whether all the other ranks have left, and know that this one has."""
-        return len(self._gone) == self._comm.size - 1 and not self._sent
+        """Whether all the other ranks have left, and know that this one has; or one has died, and nobody waits here."""
+        return self.failed or (len(self._gone) == self._comm.size - 1 and not self._sent)
 
     def add(self, channels: Iterable[Counted]) -> None:
         """Answer questions about these."""
@@ -162,7 +165,7 @@ class Watch:
 
     def leave(self) -> None:
         """Announce to the other ranks that this rank begins no more rounds at all."""
-        with self._one_at_a_time:
+        with self._one_at_a_time, self._noting_death():
             self.left = True
             self._tell_all(_LEFT)
 
@@ -173,12 +176,19 @@ class Watch:
 
     def look(self) -> None:
         """Receive and answer questions, ask the others where this rank has waited for long, and report the answers."""
-        try:
+        with self._noting_death():
             self._look()
+
+    @contextlib.contextmanager
+    def _noting_death(self) -> Iterator[None]:
+        """Give up where a rank has died: whoever waits for it is told by MPI."""
+        try:
+            yield
         except (MPI.Exception, RankFailedError) as error:
             if isinstance(error, MPI.Exception) and failure_of(error) is error:
                 raise
-            lookout.drop(self)  # whoever waits for the dead rank is told by MPI
+            self.failed = True
+            lookout.drop(self)
 
     def _look(self) -> None:
         with self._one_at_a_time:

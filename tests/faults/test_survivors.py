@@ -299,6 +299,26 @@ def test_the_status_of_a_rank_that_is_left_is_that_of_the_job(job):
     job(3, LEAVING, status=3)
 
 
+LATE = """
+import os, signal, time
+import numpy as np
+from mpi4py import MPI
+import mpicomp
+
+rank = MPI.COMM_WORLD.rank
+reducer = mpicomp.Reducer("dense", on_failure="shrink")
+reducer.reduce({"w": np.ones(100, np.float32)})
+if rank == 0:
+    time.sleep(1)  # the others have left, and wait for this one
+    os.kill(os.getpid(), signal.SIGKILL)
+reducer.close()
+"""
+
+
+def test_a_rank_dies_when_the_others_have_left(job):
+    job(3, LATE)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_thirty_kills(job, tmp_path):
