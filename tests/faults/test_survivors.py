@@ -319,6 +319,25 @@ def test_a_rank_dies_when_the_others_have_left(job):
     job(3, LATE)
 
 
+SOME = """
+import numpy as np
+from mpi4py import MPI
+import mpicomp
+
+world = MPI.COMM_WORLD
+part = world.Split(world.rank % 2, world.rank)
+if world.rank % 2 == 0:
+    reducer = mpicomp.Reducer("dense", comm=part, on_failure="shrink")
+    reducer.reduce({"w": np.ones(100, np.float32)})
+    reducer.close()
+"""
+
+
+def test_ranks_end_beside_others_without_a_reducer(job):
+    """Those have no part in what the ranks agree on at their end, and come to MPI's own."""
+    job(4, SOME)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_thirty_kills(job, tmp_path):
