@@ -24,7 +24,7 @@ class Workspace:
     >>> workspace = Workspace()
     >>> first = workspace.array("indices", 8, "uint32")
     >>> second = workspace.array("indices", 4, "uint32")
-    >>> second.size, second.base is first.base
+    >>> second.size, np.shares_memory(first, second)
     (4, True)
     """
 
