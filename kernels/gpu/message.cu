@@ -2,6 +2,14 @@
 
 constexpr u64 NONFINITE = 1ull << 8;
 
+// `left` is what of the energy was not selected, which rounding may have made less than nothing. NaN stays what it is.
+__device__ __forceinline__ void put_header(
+    u64* words, i64 lead, i64 finite, double energy, double left, double rounding) {
+  words[0] = (u64)lead | (finite ? 0 : NONFINITE);
+  words[1] = as_word(energy);
+  words[2] = as_word((left < 0 ? 0.0 : left) + rounding);
+}
+
 // With `partials` the values are there of which `kept` is the squared norm, and the block that ends last writes.
 extern "C" __global__ void __launch_bounds__(THREADS) write_header(
     u64* words, i64 lead, const u8* finite, i64 finite_value, const double* energy, double energy_value, i64 partly,
@@ -16,10 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) write_header(
   }
   if (threadIdx.x != 0) return;
   const double all = given(energy, energy_value);
-  const double left = partly ? all - own[0] : 0;
-  words[0] = (u64)lead | (given(finite, finite_value) ? 0 : NONFINITE);
-  words[1] = as_word(all);
-  words[2] = as_word((left < 0 ? 0.0 : left) + given(rounding, rounding_value));  // NaN stays what it is
+  put_header(words, lead, given(finite, finite_value), all, partly ? all - own[0] : 0, given(rounding, rounding_value));
 }
 
 // A whole message of plain values and indices: a copy of both, zeros where they are padded, and the header, for which
@@ -40,10 +45,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) write_pairs(
   }
   double kept[1] = {sum_squares(values, count)};
   if (!finish_sums(kept, partials) || threadIdx.x != 0) return;
-  const double all = given(energy, energy_value), left = all - kept[0];
-  words[0] = (u64)lead | (given(finite, finite_value) ? 0 : NONFINITE);
-  words[1] = as_word(all);
-  words[2] = as_word(left < 0 ? 0.0 : left);  // NaN stays what it is
+  const double all = given(energy, energy_value);
+  put_header(words, lead, given(finite, finite_value), all, all - kept[0], 0);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) write_tail(
