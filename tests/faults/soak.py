@@ -8,9 +8,9 @@ every step it is checked that nothing is lost (gradient + residual before = rank
 ranks), that means have the same bits on all ranks, and that an error is one on all ranks and leaves residuals as they
 were. The first episodes take every compressor with every collective that carries it, with and without error feedback,
 and every policy with as many buckets as there may be, on one host and on several: each loads kernels that were compiled
-for it. With 50 more the rest has come, and from then on memory, file descriptors, threads, communicators and requests
-may not grow. Those that pools keep for later may, up to a limit: how
-many are in use at once depends on when garbage is collected.
+for it. Every collective carries long arrays among them, for which MPI fills its pools. With 50 more the rest has come,
+and from then on memory, file descriptors, threads, communicators and requests may not grow. Those that pools keep for
+later may, up to a limit: how many are in use at once depends on when garbage is collected.
 
 A failure names the seed, the episode and the step. Everything random comes from these, so that ``--seed S --episode E``
 begins with the episode that failed.
@@ -55,6 +55,7 @@ from mpicomp.transport.naps import wait
 
 PAIRS = pairs(OWN) + pairs(UNBIASED) + pairs(USERS)
 FIRST = [(*pair, True) for pair in PAIRS] + [(*pair, False) for pair in pairs(OWN)]  # whether with feedback
+LONG = {next(place for place, pair in enumerate(PAIRS) if pair[1] == each) for _, each in PAIRS}  # a pair a collective
 CHOOSING = [  # settings with which decisions are due every few steps
     {"compressor": {"id": "topk", "ratio": 0.05}, "policy": {"id": "gravac", "window": 3, "every": 2}},
     {"compressor": "topk", "policy": {"id": "lgreco", "first": 2, "every": 3}},
@@ -144,6 +145,7 @@ class Episode:
         self.counts, self.folder, self.worst = counts, folder, 0.0
         self.first = number < first_episodes(world.size)
         self.chooses = self.first and number >= len(FIRST)  # with one of the policies
+        self.long = self.chooses or (self.first and number in LONG)  # with arrays for which MPI fills its pools
         self.length = int(rng.integers(5, 60)) if not self.first else 20 if self.chooses else 4
         parts = PARTS.get(world.size, [[0] * world.size])
         parted = not self.first and rng.random() < 0.25
@@ -168,7 +170,8 @@ class Episode:
         settings |= {"bucket_bytes": int(rng.choice([1, 2000, 100_000, 32 << 20])), "seed": int(rng.integers(100))}
         if number < len(FIRST) or (not self.first and rng.random() < 0.6):
             compressor, collective, kept = FIRST[number if self.first else int(rng.integers(len(PAIRS)))]
-            settings |= {"compressor": compressor, "collective": collective if rng.random() < 0.9 else "auto"}
+            decided = rng.random() > 0.9 and not self.first  # by seconds
+            settings |= {"compressor": compressor, "collective": "auto" if decided else collective}
             feedback = compressor in OWN and (kept if self.first else rng.random() < 0.9)
             settings |= {"feedback": feedback}
         else:
@@ -196,9 +199,10 @@ class Episode:
             shape = (rows, numel // rows) if rows > 1 else [(numel,), ()][numel == 1 and rng.random() < 0.5]
             dtype = DTYPES[place % 4] if self.first else DTYPES[int(rng.integers(len(DTYPES)))]
             shapes[f"{place}"] = (shape, np.dtype(dtype))
-        if self.chooses or (not self.first and rng.random() < 0.02):
+        often_cut = self.limit != COUNT_LIMIT  # by MPI's limit, lowered: a long array would take minutes
+        if self.long or (not self.first and rng.random() < 0.02 and not often_cut):
             shapes["large"] = ((300_000,), np.dtype(np.float32))  # messages of several segments
-        if self.chooses:
+        if self.long:
             shapes["wide"] = ((100_000,), np.dtype(np.float64))
         return shapes
 
