@@ -147,7 +147,7 @@ class Runner:
         start = self._transport.clock()
         mean = reducer.reduce({NAME: gradient})[NAME]
         place = self._gradients.place
-        place.follow(mean)
+        place.follow([mean])
         place.wait()
         end = self._transport.clock()
         record = reducer.last_step

@@ -45,7 +45,8 @@ def write_pairs(message: Any, lead: int, finite: Any, energy: Any, values: Any, 
     middle : int
         Byte at which the indices begin.
     """
-    blocks, dtype = sweeps(values.size, values.dtype), values.dtype
+    # More than a sum needs, so that copies of a few elements a thread take no longer than the first of them to arrive.
+    blocks, dtype = strides(values.size), values.dtype
     launch(
         "message", "write_pairs", dtype, blocks,
         message, _signed(lead), *given(finite, np.bool_), *given(energy, np.float64),

@@ -1,6 +1,7 @@
 """A GPU as a place: CuPy's arrays, a stream of its own, and copies that are counted."""
 
 import contextlib
+import struct
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,12 +10,20 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mpicomp import kernels
-from mpicomp.arrays import as_kind_of, to_host
+from mpicomp.arrays import as_kind_of, narrow, to_host
 from mpicomp.places import driver as cuda
-from mpicomp.places.place import Place, entered
+from mpicomp.places.place import Given, Place, entered
 
 _NUMBERS = 8
 """Numbers that are read at once, of 8 bytes each."""
+_FORMATS = {
+    np.dtype(kind): own
+    for kind, own in {
+        np.bool_: "?7x", np.int32: "i4x", np.uint32: "I4x", np.float32: "f4x",
+        np.int64: "q", np.uint64: "Q", np.float64: "d",
+    }.items()
+}  # fmt: skip
+"""Of the words in which a device puts them side by side: the lowest bytes are the number's."""
 
 
 class CudaPlace(Place):
@@ -84,9 +93,9 @@ class CudaPlace(Place):
                 continue
             with self.current():
                 packed = kernels.of(values[own[0]]).collect([values[place] for place in own])
-            words = self.to_host(packed)
-            for word, place in enumerate(own):  # the lowest bytes are the number's
-                told[place] = words[word : word + 1].view(values[place].dtype)[0].item()
+            layout = "".join(_FORMATS[values[place].dtype] for place in own)
+            for place, number in zip(own, struct.unpack(f"={layout}", self.to_host(packed)), strict=True):
+                told[place] = number
         return told
 
     def to_host(self, array: Any) -> NDArray[Any]:
@@ -138,32 +147,27 @@ class CudaPlace(Place):
                 return part.reshape(array.shape)
         return self.to_host(array)
 
-    def follow(self, array: Any) -> None:
+    def follow(self, arrays: Sequence[Any]) -> None:
         """See `Place.follow`; who was given the last means is waited for as well."""
-        found = cuda.device_array(array)
-        streams = set(self._given)
+        streams = cuda.streams_of(arrays) | self._given
         self._given.clear()
-        if found is not None and found.stream is not None:
-            streams.add(found.stream)
         for stream in streams - {self.stream}:
             self._driver.record(self.device, self._other, stream)
             self._driver.follow(self.device, self.stream, self._other)
 
-    def give(self, mean: Any, dtype: str, like: Any, out: Any) -> Any:
-        """See `Place.give`; what is put into the current stream of its library from now on finds it there."""
-        found = cuda.device_array(like)
-        if found is None:
-            return self.to_host(mean).reshape(like.shape)
-        flat = mean
-        if out is not None:
-            with self.current():
-                kernels.narrow(mean, "fp16" if dtype == "float16" else "bf16", out)
-            flat = out.view(found.dtype)
-        if found.stream is not None:
+    def give(self, mean: Any, parts: Sequence[Given]) -> list[Any]:
+        """See `Place.give`; what is put into the current streams of their libraries from now on finds them there."""
+        with self.current():
+            for own in parts:
+                if own.out is not None:
+                    narrow(own.of(mean), own.described.dtype, own.out)
+        streams = cuda.streams_of(own.like for own in parts)
+        if streams:
             self._driver.record(self.device, self._mark, self.stream)
-            self._driver.follow(self.device, found.stream, self._mark)
-            self._given.add(found.stream)
-        return as_kind_of(like, flat.reshape(like.shape))
+        for stream in streams:
+            self._driver.follow(self.device, stream, self._mark)
+        self._given |= streams
+        return list(self._as_kinds_of(mean, parts))
 
     def wait(self) -> None:
         """Wait until the device has done all that its stream holds."""
@@ -202,6 +206,19 @@ class CudaPlace(Place):
         """Give pinned memory back, to be written to when the copies that were begun have been made."""
         self._driver.record(self.device, pinned.free, self.stream)
         pinned.busy = False
+
+    def _as_kinds_of(self, mean: Any, parts: Sequence[Given]) -> Iterator[Any]:
+        wholes: dict[type, Any] = {}  # by library: to hand over each part takes ten times as long as to cut it out
+        for own in parts:
+            like, found = own.like, cuda.device_array(own.like)
+            if found is None:
+                yield self.to_host(own.of(mean)).reshape(like.shape)
+            elif own.out is not None:
+                yield as_kind_of(like, own.out.view(found.dtype).reshape(found.shape))
+            else:
+                if type(like) not in wholes:
+                    wholes[type(like)] = as_kind_of(like, mean)
+                yield own.of(wholes[type(like)]).reshape(found.shape)
 
     def _fetch(self, array: Any, pinned: "_Pinned") -> None:
         self.to_host_bytes += array.nbytes

@@ -8,9 +8,10 @@ is, by the CUDA array interface or in torch's own words, and one way of copying 
 import contextlib
 import ctypes
 import functools
+import math
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,20 +42,17 @@ class DeviceArray:
         Strides in bytes; they may be negative or 0.
     dtype : numpy.dtype
         bfloat16 comes as uint16.
-    stream : int or None
-        In which it was made and will be used; None where there is nothing to wait for.
     """
 
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: np.dtype[Any]
-    stream: int | None
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     def span(self) -> tuple[int, int]:
         """Return the start of its memory, in bytes from the first element, and its length in bytes."""
@@ -66,15 +64,7 @@ class DeviceArray:
 
 
 def device_array(array: Any) -> DeviceArray | None:
-    """Return the place of an array on a GPU; None for arrays of the host and for other objects.
-
-    The stream is the one that is current in the calling thread, where the array names none itself.
-
-    Raises
-    ------
-    ArrayTypeError
-        Where the array says that it belongs to stream 0, which the CUDA array interface forbids.
-    """
+    """Return the place of an array on a GPU; None for arrays of the host and for other objects."""
     if isinstance(array, np.ndarray):
         return None
     if getattr(array, "is_cuda", False):
@@ -87,14 +77,37 @@ def device_array(array: Any) -> DeviceArray | None:
     dtype = np.dtype(np.uint16 if typestr[1:] == "V2" and str(array.dtype) == "bfloat16" else typestr)
     shape = tuple(told["shape"])
     strides = told.get("strides")
-    # Before version 3 nothing was said of streams: what the legacy stream waits for is all that can be waited for.
-    stream = told.get("stream", LEGACY)
-    if stream == 0:
-        raise ArrayTypeError(
-            "device: an array on a GPU must name its stream as None, 1, 2 or an address, got 0, which could be either "
-            "default stream; make its library say which"
-        )
-    return DeviceArray(told["data"][0], shape, _strides(shape, dtype) if strides is None else strides, dtype, stream)
+    return DeviceArray(told["data"][0], shape, _strides(shape, dtype) if strides is None else strides, dtype)
+
+
+def streams_of(arrays: Iterable[Any]) -> set[int]:
+    """Return the streams in which arrays on GPUs were made and will be used; none where there is nothing to wait for.
+
+    Of a torch tensor that is the one current in the calling thread, for which torch is asked once a device: that takes
+    longer than all else that is done for a tensor.
+
+    Raises
+    ------
+    ArrayTypeError
+        Where an array says that it belongs to stream 0, which the CUDA array interface forbids.
+    """
+    streams: set[int] = set()
+    devices: set[Any] = set()
+    for array in arrays:
+        if getattr(array, "is_cuda", False):
+            devices.add(array.device)
+        elif (told := getattr(array, "__cuda_array_interface__", None)) is not None:
+            # Before version 3 nothing was said of streams: what the legacy stream waits for is all that can be waited
+            # for.
+            stream = told.get("stream", LEGACY)
+            if stream == 0:
+                raise ArrayTypeError(
+                    "device: an array on a GPU must name its stream as None, 1, 2 or an address, got 0, which could be "
+                    "either default stream; make its library say which"
+                )
+            if stream is not None:
+                streams.add(stream)
+    return streams | {sys.modules["torch"].cuda.current_stream(device).cuda_stream or LEGACY for device in devices}
 
 
 def _strides(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
@@ -106,12 +119,15 @@ def _strides(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
 
 def _of_torch(tensor: Any) -> DeviceArray:
     # torch's array interface knows no bfloat16 and no stream.
-    torch = sys.modules["torch"]
-    bfloat = tensor.dtype == torch.bfloat16
-    dtype = np.dtype(np.uint16 if bfloat else str(tensor.dtype).removeprefix("torch."))
+    dtype = _dtype_of(tensor.dtype)
     strides = tuple(step * dtype.itemsize for step in tensor.stride())
-    stream = torch.cuda.current_stream(tensor.device).cuda_stream or LEGACY
-    return DeviceArray(tensor.data_ptr(), tuple(tensor.shape), strides, dtype, stream)
+    return DeviceArray(tensor.data_ptr(), tuple(tensor.shape), strides, dtype)
+
+
+@functools.cache
+def _dtype_of(dtype: Any) -> np.dtype[Any]:
+    name = str(dtype).removeprefix("torch.")
+    return np.dtype(np.uint16 if name == "bfloat16" else name)
 
 
 class Driver(Protocol):

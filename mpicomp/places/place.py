@@ -4,12 +4,38 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from mpicomp.arrays import Described
 from mpicomp.places.route_table import RouteTable
+
+
+class Given(NamedTuple):
+    """Part of a flat mean that is given back as the kind of array that came in.
+
+    Attributes
+    ----------
+    start : int
+        Where it begins in the mean.
+    described : Described
+        Of the array that came in.
+    like : array
+        That array.
+    out : array of uint16, shape (numel,), or None
+        Where 16-bit results go; needed for them only.
+    """
+
+    start: int
+    described: Described
+    like: Any
+    out: Any
+
+    def of(self, mean: Any) -> Any:
+        """Return the part."""
+        return mean[self.start : self.start + self.described.numel]
 
 
 class Place:
@@ -57,17 +83,17 @@ class Place:
         """Copy values of the host to an array of this place."""
         out[:] = values
 
-    def follow(self, array: Any) -> None:
-        """Let what is computed here from now on come after what makes an array; nothing waits.
+    def follow(self, arrays: Sequence[Any]) -> None:
+        """Let what is computed here from now on come after what makes some arrays; nothing waits.
 
-        Called in the thread that made the array, whose current stream is meant.
+        Called in the thread that made them, whose current stream is meant.
         """
 
     def wait(self) -> None:
         """Wait until all that was begun here is done; on the host it is."""
 
-    def give(self, mean: Any, dtype: str, like: Any, out: Any) -> Any:
-        """Return a flat mean of this place as the kind of array that came in; see `mpicomp.arrays.from_host`."""
+    def give(self, mean: Any, parts: Sequence[Given]) -> list[Any]:
+        """Return parts of a flat mean of this place as the kinds of arrays that came in."""
         raise NotImplementedError("means on the host are given back by mpicomp.transport.staging")
 
     def received(self, array: Any) -> NDArray[Any]:

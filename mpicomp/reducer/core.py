@@ -11,7 +11,7 @@ from mpicomp.arrays import Describer
 from mpicomp.compressors.base import Entry
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError, RankFailedError
-from mpicomp.places import HOST
+from mpicomp.places import HOST, Place
 from mpicomp.policies import Plan, Policy
 from mpicomp.reducer.layout import Layout
 from mpicomp.reducer.pace import Pace
@@ -113,12 +113,15 @@ class Core:
 
     def expect(self, gradients: Mapping[str, Any]) -> None:
         """Begin to take gradients to where they are exchanged, in the thread that made them; nothing waits."""
+        there: dict[Place, list[Any]] = {}
         for name, gradient in gradients.items():
             place = self.layout.place_of(name)
             if place is not HOST:
-                place.follow(gradient)
+                there.setdefault(place, []).append(gradient)
             elif self.layout.has(name):
                 self.staging.start(name, gradient)
+        for place, own in there.items():
+            place.follow(own)
 
     def input_of(self, name: str, gradient: Any) -> Any:
         """Return a gradient where its bucket lives, or where it can be brought from at once."""

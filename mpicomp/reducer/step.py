@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from mpicomp import plugins
 from mpicomp.arrays import Described
 from mpicomp.collectives.scheme import cause_of
 from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFiniteError, RankFailedError
-from mpicomp.places import HOST, on_device
+from mpicomp.places import HOST, Given, Place, on_device
 from mpicomp.policies import Delivered, StepReport
 from mpicomp.reducer import tracing
 from mpicomp.reducer.agreement import Signature, agree, no_memory
@@ -382,23 +382,28 @@ class Step:
                     done.result.mean[:] = 0
                 else:
                     bucket.commit(done.result.sent, finite=finite)
-                parts = list(bucket.parts(done.result.mean))
+                parts = zip(bucket.members, bucket.offsets, strict=True)
                 # What nobody has a gradient for is delivered all the same where the residual was sent.
-                parts = [(member, mean) for member, mean in parts if member.name not in unused or mean.any()]
-            for member, mean in parts:
-                means[member.name] = self._give(mean, member)
+                delivered = [
+                    (member, start)
+                    for member, start in parts
+                    if member.name not in unused or done.result.mean[start : start + member.numel].any()
+                ]
+            means |= self._give(done.result.mean, delivered, bucket.place)
             done.add(core.transport.clock() - begin)
         for member in layout.members or ():
             if member.numel == 0 and member.name not in unused:
-                means[member.name] = self._give(np.empty(0, member.work_dtype), member)
+                means |= self._give(np.empty(0, member.work_dtype), [(member, 0)], HOST)
         return {name: means[name] for name in self._gradients if name in means}
 
-    def _give(self, mean: NDArray[np.floating], member: Described) -> Any:
-        layout, like = self._core.layout, self._gradients[member.name]
-        out, place = layout.delivered.get(member.name), layout.place_of(member.name)
-        if place is HOST:
-            return self._core.staging.give(mean, member, like, out)
-        return place.give(mean, member.dtype, like, out)
+    def _give(self, mean: Any, parts: Sequence[tuple[Described, int]], place: Place) -> dict[str, Any]:
+        """Return arrays' parts of a flat mean, each from its first element on, as the kinds that came in."""
+        delivered = self._core.layout.delivered
+        given = [
+            Given(start, member, self._gradients[member.name], delivered.get(member.name)) for member, start in parts
+        ]
+        means = self._core.staging.give(mean, given) if place is HOST else place.give(mean, given)
+        return {own.described.name: own_mean for own, own_mean in zip(given, means, strict=True)}
 
 
 def _copied(memory: dict[str, Any]) -> dict[str, Any]:

@@ -5,14 +5,15 @@ stream of their own that follows the one they were made in: while one bucket tra
 back through a few pinned chunks, each filled while the one before it is on its way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.arrays import Described, empty_like, from_host, narrow, to_host
+from mpicomp.arrays import empty_like, from_host, narrow, to_host
+from mpicomp.places import Given
 from mpicomp.places import driver as device
 from mpicomp.places.driver import DeviceArray, Driver
 
@@ -83,8 +84,8 @@ class Staging:
                 cuda.wait(arrival.where, arrival.here)  # it may still be written to
             arrival = _Arrival(where, cuda.pinned(nbytes), cuda.event(where), cuda.event(where))
             self._arrivals[name] = arrival
-        if found.stream is not None:
-            cuda.record(where, arrival.made, found.stream)
+        for maker in device.streams_of([array]):
+            cuda.record(where, arrival.made, maker)
             cuda.follow(where, stream, arrival.made)
         cuda.fetch(where, arrival.memory.ctypes.data, found.address + low, nbytes, stream)
         cuda.record(where, arrival.here, stream)
@@ -108,25 +109,29 @@ class Staging:
         assert arrival.view is not None
         return arrival.view
 
-    def give(self, mean: NDArray[np.floating], described: Described, like: Any, out: NDArray[Any] | None) -> Any:
-        """Return a flat host mean as the kind of array that came in; see `mpicomp.arrays.from_host`.
+    def give(self, mean: NDArray[np.floating], parts: Sequence[Given]) -> list[Any]:
+        """Return parts of a flat host mean as the kinds of arrays that came in; see `mpicomp.arrays.from_host`.
 
-        On a device it is there for what is put into its library's current stream from now on. It is the same array at
-        every step.
+        On a device they are there for what is put into its library's current stream from now on. Each is the same array
+        at every step.
         """
-        cuda = device.driver()
-        if cuda is None or device.device_array(like) is None:
-            return from_host(mean, described, like, out)
+        return [self._give(own.of(mean), own) for own in parts]
+
+    def _give(self, mean: NDArray[np.floating], to: Given) -> Any:
+        cuda, described = device.driver(), to.described
+        if cuda is None or device.device_array(to.like) is None:
+            return from_host(mean, described, to.like, to.out)
         result = self._means.get(described.name)
-        if result is None or not _same_kind(result, like):
-            result = self._means[described.name] = empty_like(like)
+        if result is None or not _same_kind(result, to.like):
+            result = self._means[described.name] = empty_like(to.like)
         found = device.device_array(result)
         assert found is not None
         if found.size:
             where = cuda.device_of(found.address)
             if where not in self._chunks:
                 self._chunks[where] = _Chunks(cuda, where)
-            self._chunks[where].send(mean, described.dtype, found)
+            [stream] = device.streams_of([result]) or {device.LEGACY}
+            self._chunks[where].send(mean, described.dtype, found, stream)
         return result
 
     def close(self) -> None:
@@ -172,10 +177,9 @@ class _Chunks:
         for free in self._free:
             self._cuda.wait(self._where, free)
 
-    def send(self, mean: NDArray[np.floating], dtype: str, to: DeviceArray) -> None:
-        """Put a flat mean into a contiguous array of the device, in its stream."""
+    def send(self, mean: NDArray[np.floating], dtype: str, to: DeviceArray, stream: int) -> None:
+        """Put a flat mean into a contiguous array of the device, in a stream."""
         fill = _filling(dtype)
-        stream = device.LEGACY if to.stream is None else to.stream
         step = CHUNK // to.dtype.itemsize
         for start in range(0, mean.size, step):
             part = mean[start : start + step]

@@ -135,6 +135,38 @@ def test_what_another_stream_makes_is_waited_for(cupy):
             np.testing.assert_array_equal((means["w"] * 2).get(), np.full(50, 2 * step + 2))
 
 
+def test_each_array_is_handed_over_in_the_stream_that_makes_it(cupy):
+    reducer = Ranks(1, mpicomp.TopK(ratio=1.0)).reducers[0]
+    streams = {name: cupy.driver.stream(0) for name in "abc"}
+    reducer.reduce({name: cupy.asarray(np.zeros(20, np.float32)) for name in streams})
+    with ProgressThread(reducer.transport, lanes=1) as thread:
+        for step in range(3):
+            begun, given = reducer.stream(thread), {}
+            for place, (name, stream) in enumerate(streams.items()):
+                with cupy.stream(stream):
+                    given[name] = cupy.asarray(np.full(20, step, np.float32)) + place
+                    begun.put(name, given[name])
+            means = begun.finish(given)
+            for place, name in enumerate(streams):
+                np.testing.assert_array_equal((means[name] * 2).get(), np.full(20, 2 * (step + place)))
+    reducer.close()
+
+
+def test_events_do_not_grow_with_the_number_of_arrays(cupy, monkeypatch):
+    """A model of two hundred parameters would wait for two hundred events in a step, else, and as many again."""
+    record, counted = cupy.driver.record, []
+    monkeypatch.setattr(cupy.driver, "record", lambda *words: (counted.append(words), record(*words))[1])
+    recorded = []
+    for arrays in (2, 50):
+        ranks = Ranks(1, mpicomp.TopK(ratio=0.1))
+        for step in range(3):
+            counted.clear()
+            values = np.random.default_rng(step).standard_normal((arrays, 100 // arrays), np.float32)
+            ranks.reduce([{str(place): cupy.asarray(own) for place, own in enumerate(values)}])
+        recorded.append(len(counted))
+    assert recorded[0] == recorded[1]
+
+
 def test_the_joint_choice_surveys_arrays_of_a_device(cupy):
     """What it chooses depends on what it measures; all ranks get the same, and nothing is lost."""
     ranks, given, means = Ranks(2), np.zeros(600), np.zeros(600)
