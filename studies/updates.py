@@ -17,6 +17,7 @@ import kept_rows
 import numpy as np
 import torch
 from behind import steps_behind
+from mpicomp.bench import devices
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task, get_task
 from mpicomp.bench.tasks.gpt import TextGPT
@@ -24,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpicomp
 from mpicomp.cli import run_program
-from mpicomp.cli.options import read_list
+from mpicomp.cli.options import add_device, read_list
 from mpicomp.errors import UnknownNameError
 from mpicomp.registry import register
 from mpicomp.rounds import dense_ring_bytes
@@ -33,7 +34,7 @@ from mpicomp.transport import LocalWorld
 
 _STUDY = "updates"
 _RANKS = 4
-_KEY = ("task", "arm", "rate", "seed", "steps", "precision")
+_KEY = ("task", "arm", "rate", "seed", "steps", "precision", "device")
 _PRECISIONS = ("float32", "bfloat16")
 _BATCHES = 4  # gradients in a row whose mean is squared, in the attempt of that name
 _LONG_ENOUGH = 20  # steps of a run whose losses can be compared
@@ -225,21 +226,23 @@ def take_what_arrived(
 
 
 @contextmanager
-def computing(precision: str) -> Iterator[None]:
+def computing(precision: str, device: str) -> Iterator[None]:
     """Return a context for forward, backward and evaluation.
 
     Products of matrices take operands in the precision that is named, and attention is made of such products, which
     between 64 tokens is faster than torch's own kernel and differs in rounding. Parameters, gradients and exchanges are
     float32 in any case.
     """
-    with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+    with sdpa_kernel(SDPBackend.MATH), torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
         yield
 
 
-def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int, precision: str) -> dict[str, Any]:
-    """Train a task with simulated ranks; return the row."""
+def train(
+    task_name: str, arm_name: str, rate: float, seed: int, steps: int, precision: str, device: str
+) -> dict[str, Any]:
+    """Train a task with simulated ranks, all of them on torch's device; return the row."""
     arm, task, world = ARMS[arm_name], get_task(task_name, seed), LocalWorld(_RANKS)
-    models = [task.model() for _ in range(_RANKS if arm.updates else 1)]
+    models = [task.model().to(device) for _ in range(_RANKS if arm.updates else 1)]
     inner = [inner_of(task, model, arm, rate) for model in models]
     schedules = [task.schedule(own, steps) for own in inner]
     settings: dict[str, Any] = {"warmup": 0, "seed": seed} | dict(arm.settings)
@@ -261,13 +264,13 @@ def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int, pre
         for rank in range(_RANKS):
             model = models[rank % len(models)]
             model.zero_grad()
-            with computing(precision):
+            with computing(precision, device):
                 loss = task.loss(model, task.batch(step, rank, _RANKS))
                 loss.backward()  # type: ignore[no-untyped-call]
             of_step.append(float(loss.detach()))
             if not arm.updates:
                 own = ((name, parameter.grad) for name, parameter in model.named_parameters())
-                gradients.append({name: grad.numpy().copy() for name, grad in own if grad is not None})
+                gradients.append({name: grad.clone() for name, grad in own if grad is not None})
         losses.append(float(np.mean(of_step)))
         if arm.updates:
             for model in models:
@@ -283,7 +286,7 @@ def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int, pre
             means = world.run([own.rounds(given) for own, given in zip(of_ranks, gradients, strict=True)])
             for name, parameter in models[0].named_parameters():
                 if parameter.grad is not None:
-                    parameter.grad.numpy()[...] = means[0][name]
+                    parameter.grad.copy_(means[0][name])
             clip(task, models[0])
             inner[0].step()
         for schedule in schedules:
@@ -294,11 +297,11 @@ def train(task_name: str, arm_name: str, rate: float, seed: int, steps: int, pre
             if record is not None and record.step != told[place]:
                 told[place] = record.step
                 sent, wire = sent + record.sent_bytes, wire + record.wire_bytes
-    with computing(precision):
+    with computing(precision, device):
         quality = task.evaluate(models[0])
     return {
         "task": task_name, "arm": arm_name, "rate": rate, "seed": seed, "steps": steps, "precision": precision,
-        "quality": quality, "sent_less": 4 * numel * steps / sent,
+        "device": device, "quality": quality, "sent_less": 4 * numel * steps / sent,
         "wire_less": dense_ring_bytes(numel, _RANKS) * steps / wire, "losses": losses,
     }  # fmt: skip
 
@@ -360,6 +363,7 @@ def parser() -> argparse.ArgumentParser:
         help="of the operands of matrix products: bfloat16 takes half of the time on processors that have it, and is "
         "to rank attempts with (%(default)s)",
     )  # fmt: skip
+    add_device(parser, "where all ranks train; a row of the other kind has other bits")
     kept_rows.add_arguments(parser, "text-gpt")
     return parser
 
@@ -372,13 +376,16 @@ def run(arguments: argparse.Namespace) -> int:
             raise UnknownNameError(f"{_STUDY}: --arms", arm, list(ARMS))
     rates = [float(word) for word in read_list(arguments.rates)]
     tasks, seeds, there = kept_rows.read(_STUDY, arguments, _KEY, 1)
-    precision = arguments.precision
+    precision, device = arguments.precision, "cpu"
+    if arguments.device == "gpu":
+        device = devices.torch_device(_STUDY, devices.find()).type
     torch.set_num_threads(1)  # rows of different machines are to have the same bits
     for task, seed, arm, rate in itertools.product(tasks, seeds, arms, rates):
-        row = there.complete(train, task, arm, rate, seed, arguments.steps or get_task(task).steps, precision)
+        row = there.complete(train, task, arm, rate, seed, arguments.steps or get_task(task).steps, precision, device)
         if row is not None:
             print(f"{task}, seed {seed}, {arm} at {rate:g} times the rate: {row['quality']:.4f}", flush=True)
-    results.show(table([row for row in there.made if row["precision"] == precision]), _COLUMNS)
+    made = [row for row in there.made if (row["precision"], row["device"]) == (precision, device)]
+    results.show(table(made), _COLUMNS)
     return 0
 
 

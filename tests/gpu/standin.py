@@ -264,7 +264,7 @@ class _Kernel:
             memory.check()
 
 
-cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0))
+cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0), get_current_stream=lambda: SimpleNamespace(ptr=0))
 
 
 class _JoiningModule(RawModule):
