@@ -94,7 +94,7 @@ class CudaPlace(Place):
             with self.current():
                 packed = kernels.of(values[own[0]]).collect([values[place] for place in own])
             layout = "".join(_FORMATS[values[place].dtype] for place in own)
-            for place, number in zip(own, struct.unpack(f"={layout}", self.to_host(packed)), strict=True):
+            for place, number in zip(own, struct.unpack(f"={layout}", self.to_host(packed).data), strict=True):
                 told[place] = number
         return told
 

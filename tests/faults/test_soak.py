@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpicomp.reducer.bucket import Bucket
+from mpicomp.transport.staging import Staging
 
 SOAK = Path(__file__).with_name("soak.py")
 pytestmark = pytest.mark.usefixtures("no_probe")
@@ -40,13 +41,12 @@ def test_what_is_lost_is_found_and_where_is_said(comm, fault, monkeypatch):
         if comm.rank == 1:
             bucket._residual *= np.float32(1.001)
 
-    parts = Bucket.parts
+    give = Staging.give
 
-    def other(bucket, flat):
-        for member, own in parts(bucket, flat):
-            yield member, own + np.float32(comm.rank) if flat is not bucket._residual else own
+    def other(staging, mean, parts):
+        return give(staging, mean + np.float32(comm.rank), parts)
 
-    monkeypatch.setattr(Bucket, *{"residual": ("commit", wrong), "mean": ("parts", other)}[fault])
+    monkeypatch.setattr(*{"residual": (Bucket, "commit", wrong), "mean": (Staging, "give", other)}[fault])
     said = {"residual": "is lost or gained", "mean": "ranks differ in their means"}[fault]
     with pytest.raises(AssertionError, match=said) as raised:
         soak.soak(40, 3, RANDOM, print)
