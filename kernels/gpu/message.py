@@ -10,7 +10,7 @@ import numpy as np
 from mpicomp.kernels.cpu.message import HALVES, check_stored
 from mpicomp.kernels.gpu.bits import given
 from mpicomp.kernels.gpu.compile import launch, library, strides, sweeps
-from mpicomp.kernels.gpu.reduce import passing
+from mpicomp.kernels.gpu.reduce import kept_partials
 
 
 def write_header(message: Any, lead: int, finite: Any, energy: Any, kept: Any, rounding: Any) -> None:
@@ -23,7 +23,7 @@ def write_header(message: Any, lead: int, finite: Any, energy: Any, kept: Any, r
     values: tuple[Any, int, Any] = (0, 0, 0)
     if len(getattr(kept, "shape", ())) > 0:
         blocks, dtype, number = sweeps(kept.size, kept.dtype), kept.dtype, 0.0
-        values = kept, kept.size, passing().memory
+        values = kept, kept.size, kept_partials().memory
     launch(
         "message", "write_header", dtype, blocks,
         message, _signed(lead), *given(finite, np.bool_), *given(energy, np.float64),
@@ -50,7 +50,7 @@ def write_pairs(message: Any, lead: int, finite: Any, energy: Any, values: Any, 
     launch(
         "message", "write_pairs", dtype, blocks,
         message, _signed(lead), *given(finite, np.bool_), *given(energy, np.float64),
-        values, indices, values.size, middle, passing().memory,
+        values, indices, values.size, middle, kept_partials().memory,
     )  # fmt: skip
 
 

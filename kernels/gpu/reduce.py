@@ -50,11 +50,10 @@ class Partials:
         return self.memory[Word.FINITE : Word.FINITE + 1].view(np.bool_)[0]
 
 
-def passing() -> Partials:
-    """Return a `Partials` of one column for a sweep of any length that nothing is read from behind its launch.
+def kept_partials() -> Partials:
+    """Return a `Partials` of one column, for a launch whose totals nobody reads when it is over.
 
-    There is one for each stream, where launches end before the next ones begin: to make one takes longer than such a
-    launch.
+    Each stream has one, since its launches run one after the other: to make one takes longer than such a launch.
     """
     cupy = library()
     return _of_stream(cupy, cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)

@@ -12,18 +12,15 @@ from numpy.typing import DTypeLike, NDArray
 from mpicomp import kernels
 from mpicomp.arrays import as_kind_of, narrow, to_host
 from mpicomp.places import driver as cuda
-from mpicomp.places.place import Given, Place, entered
+from mpicomp.places.place import MeanPart, Place, entered
 
 _NUMBERS = 8
 """Numbers that are read at once, of 8 bytes each."""
-_FORMATS = {
-    np.dtype(kind): own
-    for kind, own in {
-        np.bool_: "?7x", np.int32: "i4x", np.uint32: "I4x", np.float32: "f4x",
-        np.int64: "q", np.uint64: "Q", np.float64: "d",
-    }.items()
+_FORMATS: dict[type, str] = {
+    np.bool_: "?7x", np.int32: "i4x", np.uint32: "I4x", np.float32: "f4x",
+    np.int64: "q", np.uint64: "Q", np.float64: "d",
 }  # fmt: skip
-"""Of the words in which a device puts them side by side: the lowest bytes are the number's."""
+"""By kind of number, the format of the word that `collect` puts it into: its lowest bytes are the number's."""
 
 
 class CudaPlace(Place):
@@ -93,7 +90,7 @@ class CudaPlace(Place):
                 continue
             with self.current():
                 packed = kernels.of(values[own[0]]).collect([values[place] for place in own])
-            layout = "".join(_FORMATS[values[place].dtype] for place in own)
+            layout = "".join(_FORMATS[values[place].dtype.type] for place in own)
             for place, number in zip(own, struct.unpack(f"={layout}", self.to_host(packed).data), strict=True):
                 told[place] = number
         return told
@@ -155,7 +152,7 @@ class CudaPlace(Place):
             self._driver.record(self.device, self._other, stream)
             self._driver.follow(self.device, self.stream, self._other)
 
-    def give(self, mean: Any, parts: Sequence[Given]) -> list[Any]:
+    def give(self, mean: Any, parts: Sequence[MeanPart]) -> list[Any]:
         """See `Place.give`; what is put into the current streams of their libraries from now on finds them there."""
         with self.current():
             for own in parts:
@@ -207,7 +204,7 @@ class CudaPlace(Place):
         self._driver.record(self.device, pinned.free, self.stream)
         pinned.busy = False
 
-    def _as_kinds_of(self, mean: Any, parts: Sequence[Given]) -> Iterator[Any]:
+    def _as_kinds_of(self, mean: Any, parts: Sequence[MeanPart]) -> Iterator[Any]:
         wholes: dict[type, Any] = {}  # by library: to hand over each part takes ten times as long as to cut it out
         for own in parts:
             like, found = own.like, cuda.device_array(own.like)

@@ -13,8 +13,8 @@ from mpicomp.arrays import Described
 from mpicomp.places.route_table import RouteTable
 
 
-class Given(NamedTuple):
-    """Part of a flat mean that is given back as the kind of array that came in.
+class MeanPart(NamedTuple):
+    """The part of a flat mean that belongs to one array, with what is needed to return it as the kind that came in.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class Place:
     def wait(self) -> None:
         """Wait until all that was begun here is done; on the host it is."""
 
-    def give(self, mean: Any, parts: Sequence[Given]) -> list[Any]:
+    def give(self, mean: Any, parts: Sequence[MeanPart]) -> list[Any]:
         """Return parts of a flat mean of this place as the kinds of arrays that came in."""
         raise NotImplementedError("means on the host are given back by mpicomp.transport.staging")
 

@@ -12,7 +12,7 @@ from mpicomp import plugins
 from mpicomp.arrays import Described
 from mpicomp.collectives.scheme import cause_of
 from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFiniteError, RankFailedError
-from mpicomp.places import HOST, Given, Place, on_device
+from mpicomp.places import HOST, MeanPart, Place, on_device
 from mpicomp.policies import Delivered, StepReport
 from mpicomp.reducer import tracing
 from mpicomp.reducer.agreement import Signature, agree, no_memory
@@ -382,14 +382,13 @@ class Step:
                     done.result.mean[:] = 0
                 else:
                     bucket.commit(done.result.sent, finite=finite)
-                parts = zip(bucket.members, bucket.offsets, strict=True)
                 # What nobody has a gradient for is delivered all the same where the residual was sent.
-                delivered = [
+                parts = [
                     (member, start)
-                    for member, start in parts
+                    for member, start in zip(bucket.members, bucket.offsets, strict=True)
                     if member.name not in unused or done.result.mean[start : start + member.numel].any()
                 ]
-            means |= self._give(done.result.mean, delivered, bucket.place)
+            means |= self._give(done.result.mean, parts, bucket.place)
             done.add(core.transport.clock() - begin)
         for member in layout.members or ():
             if member.numel == 0 and member.name not in unused:
@@ -397,13 +396,13 @@ class Step:
         return {name: means[name] for name in self._gradients if name in means}
 
     def _give(self, mean: Any, parts: Sequence[tuple[Described, int]], place: Place) -> dict[str, Any]:
-        """Return arrays' parts of a flat mean, each from its first element on, as the kinds that came in."""
+        """Return the means of some arrays, of the kinds that came in, by name; ``parts`` says where each begins."""
         delivered = self._core.layout.delivered
-        given = [
-            Given(start, member, self._gradients[member.name], delivered.get(member.name)) for member, start in parts
+        wanted = [
+            MeanPart(start, member, self._gradients[member.name], delivered.get(member.name)) for member, start in parts
         ]
-        means = self._core.staging.give(mean, given) if place is HOST else place.give(mean, given)
-        return {own.described.name: own_mean for own, own_mean in zip(given, means, strict=True)}
+        means = self._core.staging.give(mean, wanted) if place is HOST else place.give(mean, wanted)
+        return {part.described.name: own for part, own in zip(wanted, means, strict=True)}
 
 
 def _copied(memory: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.arrays import empty_like, from_host, narrow, to_host
-from mpicomp.places import Given
+from mpicomp.places import MeanPart
 from mpicomp.places import driver as device
 from mpicomp.places.driver import DeviceArray, Driver
 
@@ -109,7 +109,7 @@ class Staging:
         assert arrival.view is not None
         return arrival.view
 
-    def give(self, mean: NDArray[np.floating], parts: Sequence[Given]) -> list[Any]:
+    def give(self, mean: NDArray[np.floating], parts: Sequence[MeanPart]) -> list[Any]:
         """Return parts of a flat host mean as the kinds of arrays that came in; see `mpicomp.arrays.from_host`.
 
         On a device they are there for what is put into its library's current stream from now on. Each is the same array
@@ -117,7 +117,7 @@ class Staging:
         """
         return [self._give(own.of(mean), own) for own in parts]
 
-    def _give(self, mean: NDArray[np.floating], to: Given) -> Any:
+    def _give(self, mean: NDArray[np.floating], to: MeanPart) -> Any:
         cuda, described = device.driver(), to.described
         if cuda is None or device.device_array(to.like) is None:
             return from_host(mean, described, to.like, to.out)

@@ -11,7 +11,7 @@ from gpu.lazy import Cupy, Driver
 import mpicomp
 from mpicomp import Reducer, TopK
 from mpicomp.errors import ArrayTypeError, MpicompError, NonFiniteError
-from mpicomp.places import Given, choose
+from mpicomp.places import MeanPart, choose
 from mpicomp.places import driver as device
 from mpicomp.transport import LocalWorld, staging
 from mpicomp.transport.interleave import ProgressThread
@@ -165,7 +165,7 @@ def test_chunks_are_under_way_together(cupy, monkeypatch):
     monkeypatch.setattr(staging, "CHUNK", 40)
     array = cupy.empty(10 * staging.CHUNKS + 5, np.float32)
     mean = np.arange(array.shape[0], dtype=np.float32)
-    [given] = Staging().give(mean, [Given(0, mpicomp.arrays.Described("w", "float32", array.shape), array, None)])
+    [given] = Staging().give(mean, [MeanPart(0, mpicomp.arrays.Described("w", "float32", array.shape), array, None)])
     left = sum(callable(work) for work in cupy.driver.streams[1])
     assert left == staging.CHUNKS
     np.testing.assert_array_equal(given.get(), mean)
@@ -192,7 +192,7 @@ def test_arrays_that_grow_or_move(cupy):
         array = cupy.made(values)
         np.testing.assert_array_equal(array_staging.host("w", array), values)
         described = mpicomp.arrays.Described("w", "float32", (size,))
-        [given] = array_staging.give(values + 1, [Given(0, described, array, None)])
+        [given] = array_staging.give(values + 1, [MeanPart(0, described, array, None)])
         assert given.device == array.device
         np.testing.assert_array_equal(given.get(), values + 1)
     array_staging.close()
