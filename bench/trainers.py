@@ -30,6 +30,7 @@ from mpicomp.bench.training import (
     NONE,
     PLAIN_TOPK,
     PLAIN_TOPK_MPI,
+    PROCESSOR,
     SECONDS,
     TORCHFT_DDP,
     TORCHFT_DILOCO,
@@ -103,7 +104,7 @@ class Alone:
     def block(self, steps: int) -> NDArray[np.float64]:
         """See `mpicomp.bench.training.Trainer`; numbers are means over the steps from one exchange to the next."""
         told = np.empty((steps, FIELDS))
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         for own in told:
             self._optimizer.zero_grad()
             loss = self._task.loss(self._network, self._task.batch(self._step, self._rank, self._ranks))
@@ -115,12 +116,12 @@ class Alone:
             self._synchronize()
             self._updater.update()
             finish(self._device)
-            end = time.perf_counter()
+            end, used_now = time.perf_counter(), time.process_time()
             own[[SECONDS, FORWARD, BACKWARD]] = end - begin, forward - begin, backward - forward
-            own[WIRE] = self._wire_bytes()
+            own[WIRE], own[PROCESSOR] = self._wire_bytes(), used_now - used
             own[COMPRESS : DECODE + 1] = self._phases_s
             self._step += 1
-            begin = end
+            begin, used = end, used_now
         means: NDArray[np.float64] = told.reshape(-1, self._every, FIELDS).mean(axis=1)
         return means.repeat(self._every, axis=0)
 

@@ -39,10 +39,11 @@ UPDATES = "updates:"
 REPLAY = "replay:"
 """Prefix of the name of an exchange that runs recorded plans; the path of their file follows."""
 
-SECONDS, FORWARD, BACKWARD, WIRE, COMPRESS, EXCHANGE, DECODE = range(7)
-"""Places of the numbers that a rank reports of a step: seconds, those of two parts, bytes that left the rank, and the
-seconds of the phases of its exchange, which are not a number where the exchange does not tell them."""
-FIELDS = 7  # numbers that a rank reports of a step
+SECONDS, FORWARD, BACKWARD, WIRE, PROCESSOR, COMPRESS, EXCHANGE, DECODE = range(8)
+"""Places of the numbers that a rank reports of a step: seconds, those of two parts, bytes that left the rank, seconds
+of a processor's time, and the seconds of the phases of its exchange, which are not a number where the exchange does not
+tell them."""
+FIELDS = 8  # numbers that a rank reports of a step
 
 
 class TrainingRow(TypedDict):
@@ -79,6 +80,11 @@ class TrainingRow(TypedDict):
         dict[str, float] | None,
         "medians: `compress`, up to the last round of the exchange; `exchange`, in rounds, waiting for others "
         "included; `decode`, after them. null where the exchange does not tell: `none`, DDP and torchft",
+    ]
+    processor_s: Annotated[
+        float,
+        "processor time of a rank in a step, of all its threads, averaged over ranks and steps: less that of `none` "
+        "it is what the exchange takes, with what waits without sleeping",
     ]
     wire_bytes: Annotated[
         float,
@@ -212,7 +218,8 @@ class Trained:
     exchange : Exchange
         The exchange that it used.
     steps : array, shape (blocks, steps, fields)
-        The counted steps, as reported by the rank that took longest for their block; bytes are a mean over ranks.
+        The counted steps, as reported by the rank that took longest for their block; bytes and processor time are
+        means over ranks.
     link_bytes : float or None
         Bytes that left a host in a step, as its kernel counts them; None outside a lab.
     ran : str or None
@@ -290,7 +297,7 @@ def train_in_turn(
 
 
 def slowest(block: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the steps of the rank that took longest for a block, with the bytes of all ranks' mean.
+    """Return the steps of the rank that took longest for a block, with bytes and processor time of all ranks' mean.
 
     A rank that goes alone is not slow for one step that was: only steps of one rank are put together.
 
@@ -300,7 +307,7 @@ def slowest(block: NDArray[np.float64]) -> NDArray[np.float64]:
         What all ranks tell.
     """
     steps: NDArray[np.float64] = block[block[:, :, SECONDS].sum(axis=1).argmax()].copy()
-    steps[:, WIRE] = block[:, :, WIRE].mean(axis=0)
+    steps[:, [WIRE, PROCESSOR]] = block[:, :, [WIRE, PROCESSOR]].mean(axis=0)
     return steps
 
 
@@ -355,6 +362,7 @@ def _row(own: Trained, batch: int) -> dict[str, Any]:
         "backward_s": float(np.median(own.steps[:, :, BACKWARD])),
         "after_s": float(np.median(after)),
         "phases_s": _phases(own),
+        "processor_s": float(own.steps[:, :, PROCESSOR].mean()),
         "wire_bytes": float(own.steps[:, :, WIRE].mean()),
         "link_bytes": own.link_bytes,
         "replicas_equal": own.equal,

@@ -27,6 +27,7 @@ _COLUMNS = {
     "forward_s": ".3g",
     "backward_s": ".3g",
     "after_s": ".3g",
+    "processor_s": ".3g",
     "wire_bytes": ".0f",
     "link_bytes": ".0f",
     "quality": ".4f",

@@ -11,6 +11,7 @@ from mpicomp.bench.training import (
     EXCHANGE,
     FIELDS,
     FORWARD,
+    PROCESSOR,
     SECONDS,
     WIRE,
     Exchange,
@@ -65,6 +66,7 @@ def taken(name, blocks, forward=0.0, backward=0.0, compressor=None, quality=None
     """Give what a training took, from the seconds of each step of each block."""
     steps = np.zeros((*np.shape(blocks), FIELDS))
     steps[:, :, SECONDS], steps[:, :, FORWARD], steps[:, :, BACKWARD] = blocks, forward, backward
+    steps[:, :, PROCESSOR] = np.divide(blocks, 2)
     return Trained(Exchange(name, compressor), steps, None, None, name == "dense", quality is not None, quality)
 
 
@@ -87,10 +89,12 @@ def test_the_slowest_rank_of_a_block_tells_its_steps():
     block[0, :, SECONDS], block[1, :, SECONDS] = (1, 5, 1), (3, 2, 3)  # rank 0 has the longest step, rank 1 the block
     block[0, :, BACKWARD], block[1, :, BACKWARD] = 0.1, 0.2
     block[0, :, WIRE], block[1, :, WIRE] = 10, 30
+    block[0, :, PROCESSOR], block[1, :, PROCESSOR] = 0.5, 1
     steps = slowest(block)
     assert steps[:, SECONDS].tolist() == [3, 2, 3]
     assert steps[:, BACKWARD].tolist() == [0.2] * 3
     assert steps[:, WIRE].tolist() == [20] * 3
+    assert steps[:, PROCESSOR].tolist() == [0.75] * 3
 
 
 def test_figures_are_those_computed_by_hand():
@@ -106,6 +110,7 @@ def test_figures_are_those_computed_by_hand():
     none, dense, topk = rows["none"], rows["dense"], rows["topk"]
     assert none["task"] == "digits"
     assert (none["median_s"], none["low_s"], none["high_s"], none["mean_s"], none["p95_s"]) == (1, 1, 1, 2, 4)
+    assert (none["processor_s"], dense["processor_s"]) == (1, 2)
     assert (none["steps"], none["blocks"], none["steps_per_s"], none["samples_per_s"]) == (18, 6, 1, 64)
     assert (none["of_none"], none["of_none_low"], none["of_none_high"]) == (1, 1, 1)
     assert (dense["of_none"], dense["of_none_low"], dense["of_none_high"]) == (0.5, 0.5, 0.5)
@@ -179,6 +184,7 @@ def test_one_rank_trains_the_same_with_and_without_an_exchange():
     assert numel > 30_000
     assert all(own.equal and own.steps.shape == (2, 2, FIELDS) for own in trained.values())
     assert all((own.steps[:, :, SECONDS] > 0).all() for own in trained.values())
+    assert all(own.steps[:, :, PROCESSOR].mean() > 0 for own in trained.values())
     assert {own.steps[:, :, WIRE].sum() for own in trained.values()} == {0}
     assert trained["ddp"].quality == trained["dense"].quality == trained["none"].quality
     assert trained["topk:allgather"].ran == "topk allgather"
