@@ -24,7 +24,7 @@ from mpicomp.bench.resuming import Checkpoints
 from mpicomp.bench.simulate.dense import time_dense
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured
 from mpicomp.bench.tasks import Task
-from mpicomp.bench.tasks.updating import Updater
+from mpicomp.bench.tasks.updating import Updater, plain
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor
@@ -67,7 +67,8 @@ class Settings:
     warmup : int or str
         See `mpicomp.Reducer`. With more steps than half of the run, verdicts are of the steps that come after it.
     updates : dict or None
-        Settings of `mpicomp.torch.UpdateOptimizer`, ``every`` among them; None exchanges gradients.
+        Settings of `mpicomp.torch.UpdateOptimizer`, ``every`` among them; None exchanges gradients. ``"inner": "sgd"``
+        has ranks step by plain gradient descent, in place of the task's optimizer.
     lr_scale : float
         Times the task's learning rate, which is tuned for dense exchange of gradients.
     on_failure : str
@@ -168,6 +169,8 @@ def train(
     optimizer = task.optimizer(model)
     for own in optimizer.param_groups:
         own["lr"] *= settings.lr_scale
+    if settings.updates is not None and settings.updates.get("inner") == "sgd":
+        optimizer = plain(optimizer)
     optimizer = _wrapped(optimizer, model, settings, transport)
     updater = Updater(task, optimizer, settings.steps)
     saves, first = settings.checkpoints, 0
@@ -361,7 +364,8 @@ def _wrapped(optimizer: Any, model: torch.nn.Module, settings: Settings, transpo
         "on_failure": settings.on_failure,
     }
     if settings.updates is not None:
-        return UpdateOptimizer(optimizer, **words, **settings.updates)
+        words |= {name: value for name, value in settings.updates.items() if name != "inner"}
+        return UpdateOptimizer(optimizer, **words)
     # Phases are to add up to the step, so nothing overlaps.
     return DistributedOptimizer(optimizer, **words, overlap=False, bucket_bytes=settings.bucket_bytes)
 

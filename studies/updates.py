@@ -20,14 +20,13 @@ from behind import steps_behind
 from mpicomp.bench import devices
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task, get_task
-from mpicomp.bench.tasks.gpt import TextGPT
+from mpicomp.bench.tasks.updating import plain
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpicomp
 from mpicomp.cli import run_program
 from mpicomp.cli.options import add_device, read_list
 from mpicomp.errors import UnknownNameError
-from mpicomp.registry import register
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import UpdateOptimizer
 from mpicomp.transport import LocalWorld
@@ -40,6 +39,7 @@ _BATCHES = 4  # gradients in a row whose mean is squared, in the attempt of that
 _LONG_ENOUGH = 20  # steps of a run whose losses can be compared
 _TOPK = {"id": "topk", "ratio": 0.01, "wire": "q4"}
 _HELD = {"moments": "shared"}  # averaged now and then, and held in between
+_DEMO = {"outer": {"sign": True, "lr": 1.0}, "feedback_decay": 0.999}
 _COLUMNS = {
     "task": "", "steps": "d", "arm": "", "rate": "g", "quality": ".4f", "above": "+.2f", "behind": ".2f",
     "sent_less": ".0f", "wire_less": ".0f", "seeds": "d",
@@ -76,27 +76,20 @@ ARMS = {
     "gradients": Arm("dense", updates=False),
     "gradients-topk": Arm(_TOPK, updates=False),
     "dense": Arm("dense"),
-    **{f"dense-every-{every}": Arm("dense", settings={"every": every}) for every in (2, 4, 8, 16)},
     "topk": Arm(_TOPK),
-    "topk-forgets": Arm(_TOPK, settings={"feedback_decay": 0.95}),
     "topk-star": Arm({"id": "topk", "ratio": 0.0133, "wire": "bf16"}, settings={"collective": "star-topk"}),
     "topk-b2": Arm(_TOPK, moments="b2"),
     "topk-warmup": Arm(_TOPK, settings={"warmup": 30}),
     "topk-shared": Arm(_TOPK, settings={"moments": {"every": 1, "compressor": "dense"}}),
     "topk-held": Arm(_TOPK, settings=_HELD),
-    "dense-held": Arm("dense", settings=_HELD),
     "topk-batches": Arm(_TOPK, moments="batches"),
     "dense-batches": Arm("dense", moments="batches"),
-    "signs-batches": Arm({"id": "topk", "ratio": 0.018, "wire": "signs"}, moments="batches"),
-    "topk-every-4-batches": Arm(_TOPK | {"ratio": 0.04}, settings={"every": 4}, moments="batches"),
     "onebit-every-4-batches": Arm("onebit", settings={"every": 4}, moments="batches"),
     "topk-arrived": Arm(_TOPK, moments="arrived"),
-    **{f"topk-every-{every}": Arm(_TOPK | {"ratio": every / 100}, settings={"every": every}) for every in (4, 8, 16)},
+    "topk-every-4": Arm(_TOPK | {"ratio": 0.04}, settings={"every": 4}),
     "topk-every-4-held": Arm(_TOPK | {"ratio": 0.04}, settings={"every": 4} | _HELD),
-    "chunks-held": Arm(_TOPK | {"id": "chunktopk"}, settings=_HELD),
     "onebit": Arm("onebit"),
     "onebit-every-4": Arm("onebit", settings={"every": 4}),
-    "onebit-every-4-held": Arm("onebit", settings={"every": 4} | _HELD),
     "sparseloco": Arm(
         {"id": "chunktopk", "ratio": 64 / 4096, "wire": "q2"},
         settings={"every": 15, "outer": {"lr": 1.0}, "feedback_decay": 0.95},
@@ -111,45 +104,13 @@ ARMS = {
             "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True},
         },
     ),
-    "demo": Arm(
-        {"id": "dcttopk"}, settings={"outer": {"sign": True, "lr": 1.0}, "feedback_decay": 0.999}, inner="sgd"
-    ),
+    "demo": Arm({"id": "dcttopk"}, settings=_DEMO, inner="sgd"),
+    **{
+        f"demo-side-{side}": Arm(_TOPK | {"id": "dcttopk", "ratio": 0.0125, "side": side}, settings=_DEMO, inner="sgd")
+        for side in (8, 16, 32)
+    },
 }  # fmt: skip
 """What can be compared, by name."""
-
-
-class SmallGPT(TextGPT):
-    """`TextGPT` with three layers of width 64 and 1024 tokens: forward and backward take an eighth of the time.
-
-    Parameters
-    ----------
-    seed, data
-        See `TextGPT`.
-    """
-
-    name = "text-gpt-200k"
-    vocabulary = 1024
-    width = 64
-    layers = 3
-    rate = 4e-3
-
-
-class TinyGPT(TextGPT):
-    """`TextGPT` with two layers of width 64, 512 tokens and samples of half the length and number: to try ideas with.
-
-    Parameters
-    ----------
-    seed, data
-        See `TextGPT`.
-    """
-
-    name = "text-gpt-130k"
-    vocabulary = 512
-    width = 64
-    layers = 2
-    rate = 4e-3
-    batch_size = 6
-    length = 32
 
 
 class Batches(torch.optim.AdamW):
@@ -187,13 +148,11 @@ def inner_of(task: Task, model: torch.nn.Module, arm: Arm, rate: float) -> torch
         if arm.moments == "b2":
             b1, b2 = group["betas"]
             group["betas"] = (b1, 1 - (1 - b2) / _RANKS)
-    groups = [
-        {key: group[key] for key in ("params", "lr", "betas", "weight_decay")} for group in optimizer.param_groups
-    ]
     if arm.moments == "batches":
-        return Batches(groups)
+        wanted = ("params", "lr", "betas", "weight_decay")
+        return Batches([{key: group[key] for key in wanted} for group in optimizer.param_groups])
     if arm.inner == "sgd":
-        return torch.optim.SGD([{"params": group["params"]} for group in groups], lr=groups[0]["lr"])
+        return plain(optimizer)
     return optimizer
 
 
@@ -390,6 +349,4 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    for own in (SmallGPT, TinyGPT):
-        register(own)  # not on import: they are tasks of this study alone
     sys.exit(run_program(parser().parse_args, run))

@@ -43,3 +43,8 @@ class Updater:
         """Load what `state_dict` returned, after the optimizer's own."""
         if self._schedule is not None:
             self._schedule.load_state_dict(state)
+
+
+def plain(optimizer: torch.optim.Optimizer) -> torch.optim.SGD:
+    """Return plain gradient descent with the parameters and the rates of an optimizer's groups."""
+    return torch.optim.SGD([{"params": group["params"], "lr": group["lr"]} for group in optimizer.param_groups])

@@ -5,7 +5,8 @@ from mpicomp.kernels.cpu.bits import as_bits, mask_of
 from mpicomp.kernels.cpu.compile import kernel
 from numpy.typing import NDArray
 
-_DIGIT = 11  # bits of a digit of the radix selection: its counters stay in the first-level cache beside a chunk
+_FEW = 8  # elements of a chunk up to which a sorted list of the largest is faster than a radix selection
+_DIGIT = 11  # most bits of a digit of the radix selection: its counters stay in the first-level cache beside a chunk
 
 
 def select_in_chunks(
@@ -46,12 +47,19 @@ def select_in_chunks(
 
 @kernel
 def _select_in_chunks(array, bits, mask, chunk, k, rest, listed, indices, values):  # type: ignore[no-untyped-def]
-    counts = np.empty(1 << _DIGIT, np.int64)
+    # As many counters as elements: clearing and reading them takes no longer than sweeping a small chunk.
+    most = 1
+    while most < _DIGIT and 1 << most < chunk:
+        most += 1
+    counts = np.empty(1 << most, np.int32)
     count = 0
     for start in range(0, bits.size, chunk):
         stop = min(start + chunk, bits.size)
         remaining = k if stop - start == chunk else rest
-        threshold, remaining = _kth_in(bits, mask, start, stop, remaining, listed, counts)
+        if remaining <= _FEW:
+            threshold, remaining = _kth_of_few(bits, mask, start, stop, remaining, listed)
+        else:
+            threshold, remaining = _kth_in(bits, mask, start, stop, remaining, listed, most, counts)
         for i in range(start, stop):
             magnitude = bits[i] & mask
             if magnitude >= threshold:
@@ -65,14 +73,32 @@ def _select_in_chunks(array, bits, mask, chunk, k, rest, listed, indices, values
 
 
 @kernel
-def _kth_in(bits, mask, start, stop, k, listed, counts):  # type: ignore[no-untyped-def]
+def _kth_of_few(bits, mask, start, stop, k, largest):  # type: ignore[no-untyped-def]
+    """Return what `_kth_in` does: most elements are compared with the least of the k largest so far, and no more."""
+    largest[:k] = 0
+    for i in range(start, stop):
+        magnitude = bits[i] & mask
+        if magnitude > largest[0] or i < start + k:
+            place = 0
+            while place + 1 < k and largest[place + 1] < magnitude:
+                largest[place] = largest[place + 1]
+                place += 1
+            largest[place] = magnitude
+    equal = 0
+    while equal < k and largest[equal] == largest[0]:
+        equal += 1
+    return largest[0], equal
+
+
+@kernel
+def _kth_in(bits, mask, start, stop, k, listed, most, counts):  # type: ignore[no-untyped-def]
     """Return the magnitude bits of the k-th largest of a part, and how many of those equal to it are among the k."""
-    shift = 8 * bits.itemsize - 1 - _DIGIT
+    shift = 8 * bits.itemsize - 1 - most
     below = np.uint64(shift)
     counts[:] = 0
     for i in range(start, stop):
         counts[np.uint64(bits[i] & mask) >> below] += 1
-    place = (1 << _DIGIT) - 1
+    place = (1 << most) - 1
     while counts[place] < k:
         k -= counts[place]
         place -= 1
@@ -84,9 +110,8 @@ def _kth_in(bits, mask, start, stop, k, listed, counts):  # type: ignore[no-unty
         if np.uint64(magnitude) >> below == wanted:
             listed[size] = magnitude
             size += 1
-    last = np.uint64((1 << _DIGIT) - 1)
     while shift > 0:
-        digit = min(_DIGIT, shift)
+        digit = min(most, shift)
         shift -= digit
         below, last = np.uint64(shift), np.uint64((1 << digit) - 1)
         counts[: 1 << digit] = 0

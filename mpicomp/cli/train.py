@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exchange",
         default="gradients",
         help="gradients (default), or updates: ranks step by themselves and exchange what that has changed; as JSON "
-        """with settings of UpdateOptimizer, such as '{"id": "updates", "outer": {"lr": 0.7, "momentum": 0.9}}'""",
+        """with settings of UpdateOptimizer, such as '{"id": "updates", "outer": {"lr": 0.7, "momentum": 0.9}}', and """
+        """"inner": "sgd" to have ranks step by plain gradient descent, at the rates of the task's optimizer""",
     )
     parser.add_argument(
         "--on-failure",
@@ -369,12 +370,14 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
         return None
     if arguments.replay is not None:
         raise ConfigurationError("train: --replay runs recorded exchanges of gradients; leave --exchange updates out")
-    known = ("every", "outer", "moments", "late", "fragments", "feedback_decay")
+    known = ("every", "outer", "moments", "late", "fragments", "feedback_decay", "inner")
     unknown = sorted(set(config) - set(known))
     if unknown:
         raise ConfigurationError(
             f"train: --exchange: updates have no setting '{unknown[0]}'; known: {', '.join(known)}"
         )
+    if config.get("inner", "task") not in ("task", "sgd"):
+        raise UnknownNameError("train: --exchange: inner", str(config["inner"]), ["task", "sgd"])
     if arguments.moments is not None:
         config["moments"] = arguments.moments
     every = config.pop("every", 1) if arguments.every is None else arguments.every

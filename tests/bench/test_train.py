@@ -257,6 +257,26 @@ def test_the_learning_rate_is_scaled(mpiexec, tmp_path):
     assert told[1.0] > told[1e-12]
 
 
+def test_ranks_step_by_plain_gradient_descent(mpiexec, tmp_path):
+    import torch
+    from mpicomp.bench.tasks import get_task
+
+    words = ["--task", "digits", "--compressor", "dense", "--steps", "5", "--lr-scale", "20"]
+    done, result, _ = train(mpiexec, tmp_path, 1, *words, "--exchange", '{"id": "updates", "inner": "sgd"}')
+    assert done.returncode == 0, done.stderr
+    assert result["updates"] == {"every": 1, "inner": "sgd"}
+    task = get_task("digits", 0)
+    model = task.model()
+    before = task.evaluate(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=20 * 8e-3)
+    for step in range(5):
+        optimizer.zero_grad()
+        task.loss(model, task.batch(step, 0, 1)).backward()
+        optimizer.step()
+    assert result["quality"]["value"] == pytest.approx(task.evaluate(model), abs=0.002)
+    assert result["quality"]["value"] > before + 0.05
+
+
 @pytest.mark.parametrize(
     ("arguments", "updates", "exchanges"),
     [
@@ -323,6 +343,10 @@ def test_updates_are_exchanged_in_place_of_gradients(mpiexec, tmp_path, argument
         ),
         slow(["--task", "digits", "--exchange", '{"id": "updates", "outr": 1}'], "updates have no setting 'outr'"),
         slow(["--task", "digits", "--exchange", '{"id": "updates", "late": 2}'], "late must be at most"),
+        slow(
+            ["--task", "digits", "--exchange", '{"id": "updates", "inner": "sg"}'],
+            "train: --exchange: inner: unknown name 'sg'; did you mean 'sgd'",
+        ),
         slow(["--task", "digits", "--exchange", "updates", "--replay", "m.jsonl"], "leave --exchange updates out"),
         slow(["--task", "digits", "--seed", "-1"], "seed"),
         slow(["--task", "digits", "--data", "/nonexistent.npz"], "/nonexistent.npz"),
