@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from mpicomp.bench import demo
 from mpicomp.bench.gloo import process_group
 from mpicomp.bench.measure.exchanges import name_of
 from mpicomp.bench.plain_topk import PlainTopK, over_gloo, over_mpi
 from mpicomp.bench.replay import Replay
 from mpicomp.bench.replica_group import replica_group
 from mpicomp.bench.tasks import Task
-from mpicomp.bench.tasks.updating import Updater
+from mpicomp.bench.tasks.updating import Updater, plain
 from mpicomp.bench.train import CPU, finish, threads_of_rank
 from mpicomp.bench.training import (
     BACKWARD,
@@ -89,6 +90,8 @@ class Alone:
         self._parameters = list(self._model.parameters())
         self._network = self._model
         self._optimizer: Any = task.optimizer(self._model)
+        if exchange.name == demo.NAME:
+            self._optimizer = plain(self._optimizer)
         self._updater = Updater(task, self._optimizer, steps or task.steps)
 
     @property
@@ -175,6 +178,7 @@ class Ours(Alone):
         }
         self._every = settings.every if exchange.updates and settings is not None else 1
         if exchange.updates:
+            words |= demo.SETTINGS if exchange.name == demo.NAME else {}
             self._optimizer = UpdateOptimizer(self._optimizer, every=self._every, **words)
         else:
             replay = _replay(exchange, settings)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, TypedDict
 
 import numpy as np
+from mpicomp.bench import demo
 from mpicomp.bench.lab.network import read_counters
 from mpicomp.bench.measure.exchanges import share
 from mpicomp.bench.measure.intervals import block_interval
@@ -147,7 +148,7 @@ class Exchange:
     @property
     def updates(self) -> bool:
         """Whether what ranks' optimizers change is exchanged, in place of gradients."""
-        return self.name.startswith(UPDATES) or self.name == TORCHFT_DILOCO
+        return self.name.startswith(UPDATES) or self.name in (TORCHFT_DILOCO, demo.NAME)
 
     @property
     def in_line(self) -> bool:

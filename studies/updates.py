@@ -17,7 +17,7 @@ import kept_rows
 import numpy as np
 import torch
 from behind import steps_behind
-from mpicomp.bench import devices
+from mpicomp.bench import demo, devices
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task, get_task
 from mpicomp.bench.tasks.updating import plain
@@ -39,7 +39,6 @@ _BATCHES = 4  # gradients in a row whose mean is squared, in the attempt of that
 _LONG_ENOUGH = 20  # steps of a run whose losses can be compared
 _TOPK = {"id": "topk", "ratio": 0.01, "wire": "q4"}
 _HELD = {"moments": "shared"}  # averaged now and then, and held in between
-_DEMO = {"outer": {"sign": True, "lr": 1.0}, "feedback_decay": 0.999}
 _COLUMNS = {
     "task": "", "steps": "d", "arm": "", "rate": "g", "quality": ".4f", "above": "+.2f", "behind": ".2f",
     "sent_less": ".0f", "wire_less": ".0f", "seeds": "d",
@@ -104,9 +103,9 @@ ARMS = {
             "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True},
         },
     ),
-    "demo": Arm({"id": "dcttopk"}, settings=_DEMO, inner="sgd"),
+    "demo": Arm({"id": "dcttopk"}, settings=demo.SETTINGS, inner="sgd"),
     **{
-        f"demo-side-{side}": Arm(_TOPK | {"id": "dcttopk", "ratio": 0.0125, "side": side}, settings=_DEMO, inner="sgd")
+        f"demo-side-{side}": Arm(demo.COMPRESSOR | {"side": side}, settings=demo.SETTINGS, inner="sgd")
         for side in (8, 16, 32)
     },
 }  # fmt: skip

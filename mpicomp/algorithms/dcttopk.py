@@ -156,7 +156,7 @@ class Transformed(Scheme[DCTTopK]):
             kernels.subtract_at(result.sent.indices, result.sent.values, coefficients)
         else:
             np.subtract(coefficients, result.sent, out=coefficients)
-        mean, sent = (workspace.array(f"transformed {name}", numel, dtype) for name in ("mean", "sent"))
+        mean, sent = coefficients, workspace.array("transformed sent", numel, dtype)
         with np.errstate(over="ignore", invalid="ignore"):
             _transform(coefficients, side, True, sent, workspace)
             np.subtract(array, sent, out=sent)

@@ -57,10 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X[,..]",
         help="none; a compressor, or auto for what mpicomp chooses without one named, each with a collective behind a "
         "colon where it is not auto, with -inline where it is to wait for backward, and with updates: before it to "
-        "exchange updates in place of gradients; replay:F for the plans that mpicomp train wrote with --metrics F; "
-        "ddp, ddp-fp16, ddp-bf16, ddp-powersgd and ddp-powersgd-1bucket for PyTorch's over gloo; torchft-ddp, and "
-        "torchft-diloco, which exchanges updates, for torchft's; plain-topk and plain-topk-mpi for a top-k written by "
-        "hand, over gloo and over MPI (%(default)s)",
+        "exchange updates in place of gradients; demo for what mpicomp train has by that name; replay:F for the plans "
+        "that mpicomp train wrote with --metrics F; ddp, ddp-fp16, ddp-bf16, ddp-powersgd and ddp-powersgd-1bucket for "
+        "PyTorch's over gloo; torchft-ddp, and torchft-diloco, which exchanges updates, for torchft's; plain-topk and "
+        "plain-topk-mpi for a top-k written by hand, over gloo and over MPI (%(default)s)",
     )
     parser.add_argument(
         "--every", type=int, default=1, metavar="H", help="steps from one exchange of updates to the next (%(default)s)"
@@ -176,6 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _exchange(word: str, ratio: float) -> "Exchange":
     """Read the name of an exchange."""
+    from mpicomp.bench import demo
     from mpicomp.bench.replay import Replay
     from mpicomp.bench.training import AUTO, INLINE, OTHERS, PLAIN_TOPK, PLAIN_TOPK_MPI, REPLAY, UPDATES, Exchange
     from mpicomp.cli.options import read_configuration
@@ -187,6 +188,8 @@ def _exchange(word: str, ratio: float) -> "Exchange":
         return Exchange(word, get_compressor({"id": "topk", "ratio": ratio}))
     if word in OTHERS:
         return Exchange(word)
+    if word == demo.NAME:
+        return Exchange(word, get_compressor(demo.COMPRESSOR))
     if word.startswith(REPLAY):
         path = word.removeprefix(REPLAY)
         Replay(path)  # what holds no plans is refused here
@@ -200,7 +203,7 @@ def _exchange(word: str, ratio: float) -> "Exchange":
             f"{_COMMAND}: '{name}' has no other collective and no form in line, and exchanges no updates, got '{word}'"
         )
     if name not in (AUTO, *list_compressors()):
-        raise UnknownNameError(f"{_COMMAND}: --exchange", name, [*OTHERS, AUTO, *list_compressors()])
+        raise UnknownNameError(f"{_COMMAND}: --exchange", name, [*OTHERS, AUTO, demo.NAME, *list_compressors()])
     compressor = None if name == AUTO else get_compressor(read_configuration(_COMMAND, name, ratio))
     if not colon:
         return Exchange(word, compressor)

@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="gradients",
         help="gradients (default), or updates: ranks step by themselves and exchange what that has changed; as JSON "
         """with settings of UpdateOptimizer, such as '{"id": "updates", "outer": {"lr": 0.7, "momentum": 0.9}}', and """
-        """"inner": "sgd" to have ranks step by plain gradient descent, at the rates of the task's optimizer""",
+        """"inner": "sgd" to have ranks step by plain gradient descent, at the rates of the task's optimizer; demo: """
+        "short for a compressor and settings with which 1 %% of the bytes train a transformer",
     )
     parser.add_argument(
         "--on-failure",
@@ -137,6 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_least("train", "--checkpoint-every", arguments.checkpoint_every)
     if not 0 < arguments.lr_scale < math.inf:
         raise ConfigurationError(f"train: --lr-scale must be a number above 0, got {arguments.lr_scale}")
+    _expand(arguments)
     compressor = _compressor(arguments)
     updates = _updates(arguments)
     if arguments.measured is not None and (updates is not None or arguments.device == "gpu"):
@@ -351,6 +353,17 @@ def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
     return get_compressor(read_configuration("train", arguments.compressor, ratio))
 
 
+def _expand(arguments: argparse.Namespace) -> None:
+    """Replace ``--exchange demo`` by what it is short for; what else is named stays as it is."""
+    from mpicomp.bench import demo
+
+    if arguments.exchange == demo.NAME:
+        ratio = {} if arguments.ratio is None else {"ratio": arguments.ratio}
+        arguments.exchange = json.dumps({"id": "updates", "inner": "sgd"} | demo.SETTINGS)
+        arguments.compressor = arguments.compressor or json.dumps(demo.COMPRESSOR | ratio)
+        arguments.warmup = arguments.warmup or "0"
+
+
 def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Return the settings of the exchange of updates; None for one of gradients."""
     from mpicomp.cli.options import check_least, read_named
@@ -359,7 +372,7 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
     config = read_named("train", "--exchange", arguments.exchange)
     name = config.pop("id", None)
     if name not in ("gradients", "updates"):
-        raise UnknownNameError("train: --exchange", str(name), ["gradients", "updates"])
+        raise UnknownNameError("train: --exchange", str(name), ["gradients", "updates", "demo"])
     if name == "gradients":
         named = [f"--{option}" for option in ("every", "moments") if getattr(arguments, option) is not None]
         if config or named:

@@ -277,6 +277,16 @@ def test_ranks_step_by_plain_gradient_descent(mpiexec, tmp_path):
     assert result["quality"]["value"] > before + 0.05
 
 
+def test_demo_is_short_for_a_compressor_and_settings(mpiexec, tmp_path):
+    done, result, lines = train(mpiexec, tmp_path, 2, "--task", "digits", "--steps", "12", "--exchange", "demo")
+    assert done.returncode == 0, done.stderr
+    of_demo = {"every": 1, "inner": "sgd", "outer": {"sign": True, "lr": 1.0}, "feedback_decay": 0.999}
+    assert (result["exchange"], result["updates"], result["warmup"]) == ("updates", of_demo, 0)
+    config = result["compressor_config"]
+    assert (config["id"], config["ratio"], config["side"], config["wire"]) == ("dcttopk", 0.0125, 16, "q4")
+    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "updates", "exchanges"),
     [

@@ -23,6 +23,7 @@ from mpicomp.bench.training import (
 )
 
 from mpicomp import Dense, TopK
+from mpicomp.compressors import get_compressor
 from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
@@ -208,6 +209,23 @@ def test_updates_every_few_steps_are_means_over_them():
     assert (told[3:] == told[3]).all()
     assert ours._optimizer.reducer.last_step.step == 1  # the second exchange
     assert ours.ran() == "dense " + ours._optimizer.reducer.last_step.buckets[0].collective
+
+
+def test_demo_moves_each_parameter_by_the_rate():
+    from mpicomp.bench import demo
+    from mpicomp.bench.tasks import get_task
+    from mpicomp.bench.trainers import Ours
+
+    task = get_task("digits", 1)
+    exchange = Exchange("demo", get_compressor(demo.COMPRESSOR))
+    ours = Ours(exchange, task, LocalWorld(1).transports[0], 1, Settings(1, 1, 0))
+    ours.block(1)
+    assert exchange.updates
+    assert ours.ran() == "dcttopk transformed:allgather"
+    moved = [own - start for own, start in zip(ours._parameters, task.model().parameters(), strict=True)]
+    steps = torch.cat([own.detach().abs().flatten() for own in moved])
+    assert ((steps < 1e-9) | ((steps - 8e-3).abs() < 1e-6)).all()
+    assert (steps > 0).float().mean() > 0.5
 
 
 @pytest.mark.mpi(max_size=3)
