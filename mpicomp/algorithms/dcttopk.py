@@ -87,6 +87,11 @@ class DCTTopK(Compressor):
         """True: coefficients that are not sent are kept in the residual."""
         return True
 
+    @property
+    def replaceable(self) -> bool:
+        """No: what DeMo keeps in the residual is its momentum, which a dense step would empty."""
+        return False
+
     def expected(self, numel: int) -> int:
         """See `Compressor.expected`."""
         return self.selection.count(numel)

@@ -101,7 +101,8 @@ class Compressor(OldHooks, ABC):
     def replaceable(self) -> bool:
         """Whether a dense step may take its place now and then.
 
-        Not where it delivers something else than a mean of gradients, nor where it learns from what it exchanges.
+        Not where it delivers something else than a mean of gradients, where it learns from what it exchanges, or where
+        residuals are momentum.
         """
         return True
 

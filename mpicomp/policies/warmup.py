@@ -137,8 +137,8 @@ class WarmUp(Policy):
             )
         if not compressor.replaceable:
             raise ConfigurationError(
-                f"warmup: {compressor.id} delivers something else than a mean of gradients, which dense steps cannot "
-                "replace; leave warmup out"
+                f"warmup: dense steps cannot take the place of those of {compressor.id}, which delivers something else "
+                "than a mean of gradients or has its momentum in the residual; leave warmup out"
             )
         if self._ramps:
             self._first: Policy = self._ramp(compressor)

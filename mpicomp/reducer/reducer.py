@@ -82,8 +82,8 @@ class Reducer:
         The first so many steps are dense, then the policy begins; ``"ramp:N"`` sends at falling ratios in them, from
         0.25 to the compressor's, as DGC does. None is 20 where a compressor is named and nothing else (no collective,
         policy or feedback), so that what comes late cannot harm the beginning, and 0 otherwise. It is 0 for compressors
-        that have a warm-up of their own, and for those that deliver something else than a mean. Steps that were undone
-        do not count.
+        that have a warm-up of their own, for those that deliver something else than a mean, and for ``dcttopk``, whose
+        residual is momentum. Steps that were undone do not count.
     feedback_decay : float
         Above 0 and at most 1: a residual is multiplied by it when it is added to the next gradient, which forgets what
         is never sent. Then ``gradient + feedback_decay * residual before`` is what comes to the mean and the residual

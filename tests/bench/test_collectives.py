@@ -322,4 +322,4 @@ def test_ranks_agree_on_everything_and_means_are_right(comm, caplog):
     assert all(row["sent_bytes"] > 0 for row in found)
     names = [f"{row['compressor']} {row['collective']}" for row in found]
     assert found[-1]["best"] in names
-    assert found[-1]["chosen"] in names
+    assert found[-1]["chosen"] in names or found[-1]["chosen"].removeprefix("topk ") in variants(TOPK)

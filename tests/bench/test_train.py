@@ -284,7 +284,7 @@ def test_demo_is_short_for_a_compressor_and_settings(mpiexec, tmp_path):
     assert (result["exchange"], result["updates"], result["warmup"]) == ("updates", of_demo, 0)
     config = result["compressor_config"]
     assert (config["id"], config["ratio"], config["side"], config["wire"]) == ("dcttopk", 0.0125, 16, "q4")
-    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+    assert {bucket["compressor"]["id"] for line in lines for bucket in line["buckets"]} == {"dcttopk"}
 
 
 @pytest.mark.parametrize(

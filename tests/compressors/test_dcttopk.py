@@ -59,6 +59,17 @@ def test_a_step_is_that_of_the_paper(numel):
             np.testing.assert_allclose(ranks.reducers[rank].residual("w"), memory, atol=1e-12)
 
 
+def test_no_step_is_dense_in_its_place():
+    """What is kept back is DeMo's momentum: a dense step would empty it."""
+    ranks = Ranks(3, DCTTopK(ratio=1 / 16, side=4), warmup=None)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        ranks.reduce([{"w": rng.normal(size=64)}] * 3)
+        [bucket] = ranks.reducers[0].last_step.buckets
+        assert (bucket.compressor["id"], bucket.collective.partition(":")[0]) == ("dcttopk", "transformed")
+        assert ranks.reducers[0].residual("w").any()
+
+
 def test_what_moves_together_is_told_by_one_number():
     ranks = Ranks(1, DCTTopK(ratio=1 / 16, side=4))
     smooth = np.full(32, 3.0, np.float32)
