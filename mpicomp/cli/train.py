@@ -146,7 +146,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(f"train: --measured records exchanges of gradients on the CPU; leave {what} out")
     every = 1 if updates is None or updates["every"] == "auto" else updates["every"]
     policy = _policy(arguments, compressor) if arguments.replay is None else _replay(arguments)
-    warmup = choose_warmup(arguments.warmup, compressor, arguments.collective, arguments.policy)
+    outer = None if updates is None else updates.get("outer")
+    if arguments.warmup is None and isinstance(outer, dict) and outer.get("sign"):
+        warmup: int | str = 0  # signs of a dense mean are another method
+    else:
+        warmup = choose_warmup(arguments.warmup, compressor, arguments.collective, arguments.policy)
     if arguments.against_dense:
         _check_against_dense(arguments, compressor)
     launch = launcher.detect()
@@ -361,7 +365,6 @@ def _expand(arguments: argparse.Namespace) -> None:
         ratio = {} if arguments.ratio is None else {"ratio": arguments.ratio}
         arguments.exchange = json.dumps({"id": "updates", "inner": "sgd"} | demo.SETTINGS)
         arguments.compressor = arguments.compressor or json.dumps(demo.COMPRESSOR | ratio)
-        arguments.warmup = arguments.warmup or "0"
 
 
 def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor
 from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
@@ -69,7 +70,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         ``lr``, ``momentum``, ``nesterov``, ``dampening`` and ``weight_decay`` of a `torch.optim.SGD` that moves the
         shared parameters along the mean change, as DiLoCo does with a rate of 0.7 and a Nesterov momentum of 0.9. With
         ``"sign": True`` the mean change counts by its sign alone, times the learning rate of the first group, as in
-        DeMo. None moves them by the mean.
+        DeMo; no exchange is dense in place of the compressor's then. None moves them by the mean.
     moments : {"own", "shared"} or mapping
         Whether ranks share the second moments that the optimizer divides by the root of. A rank's own have the noise of
         its batches alone, which makes steps shorter. With ``"shared"`` they are averaged at exchanges, the first time
@@ -161,6 +162,9 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
             return *found, None if transport.group.size == 1 else sharing
 
         named, parameters, chosen, sharing = together(examine, transport, WHO)
+        follows = collective == "auto" and getattr(policy, "id", policy) in (None, "static")
+        if follows and chosen is not None and chosen.message != "dense" and outer is not None and outer.get("sign"):
+            collective = fitting(chosen)[0]  # never dense in some steps: signs of the whole mean are another method
         own = {
             "every": every,
             "outer": None if outer is None else dict(outer),

@@ -287,6 +287,15 @@ def test_demo_is_short_for_a_compressor_and_settings(mpiexec, tmp_path):
     assert {bucket["compressor"]["id"] for line in lines for bucket in line["buckets"]} == {"dcttopk"}
 
 
+def test_no_step_is_dense_where_signs_are_taken(mpiexec, tmp_path):
+    signs = '{"id": "updates", "outer": {"sign": true, "lr": 0.1}}'
+    words = ["--task", "digits", "--steps", "6", "--compressor", "topk", "--exchange", signs]
+    done, result, lines = train(mpiexec, tmp_path, 2, *words)
+    assert done.returncode == 0, done.stderr
+    assert result["warmup"] == 0
+    assert {bucket["compressor"]["id"] for line in lines for bucket in line["buckets"]} == {"topk"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "updates", "exchanges"),
     [

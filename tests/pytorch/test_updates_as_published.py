@@ -103,3 +103,11 @@ def test_demo():
         sign = np.sign(transformed(chosen.mean(axis=0), scipy.fft.idctn))
         plain.set_all(plain.shared + 0.5 * 0.1 * sign)  # times the rate of the inner optimizer
         np.testing.assert_allclose(ranks.values()[0], plain.shared, rtol=1e-9, atol=1e-12)
+
+
+def test_no_exchange_is_dense_where_signs_are_taken():
+    ranks = Ranks(3, sgd, make=matrix, compressor="topk", warmup=None, outer={"sign": True, "lr": 0.5})
+    for number in range(3):
+        ranks.step(number)
+        [bucket] = ranks.optimizers[0].reducers[0].last_step.buckets
+        assert (bucket.compressor["id"], bucket.collective) == ("topk", "allgather")
