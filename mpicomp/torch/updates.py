@@ -162,8 +162,9 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
             return *found, None if transport.group.size == 1 else sharing
 
         named, parameters, chosen, sharing = together(examine, transport, WHO)
-        follows = collective == "auto" and getattr(policy, "id", policy) in (None, "static")
-        if follows and chosen is not None and chosen.message != "dense" and outer is not None and outer.get("sign"):
+        signs = outer is not None and outer.get("sign") and collective == "auto"
+        may_be_dense = chosen is not None and chosen.message != "dense" and chosen.replaceable
+        if signs and may_be_dense and getattr(policy, "id", policy) in (None, "static"):
             collective = fitting(chosen)[0]  # never dense in some steps: signs of the whole mean are another method
         own = {
             "every": every,
