@@ -198,12 +198,14 @@ def _exchange(word: str, ratio: float) -> "Exchange":
     if updates and word.endswith(INLINE):
         raise ConfigurationError(f"{_COMMAND}: updates are there after backward in any case, got '{word}'")
     name, colon, collective = word.removeprefix(UPDATES).removesuffix(INLINE).partition(":")
-    if name in OTHERS:
+    alone = (*OTHERS, demo.NAME)
+    if name in alone:
         raise ConfigurationError(
-            f"{_COMMAND}: '{name}' has no other collective and no form in line, and exchanges no updates, got '{word}'"
+            f"{_COMMAND}: '{name}' has no other collective, no form in line and none with updates:, got '{word}'; name "
+            f"'{name}'"
         )
     if name not in (AUTO, *list_compressors()):
-        raise UnknownNameError(f"{_COMMAND}: --exchange", name, [*OTHERS, AUTO, demo.NAME, *list_compressors()])
+        raise UnknownNameError(f"{_COMMAND}: --exchange", name, [*alone, AUTO, *list_compressors()])
     compressor = None if name == AUTO else get_compressor(read_configuration(_COMMAND, name, ratio))
     if not colon:
         return Exchange(word, compressor)

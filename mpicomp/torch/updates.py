@@ -70,7 +70,8 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         ``lr``, ``momentum``, ``nesterov``, ``dampening`` and ``weight_decay`` of a `torch.optim.SGD` that moves the
         shared parameters along the mean change, as DiLoCo does with a rate of 0.7 and a Nesterov momentum of 0.9. With
         ``"sign": True`` the mean change counts by its sign alone, times the learning rate of the first group, as in
-        DeMo; no exchange is dense in place of the compressor's then. None moves them by the mean.
+        DeMo; no exchange is dense in place of the compressor's then, unless a policy is named that may choose that.
+        None moves them by the mean.
     moments : {"own", "shared"} or mapping
         Whether ranks share the second moments that the optimizer divides by the root of. A rank's own have the noise of
         its batches alone, which makes steps shorter. With ``"shared"`` they are averaged at exchanges, the first time
@@ -162,10 +163,8 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
             return *found, None if transport.group.size == 1 else sharing
 
         named, parameters, chosen, sharing = together(examine, transport, WHO)
-        signs = outer is not None and outer.get("sign") and collective == "auto"
-        may_be_dense = chosen is not None and chosen.message != "dense" and chosen.replaceable
-        if signs and may_be_dense and getattr(policy, "id", policy) in (None, "static"):
-            collective = fitting(chosen)[0]  # never dense in some steps: signs of the whole mean are another method
+        if outer is not None and outer.get("sign"):
+            collective = _never_dense(chosen, collective, policy)
         own = {
             "every": every,
             "outer": None if outer is None else dict(outer),
@@ -210,6 +209,17 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     if thread is not None:
         weakref.finalize(wrapped, thread.stop).atexit = False
     return wrapped
+
+
+def _never_dense(chosen: Compressor | None, collective: str, policy: Any) -> str:
+    """Return a collective with which no step is dense in place of the compressor's: the signs of that mean differ.
+
+    What was named stays: a collective, and a policy that chooses compressors.
+    """
+    named = collective != "auto" or getattr(policy, "id", policy) not in (None, "static")
+    if named or chosen is None or chosen.message == "dense" or not chosen.replaceable:
+        return collective
+    return fitting(chosen)[0]
 
 
 def _moments(
