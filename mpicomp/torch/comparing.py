@@ -1,6 +1,7 @@
 """Comparison of tensors that have to have the same values on all ranks."""
 
 import hashlib
+import warnings
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from mpicomp.torch.broadcast import as_bytes
 
 _BYTE = np.dtype(np.uint8)
 _DIGEST = 16  # bytes of a digest
+_BATCH_STEPS = 2  # steps of which gradients are compared: the first of a task may be the same for all
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COMPARE_EVERY = 500
 """Exchanges from one comparison of replicas to the next, where nothing else is said: it costs under a thousandth."""
@@ -60,34 +62,69 @@ def check_same(
 
 
 class Fingerprint:
-    """Compares the parameters of replicas now and then, bit for bit, so that ranks which drift apart are found.
+    """Compares replicas now and then, bit for bit, so that ranks which drift apart are found.
 
-    What is compared first is a sum of all bits, eight bytes a rank: one sweep over the parameters.
+    Parameters are compared after steps 1, 2, 4, 8 ... and then after every so many. First a sum of all bits is
+    compared, eight bytes a rank: one sweep over the parameters. With it, in the first steps, goes that of gradients:
+    where they are the same on all ranks, so are the batches, and nothing is gained by their number.
 
     Parameters
     ----------
     every : int
-        Exchanges from one comparison to the next; 0 compares never.
+        Most steps from one comparison to the next; 0 compares never.
+    subsystem : str
+        Start of messages.
+    same_batches : bool
+        Whether ranks are meant to compute the same gradients.
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, subsystem: str, same_batches: bool = False) -> None:
         self.every = every
-        self._exchanges = 0
+        self._subsystem = subsystem
+        self._same_batches = same_batches
+        self._steps = -1
+        self._equal_gradients = 0  # steps in which all ranks had the same ones
 
-    def look(self, tensors: Mapping[str, torch.Tensor], group: Group, subsystem: str) -> Generator[Asked, Any, None]:
-        """Compare, if it is time to; once an exchange, on all ranks. As rounds; see `check_same`."""
-        self._exchanges += 1
-        if not self.every or self._exchanges % self.every or group.size == 1:
+    def look(
+        self, tensors: Mapping[str, torch.Tensor], group: Group, gradients: Iterable[torch.Tensor] = ()
+    ) -> Generator[Asked, Any, None]:
+        """Compare, if it is time to; once a step, before it is applied, on all ranks. As rounds; see `check_same`.
+
+        Parameters
+        ----------
+        tensors : mapping of str to torch.Tensor
+            The parameters.
+        group : Group
+            All ranks.
+        gradients : iterable of torch.Tensor
+            This rank's, before they are averaged; none where some rank has no batch.
+        """
+        self._steps += 1
+        steps = self._steps
+        early = steps <= self.every and steps & (steps - 1) == 0
+        if not self.every or not steps or not (early or steps % self.every == 0) or group.size == 1:
             return
-        everyones = yield from share(np.array([_sum_of_bits(tensors.values())]).view(_BYTE), group)
-        if (everyones != everyones[0]).any():
+        tells_batches = steps <= _BATCH_STEPS and not self._same_batches
+        sums = [_sum_of_bits(tensors.values()), _sum_of_bits(gradients) if tells_batches else np.int64(0)]
+        everyones = (yield from share(np.array(sums).view(_BYTE), group)).copy().view(np.int64)
+        if (everyones[:, 0] != everyones[0, 0]).any():
             yield from check_same(
                 tensors,
                 group,
-                subsystem,
+                self._subsystem,
                 "replicas have drifted apart: load the last checkpoint, and have all ranks write the same to "
                 "parameters between steps",
             )
+        if tells_batches:
+            self._equal_gradients += bool(everyones[0, 1] and (everyones[:, 1] == everyones[0, 1]).all())
+            if self._equal_gradients == _BATCH_STEPS and group.rank == 0:
+                warnings.warn(
+                    f"{self._subsystem}: the gradients of all {group.size} ranks were the same in the first steps, bit "
+                    "for bit, so all ranks draw the same batches and their number gains nothing; give each rank a "
+                    "share of the data, as by torch.utils.data.DistributedSampler(dataset, ranks, rank), or seed what "
+                    "draws batches by the rank. same_batches=True says that it is meant",
+                    stacklevel=2,
+                )
 
 
 def check_every(subsystem: str, every: Any) -> int:
@@ -101,10 +138,11 @@ def _sum_of_bits(tensors: Iterable[torch.Tensor]) -> np.int64:
     """Return a number that differs, all but surely, where some tensor does."""
     sums = []
     for tensor in tensors:
-        own = tensor.detach()
-        own = torch.view_as_real(own) if own.is_complex() else own
-        sums.append(own.reshape(-1).view(_WORDS[own.element_size()]).sum(dtype=torch.int64))
-    host = torch.stack([own.to(sums[0].device) for own in sums]).cpu().numpy() if sums else np.zeros(1, np.int64)
+        values = tensor.detach()
+        values = values.coalesce().values() if values.is_sparse else values
+        values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+        sums.append(values.reshape(-1).view(_WORDS[values.element_size()]).sum(dtype=torch.int64))
+    host = torch.stack([part.to(sums[0].device) for part in sums]).cpu().numpy() if sums else np.zeros(1, np.int64)
     with np.errstate(over="ignore"):  # sums wrap around
         return np.int64((host * np.arange(1, host.size + 1)).sum())
 

@@ -89,7 +89,7 @@ class DDPState:
                 self._transport.close()
             raise
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-        self._thread = overlap_thread(self.reducer, overlap)
+        self._thread, _ = overlap_thread(self.reducer, overlap)
         self._stream: Stream | None = None
         self._gradients: dict[str, torch.Tensor] = {}
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []

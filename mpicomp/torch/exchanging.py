@@ -9,6 +9,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
 from mpicomp.rounds import Asked
+from mpicomp.torch.replica_checks import ReplicaChecks, SettingsCheck
 from mpicomp.torch.wrapped import Uncopied
 from mpicomp.transport.connect import connect
 
@@ -18,7 +19,8 @@ Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[
 class Exchanging(Uncopied, torch.optim.Optimizer):
     """An optimizer whose step is an exchange. A subclass gives `rounds` and puts its reducers into ``reducers``.
 
-    Creating one and `step` are collective.
+    Creating one and `step` are collective. Ranks compare the settings of their groups in every step, and parameters
+    after steps 1, 2, 4, 8 and so on, then after every 500th: `DisagreementError` where they differ.
 
     Parameters
     ----------
@@ -31,6 +33,8 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
         Raises `ConfigurationError` where a setting cannot be; it is raised on all ranks then.
     comm : mpi4py.MPI.Comm, Transport or None
         A communicator is duplicated. None stands for MPI.COMM_WORLD.
+    same_batches : bool
+        Whether ranks are meant to draw the same batches: else there is a warning.
 
     Attributes
     ----------
@@ -44,7 +48,9 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
     # it calls step() on all of them, after it has set ``found_inf``.
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: Params, defaults: dict[str, Any], check: Callable[[], None], comm: Any) -> None:
+    def __init__(
+        self, params: Params, defaults: dict[str, Any], check: Callable[[], None], comm: Any, same_batches: bool
+    ) -> None:
         self.reducers: dict[str, Reducer] = {}
         self.steps = 0
         self._names: dict[torch.Tensor, str] = {}
@@ -61,6 +67,8 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
             if self._owned:
                 self._transport.close()
             raise
+        who = type(self).__name__
+        self._checks = ReplicaChecks(who, self._parameters, SettingsCheck(self, who), same_batches)
 
     def rounds(self) -> Generator[Asked, Any, None]:
         """Make a step as a generator of rounds, for ranks that live in one process; under ``torch.no_grad()``."""
@@ -129,6 +137,14 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
             reducer.close()
         if self._owned:
             self._transport.close()
+
+    def _exchange(self, reducer: Reducer, arrays: Mapping[str, torch.Tensor], lr: float) -> Generator[Asked, Any, Any]:
+        """Average arrays, and check that ranks have the same settings and parameters. As rounds."""
+        yield from self._checks.begin(self._transport.group)
+        return (yield from reducer.rounds(arrays, lr, beside=self._checks))
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        return {name: parameter for name, parameter, _ in self._members()}
 
     def _members(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
         """Return the name, the parameter and the group of all that require a gradient."""

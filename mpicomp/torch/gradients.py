@@ -1,5 +1,6 @@
 """Averaging of the gradients that backward leaves in ``.grad``: while backward goes on, or after it."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +19,32 @@ from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Asked, Group
 from mpicomp.torch.comparing import Fingerprint, check_same, share
 from mpicomp.torch.overlap import overlap_thread
+from mpicomp.torch.replica_checks import SettingsCheck
 from mpicomp.torch.sparse_gradients import as_sparse, mean_of_sparse
+from mpicomp.torch.step_watch import StepWatch
 from mpicomp.transport.base import Value
 from mpicomp.transport.interleave import ProgressThread
+
+_WHO = "DistributedOptimizer"
+_TRIAL_STEPS = 2  # steps that are exchanged after backward while it is watched whether they could be during it
+_OBSTACLES = {
+    1: (
+        "backward came to a gradient twice before step(), as with several losses or an accumulation",
+        "put every backward but the last one into `with optimizer.accumulate():`",
+    ),
+    2: (
+        "a gradient was changed between backward() and step(), as by clipping",
+        "call optimizer.synchronize() first: then means are changed, the same on all ranks",
+    ),
+    3: (
+        "zero_grad() came between backward() and step()",
+        "clear gradients after the step, or run a backward that is not stepped inside optimizer.accumulate()",
+    ),
+}
+_TWICE, _CHANGED, _CLEARED = _OBSTACLES
+"""Reasons for which gradients cannot be exchanged while backward goes on, and what would allow it."""
+
+_NO_GRADIENT, _DENSE, _SPARSE = range(3)
 
 _joined: "Gradients | None" = None
 """Those of the optimizer whose ranks may run out of batches now, in this process."""
@@ -37,11 +61,14 @@ class Gradients(Beside):
         Averages them.
     parameters : mapping of str to torch.Tensor
         By name, in the model's order; backward fills them from the last to the first.
+    settings : SettingsCheck
+        Compares the settings of the ranks' optimizers.
     overlap : bool or None
-        Whether buckets are exchanged while backward goes on, see `overlap_thread`.
+        Whether buckets are exchanged while backward goes on, see `overlap_thread`. With None the first steps are
+        exchanged after backward, and so are all others once a script does what True refuses.
     loss_scale : callable, optional
         Gives what the loss, and with it every gradient, is multiplied by.
-    compare_every : int
+    compare_every, same_batches
         See `Fingerprint`.
 
     Attributes
@@ -58,9 +85,11 @@ class Gradients(Beside):
         self,
         reducer: Reducer,
         parameters: Mapping[str, torch.Tensor],
+        settings: SettingsCheck,
         overlap: bool | None = None,
         loss_scale: Callable[[], float] | None = None,
         compare_every: int = 0,
+        same_batches: bool = False,
     ) -> None:
         self.averaged = False
         self.closed = False
@@ -68,7 +97,11 @@ class Gradients(Beside):
         self._parameters = dict(reversed(list(parameters.items())))
         self._known = {id(parameter) for parameter in parameters.values()}
         self._loss_scale = loss_scale
-        self._fingerprint = Fingerprint(compare_every)
+        self._fingerprint = Fingerprint(compare_every, _WHO, same_batches)
+        self._settings = settings
+        self._step_watch = StepWatch(_WHO)
+        self._frozen_with_gradient: set[str] = set()  # on some rank, in the last step; the same on all ranks
+        self._optimizer_state: Callable[[], dict[str, Any]] | None = None  # to compare, once it was loaded
         self._rows: set[str] = set()
         self._rows_means: dict[str, tuple[NDArray[np.int64], NDArray[np.floating]] | None] = {}
         self._agreed: list[str] | None = None  # names that all ranks have compared
@@ -76,13 +109,15 @@ class Gradients(Beside):
         self._problem: MpicompError | None = None
         self._accumulating = False
         self._hooks: dict[str, Any] = {}
-        self._overlap = overlap
         self._generation = reducer.transport.generation
-        self._thread = overlap_thread(reducer, overlap)
+        self._thread, left_open = overlap_thread(reducer, overlap)
+        self._overlap = None if left_open else overlap
+        self._trial_steps = _TRIAL_STEPS if left_open else 0
+        self._obstacle = 0
         self._stream: Stream | None = None
         self._seen: dict[str, tuple[torch.Tensor, int]] = {}  # what was handed over, and in which state
         self._noted: dict[str, tuple[torch.Tensor | None, int | None]] = {}  # what was averaged, and in which state
-        self._settings: dict[str, Any] | None = None  # of the parameter groups, where ranks may run out of batches
+        self._settings_at_join: dict[str, Any] | None = None  # where ranks may run out of batches
         self._meeting = self._met = False  # whether ranks compare that they all may, and have done so
         self._asked = False  # whether ranks have said in this step who has batches
         self._drifting = False  # whether some rank has taken a step without batches
@@ -94,17 +129,17 @@ class Gradients(Beside):
     @property
     def overlaps(self) -> bool:
         """Whether buckets are exchanged while backward goes on."""
-        return self._thread is not None
+        return self._thread is not None and not self._trial_steps
 
     @property
     def under_way(self) -> bool:
         """Whether backward has begun to hand over gradients that were not averaged yet."""
-        return bool(self._seen)
+        return bool(self._seen) and self.overlaps
 
     @property
     def joined(self) -> bool:
         """Whether ranks may run out of batches."""
-        return self._settings is not None
+        return self._settings_at_join is not None
 
     @property
     def group(self) -> Group:
@@ -121,11 +156,12 @@ class Gradients(Beside):
         self._parameters = dict(reversed(list(parameters.items()))) | self._parameters
         self._known |= {id(parameter) for parameter in parameters.values()}
         self._compared = False
+        self._watch()
 
     def check_known(self, parameters: Iterable[torch.Tensor]) -> MpicompError | None:
         """Return the error where some of these parameters would be trained without an exchange."""
         for parameter in parameters:
-            if parameter.requires_grad and id(parameter) not in self._known:
+            if (parameter.requires_grad or parameter.grad is not None) and id(parameter) not in self._known:
                 return ConfigurationError(
                     f"DistributedOptimizer: param_groups holds a parameter of shape {tuple(parameter.shape)} that is "
                     "not exchanged; add parameters with add_param_group, on all ranks"
@@ -141,14 +177,28 @@ class Gradients(Beside):
         finally:
             self._accumulating = before
 
-    def join(self, settings: dict[str, Any]) -> None:
+    def cleared(self) -> None:
+        """Note that gradients are cleared; not collective."""
+        if self._seen and self._overlap:
+            raise ConfigurationError(
+                f"{_WHO}: zero_grad() came between backward() and step(), when the exchange had begun already; call "
+                "synchronize() first, or pass overlap=False"
+            )
+        if self._seen:
+            self._obstacle = self._obstacle or _CLEARED
+            if self._trial_steps:
+                self._seen.clear()
+        self.averaged = False
+
+    def compare_state(self, state: Callable[[], dict[str, Any]]) -> None:
+        """Have the ranks' optimizer states compared in the next step; ``state`` returns it by parameter and key."""
+        self._optimizer_state = state
+
+    def join(self) -> None:
         """Let ranks run out of batches from now on; not collective.
 
-        Parameters
-        ----------
-        settings : dict
-            Of the optimizer's parameter groups, JSON-able. They must be the same on all ranks; their names come after
-            ``join()`` in the alphabet, so that ranks which do without it are told so first.
+        The optimizers' settings must be the same on all ranks now. Their names come after ``join()`` in the alphabet,
+        so that ranks which do without it are told so first.
         """
         global _joined
         if _joined is not None:
@@ -166,13 +216,14 @@ class Gradients(Beside):
                 "into it"
             )
         _joined = self
-        self._settings, self._met, self._asked, self._drifting = settings, False, False, False
+        self._settings_at_join = self._settings.settings()
+        self._met = self._asked = self._drifting = False
 
     def leave(self) -> None:
         """End the context that `join` has begun; not collective."""
         global _joined
         _joined = None
-        self._settings = None
+        self._settings_at_join = None
         self._asked = self.idle = self.frozen = False
 
     def goes_on(self) -> bool:
@@ -210,13 +261,20 @@ class Gradients(Beside):
         with torch.no_grad():
             try:
                 self._begin()
-                own = self._own()
                 self._problem = problem or self._changed()
-                self.stale = self._problem is not None or not self._compared or list(own) != self._agreed
+                self.stale = self._problem is not None or self._obstacle != 0 or self._optimizer_state is not None
+                if not self.frozen and self.run(self._settings.begin(self.group)):
+                    self.stale = True
+                held = {name for name, p in self._parameters.items() if p.grad is not None and not p.requires_grad}
+                own = self._own()
+                self.stale = self.stale or held != self._frozen_with_gradient
+                self.stale = self.stale or not self._compared or list(own) != self._agreed
                 dense, absent = self._given(own)
                 means = self._exchange(dense, lr, absent)
+                own = self._own()
             finally:
                 self._asked = False
+                self._step_watch.stepped()
             record = self._reducer.last_step
             assert record is not None
             factor = 1.0 if self._loss_scale is None else self._loss_scale()
@@ -264,29 +322,67 @@ class Gradients(Beside):
 
     def agree(self, given: Given) -> Generator[Asked, Any, Given | None]:
         """See `Beside.agree`: parameters, whether they have the same values, and which have sparse gradients."""
-        own = self._own()
-        members = [
-            Described(name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
-            for name, parameter in own.items()
-        ]
-        settings = {"compare_every": self._fingerprint.every, "join()": self.joined} | (self._settings or {})
-        yield from agree(Signature(settings, members), self._problem, self.group, "DistributedOptimizer")
+        trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        frozen = {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad}
+        settings = {"compare_every": self._fingerprint.every, "join()": self.joined}
+        if self._meeting:
+            settings |= self._settings_at_join or {}
+        yield from agree(Signature(settings, _members(trained)), self._problem, self.group, _WHO)
         if self._meeting:
             return None
-        sparse = [parameter.grad is not None and parameter.grad.is_sparse for parameter in own.values()]
-        told = yield from share([not self._compared, *sparse], self.group)
-        if told[:, 0].any():
+        yield from agree(Signature({}, _members(frozen)), None, self.group, f"{_WHO}: frozen parameters")
+        if not self.frozen:  # ranks without batches take over the settings of one that has some
+            yield from self._settings.compare(self.group)
+        flags = [not self._compared, self._obstacle, self._optimizer_state is not None]
+        kinds = {name: _kind_of(parameter.grad) for name, parameter in (trained | frozen).items()}
+        uncompared, obstacles, loaded, *everyones = (yield from share([*flags, *kinds.values()], self.group)).T
+        found = {name: int(ranks.max()) for name, ranks in zip(kinds, everyones, strict=True)}
+        self._frozen_with_gradient = {name for name in frozen if found[name] != _NO_GRADIENT}
+        if uncompared.any():
             yield from self._compare("call mpicomp.torch.broadcast_parameters(model) before training")
+        if loaded.any():
+            yield from self._compare_state()
+        self._stop_overlap(obstacles)
+        own = self._own()
         self._compared, self._agreed = True, list(own)
-        some = {name for name, flags in zip(own, told[:, 1:].T, strict=True) if flags.any()}
+        some = {name for name in own if found[name] == _SPARSE}
         self._rows = some | (self._rows & own.keys())  # also of one that nobody has used in this step
         return self._given(own)
 
+    def _compare_state(self) -> Generator[Asked, Any, None]:
+        """Make sure that all ranks go on with the same state of the optimizer. As rounds."""
+        assert self._optimizer_state is not None, "the reducers have compared that all ranks have loaded"
+        state = self._optimizer_state()
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        numbers = {name: value for name, value in state.items() if name not in tensors}
+        advice = "load the same file on all ranks, or call mpicomp.torch.broadcast_optimizer_state(optimizer)"
+        yield from agree(Signature(numbers, _members(tensors)), None, self.group, f"{_WHO}: the optimizer's state")
+        yield from check_same(tensors, self.group, f"{_WHO}: the optimizer's state", advice)
+        self._optimizer_state = None
+
+    def _stop_overlap(self, obstacles: NDArray[np.uint8]) -> None:
+        """Exchange after backward from now on where some rank's script does not allow it before."""
+        if not obstacles.any():
+            return
+        self._obstacle, self._overlap, self._trial_steps = 0, False, 0
+        rank = int(obstacles.argmax())  # of the largest reason: what several ranks saw may differ
+        seen, advice = _OBSTACLES[int(obstacles[rank])]
+        if self.group.rank == 0:
+            warnings.warn(
+                f"{_WHO}: gradients are exchanged in step() from now on, not while backward goes on: {seen} (seen on "
+                f"rank {rank}). What would allow it: {advice}. overlap=False says that it is meant, and overlap=True "
+                "refuses it",
+                stacklevel=2,
+            )
+
     def exchange(self) -> Generator[Asked, Any, bool]:
         """See `Beside.exchange`: rows of sparse gradients. Parameters are compared first, now and then."""
-        yield from self._fingerprint.look(self._own(), self.group, "DistributedOptimizer")
+        own = self._own()
+        gradients = [] if self.frozen else [p.grad for p in own.values() if p.grad is not None]
+        yield from self._fingerprint.look(own, self.group, gradients)
+        yield from self._settings.finish(self.group)
         self._rows_means = {}
-        for name, parameter in self._own().items():
+        for name, parameter in own.items():
             if name in self._rows:
                 self._rows_means[name] = yield from mean_of_sparse(
                     None if self.idle else parameter.grad, parameter, self._share_of_active(), self.group
@@ -302,7 +398,9 @@ class Gradients(Beside):
         self._finalizer()
 
     def _own(self) -> dict[str, torch.Tensor]:
-        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        """Return the parameters that are exchanged: those that require a gradient, or that an optimizer would step."""
+        held = self._frozen_with_gradient
+        return {name: p for name, p in self._parameters.items() if p.requires_grad or name in held}
 
     def _given(self, own: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], set[str]]:
         """Return the dense gradients, and the names of those that stand for none."""
@@ -323,7 +421,8 @@ class Gradients(Beside):
         stream = self._stream
         self._stream = None
         self._seen.clear()
-        if stream is None and self._thread is not None:
+        if stream is None and self.overlaps:
+            assert self._thread is not None
             stream = self._reducer.stream(self._thread, self._scale(), self)
         means: dict[str, torch.Tensor] | None = None
         if stream is not None:
@@ -336,6 +435,10 @@ class Gradients(Beside):
             means = self._reducer.reduce(dense, lr, absent=absent, scale=self._scale(), beside=self)
         if self._reducer.transport.generation != self._generation:
             self._follow()
+        self._trial_steps = max(self._trial_steps - 1, 0)
+        if self._overlap is False and self._thread is not None:
+            self._thread.stop()
+            self._thread = None
         return means
 
     def _follow(self) -> None:
@@ -343,7 +446,7 @@ class Gradients(Beside):
         self._finalizer()
         self._generation = self._reducer.transport.generation
         self._active = np.ones(self.group.size, bool)
-        self._thread = overlap_thread(self._reducer, self._overlap)
+        self._thread, _ = overlap_thread(self._reducer, self._overlap)
         self._finalizer = weakref.finalize(self, _let_go, self._hooks, self._thread)
         self._finalizer.atexit = False
 
@@ -385,7 +488,7 @@ class Gradients(Beside):
     def _compare(self, advice: str) -> Generator[Asked, Any, None]:
         """Make sure that all ranks have the same parameters. As rounds."""
         own = dict(reversed(list(self._own().items())))
-        yield from check_same(own, self.group, "DistributedOptimizer", advice)
+        yield from check_same(own, self.group, _WHO, advice)
 
     def _scale(self) -> float:
         return self._share_of_active() / (1.0 if self._loss_scale is None else self._loss_scale())
@@ -409,23 +512,30 @@ class Gradients(Beside):
             if own is not None:
                 own._arrive(name, parameter)
 
-        return hook
+        disable: Callable[[Any], Any] = torch.compiler.disable  # torch.compile would trace into it
+        return disable(hook)  # type: ignore[no-any-return]
 
     def _arrive(self, name: str, parameter: torch.Tensor) -> None:
         self.averaged = False
-        if self._thread is not None and not self._accumulating:
+        if self._accumulating:
+            return
+        self._step_watch.filled(name, parameter)
+        if self._thread is not None:
             assert parameter.grad is not None
-            self._fill(self._thread, name, parameter.grad)
+            self._hand_over(self._thread, name, parameter.grad)
 
-    def _fill(self, thread: ProgressThread, name: str, gradient: torch.Tensor) -> None:
+    def _hand_over(self, thread: ProgressThread, name: str, gradient: torch.Tensor) -> None:
         """Hand over a gradient that is complete; its bucket is exchanged as soon as all of it is there."""
         if name in self._seen:
-            raise ConfigurationError(
-                f"gradients: backward has come to '{name}' twice since the last step, and the exchange has begun at "
-                "the first time; put every backward but the last one into `with optimizer.accumulate():`, or pass "
-                "overlap=False"
-            )
-        if not self._seen:
+            if self._overlap:
+                raise ConfigurationError(
+                    f"gradients: backward has come to '{name}' twice since the last step, and the exchange has begun "
+                    "at the first time; put every backward but the last one into `with optimizer.accumulate():`, or "
+                    "pass overlap=False"
+                )
+            self._obstacle = self._obstacle or _TWICE
+            return
+        if not self._seen and self.overlaps:
             self._begin()
             self._stream = self._reducer.stream(thread, self._scale(), self)
         self._seen[name] = gradient, gradient._version
@@ -433,14 +543,30 @@ class Gradients(Beside):
             self._stream.put(name, gradient.detach())
 
     def _changed(self) -> MpicompError | None:
-        """Refuse gradients that were written to after they were handed over: the change would be lost."""
+        """Find gradients that were written to after they were handed over: the change would be lost."""
         for name, (gradient, version) in self._seen.items():
             if self._parameters[name].grad is not gradient or gradient._version != version:
+                if not self._overlap:
+                    self._obstacle = self._obstacle or _CHANGED
+                    return None
                 return ConfigurationError(
                     f"gradients: the one of '{name}' was changed between backward() and step(), when its exchange had "
                     "begun already; call optimizer.synchronize() first, or pass overlap=False"
                 )
         return None
+
+
+def _members(tensors: Mapping[str, torch.Tensor]) -> list[Described]:
+    return [
+        Described(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
+
+
+def _kind_of(gradient: torch.Tensor | None) -> int:
+    if gradient is None:
+        return _NO_GRADIENT
+    return _SPARSE if gradient.is_sparse else _DENSE
 
 
 def _let_go(hooks: dict[str, Any], thread: ProgressThread | None) -> None:

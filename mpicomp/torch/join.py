@@ -1,6 +1,5 @@
 """Ranks that run out of batches at different times."""
 
-import contextlib
 from collections.abc import Generator
 from types import TracebackType
 from typing import Any
@@ -13,6 +12,7 @@ from mpicomp.rounds import Asked, Round
 from mpicomp.rounds.reports import from_one
 from mpicomp.torch.broadcast import as_bytes
 from mpicomp.torch.gradients import Gradients
+from mpicomp.torch.replica_checks import settings_of
 
 _BYTE = np.dtype(np.uint8)
 
@@ -36,9 +36,7 @@ class Join:
         self._scaler = scaler
 
     def __enter__(self) -> None:
-        groups = settings_of(self._optimizer)
-        own = {f"param_groups[{at}]['{key}']": value for at, group in enumerate(groups) for key, value in group.items()}
-        self._gradients.join({"optimizer": type(self._optimizer).__name__, "param_groups": len(groups)} | own)
+        self._gradients.join()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -66,18 +64,6 @@ class Join:
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
-
-
-def settings_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the settings in an optimizer's groups, JSON-able; others are left out."""
-    groups = []
-    for group in optimizer.param_groups:
-        own = {}
-        for key in sorted(set(optimizer.defaults) & set(group)):
-            with contextlib.suppress(TypeError):
-                own[key] = _plain(group[key])
-        groups.append(own)
-    return groups
 
 
 def follow(optimizer: Any, gradients: Gradients) -> Generator[Asked, Any, None]:
@@ -132,18 +118,6 @@ def _whole(parts: list[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor |
     if len(moved) == 1:
         return moved[0]
     return torch.sparse_coo_tensor(moved[0], moved[1], parameter.shape, is_coalesced=True, check_invariants=True)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _plain(value.tolist())
-    if isinstance(value, np.generic):
-        return _plain(value.item())
-    if isinstance(value, list | tuple):
-        return [_plain(own) for own in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(type(value).__name__)
 
 
 def _put(group: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -35,6 +35,8 @@ class OneBitAdam(Exchanging):
         At least 1. The paper takes 15 to 25 % of all steps: until gradients do not change in size any more.
     comm : mpi4py.MPI.Comm, Transport or None
         A communicator is duplicated. None stands for MPI.COMM_WORLD.
+    same_batches : bool
+        Whether ranks are meant to draw the same batches: else there is a warning.
 
     Attributes
     ----------
@@ -45,6 +47,8 @@ class OneBitAdam(Exchanging):
     ------
     ConfigurationError
         For a setting that cannot be.
+    DisagreementError
+        From ``step``, on all ranks, where settings or parameters differ.
     NonFiniteError
         From ``step``, on all ranks, where some rank's gradient is not finite; nothing was changed then.
 
@@ -91,6 +95,7 @@ class OneBitAdam(Exchanging):
         weight_decay: float = 0.0,
         warmup_steps: int = 100,
         comm: Any = None,
+        same_batches: bool = False,
     ) -> None:
         def check() -> None:
             if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 1:
@@ -105,7 +110,7 @@ class OneBitAdam(Exchanging):
                 raise ConfigurationError(f"OneBitAdam: betas must be at least 0 and below 1, got {betas!r}")
 
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, check, comm)
+        super().__init__(params, defaults, check, comm, same_batches)
         self._warmup_steps = warmup_steps
         self.reducers = {
             "warmup": Reducer(Dense(), "scatter-reduce", comm=self._transport),
@@ -129,7 +134,7 @@ class OneBitAdam(Exchanging):
     def _step_in_full(self) -> Generator[Asked, Any, None]:
         members = list(self._members())
         gradients = {name: gradient_of(parameter) for name, parameter, _ in members}
-        means = yield from self.reducers["warmup"].rounds(gradients, self._lr)
+        means = yield from self._exchange(self.reducers["warmup"], gradients, self._lr)
         self.steps += 1
         for name, parameter, group in members:
             state = self.state[parameter]
@@ -170,7 +175,7 @@ class OneBitAdam(Exchanging):
             if group["weight_decay"]:
                 gradient = gradient.add(parameter, alpha=group["weight_decay"])
             momenta[name] = torch.lerp(state["exp_avg"], gradient, 1 - group["betas"][0])
-        means = yield from self.reducers["compressed"].rounds(momenta, self._lr)
+        means = yield from self._exchange(self.reducers["compressed"], momenta, self._lr)
         self.steps += 1
         for name, parameter, group in members:
             state = self.state[parameter]

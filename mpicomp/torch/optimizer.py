@@ -17,9 +17,10 @@ from mpicomp.torch.comparing import COMPARE_EVERY, check_every
 from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.gradients import Gradients
 from mpicomp.torch.join import Join, follow
-from mpicomp.torch.named import names_of_group, parameters_of
+from mpicomp.torch.named import named_group, parameters_of
+from mpicomp.torch.replica_checks import SettingsCheck
 from mpicomp.torch.trials import trial_hooks
-from mpicomp.torch.wrapped import Arguments, Wrapped, unwrap, wrap
+from mpicomp.torch.wrapped import Arguments, Wrapped, check_no_ddp, unwrap, warn_of_nested, wrap
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
 
@@ -41,6 +42,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     bucket_bytes: int | None = None,
     warmup: int | str | None = None,
     compare_every: int = COMPARE_EVERY,
+    same_batches: bool = False,
     **settings: Any,
 ) -> Any:
     """Make an optimizer average its gradients over the ranks, compressed, before every step.
@@ -50,9 +52,9 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     has none on any rank is left without, as it would be in a single process. Sparse gradients are averaged row by
     row, uncompressed.
 
-    Gradients are exchanged while backward goes on: a bucket as soon as backward has come to all that is in it. They
-    must not be written to before ``step()`` or ``synchronize()``, and backward comes to each once a step, unless it
-    runs inside `accumulate`.
+    Gradients are exchanged while backward goes on: a bucket as soon as backward has come to all that is in it. For
+    that they must not be written to before ``step()`` or ``synchronize()``, and backward comes to each once a step,
+    unless it runs inside `accumulate`.
 
     Parameters
     ----------
@@ -64,9 +66,12 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     compressor, collective, policy, feedback, nonfinite, comm, warmup
         See `mpicomp.Reducer`.
     overlap : bool, optional
-        False exchanges everything in ``step()``. So does None where all ranks are on one host and torch's threads take
-        all of its cores: there nothing is waited for, and the exchange would only take turns with backward. So it is
-        in any case, with a warning, where MPI was started with less than MPI_THREAD_MULTIPLE.
+        False exchanges everything in ``step()``. True exchanges while backward goes on, and refuses a script that does
+        not allow it. None does it where it can: the first two steps are exchanged in ``step()`` and watched, and once
+        the script writes to gradients before ``step()``, clears them or runs backward twice, all are, with a warning.
+        So they are where all ranks are on one host and torch's threads take all of its cores: there nothing is waited
+        for, and the exchange would only take turns with backward. So it is in any case, with a warning, where MPI was
+        started with less than MPI_THREAD_MULTIPLE.
     scaler : torch.amp.GradScaler, optional
         What the loss is scaled with. ``scaler.unscale_(optimizer)`` and ``scaler.step(optimizer)`` then average
         gradients first, and a step in which some rank's overflowed is left out on all of them, residuals as they were.
@@ -75,7 +80,11 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         elements are selected, since such an exchange is mostly cost that does not grow with a bucket, and 8 MiB
         elsewhere, so that the exchange begins early in backward.
     compare_every : int
-        Steps from one comparison of the ranks' parameters to the next, bit for bit; 0 compares at the first step alone.
+        Most steps from one comparison of the ranks' parameters to the next, bit for bit; the first ones are after steps
+        1, 2, 4, 8 and so on. 0 compares before the first step alone.
+    same_batches : bool
+        True says that ranks are meant to draw the same batches. Else there is a warning where the gradients of the
+        first steps were the same on all of them.
     **settings
         Further settings of `mpicomp.Reducer`.
 
@@ -87,7 +96,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         ``synchronize()``, which averages the gradients now, so that they can be clipped before ``step()``;
         ``accumulate()``, a context in which backward adds to gradients and nothing is exchanged; ``join()``, a context
         for ranks with different numbers of batches; ``overlaps``, whether
-        gradients are exchanged while backward goes on; and ``close()``. Its
+        gradients are exchanged while backward goes on; and ``close()``, which ``with`` calls at its end. Its
         ``state_dict()`` has what the reducer keeps on this rank under ``"mpicomp"``. It can be neither copied nor
         pickled, since it holds a communicator; after ``close()`` it can be wrapped anew.
 
@@ -96,7 +105,8 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     ConfigurationError
         For an optimizer or parameters that cannot be served.
     DisagreementError
-        At the first step, and every ``compare_every`` steps, where parameters have other values on some rank.
+        Where parameters have other values on some rank, see ``compare_every``, and in every step in which the class or
+        a setting of the optimizer, such as its learning rate, is another one on some rank.
 
     Examples
     --------
@@ -118,7 +128,9 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     transport = connect(comm)
     try:
         named, parameters, chosen = together(
-            lambda: _check(optimizer, named_parameters, compressor, compare_every), transport, "DistributedOptimizer"
+            lambda: _check(optimizer, named_parameters, compressor, compare_every, transport.group.size),
+            transport,
+            "DistributedOptimizer",
         )
         if scaler is not None:
             nonfinite = "skip"
@@ -133,7 +145,8 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
             transport.close()
         raise
     loss_scale = None if scaler is None else scaler.get_scale
-    gradients = Gradients(reducer, parameters, overlap, loss_scale, compare_every)
+    check = SettingsCheck(optimizer, "DistributedOptimizer")
+    gradients = Gradients(reducer, parameters, check, overlap, loss_scale, compare_every, same_batches)
     if isinstance(optimizer, Wrapped):
         unwrap(optimizer)
     wrapped = wrap(optimizer, _Distributed, "Distributed")
@@ -152,6 +165,7 @@ class _Distributed(Wrapped):
 
     reducer: Reducer
     param_groups: list[dict[str, Any]]
+    state: dict[torch.Tensor, Any]
     _mpicomp_names: dict[int, str]
     _mpicomp_scaler: torch.amp.GradScaler | None
     _mpicomp_gradients: Gradients
@@ -242,25 +256,26 @@ class _Distributed(Wrapped):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; see `torch.optim.Optimizer.zero_grad`."""
-        if self._mpicomp_gradients.under_way:
-            raise ConfigurationError(
-                "DistributedOptimizer: zero_grad() came between backward() and step(), when the exchange had begun "
-                "already; call synchronize() first, or pass overlap=False"
-            )
-        self._mpicomp_gradients.averaged = False
+        self._mpicomp_gradients.cleared()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; see `torch.optim.Optimizer.add_param_group`. On all ranks, between two steps.
 
+        Those that were not among ``named_parameters`` are given with their names, as ``{"params":
+        head.named_parameters(prefix="head")}``. After ``close()`` no name is needed.
+
         Raises
         ------
         ConfigurationError
-            Where they were not among ``named_parameters``.
+            Where one has no name.
         """
-        super().add_param_group(param_group)  # type: ignore[misc]
-        new = names_of_group(self, self._mpicomp_names, "DistributedOptimizer")
-        self._mpicomp_gradients.add(new)
+        closed = self._mpicomp_gradients.closed
+        plain, new = named_group(self, param_group, self._mpicomp_names, "DistributedOptimizer", closed)
+        super().add_param_group(plain)  # type: ignore[misc]
+        if not closed:
+            self._mpicomp_names |= {id(parameter): name for name, parameter in new.items()}
+            self._mpicomp_gradients.add(new)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with this rank's state of the reducer under ``"mpicomp"``."""
@@ -281,6 +296,17 @@ class _Distributed(Wrapped):
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
         if kept is not None:
             self.reducer.load_state_dict(kept)
+        self._mpicomp_gradients.compare_state(self._mpicomp_state)
+
+    def _mpicomp_state(self) -> dict[str, Any]:
+        """Return the values in the optimizer's state by parameter and key."""
+        found = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                for key, value in self.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor | bool | int | float | str):
+                        found[f"{self._mpicomp_names[id(parameter)]}, {key}"] = value
+        return found
 
     def close(self) -> None:
         """Release the reducer's MPI resources. It waits for nobody; a second call does nothing."""
@@ -323,35 +349,47 @@ class _Called:
         return self._value
 
 
+class _AveragesFirst:
+    """Mixin of a GradScaler: it averages gradients before it checks them, so that it finds the same on all ranks."""
+
+    _mpicomp_optimizer: Callable[[], Any]
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average gradients of the distributed optimizer, then unscale them."""
+        self._mpicomp_average(optimizer)
+        super().unscale_(optimizer)  # type: ignore[misc]
+        if optimizer is self._mpicomp_optimizer():
+            optimizer._mpicomp_gradients.note()
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Average gradients of the distributed optimizer, then step, or not."""
+        self._mpicomp_average(optimizer)
+        return super().step(optimizer, *args, **kwargs)  # type: ignore[misc]
+
+    def update(self, new_scale: Any = None) -> None:
+        """Update the scale: gradients of a step that was left out are averages no longer."""
+        optimizer = self._mpicomp_optimizer()
+        if optimizer is not None:
+            optimizer._mpicomp_gradients.averaged = False
+        super().update(new_scale)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy it as the GradScaler that it was."""
+        state = {key: value for key, value in self.__getstate__().items() if key != "_mpicomp_optimizer"}  # type: ignore[attr-defined]
+        return object.__new__, (type(self).__bases__[1],), state  # type: ignore[attr-defined]
+
+    def _mpicomp_average(self, optimizer: Any) -> None:
+        if optimizer is self._mpicomp_optimizer() and not optimizer._mpicomp_gradients.averaged:
+            optimizer.synchronize()
+
+
 def _follow(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
-    """Have a GradScaler average gradients before it checks them, so that it finds the same on all ranks."""
-    unscale, step, update = scaler.unscale_, scaler.step, scaler.update
-    owner: Callable[[], Any] = weakref.ref(optimizer)
-
-    def average(which: Any) -> bool:
-        own = owner()
-        if which is own and not own._mpicomp_gradients.averaged:
-            own.synchronize()
-        return which is own
-
-    def unscale_first(which: Any) -> None:
-        ours = average(which)
-        unscale(which)
-        if ours:
-            which._mpicomp_gradients.note()
-
-    def step_first(which: Any, *args: Any, **kwargs: Any) -> Any:
-        average(which)
-        return step(which, *args, **kwargs)
-
-    def update_after(*args: Any, **kwargs: Any) -> None:
-        own = owner()
-        if own is not None:
-            own._mpicomp_gradients.averaged = False  # a step that was left out has not said so
-        update(*args, **kwargs)
-
-    followed: Any = scaler
-    followed.unscale_, followed.step, followed.update = unscale_first, step_first, update_after
+    """Have a GradScaler average gradients of an optimizer before it checks them."""
+    changed: Any = scaler
+    kind = type(scaler)
+    if not isinstance(scaler, _AveragesFirst):
+        changed.__class__ = type(f"Distributed{kind.__name__}", (_AveragesFirst, kind), {})
+    changed._mpicomp_optimizer = weakref.ref(optimizer)
 
 
 def _check(
@@ -359,6 +397,7 @@ def _check(
     named_parameters: Iterable[tuple[str, torch.Tensor]],
     compressor: Compressor | str | Mapping[str, Any] | None,
     compare_every: int,
+    ranks: int,
 ) -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
     """Refuse settings that cannot be served; return names, the optimizer's parameters by name, and the compressor."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -383,4 +422,7 @@ def _check(
             f"apply its own, {own[0]}, once more; set momentum=0 in one of them"
         )
     named = list(named_parameters)
-    return named, parameters_of(optimizer, named, "DistributedOptimizer"), chosen
+    parameters = parameters_of(optimizer, named, "DistributedOptimizer")
+    check_no_ddp(parameters, ranks, "DistributedOptimizer")
+    warn_of_nested(optimizer, "DistributedOptimizer")
+    return named, parameters, chosen

@@ -16,8 +16,8 @@ from mpicomp.transport.interleave import ProgressThread
 _FLAG = np.dtype(np.uint8)
 
 
-def overlap_thread(reducer: Reducer, wanted: bool | None) -> ProgressThread | None:
-    """Return a thread that exchanges while backward goes on, or None. Collective.
+def overlap_thread(reducer: Reducer, wanted: bool | None) -> tuple[ProgressThread | None, bool]:
+    """Return a thread that exchanges while backward goes on, or None, and whether some rank left that open. Collective.
 
     Parameters
     ----------
@@ -30,25 +30,26 @@ def overlap_thread(reducer: Reducer, wanted: bool | None) -> ProgressThread | No
     transport = reducer.transport
     ranks = transport.group.size
     if ranks == 1:
-        return None
+        return None, wanted is None
     problem = None
     try:
         transport.check_threads(alone=False)
     except LaunchError as error:
         problem = error
     crowded = transport.group.hosts == 1 and transport.cores < torch.get_num_threads() + 1
-    mine = np.array([problem is None, not crowded if wanted is None else wanted], _FLAG)
+    mine = np.array([problem is None, not crowded if wanted is None else wanted, wanted is None], _FLAG)
 
     def share() -> Generator[Asked, Any, NDArray[np.uint8]]:
         told: NDArray[np.uint8] = yield Round(
-            "allgatherv", [2] * ranks, _FLAG, send=mine, recv=np.empty(2 * ranks, _FLAG)
+            "allgatherv", [3] * ranks, _FLAG, send=mine, recv=np.empty(3 * ranks, _FLAG)
         )
         return told
 
-    everyones = transport.run(reducer.counted(share())).reshape(ranks, 2)
-    able, useful = (bool(flags.all()) for flags in everyones.T)
+    everyones = transport.run(reducer.counted(share())).reshape(ranks, 3)
+    able, useful = (bool(flags.all()) for flags in everyones[:, :2].T)
+    left_open = bool(everyones[:, 2].any())
     if able and useful:
-        return ProgressThread(transport, lanes=1).start()
+        return ProgressThread(transport, lanes=1).start(), left_open
     if not able and useful and transport.group.rank == 0:
         warnings.warn(f"gradients are exchanged after backward, not during it: {problem}", stacklevel=4)
-    return None
+    return None, left_open

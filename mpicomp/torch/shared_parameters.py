@@ -14,9 +14,10 @@ from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Asked
 from mpicomp.torch.comparing import Fingerprint, check_same
 from mpicomp.torch.moments import SharedMoments
+from mpicomp.torch.replica_checks import SettingsCheck
+from mpicomp.torch.step_watch import sample_of
 from mpicomp.transport.interleave import ProgressThread
 
-_LOOKED_AT = 64  # elements of a parameter that are compared where torch says that nothing was written to it
 _WHO = "UpdateOptimizer"
 
 
@@ -35,9 +36,11 @@ class SharedParameters(Beside):
         By name. Those that have never required a gradient take no part.
     settings : dict
         JSON-able, compared among ranks.
+    optimizer : torch.optim.Optimizer
+        This rank's, whose class and settings are those of all ranks.
     outer : mapping or None
         Settings of a `torch.optim.SGD` that moves the shared parameters, and ``"sign"``; None moves them by the mean.
-    compare_every : int
+    compare_every, same_batches
         See `mpicomp.torch.comparing.Fingerprint`.
     moments : SharedMoments or None
         Second moments of these parameters, which are averaged in some of the exchanges.
@@ -55,12 +58,15 @@ class SharedParameters(Beside):
         reducer: Reducer,
         parameters: Mapping[str, torch.Tensor],
         settings: dict[str, Any],
-        outer: Mapping[str, Any] | None,
+        optimizer: torch.optim.Optimizer,
+        outer: Mapping[str, Any] | None = None,
         compare_every: int = 0,
+        same_batches: bool = False,
         moments: SharedMoments | None = None,
     ) -> None:
         self._moments = moments
-        self._fingerprint = Fingerprint(compare_every)
+        self._fingerprint = Fingerprint(compare_every, _WHO, same_batches)
+        self._check = SettingsCheck(optimizer, _WHO)
         self.fresh = True
         self.values: dict[str, torch.Tensor] = {}
         self.reducer = reducer
@@ -70,6 +76,7 @@ class SharedParameters(Beside):
         self._compared = self._meeting = False
         self._scale = 1.0
         self._changes: dict[str, torch.Tensor] = {}  # of an exchange that is under way
+        self._latest: Mapping[str, torch.Tensor] = {}  # of the exchange that was begun last, until it is compared
         self._stream: Stream | None = None
         self._means: dict[str, torch.Tensor] | None = None
         self._lr: float | None = None
@@ -99,7 +106,9 @@ class SharedParameters(Beside):
         with torch.no_grad():
             for name, shared in self.values.items():
                 own = self._parameters[name]
-                if own._version != self._versions[name] or not torch.equal(_sample(own), _sample(shared).to(own.dtype)):
+                if own._version != self._versions[name] or not torch.equal(
+                    sample_of(own), sample_of(shared).to(own.dtype)
+                ):
                     if not torch.equal(own, shared.to(own.dtype)):
                         shared.copy_(own)
                         self._compared = False
@@ -133,9 +142,9 @@ class SharedParameters(Beside):
 
         Until `finish` the changes are kept, so that steps can be made meanwhile.
         """
-        self._prepare()
+        yield from self._prepare()
         with torch.no_grad():
-            changes = {name: self._change(name) for name in self.values}
+            self._latest = changes = {name: self._change(name) for name in self.values}
         self._lr = lr
         self._stream = None if thread is None else self.reducer.stream(thread, self._scale, self)
         if self._stream is None:
@@ -169,9 +178,9 @@ class SharedParameters(Beside):
 
         Where it fails, the parameters become the shared ones as they were before.
         """
-        self._prepare()
+        yield from self._prepare()
         with torch.no_grad():
-            changes = {name: self._change(name, in_place=True) for name in self.values}
+            self._latest = changes = {name: self._change(name, in_place=True) for name in self.values}
         means = yield from self._averaged(changes, lr)
         with torch.no_grad():
             self._move(means, lr)
@@ -214,6 +223,8 @@ class SharedParameters(Beside):
         yield from agree(Signature(settings, members), None, group, _WHO)
         if self._meeting:
             return None
+        if not self.frozen:
+            yield from self._check.compare(group)
         yield from check_same(
             self.values,
             group,
@@ -226,7 +237,10 @@ class SharedParameters(Beside):
 
     def exchange(self) -> Generator[Asked, Any, bool]:
         """See `Beside.exchange`: shared parameters are compared now and then, and second moments averaged."""
-        yield from self._fingerprint.look(self.values, self.reducer.transport.group, _WHO)
+        group = self.reducer.transport.group
+        yield from self._fingerprint.look(self.values, group, () if self.frozen else self._latest.values())
+        self._latest = {}
+        yield from self._check.finish(group)
         if self._moments is None:
             return True
         return (yield from self._moments.average(self._scale))
@@ -279,7 +293,7 @@ class SharedParameters(Beside):
     def _watch(self) -> None:
         """Let parameters take part that require a gradient now; those that do so once take part for ever."""
         for name, own in self._parameters.items():
-            if own.requires_grad and name not in self.values:
+            if (own.requires_grad or own.grad is not None) and name not in self.values:
                 dtype = torch.float32 if own.dtype in (torch.float16, torch.bfloat16) else own.dtype
                 self.values[name] = own.detach().to(dtype, copy=True)
                 self._versions[name] = own._version
@@ -287,9 +301,11 @@ class SharedParameters(Beside):
                 if self._outer is not None:
                     self._outer.add_param_group({"params": [self.values[name]]})
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> Generator[Asked, Any, None]:
         self._watch()
         self.stale = not self._compared
+        if not self.frozen and (yield from self._check.begin(self.reducer.transport.group)):
+            self.stale = True
         if self._moments is not None:
             self._moments.prepare(self._taking_part(), self.idle)
 
@@ -324,9 +340,3 @@ class SharedParameters(Beside):
         self._outer.step()
         for shared in self.values.values():
             shared.grad = None
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return some elements, evenly spaced."""
-    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
-    return flat[:: max(1, flat.numel() // _LOOKED_AT)]

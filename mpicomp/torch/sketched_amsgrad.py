@@ -40,6 +40,8 @@ class SketchedAMSGrad(Exchanging):
         How large the table is and how much is delivered. None: the defaults of `mpicomp.CountSketch`.
     comm : mpi4py.MPI.Comm, Transport or None
         A communicator is duplicated. None stands for MPI.COMM_WORLD.
+    same_batches : bool
+        Whether ranks are meant to draw the same batches: else there is a warning.
 
     Attributes
     ----------
@@ -50,6 +52,8 @@ class SketchedAMSGrad(Exchanging):
     ------
     ConfigurationError
         For a setting that cannot be.
+    DisagreementError
+        From ``step``, on all ranks, where settings or parameters differ.
     NonFiniteError
         From ``step``, on all ranks, where some rank's gradient is not finite; nothing was changed then.
 
@@ -97,6 +101,7 @@ class SketchedAMSGrad(Exchanging):
         weight_decay: float = 0.0,
         compressor: CountSketch | None = None,
         comm: Any = None,
+        same_batches: bool = False,
     ) -> None:
         chosen = CountSketch() if compressor is None else compressor
 
@@ -117,7 +122,7 @@ class SketchedAMSGrad(Exchanging):
                 raise ConfigurationError(f"SketchedAMSGrad: betas must be at least 0 and below 1, got {betas!r}")
 
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, check, comm)
+        super().__init__(params, defaults, check, comm, same_batches)
         preconditioned = _Preconditioned(**_settings(chosen), variance_of=self._variance_of)
         self.reducers = {"sketched": Reducer(preconditioned, "sketched", comm=self._transport)}
 
@@ -140,7 +145,7 @@ class SketchedAMSGrad(Exchanging):
                 gradient = gradient.add(parameter, alpha=group["weight_decay"])
             momenta[name] = torch.lerp(state["exp_avg"], gradient, 1 - group["betas"][0])
             steps[name] = momenta[name] * group["lr"]
-        means = yield from self.reducer.rounds(steps, float(self.param_groups[0]["lr"]))
+        means = yield from self._exchange(self.reducer, steps, float(self.param_groups[0]["lr"]))
         self.steps += 1
         for name, parameter, group in members:
             state, delivered = self.state[parameter], means[name]

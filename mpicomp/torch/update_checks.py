@@ -13,7 +13,7 @@ from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.moments import DECAYS
 from mpicomp.torch.named import parameters_of
 from mpicomp.torch.updating import WHO, Updating
-from mpicomp.torch.wrapped import Wrapped
+from mpicomp.torch.wrapped import Wrapped, check_no_ddp, warn_of_nested
 
 AUTO = "auto"
 OWN, SHARED = "own", "shared"
@@ -41,6 +41,7 @@ def check(
     late: int,
     fragments: int,
     compare_every: int,
+    ranks: int,
 ) -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
     """Refuse settings that cannot be served; return names, the optimizer's parameters by name, and the compressor."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -92,6 +93,8 @@ def check(
     parameters = parameters_of(optimizer, named, WHO)
     if fragments > len(parameters):
         raise ConfigurationError(f"{WHO}: fragments must be at most {len(parameters)}, as many as parameters")
+    check_no_ddp(parameters, ranks, WHO)
+    warn_of_nested(optimizer, WHO)
     return named, parameters, chosen
 
 

@@ -15,6 +15,7 @@ from mpicomp.torch.comparing import COMPARE_EVERY
 from mpicomp.torch.moments import SharedMoments
 from mpicomp.torch.overlap import overlap_thread
 from mpicomp.torch.shared_parameters import SharedParameters
+from mpicomp.torch.step_watch import StepWatch
 from mpicomp.torch.update_checks import AUTO, Sharing, check, check_moments
 from mpicomp.torch.updating import WHO, Updating
 from mpicomp.torch.wrapped import Wrapped, unwrap, wrap
@@ -42,6 +43,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     comm: Any = None,
     warmup: int | str | None = None,
     compare_every: int = COMPARE_EVERY,
+    same_batches: bool = False,
     **settings: Any,
 ) -> Any:
     """Make ranks exchange what their optimizers have changed, compressed, in place of gradients.
@@ -92,8 +94,11 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         Of changes that are not finite on some rank; see `mpicomp.Reducer`. With ``"skip"`` a rank leaves out its own
         step where its gradients are not, so that no NaN enters its optimizer.
     compare_every : int
-        Exchanges from one comparison of the ranks' shared parameters to the next, bit for bit; 0 compares them only
-        at the first and where a script has written to parameters.
+        Most exchanges from one comparison of the ranks' shared parameters to the next, bit for bit; the first ones are
+        after 1, 2, 4, 8 and so on. 0 compares them only at the first and where a script has written to parameters.
+    same_batches : bool
+        True says that ranks are meant to draw the same batches. Else there is a warning where the changes of the first
+        exchanges were the same on all of them.
     **settings
         Further settings of `mpicomp.Reducer`.
 
@@ -105,16 +110,18 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         ``reducer``, the first of them; ``synchronize()``, which exchanges all that was changed by now and waits for it,
         to be called on all ranks before the end or a checkpoint where ``every`` or ``late`` has left something;
         ``shared()``, the shared parameters by name; ``rounds(closure)``, its step as a generator of rounds; and
-        ``close()``, after which it can be wrapped anew. Its ``state_dict()`` has the shared parameters and what the
-        reducers keep on this rank under ``"mpicomp"``: with it and the model's, training goes on bit for bit.
+        ``close()``, which ``with`` calls at its end and after which it can be wrapped anew. Its ``state_dict()`` has
+        the shared parameters and what the reducers keep on this rank under ``"mpicomp"``: with it and the model's,
+        training goes on bit for bit.
 
     Raises
     ------
     ConfigurationError
         For an optimizer, parameters or settings that cannot be served.
     DisagreementError
-        At the first exchange, where ranks have other settings or parameters, and at later ones where a script has
-        written to the parameters otherwise on some rank.
+        At the first exchange, where ranks have other parameters, and at later ones where a script has written to the
+        parameters otherwise on some rank; at each where the class or a setting of the optimizer, such as its learning
+        rate, is another one on some rank.
     NonFiniteError
         With ``nonfinite="raise"``, on all ranks; the parameters then are those of the last exchange.
 
@@ -158,7 +165,8 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     try:
 
         def examine() -> Any:
-            found = check(optimizer, named_parameters, every, compressor, outer, late, fragments, compare_every)
+            ranks = transport.group.size
+            found = check(optimizer, named_parameters, every, compressor, outer, late, fragments, compare_every, ranks)
             sharing = check_moments(optimizer, moments)
             return *found, None if transport.group.size == 1 else sharing
 
@@ -182,8 +190,10 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
                 Reducer(chosen, collective, of_part, feedback, nonfinite, transport, **settings),
                 part,
                 own,
+                optimizer,
                 outer,
                 compare_every,
+                same_batches,
                 None if sharing is None else _moments(optimizer, sharing, nonfinite, transport, settings),
             )
             for part, of_part in zip(_cut(parameters, fragments), policies, strict=True)
@@ -193,7 +203,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
             transport.close()
         raise
     beside = late and transport.concurrent and not parts[0].reducer.survives
-    thread = overlap_thread(parts[0].reducer, True) if beside else None
+    thread = overlap_thread(parts[0].reducer, True)[0] if beside else None
     if isinstance(optimizer, Wrapped):
         unwrap(optimizer)
     wrapped = wrap(optimizer, Updating, "Updating")
@@ -206,6 +216,8 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     wrapped._mpicomp_skips = nonfinite == "skip"
     wrapped._mpicomp_transport, wrapped._mpicomp_owned = transport, transport is not comm
     wrapped._mpicomp_closed = False
+    wrapped._mpicomp_watch = StepWatch(WHO, accumulates=True)
+    wrapped._mpicomp_hooks = wrapped._mpicomp_watch.hooks_of(parameters)
     if thread is not None:
         weakref.finalize(wrapped, thread.stop).atexit = False
     return wrapped

@@ -11,8 +11,9 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Asked
 from mpicomp.torch.comparing import share
-from mpicomp.torch.named import names_of_group
+from mpicomp.torch.named import named_group
 from mpicomp.torch.shared_parameters import SharedParameters
+from mpicomp.torch.step_watch import StepWatch
 from mpicomp.torch.wrapped import Arguments, Wrapped
 from mpicomp.transport import Transport
 from mpicomp.transport.interleave import ProgressThread
@@ -35,6 +36,8 @@ class Updating(Wrapped):
     _mpicomp_transport: Transport
     _mpicomp_owned: bool
     _mpicomp_closed: bool
+    _mpicomp_watch: StepWatch
+    _mpicomp_hooks: list[Any]
     _mpicomp_exchanges = True
     _mpicomp_idle = False
     _mpicomp_joined: "Joined | None" = None
@@ -161,6 +164,7 @@ class Updating(Wrapped):
 
     def _mpicomp_after(self) -> None:
         """Exchange where it is due. Collective."""
+        self._mpicomp_watch.stepped()
         scaled, gradients = self._mpicomp_hidden
         for part in self._mpicomp_parts:
             part.follow()
@@ -213,13 +217,20 @@ class Updating(Wrapped):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; see `torch.optim.Optimizer.add_param_group`. On all ranks, between two steps.
 
+        Those that were not among ``named_parameters`` are given with their names, as ``{"params":
+        head.named_parameters(prefix="head")}``. After ``close()`` no name is needed.
+
         Raises
         ------
         ConfigurationError
-            Where they were not among ``named_parameters``.
+            Where one has no name.
         """
-        super().add_param_group(param_group)  # type: ignore[misc]
-        self._mpicomp_parts[-1].add(names_of_group(self, self._mpicomp_names, WHO))
+        plain, new = named_group(self, param_group, self._mpicomp_names, WHO, self._mpicomp_closed)
+        super().add_param_group(plain)  # type: ignore[misc]
+        if not self._mpicomp_closed:
+            self._mpicomp_names |= {id(parameter): name for name, parameter in new.items()}
+            self._mpicomp_parts[-1].add(new)
+            self._mpicomp_hooks += self._mpicomp_watch.hooks_of(new)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with the shared parameters and the reducers' states under ``"mpicomp"``.
@@ -272,6 +283,8 @@ class Updating(Wrapped):
     def close(self) -> None:
         """Release its MPI resources. It waits for nobody; a second call does nothing."""
         self._mpicomp_closed = True
+        while self._mpicomp_hooks:
+            self._mpicomp_hooks.pop().remove()
         if self._mpicomp_thread is not None:
             self._mpicomp_thread.stop()
             self._mpicomp_thread = None

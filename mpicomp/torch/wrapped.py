@@ -1,8 +1,10 @@
 """An optimizer that becomes one that exchanges: whichever way its step is reached, the exchange comes with it."""
 
 import functools
+import gc
 import types
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +16,13 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Uncopied:
-    """An optimizer that holds a communicator, which can be neither copied nor pickled."""
+    """An optimizer that holds a communicator, which can be neither copied nor pickled; ``with`` closes it."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()  # type: ignore[attr-defined]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigurationError(
@@ -91,6 +99,41 @@ def wrap(optimizer: torch.optim.Optimizer, kind: type[Wrapped], prefix: str) -> 
 def unwrap(optimizer: Any) -> None:
     """Make it one of its own class again; its hooks and a step that `wrap` has put into it stay, for the next one."""
     optimizer.__class__ = type(optimizer).__bases__[1]
+
+
+def check_no_ddp(parameters: Mapping[str, torch.Tensor], ranks: int, subsystem: str) -> None:
+    """Refuse parameters of a model that DistributedDataParallel averages over as many ranks already."""
+    if ranks == 1 or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    ours = {id(parameter) for parameter in parameters.values()}
+    kind = torch.nn.parallel.DistributedDataParallel
+    for model in [each for each in gc.get_objects() if issubclass(type(each), kind)]:
+        everywhere = (
+            torch.distributed.get_world_size(model.process_group) == torch.distributed.get_world_size() == ranks
+        )
+        if everywhere and any(id(parameter) in ours for parameter in model.parameters()):
+            raise ConfigurationError(
+                f"{subsystem}: the model is in DistributedDataParallel, which averages its gradients over all {ranks} "
+                "ranks already, uncompressed; train the module without it, or keep it with a plain optimizer and "
+                "register mpicomp.torch.ddp_comm_hook"
+            )
+
+
+def warn_of_nested(optimizer: torch.optim.Optimizer, subsystem: str) -> None:
+    """Warn where an optimizer holds another one, which may be stepped by itself."""
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, torch.optim.Optimizer):
+            if isinstance(inner, Wrapped):
+                raise ConfigurationError(
+                    f"{subsystem}: the optimizer inside, optimizer.{name}, exchanges already; leave the outer one as "
+                    "it is"
+                )
+            warnings.warn(
+                f"{subsystem}: {type(optimizer).__name__} holds another optimizer, optimizer.{name}. step() of the "
+                "outer one exchanges; where other methods step, as in SAM, call optimizer.synchronize() before each, "
+                f"or wrap optimizer.{name} in place of the outer one",
+                stacklevel=3,
+            )
 
 
 def _come_before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:

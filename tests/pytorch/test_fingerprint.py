@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch")
 
 def looks(world, replicas, every, times):
     """Compare so many times; return the errors of all ranks at the time when there are some, and that time."""
-    prints = [Fingerprint(every) for _ in replicas]
+    prints = [Fingerprint(every, "X") for _ in replicas]
     groups = [end.group for end in world.transports]
     for time in range(times):
         try:
-            world.run([own.look(ours, group, "X") for own, ours, group in zip(prints, replicas, groups, strict=True)])
+            world.run([own.look(ours, group) for own, ours, group in zip(prints, replicas, groups, strict=True)])
         except DisagreementError as error:
             return time, str(error)
     return None
@@ -29,12 +29,12 @@ def test_any_bit_that_differs_is_found(dtype, size):
     start = {"a": torch.randn(5, 3).to(dtype), "b": torch.randn(40).to(dtype).reshape(8, 5).T}
     for bit in (0, 3, 7):
         replicas = [{name: own.clone() for name, own in start.items()} for _ in range(size)]
-        assert looks(LocalWorld(size), replicas, 1, 2) is None
+        assert looks(LocalWorld(size), replicas, 1, 3) is None
         flat = replicas[-1]["b"].contiguous().view(torch.uint8).clone()
         flat.view(-1)[11] ^= 1 << bit
         replicas[-1]["b"] = flat.view(dtype).reshape(5, 8)
         time, words = looks(LocalWorld(size), replicas, 1, 2)
-        assert time == 0
+        assert time == 1  # after the first step
         assert words.startswith(f"X: parameter 'b' has other values on rank {size - 1} than on rank 0; replicas have")
 
 
@@ -43,11 +43,24 @@ def test_all_ranks_that_differ_are_named():
     assert "'w' has other values on ranks 1, 3 than on rank 0" in looks(LocalWorld(4), replicas, 2, 2)[1]
 
 
-@pytest.mark.parametrize(("every", "found"), [(1, 0), (3, 2), (0, None)])
-def test_it_is_compared_now_and_then(every, found):
-    replicas = [{"w": torch.full((3,), float(rank))} for rank in range(2)]
-    told = looks(LocalWorld(2), replicas, every, 5)
-    assert (told and told[0]) == found
+@pytest.mark.parametrize(("every", "steps"), [(5, [1, 2, 4, 5, 10, 15, 20]), (1, list(range(1, 21))), (0, [])])
+def test_parameters_are_compared_after_1_2_4_8_steps_and_then_every_so_many(every, steps):
+    compared = []
+    for drifting_from in range(1, 21):
+        world, prints = LocalWorld(2), [Fingerprint(every, "X") for _ in range(2)]
+        for step in range(21):
+            replicas = [{"w": torch.full((3,), float(rank and step >= drifting_from))} for rank in range(2)]
+            try:
+                world.run(
+                    [
+                        own.look(ours, end.group)
+                        for own, ours, end in zip(prints, replicas, world.transports, strict=True)
+                    ]
+                )
+            except DisagreementError:
+                compared.append(step)
+                break
+    assert sorted(set(compared)) == steps
 
 
 def replicas_of(size):
@@ -92,6 +105,7 @@ def test_shared_parameters_are_compared():
         for drifted in (models[1].bias, optimizers[1].shared()["bias"]):
             drifted[2] += 1e-3
     step()
+    step()  # they were compared after the third step, and will be after the sixth one
     with pytest.raises(DisagreementError, match=WORDS):
         step()
 
@@ -107,7 +121,7 @@ def test_replicas_are_compared(comm, compressor):
         comm=comm,
         compare_every=3,
     )
-    for number in range(1, 6):
+    for number in range(1, 7):
         backward(model, rank)
         optimizer.step()
         if number == 4 and rank == 1:

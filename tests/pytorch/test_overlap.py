@@ -177,9 +177,12 @@ def test_a_thread_is_worth_it_where_something_is_waited_for_or_a_core_is_free(co
     try:
         model = network()
         optimizer = distribute(model, transport, overlap=wanted)
+        assert optimizer.overlaps == (expected and wanted is not None)
+        for step in range(3):  # where nothing was said the first two are watched
+            optimizer.zero_grad()
+            square(model, step, comm.rank).backward()
+            optimizer.step()
         assert optimizer.overlaps == expected
-        square(model, 0, comm.rank).backward()
-        optimizer.step()
         assert_replicas(model, comm)
         optimizer.close()
     finally:
@@ -217,3 +220,71 @@ def test_a_thread_level_that_is_too_low_on_some_rank(comm, monkeypatch):
     train(model, optimizer, reference, comm, 3)
     assert_same(model, reference)
     optimizer.close()
+
+
+def clip(model, optimizer, rank):
+    square(model, rank, rank).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def run_backward_twice(model, optimizer, rank):
+    square(model, rank, rank).backward()
+    square(model, rank + 10, rank).backward()
+
+
+def skip_a_batch(model, optimizer, rank):
+    square(model, rank + 20, rank).backward()
+    optimizer.zero_grad()
+    square(model, rank, rank).backward()
+
+
+def backward(model, optimizer, rank):
+    square(model, rank, rank).backward()
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.parametrize(
+    ("script", "seen"),
+    [(clip, "was changed between"), (run_backward_twice, "to a gradient twice"), (skip_a_batch, "zero_grad() came")],
+)
+@pytest.mark.parametrize("first", [0, 1, 4])
+def test_a_script_that_does_not_allow_overlap_is_exchanged_in_the_step(comm, script, seen, first):
+    """On rank 1 alone, and at first in a step that is watched or in one whose exchange has begun."""
+    from mpicomp.transport.mpi import MPITransport
+
+    ends = []
+    for overlap in (False, None):
+        transport = MPITransport(comm, layout=list(range(comm.size)))
+        model = network()
+        optimizer = distribute(model, transport, compressor=mpicomp.TopK(0.2), collective="allgather", overlap=overlap)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(7):
+                optimizer.zero_grad()
+                (script if step >= first and comm.rank == 1 else backward)(model, optimizer, comm.rank + 2 * step)
+                optimizer.step()
+                assert optimizer.overlaps == (overlap is None and 1 <= step < first)
+        texts = [str(warning.message) for warning in caught if "from now on" in str(warning.message)]
+        assert len(texts) == (overlap is None and comm.rank == 0)
+        assert all(seen in text and "seen on rank 1" in text and "would allow it" in text for text in texts)
+        assert_replicas(model, comm)
+        ends.append([p.detach().clone() for p in model.parameters()] + [optimizer.reducer.residual("0.weight")])
+        optimizer.close()
+        transport.close()
+    assert all(np.array_equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+def test_one_rank_that_leaves_overlap_open_has_all_of_them_watched(comm):
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport(comm, layout=list(range(comm.size)))
+    model = network()
+    reference = Reference(model, sgd, comm.size)
+    optimizer = distribute(model, transport, overlap=None if comm.rank == 0 else True)
+    assert not optimizer.overlaps
+    train(model, optimizer, reference, comm, 3)
+    assert optimizer.overlaps
+    assert_same(model, reference)
+    optimizer.close()
+    transport.close()

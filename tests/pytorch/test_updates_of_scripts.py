@@ -167,7 +167,10 @@ def test_sparse_gradients_and_closures():
     world, models = LocalWorld(2), [network(), network()]
     own = [
         mpicomp.torch.UpdateOptimizer(
-            torch.optim.LBFGS(model.parameters(), max_iter=4), model.named_parameters(), comm=end
+            torch.optim.LBFGS(model.parameters(), max_iter=4),
+            model.named_parameters(),
+            comm=end,
+            same_batches=True,
         )
         for model, end in zip(models, world.transports, strict=True)
     ]

@@ -1,0 +1,352 @@
+"""What replicas must have in common is compared, and what must differ: settings, parameters, states, batches."""
+
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+
+import mpicomp
+from mpicomp.errors import ConfigurationError, DisagreementError
+from mpicomp.transport import LocalWorld
+
+torch = pytest.importorskip("torch")
+
+from replicas import assert_replicas, batch, distribute, gloo, network, sgd, square  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def step(model, optimizer, number, rank):
+    optimizer.zero_grad()
+    square(model, number, rank).backward()
+    optimizer.step()
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+WRAPPERS = {
+    "gradients": lambda model, plain, comm: distribute(model, comm, plain, overlap=False),
+    "overlap": lambda model, plain, comm: distribute(model, comm, plain),
+    "updates": lambda model, plain, comm: mpicomp.torch.UpdateOptimizer(plain, model.named_parameters(), comm=comm),
+}
+each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+
+
+@pytest.mark.mpi(min_size=2)
+@each_wrapper
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model, rank: (adam if rank else sgd)(model), "optimizer must be the same .* SGD on rank 0 and Adam on"),
+        (
+            lambda model, rank: torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1 * rank),
+            r"param_groups\[0\]\['weight_decay'\] must be the same on all ranks, got 0.0 on rank 0 and 0.1 on rank 1",
+        ),
+    ],
+    ids=["class", "weight decay"],
+)
+def test_optimizers_that_differ_from_the_start(comm, wrap, make, message):
+    model = network()
+    optimizer = wrap(model, make(model, comm.rank), comm)
+    with pytest.raises(DisagreementError, match=message):
+        step(model, optimizer, 0, comm.rank)
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@each_wrapper
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("tensor", [False, True])
+def test_a_rate_that_differs_is_an_error_in_that_step(comm, wrap, scheduled, tensor):
+    """Both for a rate that had never changed and for one that a schedule changes in every step."""
+    model = network()
+    optimizer = wrap(model, torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1) if tensor else 0.1), comm)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9 if scheduled else 1.0)
+    for number in range(70):
+        step(model, optimizer, number, comm.rank)
+        schedule.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    if comm.rank == comm.size - 1:
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] / 2
+    with pytest.raises(DisagreementError, match=rf"\['lr'\] must be the same .* on rank {comm.size - 1}; a schedule"):
+        step(model, optimizer, 70, comm.rank)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    if comm.rank == comm.size - 1:
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 2
+    for number in range(71, 75):
+        step(model, optimizer, number, comm.rank)
+    assert_replicas(model, comm)
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+def test_settings_that_stay_cost_no_round(comm):
+    """Nor does one change, once it was compared and has not come again for some time."""
+    model = network()
+    optimizer = distribute(model, comm, overlap=False, compare_every=0)
+    extra = []
+    for number in range(80):
+        if number in (5, 6):
+            optimizer.param_groups[0]["lr"] *= 0.5
+        step(model, optimizer, number, comm.rank)
+        extra.append(optimizer.reducer.last_step.overhead_bytes)
+    quiet = extra[4]
+    assert extra[5] > extra[6] > quiet  # compared in full, then digests
+    assert extra[6] - quiet <= 16
+    assert extra[78] == quiet
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("make", [mpicomp.torch.OneBitAdam, mpicomp.torch.SketchedAMSGrad])
+def test_optimizers_of_their_own_compare_rates_parameters_and_batches(comm, make):
+    model = network()
+    optimizer = make(model.named_parameters(), lr=0.01, comm=comm)
+    for number in range(3):
+        step(model, optimizer, number, comm.rank)
+    if comm.rank == 1:
+        optimizer.param_groups[0]["lr"] = 0.02
+    with pytest.raises(DisagreementError, match=r"\['lr'\] must be the same on all ranks, got 0.01 on rank 0 and 0.02"):
+        step(model, optimizer, 3, comm.rank)
+    optimizer.close()
+    if comm.rank == 1:
+        with torch.no_grad():
+            model[0].bias[0] += 1
+    optimizer = make(model.named_parameters(), lr=0.01, comm=comm)
+    with pytest.raises(DisagreementError, match=r"'0.bias' has other values on rank 1 than on rank 0"):
+        step(model, optimizer, 0, comm.rank)
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("lost", ["momentum", "value"])
+def test_states_that_differ_after_a_load_are_found_in_the_next_step(comm, lost):
+    model = network()
+    optimizer = distribute(model, comm)
+    for number in range(2):
+        step(model, optimizer, number, comm.rank)
+    state = optimizer.state_dict()
+    if comm.rank == 1 and lost == "momentum":
+        state["state"].pop(3)
+    elif comm.rank == 1:
+        state["state"][3]["momentum_buffer"][1] += 1e-3
+    optimizer.load_state_dict(state)
+    missing = "'2.bias, momentum_buffer' is on rank 0 but not on rank 1"
+    message = {"momentum": missing, "value": "has other values on rank 1"}
+    with pytest.raises(DisagreementError, match=message[lost]):
+        step(model, optimizer, 2, comm.rank)
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_momenta_that_are_lost_show_in_parameters_soon(comm):
+    model = network()
+    optimizer = distribute(model, comm)
+    for number in range(16):
+        step(model, optimizer, number, comm.rank)
+        if number == 10 and comm.rank:
+            optimizer.state.clear()
+    with pytest.raises(DisagreementError, match="replicas have drifted apart"):
+        step(model, optimizer, 16, comm.rank)
+    optimizer.close()
+
+
+@pytest.mark.mpi
+@each_wrapper
+@pytest.mark.parametrize(("same", "flag"), [(True, False), (True, True), (False, False)])
+def test_ranks_that_draw_the_same_batches_are_told(comm, wrap, same, flag):
+    model = network()
+    optimizer = (
+        wrap(model, sgd(model), comm)
+        if not flag
+        else mpicomp.torch.DistributedOptimizer(sgd(model), model.named_parameters(), comm=comm, same_batches=True)
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(10):
+            step(model, optimizer, number, 0 if same else comm.rank)
+    texts = [str(warning.message) for warning in caught if "draw the same batches" in str(warning.message)]
+    assert len(texts) == (same and not flag and comm.size > 1 and comm.rank == 0)
+    assert all("DistributedSampler" in text and "same_batches=True" in text for text in texts)
+    optimizer.close()
+
+
+class Frozen(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+
+@pytest.mark.mpi
+@each_wrapper
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_parameter_that_is_frozen_with_a_gradient_moves_alike_on_all_ranks(comm, wrap, alike):
+    """Its gradient is averaged, since torch steps by it, also where rank 0 alone has one."""
+    model = Frozen()
+    optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), comm)
+
+    def loss(number, both):
+        inputs = batch(number, comm.rank)
+        return model.last(model.first(inputs) if both else inputs).square().mean()
+
+    for number in range(5):
+        optimizer.zero_grad()
+        loss(number, both=alike or number != 1 or comm.rank == 0).backward()
+        if number == 1:
+            model.first.requires_grad_(False)
+        optimizer.step()
+        assert_replicas(model, comm)
+    before = model.first.weight.clone()
+    for number in range(5, 8):
+        optimizer.zero_grad()
+        loss(number, both=True).backward()
+        optimizer.step()
+    assert torch.equal(before, model.first.weight)
+    assert_replicas(model, comm)
+    optimizer.close()
+
+
+@pytest.mark.mpi(max_size=2)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_mean_of_a_gradient_that_is_frozen_after_backward(comm, overlap):
+    model = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = distribute(model, comm, torch.optim.SGD(model.parameters(), lr=1.0), overlap=overlap)
+    for number in range(2):
+        optimizer.zero_grad()
+        model.weight.requires_grad_(True)
+        model(torch.full((1, 4), float(comm.rank + number))).sum().backward()
+        model.weight.requires_grad_(False)
+        optimizer.step()
+    moved = sum(np.mean([rank + number for rank in range(comm.size)]) for number in range(2))
+    assert torch.equal(model.weight, torch.full((1, 4), 1 - moved))
+    optimizer.close()
+
+
+class TwoHalves(torch.optim.Optimizer):
+    """Steps by two methods, as SAM does."""
+
+    def __init__(self, params, lr, holds=True):
+        super().__init__(params, {"lr": lr})
+        if holds:
+            self.inner = torch.optim.SGD(self.param_groups, lr=lr)
+
+    @torch.no_grad()
+    def first_half(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data += 0.05 * parameter.grad
+
+    def second_half(self):
+        self.inner.step()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("wrap", [WRAPPERS["gradients"], WRAPPERS["updates"]])  # overlap refuses the second backward
+def test_an_optimizer_that_is_stepped_by_other_methods(comm, wrap):
+    model = network()
+    with pytest.warns(UserWarning, match=r"TwoHalves holds another optimizer, optimizer.inner.*wrap optimizer.inner"):
+        optimizer = wrap(model, TwoHalves(model.parameters(), lr=0.1), comm)
+    for number in range(19):
+        model.zero_grad()
+        square(model, number, comm.rank).backward()
+        (optimizer.second_half if number % 2 else optimizer.first_half)()
+    model.zero_grad()
+    loss = square(model, 19, comm.rank)
+    with pytest.raises(ConfigurationError, match=r"filled gradients 20 times .* another method, such as first_step"):
+        loss.backward()
+    optimizer.close()
+
+
+def test_many_backward_passes_without_a_step_are_a_warning_alone():
+    model = network()
+    optimizer = distribute(model, LocalWorld(1).transports[0], overlap=False)
+    for number in range(19):
+        square(model, number, 0).backward()
+    loss = square(model, 19, 0)
+    with pytest.warns(UserWarning, match=r"filled gradients 20 times without .* `with optimizer.accumulate\(\):`"):
+        loss.backward()
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(50):
+            with optimizer.accumulate():
+                square(model, number, 0).backward()
+        optimizer.step()
+    optimizer.close()
+
+
+def test_an_inner_optimizer_that_exchanges_already_is_refused():
+    model = network()
+    outer = TwoHalves(model.parameters(), lr=0.1)
+    outer.inner = distribute(model, LocalWorld(1).transports[0], outer.inner, overlap=False)
+    with pytest.raises(ConfigurationError, match=r"optimizer.inner, exchanges already; leave the outer one as it is"):
+        distribute(model, LocalWorld(1).transports[0], outer)
+
+
+@pytest.mark.mpi
+@each_wrapper
+@pytest.mark.parametrize("as_torch_has_them", [False, True])
+def test_a_new_head_in_the_middle_of_training(comm, wrap, as_torch_has_them):
+    model = network()
+    plain = torch.optim.SGD(model.named_parameters() if as_torch_has_them else model.parameters(), lr=0.1)
+    optimizer = wrap(model, plain, comm)
+    for number in range(3):
+        step(model, optimizer, number, comm.rank)
+    torch.manual_seed(1)
+    head = torch.nn.Linear(2, 2)
+    if not as_torch_has_them:
+        with pytest.raises(ConfigurationError, match=r"no name; pass names .*named_parameters\(prefix="):
+            optimizer.add_param_group({"params": head.parameters()})
+    with pytest.raises(ConfigurationError, match=r"two parameters are named '0.weight'"):
+        optimizer.add_param_group({"params": [("0.weight", head.weight)]})
+    optimizer.add_param_group({"params": head.named_parameters(prefix="head"), "lr": 0.2})
+    before = head.weight.clone()
+    whole = torch.nn.Sequential(model, head)
+    for number in range(3, 6):
+        step(whole, optimizer, number, comm.rank)
+    assert not torch.equal(before, head.weight)
+    assert optimizer.reducer.residual("head.weight").shape == (2, 2)
+    assert_replicas(whole, comm)
+    optimizer.close()
+    late = torch.nn.Linear(2, 2)
+    members = late.named_parameters(prefix="late") if as_torch_has_them else late.parameters()
+    optimizer.add_param_group({"params": members})
+    assert len(optimizer.param_groups) == 3
+    optimizer = wrap(torch.nn.ModuleDict({"whole": whole, "late": late}), optimizer, comm)
+    step(whole, optimizer, 0, comm.rank)
+    optimizer.close()
+
+
+def test_a_scaler_is_pickled_as_it_was():
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = distribute(model, LocalWorld(1).transports[0], scaler=scaler, overlap=False)
+    copied = pickle.loads(pickle.dumps(scaler))
+    assert type(copied) is torch.amp.GradScaler
+    assert copied.get_scale() == 8.0
+    scaler.scale(square(model, 0, 0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.reducer.last_step is not None
+    optimizer.close()
+
+
+@each_wrapper
+def test_with_closes(wrap):
+    model = network()
+    with wrap(model, sgd(model), LocalWorld(1).transports[0]) as optimizer:
+        step(model, optimizer, 0, 0)
+    wrap(model, optimizer, LocalWorld(1).transports[0]).close()
+
+
+@pytest.mark.mpi(min_size=2)
+@each_wrapper
+def test_a_model_in_distributed_data_parallel_is_noticed(comm, wrap):
+    with gloo(comm):
+        model = torch.nn.parallel.DistributedDataParallel(network())
+        with pytest.raises(ConfigurationError, match=r"in DistributedDataParallel, .* all \d ranks already"):
+            wrap(model, sgd(model), comm)
