@@ -20,6 +20,11 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COMPARE_EVERY = 500
 """Exchanges from one comparison of replicas to the next, where nothing else is said: it costs under a thousandth."""
 
+DRIFT_ADVICE = (
+    "replicas have drifted apart: load the last checkpoint, and have all ranks write the same to parameters between "
+    "steps"
+)
+
 
 def share(own: Any, group: Group) -> Generator[Asked, Any, NDArray[np.uint8]]:
     """Return everyone's bytes, of which all have equally many, a row for each rank. As rounds."""
@@ -86,7 +91,11 @@ class Fingerprint:
         self._equal_gradients = 0  # steps in which all ranks had the same ones
 
     def look(
-        self, tensors: Mapping[str, torch.Tensor], group: Group, gradients: Iterable[torch.Tensor] = ()
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        group: Group,
+        gradients: Iterable[torch.Tensor] = (),
+        advice: str = DRIFT_ADVICE,
     ) -> Generator[Asked, Any, None]:
         """Compare, if it is time to; once a step, before it is applied, on all ranks. As rounds; see `check_same`.
 
@@ -98,6 +107,8 @@ class Fingerprint:
             All ranks.
         gradients : iterable of torch.Tensor
             This rank's, before they are averaged; none where some rank has no batch.
+        advice : str
+            End of the error message.
         """
         self._steps += 1
         steps = self._steps
@@ -108,13 +119,7 @@ class Fingerprint:
         sums = [_sum_of_bits(tensors.values()), _sum_of_bits(gradients) if tells_batches else np.int64(0)]
         everyones = (yield from share(np.array(sums).view(_BYTE), group)).copy().view(np.int64)
         if (everyones[:, 0] != everyones[0, 0]).any():
-            yield from check_same(
-                tensors,
-                group,
-                self._subsystem,
-                "replicas have drifted apart: load the last checkpoint, and have all ranks write the same to "
-                "parameters between steps",
-            )
+            yield from check_same(tensors, group, self._subsystem, advice)
         if tells_batches:
             self._equal_gradients += bool(everyones[0, 1] and (everyones[:, 1] == everyones[0, 1]).all())
             if self._equal_gradients == _BATCH_STEPS and group.rank == 0:

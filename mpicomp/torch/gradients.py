@@ -17,7 +17,7 @@ from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside, Given
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Asked, Group
-from mpicomp.torch.comparing import Fingerprint, check_same, share
+from mpicomp.torch.comparing import DRIFT_ADVICE, Fingerprint, check_same, share
 from mpicomp.torch.overlap import overlap_thread
 from mpicomp.torch.replica_checks import SettingsCheck
 from mpicomp.torch.sparse_gradients import as_sparse, mean_of_sparse
@@ -44,6 +44,10 @@ _OBSTACLES = {
 _TWICE, _CHANGED, _CLEARED = _OBSTACLES
 """Reasons for which gradients cannot be exchanged while backward goes on, and what would allow it."""
 
+_JOIN_ADVICE = (
+    "while some ranks had no batches left, others changed it beside the optimizer's step: do so in a hook of "
+    "register_step_post_hook, which runs on all ranks"
+)
 _NO_GRADIENT, _DENSE, _SPARSE = range(3)
 
 _joined: "Gradients | None" = None
@@ -241,11 +245,7 @@ class Gradients(Beside):
         if self._active.any():
             return True
         if self._drifting:
-            advice = (
-                "while some ranks had no batches left, others changed it beside the optimizer's step: do so in a hook "
-                "of register_step_post_hook, which runs on all ranks"
-            )
-            self.run(self._compare(advice))
+            self.run(self._compare(_JOIN_ADVICE))
         return False
 
     def average(self, lr: Any, problem: MpicompError | None = None) -> None:
@@ -379,7 +379,7 @@ class Gradients(Beside):
         """See `Beside.exchange`: rows of sparse gradients. Parameters are compared first, now and then."""
         own = self._own()
         gradients = [] if self.frozen else [p.grad for p in own.values() if p.grad is not None]
-        yield from self._fingerprint.look(own, self.group, gradients)
+        yield from self._fingerprint.look(own, self.group, gradients, _JOIN_ADVICE if self._drifting else DRIFT_ADVICE)
         yield from self._settings.finish(self.group)
         self._rows_means = {}
         for name, parameter in own.items():
