@@ -1,5 +1,6 @@
 """Scripts of the shapes that public ones have are trained, saved, loaded and resumed, on one host."""
 
+import importlib.util
 from functools import partial
 
 import pytest
@@ -37,3 +38,43 @@ def test_script_averages_gradients_as_by_hand(comm, tmp_path, name):
     torch.testing.assert_close(
         dict(model.named_parameters()), dict(reference.named_parameters()), rtol=1e-9, atol=1e-12
     )
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
+@pytest.mark.filterwarnings("ignore")  # Lightning's
+def test_lightning_resumes_from_its_own_checkpoint(comm, tmp_path):
+    import lightning
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+
+    class Lit(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+        def training_step(self, batch, index):
+            return self.layers(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            optimizer = exchanging(comm, SETTINGS["topk"], torch.optim.AdamW(self.parameters(), lr=0.01), self)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+    data = torch.utils.data.TensorDataset(torch.randn(20, 8, generator=torch.Generator().manual_seed(comm.rank)))
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+    def fit(epochs, **more):
+        module, own = Lit(), {"accelerator": "cpu", "devices": 1, "plugins": [LightningEnvironment()]}
+        clipping = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
+        trainer = lightning.Trainer(max_epochs=epochs, default_root_dir=tmp_path, **own, **quiet, **clipping)
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4), **more)
+        file = tmp_path / "last.ckpt"
+        trainer.save_checkpoint(file)
+        module.trainer.optimizers[0].close()
+        return module, file
+
+    whole, _ = fit(3)
+    _, file = fit(1)
+    resumed, _ = fit(3, ckpt_path=file)
+    assert_replicas(whole, comm)
+    assert bits(resumed) == bits(whole)
