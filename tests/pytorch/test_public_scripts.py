@@ -5,9 +5,12 @@ from functools import partial
 
 import pytest
 
+import mpicomp
+from mpicomp.errors import ConfigurationError
+
 torch = pytest.importorskip("torch")
 
-from replicas import assert_replicas  # noqa: E402
+from replicas import assert_replicas, distribute, network, square  # noqa: E402
 from script_shapes import CLIPPING, SCRIPTS, bits, by_hand, exchanging, stopped_and_resumed  # noqa: E402
 
 torch.set_num_threads(1)
@@ -78,3 +81,45 @@ def test_lightning_resumes_from_its_own_checkpoint(comm, tmp_path):
     resumed, _ = fit(3, ckpt_path=file)
     assert_replicas(whole, comm)
     assert bits(resumed) == bits(whole)
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_closure_that_synchronizes_exchanges_once(comm, overlap):
+    """Lightning calls the clipping of docs/examples/with_lightning.py inside the optimizer's closure."""
+    models = []
+    for inside in (True, False):
+        model = network()
+        optimizer = distribute(model, comm, None, mpicomp.TopK(ratio=0.1), "allgather", overlap=overlap)
+
+        def clipped(step, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = square(model, step, comm.rank)
+            loss.backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            return loss
+
+        for step in range(4):
+            if inside:
+                optimizer.step(partial(clipped, step))
+            else:
+                clipped(step)
+                optimizer.step()
+        assert optimizer.reducer.last_step.step == 3
+        models.append(bits(model))
+        optimizer.close()
+    assert models[0] == models[1]
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+def test_gradients_written_through_data_are_noticed(comm):
+    """torch counts no version of what is written through ``.data``, as many scripts clamp gradients."""
+    model = network()
+    optimizer = distribute(model, comm, overlap=True)
+    square(model, 0, comm.rank).backward()
+    for parameter in model.parameters():
+        parameter.grad.data.clamp_(-1e-3, 1e-3)
+    with pytest.raises(ConfigurationError, match=r"was changed between backward\(\) and step\(\)"):
+        optimizer.step()
+    optimizer.close()
