@@ -7,6 +7,7 @@ from mpicomp.errors import DisagreementError
 torch = pytest.importorskip("torch")
 
 from replicas import Reference, assert_replicas, assert_same, distribute, network, sgd, square  # noqa: E402
+from script_shapes import bits  # noqa: E402
 
 import mpicomp.torch  # noqa: E402
 
@@ -69,9 +70,11 @@ def test_fault_of_one_optimizer_is_one_error(comm, fault):
     if comm.rank == comm.size - 1:
         fault(model, optimizer)
     most_steps, words = FAULTS[fault]
+    before = bits(model)
     with pytest.raises(DisagreementError, match=words) as raised:
         _train(model, optimizer, comm.rank, range(FAULT_STEP, FAULT_STEP + most_steps))
     assert len(set(comm.allgather(str(raised.value)))) == 1
+    assert most_steps > 1 or bits(model) == before
     optimizer.close()
 
 
