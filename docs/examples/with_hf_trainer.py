@@ -27,7 +27,8 @@ class Trainer(transformers.Trainer):
         return self.optimizer
 
     def log(self, logs, *args, **kwargs):
-        super().log(logs | self.exchanging.reducer.last_step.scalars(), *args, **kwargs)
+        scalars = self.exchanging.reducer.last_step.scalars() if "loss" in logs else {}  # else it is the summary
+        super().log(logs | scalars, *args, **kwargs)
 
 
 class Clipping(transformers.TrainerCallback):
@@ -51,7 +52,7 @@ def main(folder, epochs=4):
         output_dir=folder,
         per_device_train_batch_size=16,
         num_train_epochs=epochs,
-        learning_rate=0.05,
+        learning_rate=0.3,
         optim="sgd",
         max_grad_norm=0,  # see Clipping
         logging_steps=1,

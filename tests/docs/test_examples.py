@@ -47,6 +47,20 @@ def test_a_script_that_was_turned_over_in_three_lines(comm):
     assert (everyones == everyones[0]).all()
 
 
+@pytest.mark.mpi(max_size=3)
+def test_script_with_epochs_resumes(comm, tmp_path, capsys):
+    torch = pytest.importorskip("torch")
+    main = runpy.run_path(str(EXAMPLES / "epochs_torch.py"))["main"]
+    _, error = main(tmp_path, epochs=2)
+    model, later = main(tmp_path, epochs=6)
+    assert later < 0.7 * error
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"epoch {epoch}" for epoch in range(6) if comm.rank == 0]
+    mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    assert all(torch.equal(mine, other) for other in comm.allgather(mine))
+    assert (tmp_path / "model.pt").exists() == (comm.rank == 0)
+
+
 def test_the_three_lines_are_those_of_the_readme():
     plain = (EXAMPLES / "plain_torch.py").read_text().splitlines()
     lines = (EXAMPLES / "distributed_torch.py").read_text().splitlines()
