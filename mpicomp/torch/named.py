@@ -1,11 +1,91 @@
-"""The parameters of an optimizer by their names."""
+"""The parameters of an optimizer: their names, which of them can be exchanged, and complex ones as reals."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mpicomp.errors import ConfigurationError
+
+Named = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+"""Parameters with names: a model stands for its ``named_parameters()``."""
+SERVED_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complex tensor as pairs of reals, with a last dimension of 2; any other tensor as it is.
+
+    The memory is shared, except with a tensor that is conjugated lazily.
+    """
+    if not tensor.is_complex():
+        return tensor
+    return torch.view_as_real(tensor.resolve_conj())
+
+
+def named_of(named: Named, subsystem: str) -> list[tuple[str, torch.Tensor]]:
+    """Return pairs of name and parameter.
+
+    Raises
+    ------
+    ConfigurationError
+        For what holds no such pairs, such as ``model.parameters()``.
+    """
+    if isinstance(named, torch.nn.Module):
+        return list(named.named_parameters())
+    try:
+        pairs: list[Any] = list(named.items() if isinstance(named, Mapping) else named)
+    except TypeError:
+        pairs = [named]
+    for pair in pairs:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            what = "a parameter without a name" if isinstance(pair, torch.Tensor) else type(pair).__name__
+        elif not isinstance(pair[1], torch.Tensor):
+            what = f"{type(pair[1]).__name__} under the name '{pair[0]}'"
+        else:
+            continue
+        raise ConfigurationError(
+            f"{subsystem}: pairs of name and parameter are needed, got {what}; pass named_parameters="
+            "model.named_parameters(), or the model itself"
+        )
+    return [(name, parameter) for name, parameter in pairs]
+
+
+def check_kind(name: str, parameter: torch.Tensor, subsystem: str) -> None:
+    """Refuse a parameter whose gradients cannot be exchanged."""
+    if torch.nn.parameter.is_lazy(parameter):
+        found = "has no shape yet"
+        advice = "run one batch through the model, on all ranks, before the optimizer is made"
+    elif is_sharded(parameter):
+        found = "is a DTensor, of which each rank holds a part"
+        advice = "FSDP and tensor parallelism are not served, see docs/pytorch.md; leave out fully_shard()"
+    elif parameter.is_meta:
+        found = "is on the device 'meta' and has no values"
+        advice = "call model.to_empty(device=...) and load or initialise it before the optimizer is made"
+    elif parameter.layout != torch.strided:
+        found = f"has the layout {parameter.layout}"
+        advice = "keep it as a dense parameter; its gradients may be sparse"
+    elif parameter.is_quantized or parameter.dtype not in SERVED_DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in SERVED_DTYPES)
+        found = f"is of {str(parameter.dtype).removeprefix('torch.')}"
+        advice = f"parameters that are trained must be one of {known}; keep a master copy in one of them"
+    elif parameter.is_conj() or parameter.is_neg():
+        found = "is a view that conjugates or negates lazily"
+        advice = "make the parameter of tensor.resolve_conj().resolve_neg()"
+    else:
+        return
+    raise ConfigurationError(f"{subsystem}: parameter '{name}' {found}; {advice}")
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, whose module is not loaded for that."""
+    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
 
 
 def parameters_of(
@@ -25,7 +105,7 @@ def parameters_of(
     Raises
     ------
     ConfigurationError
-        Where names are not unique, or a parameter that requires a gradient has none.
+        Where names are not unique, or a parameter that requires a gradient has none or cannot be exchanged.
     """
     ours = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     chosen: dict[str, torch.Tensor] = {}
@@ -36,6 +116,9 @@ def parameters_of(
         if id(parameter) in ours and id(parameter) not in seen:
             chosen[name] = parameter
             seen.add(id(parameter))
+    for name, parameter in chosen.items():
+        if parameter.requires_grad:
+            check_kind(name, parameter, subsystem)
     missing = [parameter for key, parameter in ours.items() if parameter.requires_grad and key not in seen]
     if missing:
         raise ConfigurationError(
@@ -60,7 +143,14 @@ def names_of_group(optimizer: Any, names: Mapping[int, str], subsystem: str) -> 
         Start of the error message.
     """
     try:
-        return {names[id(parameter)]: parameter for parameter in optimizer.param_groups[-1]["params"]}
+        new = {names[id(parameter)]: parameter for parameter in optimizer.param_groups[-1]["params"]}
+        for name, parameter in new.items():
+            if parameter.requires_grad:
+                check_kind(name, parameter, subsystem)
+        return new
+    except ConfigurationError:
+        optimizer.param_groups.pop()
+        raise
     except KeyError:
         optimizer.param_groups.pop()
         raise ConfigurationError(
