@@ -1,6 +1,8 @@
 """Data-parallel training in the slow and obvious way: one process, one model, the ranks' gradients averaged by hand."""
 
+import contextlib
 import copy
+import socket
 
 import numpy as np
 import torch
@@ -106,3 +108,20 @@ class Branches(torch.nn.Module):
         for place in order:
             hidden = torch.tanh(self.branches[place](hidden))
         return hidden
+
+
+@contextlib.contextmanager
+def gloo(comm):
+    """A process group of the communicator's ranks."""
+    port = None
+    if comm.rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    port = comm.bcast(port)
+    address = f"tcp://127.0.0.1:{port}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=comm.rank, world_size=comm.size)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

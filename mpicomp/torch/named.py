@@ -17,6 +17,11 @@ SERVED_DTYPES = (
     torch.complex64,
     torch.complex128,
 )
+MAX_NORM = (
+    "forward of an Embedding with max_norm= writes to its weight, in the rows that the rank's batch looks up; leave "
+    "max_norm out and call weight.data.renorm_(2, 0, max_norm) after optimizer.step() on all ranks"
+)
+"""Why replicas come apart, and what to do."""
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,15 +34,26 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor.resolve_conj())
 
 
-def named_of(named: Named, subsystem: str) -> list[tuple[str, torch.Tensor]]:
+def named_of(named: Named, subsystem: str, ranks: int) -> list[tuple[str, torch.Tensor]]:
     """Return pairs of name and parameter.
+
+    Parameters
+    ----------
+    named : iterable of (str, torch.Tensor), mapping or torch.nn.Module
+        What a script has passed.
+    subsystem : str
+        Start of error messages.
+    ranks : int
+        Number of ranks that have to hold the same parameters.
 
     Raises
     ------
     ConfigurationError
-        For what holds no such pairs, such as ``model.parameters()``.
+        For what holds no such pairs, such as ``model.parameters()``, and for a model whose replicas cannot stay equal.
     """
     if isinstance(named, torch.nn.Module):
+        if ranks > 1:
+            check_forward(named, subsystem)
         return list(named.named_parameters())
     try:
         pairs: list[Any] = list(named.items() if isinstance(named, Mapping) else named)
@@ -55,6 +71,13 @@ def named_of(named: Named, subsystem: str) -> list[tuple[str, torch.Tensor]]:
             "model.named_parameters(), or the model itself"
         )
     return [(name, parameter) for name, parameter in pairs]
+
+
+def check_forward(model: torch.nn.Module, subsystem: str) -> None:
+    """Refuse a model whose forward writes to parameters: replicas with different batches come apart."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm is not None:
+            raise ConfigurationError(f"{subsystem}: '{name or 'the model'}' has max_norm={module.max_norm}: {MAX_NORM}")
 
 
 def check_kind(name: str, parameter: torch.Tensor, subsystem: str) -> None:

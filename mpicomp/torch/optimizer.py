@@ -120,7 +120,9 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     transport = connect(comm)
     try:
         named, parameters, chosen = together(
-            lambda: _check(optimizer, named_parameters, compressor, compare_every, settings, scaler),
+            lambda: _check(
+                optimizer, named_parameters, compressor, compare_every, settings, scaler, transport.group.size
+            ),
             transport,
             "DistributedOptimizer",
         )
@@ -365,6 +367,7 @@ def _check(
     compare_every: int,
     settings: Mapping[str, Any],
     scaler: torch.amp.GradScaler | None,
+    ranks: int,
 ) -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
     """Refuse settings that cannot be served; return names, the optimizer's parameters by name, and the compressor."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -390,7 +393,7 @@ def _check(
             f"apply its own, {own[0]}, once more; set momentum=0 in one of them"
         )
     check_settings(settings, compressor, "DistributedOptimizer")
-    named = named_of(named_parameters, "DistributedOptimizer")
+    named = named_of(named_parameters, "DistributedOptimizer", ranks)
     parameters = parameters_of(optimizer, named, "DistributedOptimizer")
     if scaler is not None:
         for name, parameter in parameters.items():

@@ -1,7 +1,5 @@
 """DistributedDataParallel over gloo whose buckets go through mpicomp."""
 
-import contextlib
-import socket
 from types import SimpleNamespace
 
 import pytest
@@ -11,26 +9,9 @@ from mpicomp.errors import ConfigurationError
 
 torch = pytest.importorskip("torch")
 
-from replicas import Reference, assert_replicas, assert_same, batch  # noqa: E402
+from replicas import Reference, assert_replicas, assert_same, batch, gloo  # noqa: E402
 
 torch.set_num_threads(1)
-
-
-@contextlib.contextmanager
-def gloo(comm):
-    """A process group of the communicator's ranks."""
-    port = None
-    if comm.rank == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-    port = comm.bcast(port)
-    address = f"tcp://127.0.0.1:{port}"
-    torch.distributed.init_process_group("gloo", init_method=address, rank=comm.rank, world_size=comm.size)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def network():
@@ -130,7 +111,14 @@ def test_a_future_knows_the_device_of_its_value(device, monkeypatch):
     monkeypatch.setattr(torch.futures, "Future", Recorded)
     state = object.__new__(mpicomp.torch.DDPState)
     state._gradients, state._thread, state._stream, state._waiting = {}, None, None, []
-    buffer = SimpleNamespace(is_cuda=device != "cpu", device=torch.device(device))
+    values = torch.empty(0)
+    buffer = SimpleNamespace(
+        is_cuda=device != "cpu",
+        device=torch.device(device),
+        layout=values.layout,
+        is_complex=values.is_complex,
+        reshape=values.reshape,
+    )
     empty = SimpleNamespace(buffer=lambda: buffer, parameters=list, gradients=list, is_last=lambda: False)
     state.put(empty)
     assert told == [[torch.device(device)] if device != "cpu" else None]
