@@ -1,9 +1,11 @@
 """The reducer: gradients in, their mean over ranks out, and nothing lost in between."""
 
+import functools
+import inspect
 import operator
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +35,20 @@ from mpicomp.transport.interleave import ProgressThread
 _NONFINITE = ("raise", "skip", "pass")
 _ON_FAILURE = ("abort", "shrink")
 _SCHEMA = 1
+Settings = ParamSpec("Settings")
+
+
+def _with_known_settings(
+    make: Callable[Concatenate["Reducer", Settings], None],
+) -> Callable[Concatenate["Reducer", Settings], None]:
+    """Let a reducer refuse keywords that it does not have in the project's words, not in Python's."""
+
+    @functools.wraps(make)
+    def checked(self: "Reducer", /, *args: Settings.args, **settings: Settings.kwargs) -> None:
+        check_settings(settings, args[0] if args else settings.get("compressor"), "reducer")
+        make(self, *args, **settings)
+
+    return checked
 
 
 class Reducer:
@@ -128,6 +144,7 @@ class Reducer:
     [[1.0, 0.0], [2.0, 3.0]]
     """
 
+    @_with_known_settings
     def __init__(
         self,
         compressor: Compressor | str | Mapping[str, Any] | None = None,
@@ -488,6 +505,35 @@ class Reducer:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("reducer: it was closed; make a new one")
+
+
+def check_settings(settings: Mapping[str, Any], compressor: Any, subsystem: str) -> None:
+    """Refuse keywords that are no settings of a reducer, and say where those of a compressor belong.
+
+    Parameters
+    ----------
+    settings : mapping
+        Keywords.
+    compressor : Compressor, str, mapping or None
+        As `Reducer` takes it.
+    subsystem : str
+        Start of the error message.
+    """
+    known = inspect.signature(Reducer).parameters
+    unknown = {name: value for name, value in settings.items() if name not in known}
+    if not unknown:
+        return
+    compressor = "topk" if compressor is None else compressor  # as an example
+    config = get_compressor(compressor).get_config()
+    inner = {name: value for name, value in unknown.items() if name in config and name != "id"}
+    if not inner:
+        raise UnknownNameError(f"{subsystem}: settings", next(iter(unknown)), known)
+    meant = get_compressor(config | inner)
+    module = "mpicomp." if type(meant).__module__.startswith("mpicomp.") else ""
+    raise ConfigurationError(
+        f"{subsystem}: {', '.join(inner)} must be set in the compressor; pass compressor={module}{meant!r}, or its "
+        f"configuration, { ({'id': config['id']} | inner)!r}"
+    )
 
 
 def _whole(name: str, value: Any, least: int | None = None) -> int:

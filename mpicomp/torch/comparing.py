@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mpicomp.errors import ConfigurationError, DisagreementError
 from mpicomp.rounds import Asked, Group, Round
 from mpicomp.torch.broadcast import as_bytes
+from mpicomp.torch.named import MAX_NORM
 
 _BYTE = np.dtype(np.uint8)
 _DIGEST = 16  # bytes of a digest
@@ -61,8 +62,10 @@ def check_same(
     for name, ranks in zip(tensors, differs.T, strict=True):
         if ranks.any():
             others = np.flatnonzero(ranks).tolist()
+            renormed = yield from share([_is_renormed(tensors[name])], group)
+            hint = f". If it belongs to one: {MAX_NORM}" if renormed.any() else ""
             raise DisagreementError(
-                f"{subsystem}: parameter '{name}' has other values on {_named(others)} than on rank 0; {advice}"
+                f"{subsystem}: parameter '{name}' has other values on {_named(others)} than on rank 0; {advice}{hint}"
             )
 
 
@@ -150,6 +153,14 @@ def _sum_of_bits(tensors: Iterable[torch.Tensor]) -> np.int64:
     host = torch.stack([part.to(sums[0].device) for part in sums]).cpu().numpy() if sums else np.zeros(1, np.int64)
     with np.errstate(over="ignore"):  # sums wrap around
         return np.int64((host * np.arange(1, host.size + 1)).sum())
+
+
+def _is_renormed(tensor: torch.Tensor) -> bool:
+    """Whether several rows have the largest norm, as those that an Embedding with ``max_norm`` has looked up."""
+    if tensor.dim() != 2 or not tensor.is_floating_point() or len(tensor) < 2:
+        return False
+    norms = tensor.detach().double().norm(dim=1)
+    return bool((norms >= norms.max() * (1 - 1e-5)).sum() > 1)
 
 
 def _named(ranks: list[int]) -> str:

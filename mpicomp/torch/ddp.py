@@ -12,7 +12,9 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
+from mpicomp.reducer.reducer import check_settings
 from mpicomp.reducer.stream import Stream
+from mpicomp.torch.named import as_real, check_forward, check_kind
 from mpicomp.torch.overlap import overlap_thread
 from mpicomp.transport.connect import connect
 
@@ -46,7 +48,11 @@ class DDPState:
     Raises
     ------
     ConfigurationError
-        For a model that is not wrapped, a process group of other ranks, or one on NCCL.
+        For a model that is not wrapped, one with sparse gradients, a process group of other ranks, or one on NCCL.
+
+    Notes
+    -----
+    Complex gradients are exchanged as pairs of reals: their residuals have a last dimension of 2.
     """
 
     def __init__(
@@ -69,6 +75,15 @@ class DDPState:
                 raise ConfigurationError(
                     f"ddp_comm_hook: a model in DistributedDataParallel is needed, got {type(model).__name__}"
                 )
+            check_settings(settings, compressor, "ddp_comm_hook")
+            if transport.group.size > 1:
+                check_forward(model.module, "ddp_comm_hook")
+            for name, parameter in model.module.named_parameters():
+                if parameter.requires_grad:
+                    check_kind(name, parameter, "ddp_comm_hook")
+            for name, module in model.module.named_modules():
+                if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+                    raise ConfigurationError(f"ddp_comm_hook: {_no_sparse(name)}")
             if "nccl" in distributed.get_backend(model.process_group) and not allow_nccl:
                 raise ConfigurationError(
                     "ddp_comm_hook: the process group is on NCCL, which can wait for MPI, and MPI for it, forever; use "
@@ -96,14 +111,14 @@ class DDPState:
 
     def put(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take one bucket; with the last one all of them are averaged. Collective with the last one."""
+        buffer = bucket.buffer()
+        pieces = self._pieces(bucket, buffer)
         if not self._gradients and self._thread is not None:
             self._stream = self.reducer.stream(self._thread)
-        buffer = bucket.buffer()
         # A future whose value is on a device has to know which one, so that torch's streams wait for it.
         future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.is_cuda else None)
         self._waiting.append((future, buffer))
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            name = self._names[id(parameter)]
+        for name, gradient in pieces.items():
             self._gradients[name] = gradient
             if self._stream is not None:
                 self._stream.put(name, gradient)
@@ -120,6 +135,27 @@ class DDPState:
         if self._transport is not None:
             self._transport.close()
 
+    def _pieces(self, bucket: GradBucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the gradients in a bucket's buffer by name: views of it, which the means are written to.
+
+        Those of complex parameters are pairs of reals, which ``bucket.gradients()`` has at other places.
+        """
+        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        if buffer.layout != torch.strided:
+            raise ConfigurationError(f"ddp_comm_hook: {_no_sparse(names[0])}")
+        flat = as_real(buffer).reshape(-1)
+        pieces, place = {}, 0
+        for name, parameter in zip(names, bucket.parameters(), strict=True):
+            shape = as_real(parameter.detach()).shape
+            pieces[name] = flat[place : place + shape.numel()].view(shape)
+            place += shape.numel()
+        if place != flat.numel():
+            raise ConfigurationError(
+                f"ddp_comm_hook: a bucket of {flat.numel()} elements holds parameters of {place}, so that it is not "
+                "known which are whose; use DistributedOptimizer without DistributedDataParallel"
+            )
+        return pieces
+
     def _finish(self) -> None:
         gradients, stream, waiting = self._gradients, self._stream, self._waiting
         self._gradients, self._stream, self._waiting = {}, None, []
@@ -128,6 +164,13 @@ class DDPState:
             gradient.copy_(means[name])
         for future, buffer in waiting:
             future.set_result(buffer)
+
+
+def _no_sparse(name: str) -> str:
+    return (
+        f"'{name}' has sparse gradients, which DistributedDataParallel's hooks cannot exchange; make it with "
+        "sparse=False, or use DistributedOptimizer in place of DistributedDataParallel, which serves them"
+    )
 
 
 def ddp_comm_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

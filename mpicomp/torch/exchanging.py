@@ -1,7 +1,7 @@
 """The base class of optimizers that exchange other things than gradients, or exchange gradients in their own way."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -9,11 +9,12 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
 from mpicomp.rounds import Asked
+from mpicomp.torch.named import as_real, check_kind, named_of
 from mpicomp.torch.replica_checks import ReplicaChecks, SettingsCheck
 from mpicomp.torch.wrapped import Uncopied
 from mpicomp.transport.connect import connect
 
-Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
+Params = torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
 
 class Exchanging(Uncopied, torch.optim.Optimizer):
@@ -24,9 +25,9 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
 
     Parameters
     ----------
-    params : iterable
+    params : iterable or torch.nn.Module
         Parameters, (name, parameter) pairs or parameter groups with either. Without a name a parameter goes by its
-        number.
+        number. A model stands for its ``named_parameters()``.
     defaults : dict
         Settings of groups that do not say otherwise.
     check : callable
@@ -59,7 +60,10 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
 
         def make() -> None:
             check()
-            super(Exchanging, self).__init__(params, defaults)
+            members: Any = params
+            if isinstance(params, torch.nn.Module):
+                members = named_of(params, type(self).__name__, self._transport.group.size)
+            super(Exchanging, self).__init__(members, defaults)
 
         try:
             together(make, self._transport, type(self).__name__)
@@ -101,11 +105,25 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
             given = {parameter: name for name, parameter in pairs if name is not None}
             members = [parameter for _, parameter in pairs]
         super().add_param_group({**param_group, "params": members})
-        for parameter in self.param_groups[-1]["params"]:
-            name = given.get(parameter, str(len(self._names)))
-            if name in self._names.values():
-                raise ConfigurationError(f"{type(self).__name__}: two parameters are named '{name}'; names must differ")
-            self._names[parameter] = name
+        names = dict(self._names)
+        try:
+            for parameter in self.param_groups[-1]["params"]:
+                name = given.get(parameter, str(len(names)))
+                if name in names.values():
+                    raise ConfigurationError(
+                        f"{type(self).__name__}: two parameters are named '{name}'; names must differ"
+                    )
+                if parameter.requires_grad:
+                    check_kind(name, parameter, type(self).__name__)
+                names[parameter] = name
+        except ConfigurationError:
+            self.param_groups.pop()
+            raise
+        self._names = names
+
+    def join(self) -> NoReturn:
+        """Refuse ranks with different numbers of batches."""
+        refuse_join(type(self).__name__)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, and under ``"mpicomp"`` the steps and this rank's states of the reducers."""
@@ -155,7 +173,18 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's gradient, dense; zeros where it has none, so that all ranks exchange the same arrays."""
+    """Return a parameter's gradient, dense and real; zeros where it has none, so that ranks exchange the same arrays.
+
+    See `mpicomp.torch.named.as_real`.
+    """
     if parameter.grad is None:
-        return torch.zeros_like(parameter)
-    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        return torch.zeros_like(as_real(parameter))
+    return as_real(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+
+
+def refuse_join(subsystem: str) -> NoReturn:
+    """Raise the error of an optimizer whose ranks need equally many batches."""
+    raise ConfigurationError(
+        f"{subsystem}: join() is not served, all ranks need equally many batches; DistributedOptimizer and "
+        "UpdateOptimizer have a join() for ranks with different numbers of them"
+    )

@@ -18,6 +18,7 @@ from mpicomp.reducer.beside import Beside, Given
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Asked, Group
 from mpicomp.torch.comparing import DRIFT_ADVICE, Fingerprint, check_same, share
+from mpicomp.torch.named import as_real
 from mpicomp.torch.overlap import overlap_thread
 from mpicomp.torch.replica_checks import SettingsCheck
 from mpicomp.torch.sparse_gradients import as_sparse, mean_of_sparse
@@ -281,9 +282,9 @@ class Gradients(Beside):
             spoilt = record.skipped and self._loss_scale is not None
             for name, mean in means.items():
                 parameter = own[name]
-                if parameter.grad is None or parameter.grad.is_sparse:
+                if parameter.grad is None or parameter.grad.is_sparse or parameter.grad.is_conj():
                     parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(mean)
+                as_real(parameter.grad).copy_(mean)
                 if spoilt:
                     parameter.grad.fill_(torch.inf)  # what a GradScaler looks for
                 elif factor != 1:
@@ -411,9 +412,9 @@ class Gradients(Beside):
                 continue
             if parameter.grad is None or self.idle:
                 absent.add(name)
-                dense[name] = parameter.new_zeros(()).expand(parameter.shape)
+                dense[name] = _zeros_like(parameter)
             else:
-                dense[name] = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                dense[name] = as_real(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
         return dense, absent
 
     def _exchange(self, dense: dict[str, torch.Tensor], lr: Any, absent: set[str]) -> dict[str, torch.Tensor]:
@@ -483,7 +484,7 @@ class Gradients(Beside):
 
     def _zeros(self) -> tuple[dict[str, torch.Tensor], None, set[str]]:
         own = {name: parameter for name, parameter in self._own().items() if name not in self._rows}
-        return {name: parameter.new_zeros(()).expand(parameter.shape) for name, parameter in own.items()}, None, set()
+        return {name: _zeros_like(parameter) for name, parameter in own.items()}, None, set()
 
     def _compare(self, advice: str) -> Generator[Asked, Any, None]:
         """Make sure that all ranks have the same parameters. As rounds."""
@@ -540,7 +541,7 @@ class Gradients(Beside):
             self._stream = self._reducer.stream(thread, self._scale(), self)
         self._seen[name] = gradient, gradient._version
         if self._stream is not None and not gradient.is_sparse:
-            self._stream.put(name, gradient.detach())
+            self._stream.put(name, as_real(gradient.detach()))
 
     def _changed(self) -> MpicompError | None:
         """Find gradients that were written to after they were handed over: the change would be lost."""
@@ -567,6 +568,12 @@ def _kind_of(gradient: torch.Tensor | None) -> int:
     if gradient is None:
         return _NO_GRADIENT
     return _SPARSE if gradient.is_sparse else _DENSE
+
+
+def _zeros_like(parameter: torch.Tensor) -> torch.Tensor:
+    """Return zeros that stand for a gradient, in the memory of one."""
+    real = as_real(parameter.detach())
+    return real.new_zeros(()).expand(real.shape)
 
 
 def _let_go(hooks: dict[str, Any], thread: ProgressThread | None) -> None:

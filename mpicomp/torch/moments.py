@@ -7,6 +7,7 @@ import torch
 
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Asked
+from mpicomp.torch.named import as_real
 
 _BURST = 4  # what a rank has seen by itself counts where it is more than so many times the average; of text-gpt
 DECAYS: dict[str, Callable[[Mapping[str, Any]], float]] = {
@@ -55,7 +56,7 @@ class SharedMoments:
         for name, state, decay in self._states(parameters):
             if parameters[name].grad is None or name not in self._held:
                 continue
-            moment, ahead = state[self._key], self._ahead.get(name)
+            moment, ahead = as_real(state[self._key]), self._ahead.get(name)
             # The step has made b v + (1 - b) g^2 of what stood in its state; so what stands apart fades by b.
             own = self._own(name, state) if ahead is None else torch.add(moment, ahead, alpha=decay, out=ahead)
             self._hold(name, state, decay, own)
@@ -144,7 +145,7 @@ class SharedMoments:
         What was hardly ever seen before would be divided by next to nothing otherwise. Five sweeps of memory a step,
         with that of `follow`.
         """
-        moment = state[self._key]
+        moment = as_real(state[self._key])
         torch.mul(self._held[name], _share(state, decay), out=moment)
         torch.maximum(moment, own / _BURST, out=moment)
         self._ahead[name] = own.sub_(moment)
@@ -156,5 +157,6 @@ def _share(state: Mapping[str, Any], decay: float) -> torch.Tensor:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in at least 32 bits."""
+    """Return a tensor in reals of at least 32 bits."""
+    tensor = as_real(tensor)
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -1,11 +1,114 @@
-"""The parameters of an optimizer by their names."""
+"""The parameters of an optimizer: their names, which of them can be exchanged, and complex ones as reals."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mpicomp.errors import ConfigurationError
+
+Named = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+"""Parameters with names: a model stands for its ``named_parameters()``."""
+SERVED_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+MAX_NORM = (
+    "forward of an Embedding with max_norm= writes to its weight, in the rows that the rank's batch looks up; leave "
+    "max_norm out and call weight.data.renorm_(2, 0, max_norm) after optimizer.step() on all ranks"
+)
+"""Why replicas come apart, and what to do."""
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complex tensor as pairs of reals, with a last dimension of 2; any other tensor as it is.
+
+    The memory is shared, except with a tensor that is conjugated lazily.
+    """
+    if not tensor.is_complex():
+        return tensor
+    return torch.view_as_real(tensor.resolve_conj())
+
+
+def named_of(named: Named, subsystem: str, ranks: int) -> list[tuple[str, torch.Tensor]]:
+    """Return pairs of name and parameter.
+
+    Parameters
+    ----------
+    named : iterable of (str, torch.Tensor), mapping or torch.nn.Module
+        What a script has passed.
+    subsystem : str
+        Start of error messages.
+    ranks : int
+        Number of ranks that have to hold the same parameters.
+
+    Raises
+    ------
+    ConfigurationError
+        For what holds no such pairs, such as ``model.parameters()``, and for a model whose replicas cannot stay equal.
+    """
+    if isinstance(named, torch.nn.Module):
+        if ranks > 1:
+            check_forward(named, subsystem)
+        return list(named.named_parameters())
+    try:
+        pairs: list[Any] = list(named.items() if isinstance(named, Mapping) else named)
+    except TypeError:
+        pairs = [named]
+    for pair in pairs:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            what = "a parameter without a name" if isinstance(pair, torch.Tensor) else type(pair).__name__
+        elif not isinstance(pair[1], torch.Tensor):
+            what = f"{type(pair[1]).__name__} under the name '{pair[0]}'"
+        else:
+            continue
+        raise ConfigurationError(
+            f"{subsystem}: pairs of name and parameter are needed, got {what}; pass named_parameters="
+            "model.named_parameters(), or the model itself"
+        )
+    return [(name, parameter) for name, parameter in pairs]
+
+
+def check_forward(model: torch.nn.Module, subsystem: str) -> None:
+    """Refuse a model whose forward writes to parameters: replicas with different batches come apart."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm is not None:
+            raise ConfigurationError(f"{subsystem}: '{name or 'the model'}' has max_norm={module.max_norm}: {MAX_NORM}")
+
+
+def check_kind(name: str, parameter: torch.Tensor, subsystem: str) -> None:
+    """Refuse a parameter whose gradients cannot be exchanged."""
+    if torch.nn.parameter.is_lazy(parameter):
+        found = "has no shape yet"
+        advice = "run one batch through the model, on all ranks, before the optimizer is made"
+    elif is_sharded(parameter):
+        found = "is a DTensor, of which each rank holds a part"
+        advice = "FSDP and tensor parallelism are not served, see docs/pytorch.md; leave out fully_shard()"
+    elif parameter.is_meta:
+        found = "is on the device 'meta' and has no values"
+        advice = "call model.to_empty(device=...) and load or initialise it before the optimizer is made"
+    elif parameter.layout != torch.strided:
+        found = f"has the layout {parameter.layout}"
+        advice = "keep it as a dense parameter; its gradients may be sparse"
+    elif parameter.is_quantized or parameter.dtype not in SERVED_DTYPES:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in SERVED_DTYPES)
+        found = f"is of {str(parameter.dtype).removeprefix('torch.')}"
+        advice = f"parameters that are trained must be one of {known}; keep a master copy in one of them"
+    elif parameter.is_conj() or parameter.is_neg():
+        found = "is a view that conjugates or negates lazily"
+        advice = "make the parameter of tensor.resolve_conj().resolve_neg()"
+    else:
+        return
+    raise ConfigurationError(f"{subsystem}: parameter '{name}' {found}; {advice}")
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, whose module is not loaded for that."""
+    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
 
 
 def parameters_of(
@@ -25,7 +128,7 @@ def parameters_of(
     Raises
     ------
     ConfigurationError
-        Where names are not unique, or a parameter that requires a gradient has none.
+        Where names are not unique, or a parameter that requires a gradient has none or cannot be exchanged.
     """
     ours = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     chosen: dict[str, torch.Tensor] = {}
@@ -37,6 +140,9 @@ def parameters_of(
             chosen[name] = parameter
             seen.add(id(parameter))
     stepped = {key: p for key, p in ours.items() if p.requires_grad or p.grad is not None}
+    for name, parameter in chosen.items():
+        if id(parameter) in stepped:
+            check_kind(name, parameter, subsystem)
     missing = [parameter for key, parameter in stepped.items() if key not in seen]
     if missing:
         raise ConfigurationError(
@@ -96,5 +202,7 @@ def named_group(
             )
         if chosen in found or taken.get(chosen, id(parameter)) != id(parameter):
             raise ConfigurationError(f"{subsystem}: two parameters are named '{chosen}'; names must differ")
+        if parameter.requires_grad:
+            check_kind(chosen, parameter, subsystem)
         found[chosen] = parameter
     return plain, found

@@ -10,6 +10,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Asked
 from mpicomp.torch.exchanging import Exchanging, Params, gradient_of
+from mpicomp.torch.named import as_real
 
 _LEAST = 0.01  # smallest variance, as a share of the median: so one bit cannot move an element far
 
@@ -27,8 +28,9 @@ class OneBitAdam(Exchanging):
 
     Parameters
     ----------
-    params : iterable
-        ``model.named_parameters()``, parameters, or parameter groups.
+    params : iterable or torch.nn.Module
+        ``model.named_parameters()``, the model, parameters, or parameter groups. Complex parameters count as pairs of
+        reals.
     lr, betas, eps, weight_decay
         As those of `torch.optim.Adam`: the weight decay is added to the gradient.
     warmup_steps : int
@@ -137,17 +139,17 @@ class OneBitAdam(Exchanging):
         means = yield from self._exchange(self.reducers["warmup"], gradients, self._lr)
         self.steps += 1
         for name, parameter, group in members:
-            state = self.state[parameter]
+            state, values = self.state[parameter], as_real(parameter)
             if not state:
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
             gradient = means[name]
             if group["weight_decay"]:
-                gradient = gradient.add(parameter, alpha=group["weight_decay"])
+                gradient = gradient.add(values, alpha=group["weight_decay"])
             beta1, beta2 = group["betas"]
             state["exp_avg"].lerp_(gradient, 1 - beta1)
             state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             deviation = state["exp_avg_sq"].sqrt().div_((1 - beta2**self.steps) ** 0.5).add_(group["eps"])
-            parameter.addcdiv_(state["exp_avg"], deviation, value=-self._length(group))
+            values.addcdiv_(state["exp_avg"], deviation, value=-self._length(group))
 
     def _freeze(self) -> None:
         """Replace variances by the divisors of momenta from now on."""
@@ -173,14 +175,14 @@ class OneBitAdam(Exchanging):
                     "later need a new optimizer"
                 )
             if group["weight_decay"]:
-                gradient = gradient.add(parameter, alpha=group["weight_decay"])
+                gradient = gradient.add(as_real(parameter), alpha=group["weight_decay"])
             momenta[name] = torch.lerp(state["exp_avg"], gradient, 1 - group["betas"][0])
         means = yield from self._exchange(self.reducers["compressed"], momenta, self._lr)
         self.steps += 1
         for name, parameter, group in members:
             state = self.state[parameter]
             state["exp_avg"].copy_(means[name])
-            parameter.addcdiv_(state["exp_avg"], state["deviation"], value=-self._length(group))
+            as_real(parameter).addcdiv_(state["exp_avg"], state["deviation"], value=-self._length(group))
 
     @property
     def _lr(self) -> float:

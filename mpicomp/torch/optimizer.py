@@ -1,7 +1,7 @@
 """An optimizer whose gradients are averaged over MPI ranks."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,11 +13,12 @@ from mpicomp.policies import Policy
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
 from mpicomp.reducer.layout import LARGE_BUCKET
+from mpicomp.reducer.reducer import check_settings
 from mpicomp.torch.comparing import COMPARE_EVERY, check_every
 from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.gradients import Gradients
 from mpicomp.torch.join import Join, follow
-from mpicomp.torch.named import named_group, parameters_of
+from mpicomp.torch.named import Named, as_real, named_group, named_of, parameters_of
 from mpicomp.torch.replica_checks import SettingsCheck
 from mpicomp.torch.trials import trial_hooks
 from mpicomp.torch.wrapped import Arguments, Wrapped, check_no_ddp, unwrap, warn_of_nested, wrap
@@ -29,7 +30,7 @@ _SMALL_BUCKET = 8 << 20  # bytes of a bucket whose elements all travel
 
 def DistributedOptimizer(  # noqa: N802, a factory that reads like the class that it stands for
     optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    named_parameters: Named,
     compressor: Compressor | str | Mapping[str, Any] | None = None,
     collective: str = "auto",
     policy: Policy | str | Mapping[str, Any] | None = None,
@@ -59,10 +60,11 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        Any optimizer that reads gradients once a step. LBFGS, which calls for them many times, is refused.
-    named_parameters : iterable of (str, torch.Tensor)
-        ``model.named_parameters()``: every parameter of the optimizer that requires a gradient has to be among
-        them. Parameters that are in no group of the optimizer are left out.
+        Any optimizer that reads gradients once a step. LBFGS calls for them many times: see `UpdateOptimizer`.
+    named_parameters : iterable of (str, torch.Tensor), mapping or torch.nn.Module
+        ``model.named_parameters()`` or the model: every parameter of the optimizer that requires a gradient has to be
+        among them. Parameters that are in no group of the optimizer are left out. Complex ones are exchanged as pairs
+        of reals: their residuals have a last dimension of 2.
     compressor, collective, policy, feedback, nonfinite, comm, warmup
         See `mpicomp.Reducer`.
     overlap : bool, optional
@@ -128,7 +130,9 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     transport = connect(comm)
     try:
         named, parameters, chosen = together(
-            lambda: _check(optimizer, named_parameters, compressor, compare_every, transport.group.size),
+            lambda: _check(
+                optimizer, named_parameters, compressor, compare_every, settings, scaler, transport.group.size
+            ),
             transport,
             "DistributedOptimizer",
         )
@@ -318,7 +322,7 @@ class _Distributed(Wrapped):
     def _check_fits(self, kept: Mapping[str, Any]) -> None:
         """Refuse residuals of another model: nothing was loaded yet."""
         shapes = {
-            self._mpicomp_names[id(parameter)]: tuple(parameter.shape)
+            self._mpicomp_names[id(parameter)]: tuple(as_real(parameter.detach()).shape)
             for group in self.param_groups
             for parameter in group["params"]
         }
@@ -342,8 +346,8 @@ class _Called:
     def __call__(self) -> Any:
         if self._asked:
             raise ConfigurationError(
-                "DistributedOptimizer: the optimizer calls its closure several times in a step and cannot be served; "
-                "use SGD or Adam"
+                "DistributedOptimizer: the optimizer calls its closure several times in a step; use "
+                "mpicomp.torch.UpdateOptimizer, which serves it and exchanges what its steps have changed"
             )
         self._asked = True
         return self._value
@@ -394,9 +398,11 @@ def _follow(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
 
 def _check(
     optimizer: Any,
-    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    named_parameters: Named,
     compressor: Compressor | str | Mapping[str, Any] | None,
     compare_every: int,
+    settings: Mapping[str, Any],
+    scaler: torch.amp.GradScaler | None,
     ranks: int,
 ) -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
     """Refuse settings that cannot be served; return names, the optimizer's parameters by name, and the compressor."""
@@ -411,7 +417,8 @@ def _check(
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(
-            "DistributedOptimizer: LBFGS asks for gradients many times in a step and cannot be served; use SGD or Adam"
+            "DistributedOptimizer: LBFGS asks for gradients many times in a step; use mpicomp.torch.UpdateOptimizer, "
+            "which serves it and exchanges what its steps have changed"
         )
     check_every("DistributedOptimizer", compare_every)
     chosen = None if compressor is None else get_compressor(compressor)
@@ -421,8 +428,17 @@ def _check(
             f"DistributedOptimizer: {chosen!r} applies momentum before the exchange, and the optimizer would "
             f"apply its own, {own[0]}, once more; set momentum=0 in one of them"
         )
-    named = list(named_parameters)
+    check_settings(settings, compressor, "DistributedOptimizer")
+    named = named_of(named_parameters, "DistributedOptimizer", ranks)
     parameters = parameters_of(optimizer, named, "DistributedOptimizer")
+    if scaler is not None:
+        for name, parameter in parameters.items():
+            if parameter.is_complex():
+                raise ConfigurationError(
+                    f"DistributedOptimizer: a GradScaler of torch takes no complex gradients, and '{name}' is of "
+                    f"{str(parameter.dtype).removeprefix('torch.')}; use torch.autocast with bfloat16, which needs no "
+                    "scaler"
+                )
     check_no_ddp(parameters, ranks, "DistributedOptimizer")
     warn_of_nested(optimizer, "DistributedOptimizer")
     return named, parameters, chosen

@@ -1,7 +1,7 @@
 """An optimizer whose ranks average their models with their neighbours', not their gradients with everybody's."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -12,7 +12,8 @@ from mpicomp.arrays import WORK_DTYPES, Described
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.agreement import Signature, agree, together
 from mpicomp.rounds import Asked, Graph, make_graph
-from mpicomp.torch.exchanging import Exchanging
+from mpicomp.torch.exchanging import Exchanging, refuse_join
+from mpicomp.torch.named import as_real, check_kind
 from mpicomp.torch.wrapped import Arguments, Wrapped, unwrap, wrap
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
@@ -45,7 +46,8 @@ def PowerGossip(  # noqa: N802, a factory that reads like the class that it stan
         ranks. Every rank must be reached from every other one.
     rank : int
         Vectors for each matrix and neighbour. A parameter is the matrix of its first dimension against all others.
-        One with a single dimension, and a matrix that is no larger than its factors, is exchanged as it is.
+        One with a single dimension, and a matrix that is no larger than its factors, is exchanged as it is. A complex
+        parameter has a last dimension of 2 more, for pairs of reals.
     iterations : int
         Exchanges a step.
     rate : float
@@ -121,7 +123,16 @@ def PowerGossip(  # noqa: N802, a factory that reads like the class that it stan
                 raise ConfigurationError(f"PowerGossip: {name} must be an integer of at least 1, got {value!r}")
         if not isinstance(rate, (int, float)) or not 0 < rate <= 1:
             raise ConfigurationError(f"PowerGossip: rate must be above 0 and at most 1, got {rate!r}")
-        return make_graph(graph, transport.group.size)
+        for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.requires_grad:
+                check_kind(str(place), parameter, "PowerGossip")
+        edges: Any = list(graph) if isinstance(graph, Iterable) and not isinstance(graph, str) else graph
+        if isinstance(graph, torch.nn.Module) or (isinstance(edges, list) and any(map(_is_parameter, edges))):
+            raise ConfigurationError(
+                "PowerGossip: the second argument is the graph, 'ring', 'torus' or pairs of ranks, got parameters of a "
+                "model; it needs no names: leave named_parameters out"
+            )
+        return make_graph(edges, transport.group.size)
 
     try:
         own = together(make, transport, "PowerGossip")
@@ -138,6 +149,10 @@ def PowerGossip(  # noqa: N802, a factory that reads like the class that it stan
     settings = {"rank": rank, "iterations": iterations, "rate": float(rate), "seed": seed}
     wrapped._mpicomp_models = _Models(own, transport, transport is not comm, settings)
     return wrapped
+
+
+def _is_parameter(edge: Any) -> bool:
+    return isinstance(edge[-1] if isinstance(edge, tuple) and edge else edge, torch.Tensor)
 
 
 class _Gossiping(Wrapped):
@@ -180,6 +195,10 @@ class _Gossiping(Wrapped):
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         return self._mpicomp_models.average(parameters)
 
+    def join(self) -> NoReturn:
+        """Refuse ranks with different numbers of batches."""
+        refuse_join("PowerGossip")
+
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, and this rank's vectors under ``"mpicomp"``."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
@@ -211,27 +230,32 @@ class _Models:
 
     def average(self, parameters: list[torch.Tensor]) -> Generator[Asked, Any, None]:
         """Average with the neighbours, as rounds."""
+        reals = [as_real(parameter.detach()) for parameter in parameters]
+        shapes = [
+            tuple(real.shape) if parameter.dim() > 1 or not parameter.is_complex() else (real.numel(),)
+            for real, parameter in zip(reals, parameters, strict=True)
+        ]
         members = [
-            Described(str(place), str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
-            for place, parameter in enumerate(parameters)
+            Described(str(place), str(real.dtype).removeprefix("torch."), shape)
+            for place, (real, shape) in enumerate(zip(reals, shapes, strict=True))
         ]
         if self._gossip is None or members != self._members:
             yield from self._meet(members)
         assert self._gossip is not None
         views = []
         place = 0
-        for parameter in parameters:
-            flat = torch.from_numpy(self._flat[place : place + parameter.numel()])
-            views.append(flat.view(parameter.shape))
-            place += parameter.numel()
+        for real in reals:
+            flat = torch.from_numpy(self._flat[place : place + real.numel()])
+            views.append(flat.view(real.shape))
+            place += real.numel()
         with torch.no_grad():
-            for view, parameter in zip(views, parameters, strict=True):
-                view.copy_(parameter)
+            for view, real in zip(views, reals, strict=True):
+                view.copy_(real)
         for _ in range(self._settings["iterations"]):
             yield from self._gossip.rounds(self._flat)
         with torch.no_grad():
             for view, parameter in zip(views, parameters, strict=True):
-                parameter.copy_(view)
+                as_real(parameter).copy_(view)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that has to survive a restart."""
@@ -252,11 +276,11 @@ class _Models:
     def _meet(self, members: list[Described]) -> Generator[Asked, Any, None]:
         """Make sure that all ranks mean the same, and begin."""
         problem = None
-        for member in members:
+        for member in members:  # of parameters that were put into a group later
             if member.dtype not in WORK_DTYPES:
                 problem = ConfigurationError(
-                    f"PowerGossip: parameters must be one of {', '.join(WORK_DTYPES)}, and parameter {member.name} is "
-                    f"{member.dtype}"
+                    f"PowerGossip: parameters must be one of {', '.join(WORK_DTYPES)}, or complex, and parameter "
+                    f"{member.name} is {member.dtype}"
                 )
         group = self._transport.group
         turn = self._kept.get("turn", 0)

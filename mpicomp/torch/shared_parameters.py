@@ -14,6 +14,7 @@ from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Asked
 from mpicomp.torch.comparing import Fingerprint, check_same
 from mpicomp.torch.moments import SharedMoments
+from mpicomp.torch.named import as_real
 from mpicomp.torch.replica_checks import SettingsCheck
 from mpicomp.torch.step_watch import sample_of
 from mpicomp.transport.interleave import ProgressThread
@@ -50,7 +51,8 @@ class SharedParameters(Beside):
     fresh : bool
         Whether own parameters are the shared ones: no step was made since the last exchange.
     values : dict of str to torch.Tensor
-        The shared parameters: the same bits on all ranks; float32 where the model's have 16 bits.
+        The shared parameters: the same bits on all ranks; float32 where the model's have 16 bits, pairs of reals
+        where they are complex.
     """
 
     def __init__(
@@ -96,6 +98,13 @@ class SharedParameters(Beside):
         self._parameters |= parameters
         self._watch()
 
+    def shared(self) -> dict[str, torch.Tensor]:
+        """Return the shared parameters, complex ones as such."""
+        return {
+            name: torch.view_as_complex(shared) if self._parameters[name].is_complex() else shared
+            for name, shared in self.values.items()
+        }
+
     def notice(self) -> None:
         """Take over what a script has written to the parameters since the last exchange; before the next step.
 
@@ -105,7 +114,7 @@ class SharedParameters(Beside):
             return
         with torch.no_grad():
             for name, shared in self.values.items():
-                own = self._parameters[name]
+                own = as_real(self._parameters[name])
                 if own._version != self._versions[name] or not torch.equal(
                     sample_of(own), sample_of(shared).to(own.dtype)
                 ):
@@ -202,7 +211,7 @@ class SharedParameters(Beside):
         self.fresh = True
 
     def _put(self, name: str, values: torch.Tensor) -> None:
-        self._parameters[name].copy_(values)
+        as_real(self._parameters[name]).copy_(values)
         self._versions[name] = self._parameters[name]._version
 
     def part(self) -> None:
@@ -294,8 +303,9 @@ class SharedParameters(Beside):
         """Let parameters take part that require a gradient now; those that do so once take part for ever."""
         for name, own in self._parameters.items():
             if (own.requires_grad or own.grad is not None) and name not in self.values:
-                dtype = torch.float32 if own.dtype in (torch.float16, torch.bfloat16) else own.dtype
-                self.values[name] = own.detach().to(dtype, copy=True)
+                real = as_real(own.detach())
+                dtype = torch.float32 if real.dtype in (torch.float16, torch.bfloat16) else real.dtype
+                self.values[name] = real.to(dtype, copy=True)
                 self._versions[name] = own._version
                 self._compared = False
                 if self._outer is not None:
@@ -311,7 +321,7 @@ class SharedParameters(Beside):
 
     def _change(self, name: str, in_place: bool = False) -> torch.Tensor:
         """Return what was changed of a parameter, as wide as the shared one; in place where the own one is as wide."""
-        own, shared = self._parameters[name].detach(), self.values[name]
+        own, shared = as_real(self._parameters[name].detach()), self.values[name]
         if own.dtype == shared.dtype:
             return own.sub_(shared) if in_place else own.sub(shared)
         return own.to(shared.dtype).sub_(shared.to(own.dtype))  # own ones began as the shared ones, rounded

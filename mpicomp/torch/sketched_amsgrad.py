@@ -14,6 +14,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Asked
 from mpicomp.torch.exchanging import Exchanging, Params, gradient_of
+from mpicomp.torch.named import as_real
 
 
 class SketchedAMSGrad(Exchanging):
@@ -30,8 +31,9 @@ class SketchedAMSGrad(Exchanging):
 
     Parameters
     ----------
-    params : iterable
-        ``model.named_parameters()``, parameters, or parameter groups.
+    params : iterable or torch.nn.Module
+        ``model.named_parameters()``, the model, parameters, or parameter groups. Complex parameters count as pairs of
+        reals.
     lr, betas, weight_decay
         As those of `torch.optim.Adam`: the weight decay is added to the gradient.
     eps : float
@@ -136,13 +138,13 @@ class SketchedAMSGrad(Exchanging):
         members = list(self._members())
         momenta, steps = {}, {}
         for name, parameter, group in members:
-            state, gradient = self.state[parameter], gradient_of(parameter)
+            state, gradient, values = self.state[parameter], gradient_of(parameter), as_real(parameter)
             if not state:
                 state["step"] = torch.zeros(())
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-                state["max_exp_avg_sq"] = torch.full_like(parameter, group["eps"])
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
+                state["max_exp_avg_sq"] = torch.full_like(values, group["eps"])
             if group["weight_decay"]:
-                gradient = gradient.add(parameter, alpha=group["weight_decay"])
+                gradient = gradient.add(values, alpha=group["weight_decay"])
             momenta[name] = torch.lerp(state["exp_avg"], gradient, 1 - group["betas"][0])
             steps[name] = momenta[name] * group["lr"]
         means = yield from self._exchange(self.reducer, steps, float(self.param_groups[0]["lr"]))
@@ -158,7 +160,7 @@ class SketchedAMSGrad(Exchanging):
                 state["exp_avg_sq"].mul_(beta2).add_(square)
                 corrected = state["exp_avg_sq"] / (1 - beta2 ** float(state["step"]))
                 torch.maximum(state["max_exp_avg_sq"], corrected, out=state["max_exp_avg_sq"])
-            parameter.sub_(delivered / state["max_exp_avg_sq"].sqrt())
+            as_real(parameter).sub_(delivered / state["max_exp_avg_sq"].sqrt())
 
     def _variance_of(self, name: str) -> torch.Tensor:
         """Return the values that the squares of a parameter's momenta are compared to."""

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives.sparse_rows import mean_of_rows
 from mpicomp.rounds import Asked, Group
+from mpicomp.torch.named import as_real
 
 
 def mean_of_sparse(
@@ -32,15 +33,16 @@ def mean_of_sparse(
     (array of int64, array) or None
         Indices of the rows that any rank has, and their means; None where no rank has a gradient.
     """
-    work = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    width = parameter[0].numel() if len(parameter) else 1
+    like = as_real(parameter.detach())
+    work = torch.float64 if like.dtype == torch.float64 else torch.float32
+    width = like[0].numel() if len(like) else 1
     indices, rows = None, torch.empty((0, width), dtype=work)
     if gradient is not None:
         if not gradient.is_sparse:
             gradient = gradient.to_sparse(1)
         gradient = gradient.coalesce()
         indices = gradient.indices()[0].cpu().numpy()
-        rows = gradient.values().to(device="cpu", dtype=work).reshape(-1, width) * factor
+        rows = as_real(gradient.values()).to(device="cpu", dtype=work).reshape(-1, width) * factor
     return (yield from mean_of_rows(indices, rows.numpy(), group))
 
 
@@ -49,10 +51,11 @@ def as_sparse(
 ) -> torch.Tensor:
     """Return rows as a sparse gradient; zeros in a step that is skipped, in which they may not be finite."""
     indices, rows = mean
-    values = torch.from_numpy(np.zeros_like(rows) if skipped else rows).reshape(-1, *parameter.shape[1:])
+    like = as_real(parameter.detach())
+    values = torch.from_numpy(np.zeros_like(rows) if skipped else rows).reshape(-1, *like.shape[1:]).to(like.dtype)
     return torch.sparse_coo_tensor(
         torch.from_numpy(indices)[None],
-        values.to(parameter.dtype),
+        torch.view_as_complex(values) if parameter.is_complex() else values,
         parameter.shape,
         device=parameter.device,
         is_coalesced=True,

@@ -1,6 +1,6 @@
 """What `mpicomp.torch.UpdateOptimizer` refuses, before anything is exchanged."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
+from mpicomp.reducer.reducer import check_settings
 from mpicomp.torch.comparing import check_every
 from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.moments import DECAYS
@@ -34,16 +35,17 @@ class Sharing:
 
 def check(
     optimizer: Any,
-    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    named: Sequence[tuple[str, torch.Tensor]],
     every: int | str,
     compressor: Compressor | str | Mapping[str, Any] | None,
     outer: Mapping[str, Any] | None,
     late: int,
     fragments: int,
     compare_every: int,
+    settings: Mapping[str, Any],
     ranks: int,
-) -> tuple[list[tuple[str, torch.Tensor]], dict[str, torch.Tensor], Compressor | None]:
-    """Refuse settings that cannot be served; return names, the optimizer's parameters by name, and the compressor."""
+) -> tuple[dict[str, torch.Tensor], Compressor | None]:
+    """Refuse settings that cannot be served; return the optimizer's parameters by name, and the compressor."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"{WHO}: a torch optimizer is needed, got {type(optimizer).__name__}")
     closed = isinstance(optimizer, Updating) and optimizer._mpicomp_closed
@@ -89,13 +91,13 @@ def check(
             f"{WHO}: {chosen!r} applies momentum to gradients, and what is exchanged here are changes of parameters, "
             "which the optimizer's own momentum is part of; set momentum=0 in it"
         )
-    named = list(named_parameters)
+    check_settings(settings, compressor, WHO)
     parameters = parameters_of(optimizer, named, WHO)
     if fragments > len(parameters):
         raise ConfigurationError(f"{WHO}: fragments must be at most {len(parameters)}, as many as parameters")
     check_no_ddp(parameters, ranks, WHO)
     warn_of_nested(optimizer, WHO)
-    return named, parameters, chosen
+    return parameters, chosen
 
 
 def check_moments(optimizer: torch.optim.Optimizer, moments: Any) -> Sharing | None:

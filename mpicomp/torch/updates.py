@@ -1,7 +1,7 @@
 """An optimizer whose steps each rank makes by itself, and whose changes of the parameters are averaged."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
 from mpicomp.torch.comparing import COMPARE_EVERY
 from mpicomp.torch.moments import SharedMoments
+from mpicomp.torch.named import Named, named_of
 from mpicomp.torch.overlap import overlap_thread
 from mpicomp.torch.shared_parameters import SharedParameters
 from mpicomp.torch.step_watch import StepWatch
@@ -27,7 +28,7 @@ _LOCAL_STEPS = (1, 2, 4, 8, 16)  # that "auto" chooses from: with more, what the
 
 def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it stands for
     optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]],
+    named_parameters: Named,
     every: int | str = 1,
     compressor: Compressor | str | Mapping[str, Any] | None = None,
     collective: str = "auto",
@@ -60,9 +61,10 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     optimizer : torch.optim.Optimizer
         Any, one that calls a closure many times or takes sparse gradients among them. Its state stays on its rank.
         Gradients are clipped on each rank before its step; a learning rate that schedulers change is that of all ranks.
-    named_parameters : iterable of (str, torch.Tensor)
-        ``model.named_parameters()``: every parameter of the optimizer that requires a gradient has to be among
-        them. One that is frozen later goes on taking part, with a change of zero.
+    named_parameters : iterable of (str, torch.Tensor), mapping or torch.nn.Module
+        ``model.named_parameters()`` or the model: every parameter of the optimizer that requires a gradient has to be
+        among them. One that is frozen later goes on taking part, with a change of zero. Complex ones are exchanged as
+        pairs of reals.
     every : int or "auto"
         Steps from one exchange to the next. With ``"auto"`` the joint choice begins with one and takes more, up to 16,
         where the seconds that are measured say that they bring training further in the same time.
@@ -166,9 +168,10 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
 
         def examine() -> Any:
             ranks = transport.group.size
-            found = check(optimizer, named_parameters, every, compressor, outer, late, fragments, compare_every, ranks)
+            pairs = named_of(named_parameters, WHO, ranks)
+            found = check(optimizer, pairs, every, compressor, outer, late, fragments, compare_every, settings, ranks)
             sharing = check_moments(optimizer, moments)
-            return *found, None if transport.group.size == 1 else sharing
+            return pairs, *found, None if transport.group.size == 1 else sharing
 
         named, parameters, chosen, sharing = together(examine, transport, WHO)
         if outer is not None and outer.get("sign"):

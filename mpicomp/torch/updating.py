@@ -69,7 +69,7 @@ class Updating(Wrapped):
 
     def shared(self) -> dict[str, torch.Tensor]:
         """Return the shared parameters by name, the same bits on all ranks; not to be written to."""
-        return {name: shared for part in self._mpicomp_parts for name, shared in part.values.items()}
+        return {name: shared for part in self._mpicomp_parts for name, shared in part.shared().items()}
 
     @contextmanager
     def join(self) -> Iterator[None]:

@@ -111,7 +111,14 @@ def test_a_future_knows_the_device_of_its_value(device, monkeypatch):
     monkeypatch.setattr(torch.futures, "Future", Recorded)
     state = object.__new__(mpicomp.torch.DDPState)
     state._gradients, state._thread, state._stream, state._waiting = {}, None, None, []
-    buffer = SimpleNamespace(is_cuda=device != "cpu", device=torch.device(device))
+    values = torch.empty(0)
+    buffer = SimpleNamespace(
+        is_cuda=device != "cpu",
+        device=torch.device(device),
+        layout=values.layout,
+        is_complex=values.is_complex,
+        reshape=values.reshape,
+    )
     empty = SimpleNamespace(buffer=lambda: buffer, parameters=list, gradients=list, is_last=lambda: False)
     state.put(empty)
     assert told == [[torch.device(device)] if device != "cpu" else None]

@@ -1,0 +1,241 @@
+"""Complex parameters, which are exchanged as pairs of reals."""
+
+import numpy as np
+import pytest
+
+import mpicomp
+from mpicomp.errors import ConfigurationError
+from mpicomp.transport import LocalWorld
+
+torch = pytest.importorskip("torch")
+
+from replicas import Reference, assert_replicas, assert_same, batch, distribute, gloo  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+class Spectral(torch.nn.Module):
+    """Complex factors between real layers; backward leaves a gradient of ``turned`` that is conjugated lazily.
+
+    With ``pairs`` the parameters are real, and only forward takes them for complex ones.
+    """
+
+    def __init__(self, dtype=torch.complex64, pairs=False):
+        super().__init__()
+        torch.manual_seed(5)
+        self.enter = torch.nn.Linear(6, 8)
+        self.leave = torch.nn.Linear(8, 2)
+        self.shapes = {"weight": (8, 8), "turned": (8,)}
+        for name, shape in self.shapes.items():
+            values = torch.randn(shape, dtype=dtype)
+            if pairs:
+                values = torch.view_as_real(values).reshape(*shape[:-1], -1)
+            self.register_parameter(name, torch.nn.Parameter(values))
+
+    def factor(self, name):
+        own = getattr(self, name)
+        return own if own.is_complex() else torch.view_as_complex(own.reshape(*self.shapes[name], 2))
+
+    def forward(self, inputs):
+        hidden = torch.tanh(self.enter(inputs)).to(self.factor("weight").dtype)
+        return self.leave((hidden @ self.factor("weight") + self.factor("turned").conj()).abs().float())
+
+
+def square(model, step, rank):
+    return model(batch(step, rank)).square().mean()
+
+
+class InPairs(Reference):
+    """Averages complex gradients in NumPy."""
+
+    def gradients(self, loss):
+        total = {}
+        for rank in range(self.ranks):
+            self.model.zero_grad(set_to_none=True)
+            loss(self.model, rank).backward()
+            for name, parameter in self.model.named_parameters():
+                wide = np.complex128 if parameter.is_complex() else np.float64
+                total[name] = total.get(name, 0) + parameter.grad.resolve_conj().numpy().astype(wide)
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = torch.from_numpy(total[name] / self.ranks).to(parameter.dtype)
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def updating(model, comm, optimizer, *settings, **more):
+    return mpicomp.torch.UpdateOptimizer(optimizer, model, *settings, comm=comm, **more)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model, comm: distribute(model, comm, adam(model), overlap=True),
+        lambda model, comm: distribute(model, comm, adam(model), overlap=False),
+        lambda model, comm: mpicomp.torch.OneBitAdam(model, lr=0.01, warmup_steps=9, comm=comm),
+    ],
+    ids=["overlap", "later", "onebit"],
+)
+def test_complex_gradients_are_averaged(comm, make, dtype):
+    model = Spectral(dtype)
+    reference = InPairs(model, adam, comm.size)
+    optimizer = make(model, comm)
+    for step in range(5):
+        optimizer.zero_grad()
+        square(model, step, comm.rank).backward()
+        optimizer.step()
+        reference.step(lambda m, r, s=step: square(m, s, r))
+        assert_same(model, reference, rtol=2e-4, atol=2e-5)
+    assert_replicas(model, comm)
+    optimizer.close()
+
+
+@pytest.mark.mpi
+def test_complex_updates_are_averaged(comm):
+    model = Spectral()
+    reference = InPairs(model, sgd, comm.size)
+    optimizer = updating(model, comm, sgd(model), 1, "dense")
+    for step in range(5):
+        optimizer.zero_grad()
+        square(model, step, comm.rank).backward()
+        optimizer.step()
+        reference.step(lambda m, r, s=step: square(m, s, r))
+    assert_same(model, reference, rtol=2e-4, atol=2e-5)
+    assert torch.equal(optimizer.shared()["turned"], model.turned)
+    optimizer.close()
+
+
+@pytest.mark.mpi
+def test_complex_second_moments_are_shared(comm):
+    """Ranks with the same batches have the same moments, so that sharing them changes nothing."""
+    model, plain = Spectral(), Spectral()
+    moments = {"every": 1, "compressor": "dense"}
+    optimizer, reference = updating(model, comm, adam(model), 1, "dense", moments=moments), adam(plain)
+    for step in range(5):
+        for own, each in ((model, optimizer), (plain, reference)):
+            each.zero_grad()
+            square(own, step, 0).backward()
+            own.turned.grad = own.turned.grad.resolve_conj()  # Adam of torch fails with one that is not
+            each.step()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+    optimizer.close()
+
+
+WRAPPERS = {
+    "distributed": lambda model, comm: distribute(
+        model, comm, torch.optim.SGD(model.parameters(), lr=0.05), mpicomp.TopK(0.2), "allgather", overlap=False
+    ),
+    "updates": lambda model, comm: updating(
+        model, comm, sgd(model), 2, mpicomp.TopK(0.2), "allgather", late=1, warmup=0
+    ),
+    "onebit": lambda model, comm: mpicomp.torch.OneBitAdam(model, lr=0.01, warmup_steps=2, comm=comm),
+    "sketched": lambda model, comm: mpicomp.torch.SketchedAMSGrad(model, lr=0.01, comm=comm),
+    "gossip": lambda model, comm: mpicomp.torch.PowerGossip(sgd(model), comm=comm),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS)
+def test_complex_parameters_train_as_real_pairs_do(comm, make):
+    models = Spectral(), Spectral(pairs=True)
+    for model in models:
+        optimizer = make(model, comm)
+        for step in range(6):
+            optimizer.zero_grad()
+            square(model, step, comm.rank).backward()
+            if model.turned.grad.is_conj():
+                model.turned.grad = model.turned.grad.resolve_conj()  # SGD of torch adds it with other rounding
+            optimizer.step()
+        optimizer.close()
+    for name, shape in models[0].shapes.items():
+        own, pairs = getattr(models[0], name).detach(), getattr(models[1], name).detach()
+        torch.testing.assert_close(torch.view_as_real(own), pairs.reshape(*shape, 2), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("views", [True, False])
+def test_buckets_of_complex_gradients_are_averaged(comm, overlap, views):
+    with gloo(comm):
+        own = Spectral()
+        reference = InPairs(own, sgd, comm.size)
+        model = torch.nn.parallel.DistributedDataParallel(own, bucket_cap_mb=1e-4, gradient_as_bucket_view=views)
+        state = mpicomp.torch.DDPState(model, "dense", "allreduce", comm=comm, overlap=overlap)
+        model.register_comm_hook(state, mpicomp.torch.ddp_comm_hook)
+        optimizer = sgd(model)
+        for step in range(4):
+            optimizer.zero_grad()
+            square(model, step, comm.rank).backward()
+            optimizer.step()
+            reference.step(lambda m, r, s=step: square(m, s, r))
+            assert_same(own, reference, rtol=2e-4, atol=2e-5)
+        assert_replicas(own, comm)
+        state.close()
+
+
+@pytest.mark.mpi
+def test_join_averages_complex_gradients_of_ranks_with_batches(comm):
+    model = Spectral()
+    reference = InPairs(model, sgd, comm.size)
+    optimizer = distribute(model, comm, sgd(model))
+    with optimizer.join():
+        for step in range(2 + comm.rank):
+            optimizer.zero_grad()
+            square(model, step, comm.rank).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # ranks that are done take it over
+            optimizer.step()
+    for step in range(1 + comm.size):
+        active = [rank for rank in range(comm.size) if step < 2 + rank]
+        reference.ranks = len(active)
+        reference.gradients(lambda m, place, s=step, among=active: square(m, s, among[place]))
+        torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 0.5)
+        reference.optimizer.step()
+    assert_same(model, reference, rtol=2e-4, atol=2e-5)
+    assert_replicas(model, comm)
+    optimizer.close()
+
+
+@pytest.mark.mpi
+def test_sparse_complex_gradients_are_averaged_by_rows(comm):
+    weight = torch.nn.Parameter(torch.zeros(5, 2, dtype=torch.complex64))
+    optimizer = mpicomp.torch.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), {"weight": weight}, comm=comm)
+    rows = torch.tensor([[1j * (comm.rank + 1), 2.0]])
+    weight.grad = torch.sparse_coo_tensor([[comm.rank]], rows, weight.shape, check_invariants=True)
+    optimizer.step()
+    expected = torch.zeros_like(weight)
+    for rank in range(comm.size):
+        expected[rank] = -torch.tensor([1j * (rank + 1), 2.0]) / comm.size
+    torch.testing.assert_close(weight.detach(), expected.detach())
+    assert weight.grad.is_sparse
+    optimizer.close()
+
+
+def test_residuals_of_complex_parameters_are_pairs_and_can_be_loaded():
+    def make(model):
+        return distribute(model, LocalWorld(1).transports[0], sgd(model), mpicomp.TopK(0.1), "allgather")
+
+    model = Spectral()
+    optimizer = make(model)
+    square(model, 0, 0).backward()
+    optimizer.step()
+    residual = optimizer.reducer.residual("weight")
+    assert residual.shape == (8, 8, 2)
+    assert residual.any()
+    other = make(Spectral())
+    other.load_state_dict(optimizer.state_dict())
+    assert np.array_equal(other.reducer.residual("weight"), residual)
+
+
+def test_a_scaler_of_complex_gradients_is_refused():
+    """GradScaler.unscale_ has no kernel for them."""
+    with pytest.raises(ConfigurationError, match="takes no complex gradients, and 'weight' is of complex64"):
+        distribute(Spectral(), LocalWorld(1).transports[0], scaler=torch.amp.GradScaler("cpu"))
