@@ -183,10 +183,11 @@ class MPITransport(Transport):
         """See `Transport.check_threads`."""
         provided = self._pool.thread_level
         if provided < (MPI.THREAD_SERIALIZED if alone else MPI.THREAD_MULTIPLE):
+            level = "SERIALIZED" if alone else "MULTIPLE"
             raise LaunchError(
-                f"mpi: a thread for rounds needs MPI_THREAD_{'SERIALIZED' if alone else 'MULTIPLE'}, and this MPI "
-                f"provides MPI_THREAD_{_LEVELS[provided]}; set MPI4PY_RC_THREAD_LEVEL=multiple, or run rounds without "
-                "a thread"
+                f"mpi: a thread that exchanges during backward needs MPI_THREAD_{level}, and this MPI provides "
+                f"MPI_THREAD_{_LEVELS[provided]}; set MPI4PY_RC_THREAD_LEVEL=multiple, or pass overlap=False, which "
+                "needs no thread"
             )
 
     def break_off(self, error: BaseException) -> None:
