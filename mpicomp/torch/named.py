@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from mpicomp.errors import ConfigurationError
+from mpicomp.torch.states import name_of
 
 
 def parameters_of(
@@ -30,7 +31,7 @@ def parameters_of(
     ours = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     chosen: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    for name, parameter in named:
+    for name, parameter in ((name_of(name), parameter) for name, parameter in named):
         if name in chosen:
             raise ConfigurationError(f"{subsystem}: two parameters are named '{name}'; names must differ")
         if id(parameter) in ours and id(parameter) not in seen:

@@ -18,6 +18,7 @@ from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.gradients import Gradients
 from mpicomp.torch.join import Join, follow
 from mpicomp.torch.named import names_of_group, parameters_of
+from mpicomp.torch.states import name_of, to_arrays, to_tensors
 from mpicomp.torch.trials import trial_hooks
 from mpicomp.torch.wrapped import Arguments, Wrapped, unwrap, wrap
 from mpicomp.transport import Transport
@@ -138,7 +139,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         unwrap(optimizer)
     wrapped = wrap(optimizer, _Distributed, "Distributed")
     wrapped.reducer = reducer
-    wrapped._mpicomp_names = {id(parameter): name for name, parameter in named}
+    wrapped._mpicomp_names = {id(parameter): name_of(name) for name, parameter in named}
     wrapped._mpicomp_scaler = scaler
     wrapped._mpicomp_gradients = gradients
     wrapped._mpicomp_transport = None if transport is comm else transport
@@ -265,7 +266,7 @@ class _Distributed(Wrapped):
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with this rank's state of the reducer under ``"mpicomp"``."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return state | {"mpicomp": self.reducer.state_dict()}
+        return state | {"mpicomp": to_tensors(self.reducer.state_dict())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`, or one of the plain optimizer's `state_dict`. Not collective.
@@ -275,7 +276,7 @@ class _Distributed(Wrapped):
         ConfigurationError
             Where the reducer's part does not fit.
         """
-        kept = state_dict.get("mpicomp")
+        kept = to_arrays(state_dict.get("mpicomp"))
         if kept is not None:
             self._check_fits(kept)
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]

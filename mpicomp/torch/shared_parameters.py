@@ -14,6 +14,7 @@ from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Asked
 from mpicomp.torch.comparing import Fingerprint, check_same
 from mpicomp.torch.moments import SharedMoments
+from mpicomp.torch.states import to_arrays
 from mpicomp.transport.interleave import ProgressThread
 
 _LOOKED_AT = 64  # elements of a parameter that are compared where torch says that nothing was written to it
@@ -255,7 +256,7 @@ class SharedParameters(Beside):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; not collective."""
-        self.reducer.load_state_dict(state["reducer"])
+        self.reducer.load_state_dict(to_arrays(state["reducer"]))
         for name, shared in self.values.items():
             shared.copy_(state["shared"][name])
             self._versions[name] = self._parameters[name]._version
