@@ -100,7 +100,7 @@ def save_rounds(folder: Folder, state: Any, keep: int, group: Group) -> Rounds:
             raise ConfigurationError(f"save_checkpoint: keep must be at least 1, got {keep!r}")
         tree, arrays = encode(state)
         members = [
-            Described(f"{place}[{kind!r}][{name!r}]", array.dtype.name, array.shape)
+            Described(f"{place}[{kind!r}][{name!r}]", str(array.dtype).removeprefix("torch."), tuple(array.shape))
             for place, own in reducers(state)
             for kind in STATES
             for name, array in own[kind].items()

@@ -1,11 +1,14 @@
 """Residuals and velocities of a reducer, shared out anew to another number of ranks."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mpicomp.checkpoint.file import Leaf, RankFile
+from mpicomp.arrays import to_host
+from mpicomp.checkpoint.file import RankFile
 
 STATES = ("residuals", "velocities")
 """Keys of a reducer's state whose arrays belong to this rank alone."""
@@ -56,13 +59,20 @@ def shared_anew(state: Any, parts: Iterable[tuple[float, RankFile]]) -> Any:
         for path, own in reducers(file.tree()):
             for kind in STATES:
                 for name, leaf in own[kind].items():
-                    share = weight * file.read(leaf).astype(np.float64)
+                    share = weight * to_host(file.read(leaf)).astype(np.float64)
                     sums[path, kind, name] = sums.get((path, kind, name), 0.0) + share
     for path, own in reducers(state):
         for kind in STATES:
-            own[kind] = {name: np.asarray(sums[path, kind, name], old.dtype) for name, old in own[kind].items()}
+            own[kind] = {name: _like(old, sums[path, kind, name]) for name, old in own[kind].items()}
     return state
 
 
 def _holds_arrays(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(own, np.ndarray | Leaf) for own in value.values())
+    """Return whether it is a dict of NumPy arrays, tensors, or descriptions of either."""
+    return isinstance(value, dict) and all(hasattr(own, "dtype") and hasattr(own, "shape") for own in value.values())
+
+
+def _like(old: Any, values: NDArray[np.float64]) -> Any:
+    """Return values in the dtype and the library of what they replace."""
+    array = np.asarray(values, to_host(old).dtype)
+    return array if isinstance(old, np.ndarray) else sys.modules["torch"].from_numpy(array)

@@ -5,7 +5,7 @@ import inspect
 import operator
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +57,7 @@ class Reducer:
     To rounding, over all ranks: sum of ``gradient + residual before`` equals ``ranks x mean`` plus sum of ``residual
     after``. The mean has the same bits on every rank.
 
-    Creating one and `reduce` are collective over ``comm``; `close` waits for nobody.
+    Creating one and `reduce` are collective over ``comm``; `close`, and the end of a ``with`` block, waits for nobody.
 
     Parameters
     ----------
@@ -240,6 +240,7 @@ class Reducer:
                 transport.close()
             raise
         self._policy.serves = True
+        self._user = transport.enter()
 
     @property
     def compressor(self) -> Compressor:
@@ -346,18 +347,23 @@ class Reducer:
         See `mpicomp.transport.LocalWorld`.
         """
         self._check_open()
+        transport = self._core.transport
+        before, transport.user = transport.user, self._user
         failed = self._core.failed
-        if failed is None and self._generation != self._core.transport.generation:
+        if failed is None and self._generation != transport.generation:
             failed = RankFailedError("a rank has died")
-        while True:
-            try:
-                if failed is not None:
-                    yield from self._survive(failed)
-                return (yield from self._step(gradients, lr, absent, scale, finite, beside))
-            except RankFailedError as error:
-                if not self._core.survives:
-                    raise
-                failed = error
+        try:
+            while True:
+                try:
+                    if failed is not None:
+                        yield from self._survive(failed)
+                    return (yield from self._step(gradients, lr, absent, scale, finite, beside))
+                except RankFailedError as error:
+                    if not self._core.survives:
+                        raise
+                    failed = error
+        finally:
+            transport.user = before
 
     def _step(
         self,
@@ -499,8 +505,15 @@ class Reducer:
         if not self._closed:
             self._closed = True
             self._core.staging.close()
+            self._core.transport.retire(self._user)
             if self._owned:
                 self._core.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _check_open(self) -> None:
         if self._closed:

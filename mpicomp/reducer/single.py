@@ -1,13 +1,14 @@
 """One array, no state."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor, Dense, get_compressor
 from mpicomp.reducer.reducer import Reducer
 from mpicomp.transport import Transport
+from mpicomp.transport.connect import connect
 
 
 def allreduce(array: Any, compressor: Compressor | str | Mapping[str, Any] | None = None, comm: Any = None) -> Any:
@@ -46,9 +47,4 @@ def allreduce(array: Any, compressor: Compressor | str | Mapping[str, Any] | Non
         reducer.close()
 
 
-@functools.cache
-def _world() -> Transport:
-    """Duplicate MPI.COMM_WORLD once, not at every call."""
-    from mpicomp.transport.mpi import MPITransport  # starts MPI, which import mpicomp must not
-
-    return MPITransport()
+_world: Callable[[], Transport] = functools.cache(connect)  # which duplicates MPI.COMM_WORLD once, not at every call

@@ -47,6 +47,9 @@ _installed_in: int | None = None  # the process that installed the hooks; a fork
 _met: bool | None = None  # whether all the ranks have said that they leave; None if nobody asked
 _pending: list[Any] = []  # requests, and buffers that MPI may still read
 
+leaves_alone = False
+"""Whether this rank leaves with an error while others go on."""
+
 ranks_died = False
 """Whether a rank of this job has died and this one has gone on without it."""
 
@@ -250,7 +253,7 @@ def _leave(code: Any) -> None:
     Threads are joined, exit handlers run and streams are flushed after this and before mpi4py ends MPI, so
     the end of the job is only prepared here.
     """
-    global status
+    global status, leaves_alone
     status = code & 0xFF if isinstance(code, int) else 0 if code is None else 1
     if status == 0 or _met or not _here():
         return
@@ -259,6 +262,7 @@ def _leave(code: Any) -> None:
     try:
         everyone = _met is None and not ranks_died and len(meet()) == mpi.COMM_WORLD.Get_size()
         if not everyone:
+            leaves_alone = True
             _announce(f"left with status {status} while other ranks go on, ending the job")
             # mpi4py ends the job with this status where it would wait for the others in MPI_Finalize.
             mpi._set_abort_status(status)

@@ -103,13 +103,14 @@ def _but(probed: Awareness | None) -> str:
 def _turned_off(vendor: str, cray: bool, environ: Mapping[str, str]) -> str | None:
     """Return the setting for which a library takes no GPU memory, however it was built; None if there is none."""
     if cray and environ.get("MPICH_GPU_SUPPORT_ENABLED", "").strip() != "1":
-        return "Cray MPICH takes GPU memory with MPICH_GPU_SUPPORT_ENABLED=1 only, and that is not set"
+        return _needs("Cray MPICH", "MPICH_GPU_SUPPORT_ENABLED", environ)
     if vendor.startswith("MVAPICH") and not any(
         environ.get(name, "").strip() == "1" for name in ("MV2_USE_CUDA", "MVP_USE_CUDA")
     ):
-        return "MVAPICH takes GPU memory with MV2_USE_CUDA=1 (MVP_USE_CUDA=1) only, and that is not set"
+        name = "MVP_USE_CUDA" if "MVP_USE_CUDA" in environ else "MV2_USE_CUDA"
+        return _needs("MVAPICH", name, environ)
     if vendor == "Intel MPI" and environ.get("I_MPI_OFFLOAD", "0").strip() in ("", "0"):
-        return "Intel MPI takes GPU memory with I_MPI_OFFLOAD=1 only, and that is not set"
+        return _needs("Intel MPI", "I_MPI_OFFLOAD", environ)
     switches = ["MPIR_CVAR_ENABLE_GPU"]
     if vendor == "Open MPI":
         switches = ["OMPI_MCA_opal_cuda_support", "OMPI_MCA_mpi_cuda_support"]
@@ -119,6 +120,11 @@ def _turned_off(vendor: str, cray: bool, environ: Mapping[str, str]) -> str | No
     if not _ucx_takes_cuda(environ.get("UCX_TLS", "all")):
         return f"UCX_TLS={environ['UCX_TLS']} leaves out cuda"
     return None
+
+
+def _needs(library: str, name: str, environ: Mapping[str, str]) -> str:
+    found = f"it is {environ[name]!r}" if environ.get(name) else "it is not set"
+    return f"{library} takes GPU memory with {name}=1 only, and {found}"
 
 
 def _ucx_takes_cuda(transports: str) -> bool:

@@ -16,6 +16,7 @@ from mpicomp.reducer.reducer import check_settings
 from mpicomp.reducer.stream import Stream
 from mpicomp.torch.named import as_real, check_forward, check_kind
 from mpicomp.torch.overlap import overlap_thread
+from mpicomp.torch.states import name_of, to_arrays, to_tensors
 from mpicomp.transport.connect import connect
 
 
@@ -42,8 +43,8 @@ class DDPState:
     Attributes
     ----------
     reducer : Reducer
-        With ``last_step``, ``state_dict`` and ``load_state_dict``: residuals are kept by parameter name, so that they
-        survive DistributedDataParallel's making its buckets anew.
+        With ``last_step``. Residuals are kept by parameter name, so that they survive DistributedDataParallel's making
+        its buckets anew.
 
     Raises
     ------
@@ -103,7 +104,7 @@ class DDPState:
             if self._transport is not None:
                 self._transport.close()
             raise
-        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        self._names = {id(parameter): name_of(name) for name, parameter in model.module.named_parameters()}
         self._thread, _ = overlap_thread(self.reducer, overlap)
         self._stream: Stream | None = None
         self._gradients: dict[str, torch.Tensor] = {}
@@ -125,6 +126,15 @@ class DDPState:
         if bucket.is_last():
             self._finish()
         return future
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state of the reducer, for ``torch.save``."""
+        state: dict[str, Any] = to_tensors(self.reducer.state_dict())
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, or ``reducer.state_dict()``. Each rank loads its own; not collective."""
+        self.reducer.load_state_dict(to_arrays(state_dict))
 
     def close(self) -> None:
         """Release its MPI resources. It waits for nobody; a second call does nothing."""

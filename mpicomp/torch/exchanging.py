@@ -11,6 +11,7 @@ from mpicomp.reducer.agreement import together
 from mpicomp.rounds import Asked
 from mpicomp.torch.named import as_real, check_kind, named_of
 from mpicomp.torch.replica_checks import ReplicaChecks, SettingsCheck
+from mpicomp.torch.states import name_of, to_arrays, to_tensors
 from mpicomp.torch.wrapped import Uncopied
 from mpicomp.transport.connect import connect
 
@@ -102,7 +103,7 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
         given: dict[torch.Tensor, str] = {}
         if not isinstance(members, torch.Tensor | set):  # a set has no order and is refused by torch
             pairs = [member if isinstance(member, tuple) else (None, member) for member in members]
-            given = {parameter: name for name, parameter in pairs if name is not None}
+            given = {parameter: name_of(name) for name, parameter in pairs if name is not None}
             members = [parameter for _, parameter in pairs]
         super().add_param_group({**param_group, "params": members})
         names = dict(self._names)
@@ -128,7 +129,7 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, and under ``"mpicomp"`` the steps and this rank's states of the reducers."""
         kept = {name: reducer.state_dict() for name, reducer in self.reducers.items()}
-        return super().state_dict() | {"mpicomp": {"steps": self.steps, "reducers": kept}}
+        return super().state_dict() | {"mpicomp": to_tensors({"steps": self.steps, "reducers": kept})}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned. Each rank loads its own; not collective.
@@ -138,7 +139,7 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
         ConfigurationError
             Where it is the state of another kind of optimizer.
         """
-        kept = state_dict.get("mpicomp", {})
+        kept = to_arrays(state_dict.get("mpicomp", {}))
         if set(kept.get("reducers", ())) != set(self.reducers):
             raise ConfigurationError(
                 f"{type(self).__name__}: the state is of another optimizer; state['mpicomp'] must be what its own "

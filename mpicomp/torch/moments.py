@@ -8,6 +8,7 @@ import torch
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Asked
 from mpicomp.torch.named import as_real
+from mpicomp.torch.states import to_arrays
 
 _BURST = 4  # what a rank has seen by itself counts where it is more than so many times the average; of text-gpt
 DECAYS: dict[str, Callable[[Mapping[str, Any]], float]] = {
@@ -119,7 +120,7 @@ class SharedMoments:
             {name: own.to(parameters[name].device, copy=True) for name, own in state[kept].items()}
             for kept in ("held", "ahead")
         )
-        self._reducer.load_state_dict(state["reducer"])
+        self._reducer.load_state_dict(to_arrays(state["reducer"]))
 
     def close(self) -> None:
         """Release the reducer's resources."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from mpicomp.errors import ConfigurationError
+from mpicomp.torch.states import name_of
 
 Named = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """Parameters with names: a model stands for its ``named_parameters()``."""
@@ -133,7 +134,7 @@ def parameters_of(
     ours = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     chosen: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    for name, parameter in named:
+    for name, parameter in ((name_of(name), parameter) for name, parameter in named):
         if name in chosen:
             raise ConfigurationError(f"{subsystem}: two parameters are named '{name}'; names must differ")
         if id(parameter) in ours and id(parameter) not in seen:
@@ -194,7 +195,7 @@ def named_group(
     found: dict[str, torch.Tensor] = {}
     taken = {name: key for key, name in names.items()}
     for name, parameter in pairs:
-        chosen = names.get(id(parameter), name)
+        chosen = names.get(id(parameter), None if name is None else name_of(name))
         if chosen is None:
             raise ConfigurationError(
                 f"{subsystem}: a parameter of the new group has no name; pass names with it, as in "

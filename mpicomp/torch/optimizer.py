@@ -20,6 +20,7 @@ from mpicomp.torch.gradients import Gradients
 from mpicomp.torch.join import Join, follow
 from mpicomp.torch.named import Named, as_real, named_group, named_of, parameters_of
 from mpicomp.torch.replica_checks import SettingsCheck
+from mpicomp.torch.states import name_of, to_arrays, to_tensors
 from mpicomp.torch.trials import trial_hooks
 from mpicomp.torch.wrapped import Arguments, Wrapped, check_no_ddp, unwrap, warn_of_nested, wrap
 from mpicomp.transport import Transport
@@ -155,7 +156,7 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
         unwrap(optimizer)
     wrapped = wrap(optimizer, _Distributed, "Distributed")
     wrapped.reducer = reducer
-    wrapped._mpicomp_names = {id(parameter): name for name, parameter in named}
+    wrapped._mpicomp_names = {id(parameter): name_of(name) for name, parameter in named}
     wrapped._mpicomp_scaler = scaler
     wrapped._mpicomp_gradients = gradients
     wrapped._mpicomp_transport = None if transport is comm else transport
@@ -284,7 +285,7 @@ class _Distributed(Wrapped):
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with this rank's state of the reducer under ``"mpicomp"``."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return state | {"mpicomp": self.reducer.state_dict()}
+        return state | {"mpicomp": to_tensors(self.reducer.state_dict())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`, or one of the plain optimizer's `state_dict`. Not collective.
@@ -294,7 +295,7 @@ class _Distributed(Wrapped):
         ConfigurationError
             Where the reducer's part does not fit.
         """
-        kept = state_dict.get("mpicomp")
+        kept = to_arrays(state_dict.get("mpicomp"))
         if kept is not None:
             self._check_fits(kept)
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]

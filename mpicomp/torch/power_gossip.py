@@ -14,6 +14,7 @@ from mpicomp.reducer.agreement import Signature, agree, together
 from mpicomp.rounds import Asked, Graph, make_graph
 from mpicomp.torch.exchanging import Exchanging, refuse_join
 from mpicomp.torch.named import as_real, check_kind
+from mpicomp.torch.states import to_arrays, to_tensors
 from mpicomp.torch.wrapped import Arguments, Wrapped, unwrap, wrap
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
@@ -202,12 +203,12 @@ class _Gossiping(Wrapped):
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, and this rank's vectors under ``"mpicomp"``."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return state | {"mpicomp": self._mpicomp_models.state_dict()}
+        return state | {"mpicomp": to_tensors(self._mpicomp_models.state_dict())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`, or one of the plain optimizer's `state_dict`. On all ranks."""
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
-        self._mpicomp_models.load_state_dict(state_dict.get("mpicomp", {}))
+        self._mpicomp_models.load_state_dict(to_arrays(state_dict.get("mpicomp", {})))
 
     def close(self) -> None:
         """Release its MPI resources. It waits for nobody; a second call does nothing."""

@@ -16,6 +16,7 @@ from mpicomp.torch.comparing import Fingerprint, check_same
 from mpicomp.torch.moments import SharedMoments
 from mpicomp.torch.named import as_real
 from mpicomp.torch.replica_checks import SettingsCheck
+from mpicomp.torch.states import to_arrays
 from mpicomp.torch.step_watch import sample_of
 from mpicomp.transport.interleave import ProgressThread
 
@@ -278,7 +279,7 @@ class SharedParameters(Beside):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; not collective."""
-        self.reducer.load_state_dict(state["reducer"])
+        self.reducer.load_state_dict(to_arrays(state["reducer"]))
         for name, shared in self.values.items():
             shared.copy_(state["shared"][name])
             self._versions[name] = self._parameters[name]._version

@@ -16,6 +16,7 @@ from mpicomp.torch.moments import SharedMoments
 from mpicomp.torch.named import Named, named_of
 from mpicomp.torch.overlap import overlap_thread
 from mpicomp.torch.shared_parameters import SharedParameters
+from mpicomp.torch.states import name_of
 from mpicomp.torch.step_watch import StepWatch
 from mpicomp.torch.update_checks import AUTO, Sharing, check, check_moments
 from mpicomp.torch.updating import WHO, Updating
@@ -210,7 +211,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
     if isinstance(optimizer, Wrapped):
         unwrap(optimizer)
     wrapped = wrap(optimizer, Updating, "Updating")
-    wrapped._mpicomp_names = {id(parameter): name for name, parameter in named}
+    wrapped._mpicomp_names = {id(parameter): name_of(name) for name, parameter in named}
     wrapped._mpicomp_steps = 0
     wrapped._mpicomp_chooses = every == AUTO
     wrapped._mpicomp_every, wrapped._mpicomp_late = 1 if every == AUTO else every, late

@@ -13,6 +13,7 @@ from mpicomp.rounds import Asked
 from mpicomp.torch.comparing import share
 from mpicomp.torch.named import named_group
 from mpicomp.torch.shared_parameters import SharedParameters
+from mpicomp.torch.states import to_tensors, with_names
 from mpicomp.torch.step_watch import StepWatch
 from mpicomp.torch.wrapped import Arguments, Wrapped
 from mpicomp.transport import Transport
@@ -250,7 +251,7 @@ class Updating(Wrapped):
             "every": self._mpicomp_every,
             "parts": [part.state_dict() for part in self._mpicomp_parts],
         }
-        return state | {"mpicomp": own}
+        return state | {"mpicomp": to_tensors(own)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`, or one of the plain optimizer's `state_dict`. Not collective.
@@ -260,7 +261,7 @@ class Updating(Wrapped):
         ConfigurationError
             Where the part under ``"mpicomp"`` does not fit.
         """
-        kept = state_dict.get("mpicomp")
+        kept = with_names(state_dict.get("mpicomp"))
         if kept is not None:
             if len(kept.get("parts", ())) != len(self._mpicomp_parts):
                 raise ConfigurationError(

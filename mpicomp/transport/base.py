@@ -53,6 +53,8 @@ class Transport(ABC):
     """Whether all ranks read one clock, wherever they are, so that there is nothing to compare."""
     takes_device_memory: bool = False
     """Whether rounds may be given arrays in the memory of a GPU, as far as this rank knows."""
+    user: int = 0
+    """What the rounds that come next belong to, see `enter`; 0 where nothing has said so."""
     cores: float = math.inf
     """Cores for each rank on the host where they are fewest; the same on all ranks."""
 
@@ -142,6 +144,16 @@ class Transport(ABC):
 
     def doing(self, what: str) -> None:  # noqa: B027, a transport may not tell anybody
         """Note the purpose of the rounds, for messages about ranks that wait."""
+
+    def enter(self) -> int:
+        """Return a number for what runs rounds here from now on, the same on all ranks, right after a round of theirs.
+
+        Ranks that wait for its rounds on a rank that has retired it are not left waiting: see `retire`.
+        """
+        return 0
+
+    def retire(self, user: int) -> None:  # noqa: B027, ranks of one process do not wait for each other
+        """Note that a user runs no more rounds on this rank; not collective."""
 
     def hosts(self) -> int:
         """Return the number of hosts that the ranks are on."""

@@ -134,7 +134,7 @@ class MPITransport(Transport):
         channel = self._channel(task)
         started = channel.start(task)
         if self._watch is not None and not task.background:
-            self._watch.begin(started, channel, started.number, task.operation)
+            self._watch.begin(started, channel, started.number, task.operation, self.user)
         return started
 
     def wait(self, pending: Pending) -> NDArray[Any]:
@@ -142,7 +142,7 @@ class MPITransport(Transport):
         assert isinstance(pending, Started)
         channel = self._channel(pending.task)
         if self._watch is not None and pending.task.background:
-            self._watch.begin(pending, channel, pending.number, pending.task.operation)
+            self._watch.begin(pending, channel, pending.number, pending.task.operation, self.user)
         try:
             pending.finish(self._naps, self._meanwhile)
         finally:
@@ -155,7 +155,7 @@ class MPITransport(Transport):
         """See `Transport.perform`."""
         channel = self._channel(task)
         if self._watch is not None:
-            self._watch.begin(self, channel, channel.begun + 1, task.operation)
+            self._watch.begin(self, channel, channel.begun + 1, task.operation, self.user)
         try:
             channel.perform(task, self._naps, self._meanwhile)
         finally:
@@ -179,14 +179,28 @@ class MPITransport(Transport):
         if self._watch is not None:
             self._watch.about = what
 
+    def enter(self) -> int:
+        """See `Transport.enter`."""
+        number = self._front[WORLD].begun  # all ranks come here after the same round
+        for own in self._sets:
+            own.users.add(number)
+            own.last_user = number
+        return number
+
+    def retire(self, user: int) -> None:
+        """See `Transport.retire`."""
+        for own in self._sets:
+            own.users.discard(user)
+
     def check_threads(self, alone: bool) -> None:
         """See `Transport.check_threads`."""
         provided = self._pool.thread_level
         if provided < (MPI.THREAD_SERIALIZED if alone else MPI.THREAD_MULTIPLE):
+            level = "SERIALIZED" if alone else "MULTIPLE"
             raise LaunchError(
-                f"mpi: a thread for rounds needs MPI_THREAD_{'SERIALIZED' if alone else 'MULTIPLE'}, and this MPI "
-                f"provides MPI_THREAD_{_LEVELS[provided]}; set MPI4PY_RC_THREAD_LEVEL=multiple, or run rounds without "
-                "a thread"
+                f"mpi: a thread that exchanges during backward needs MPI_THREAD_{level}, and this MPI provides "
+                f"MPI_THREAD_{_LEVELS[provided]}; set MPI4PY_RC_THREAD_LEVEL=multiple, or pass overlap=False, which "
+                "needs no thread"
             )
 
     def break_off(self, error: BaseException) -> None:

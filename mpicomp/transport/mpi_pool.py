@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from mpi4py import MPI
@@ -44,11 +44,17 @@ class ChannelSet:
         By the group's name.
     free : bool
         Whether it was given back.
+    users : set of int
+        What uses it now, by numbers that are the same on all ranks.
+    last_user : int
+        The highest of those numbers so far; 0 where there was none.
     """
 
     number: int
     channels: dict[str, Channel]
     free: bool = False
+    users: set[int] = field(default_factory=set)
+    last_user: int = 0
 
     @property
     def begun(self) -> list[int]:
@@ -93,7 +99,7 @@ class Pool:
         self.group, self.members = layout_groups(self.hosts, comm.rank)
         self.thread_level = MPI.Query_thread()
         self.over = self.abandoned = False
-        self.watch = None if comm.size == 1 else Watch(comm.Dup(), names)
+        self.watch = None if comm.size == 1 else Watch(comm.Dup(), names, self._is_closed)
         self._everyones_members = [layout_groups(self.hosts, rank)[1] for rank in range(comm.size)]
         self._limit = limit
         self._sets: dict[int, ChannelSet] = {}
@@ -151,6 +157,7 @@ class Pool:
         for back in sets:
             if self.watch is not None:
                 self.watch.forget(back.channels.values())
+            back.users.clear()
             back.free = True
 
     def revoke(self) -> None:
@@ -236,6 +243,11 @@ class Pool:
             self.watch.add(channels.values())
         made = self._sets[number] = ChannelSet(number, channels)
         return made
+
+    def _is_closed(self, key: int, user: int) -> bool:
+        """Return whether this rank has closed what begins rounds on a channel: all of it, or this user alone."""
+        found = self._sets.get(key // len(_NAMES))
+        return found is not None and (found.free or (0 < user <= found.last_user and user not in found.users))
 
     def _say_once(self, rank: int) -> None:
         if self._dropped and not self._said and rank == 0:

@@ -9,6 +9,7 @@ waits asks the other ranks' threads how far they have come, in messages that nob
 - after ``MPICOMP_STALL_END`` seconds (1800 if it is not set, 0 for never) the job ends;
 - where a rank has left the program, or has broken off what the others are in the middle of, they would wait forever:
   the job ends with an error;
+- so it does within the stall limit where a rank has closed the reducer or the transport that others exchange with;
 - so it does where two ranks wait for each other in different rounds, and nothing has moved for as long again.
 
 Without MPI_THREAD_MULTIPLE there is no thread, and whatever waits looks by itself.
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -45,8 +46,9 @@ _SAME_CALLS = "all ranks have to make the same calls in the same order"
 
 _ASK, _ANSWER, _LEFT, _BROKE, _STACKS = range(5)  # kinds of messages
 _TEXT = 1  # tag of stacks, which are text; other messages have 0
-_THERE, _PAST, _ELSEWHERE, _BUSY, _GONE, _BROKEN = range(6)  # answers: where a rank is, of a round that one waits in
-_FIELDS = 7  # of a message: kind, channel, round; of an answer also where the rank is and what it waits for, see Place
+# answers: where a rank is, of a round that one waits in
+_THERE, _PAST, _ELSEWHERE, _BUSY, _GONE, _BROKEN, _CLOSED = range(7)
+_FIELDS = 7  # of a message: kind, channel, round; of a question also the user, of an answer what is in a Place
 
 
 class Counted(Protocol):
@@ -64,6 +66,8 @@ class Wait(NamedTuple):
     channel: Counted
     number: int
     operation: str
+    user: int
+    """What the round belongs to; see `mpicomp.transport.Transport.enter`."""
 
 
 class Place(NamedTuple):
@@ -104,9 +108,11 @@ class Watch:
         Of all of them, nobody else's; never freed.
     names : sequence of int
         Numbers by which ranks are named in messages that are printed: their places in MPI.COMM_WORLD.
+    is_closed : callable
+        Returns, of a channel's key and a user, whether this rank has closed what begins rounds there.
     """
 
-    def __init__(self, comm: MPI.Comm, names: Sequence[int]) -> None:
+    def __init__(self, comm: MPI.Comm, names: Sequence[int], is_closed: Callable[[int, int], bool]) -> None:
         self.about = ""
         """Purpose of the rounds, for messages that are printed."""
         self.seconds = STALL_S
@@ -116,6 +122,7 @@ class Watch:
         """Whether one of the ranks has died, so that nobody hears or says anything any more."""
         self._comm = comm
         self._names = names
+        self._is_closed = is_closed
         self._channels: dict[int, Counted] = {}
         self._waits: dict[Any, Wait] = {}
         self._inquiry: Inquiry | None = None
@@ -142,10 +149,10 @@ class Watch:
         """Answer questions about these."""
         self._channels |= {channel.key: channel for channel in channels}
 
-    def begin(self, what: Any, channel: Counted, number: int, operation: str) -> None:
+    def begin(self, what: Any, channel: Counted, number: int, operation: str, user: int = 0) -> None:
         """Note that something has begun to wait for a round of a channel."""
         if len(channel.members) > 1:
-            self._waits[what] = Wait(time.monotonic(), channel, number, operation)
+            self._waits[what] = Wait(time.monotonic(), channel, number, operation, user)
 
     def end(self, what: Any) -> None:
         """Note that it waits no longer."""
@@ -223,6 +230,14 @@ class Watch:
                 inquiry,
                 f"{self._ranks(gone, 'has', 'have')} left the program",
                 "where ranks have different numbers of batches, optimizer.join() of docs/pytorch.md serves",
+            )
+        closed = inquiry.of(_CLOSED)
+        if closed:
+            self._end(
+                inquiry,
+                f"{self._ranks(closed, 'has', 'have')} closed what this exchange belongs to",
+                "close() comes after the last step of all ranks; where these have different numbers of batches, "
+                "optimizer.join() of docs/pytorch.md serves",
             )
         if seconds == 0:
             return
@@ -326,7 +341,7 @@ class Watch:
     def _ask(self, inquiry: Inquiry, ranks: Iterable[int]) -> None:
         for rank in ranks:
             inquiry.asked.add(rank)
-            self._tell(rank, _ASK, inquiry.wait.channel.key, inquiry.wait.number)
+            self._tell(rank, _ASK, inquiry.wait.channel.key, inquiry.wait.number, inquiry.wait.user)
 
     def _hear(self, other: int) -> None:
         message = np.empty(_FIELDS, np.int64)
@@ -334,7 +349,7 @@ class Watch:
         kind, key, number, *place = message.tolist()
         inquiry = self._inquiry
         if kind == _ASK:
-            self._answer(other, key, number)
+            self._answer(other, key, number, place[0])
         elif kind == _STACKS:
             stacks = np.frombuffer(self._stacks().encode(), np.uint8)
             self._sent.append((self._comm.Isend(stacks, other, _TEXT), stacks))
@@ -346,7 +361,7 @@ class Watch:
             if inquiry is not None:
                 inquiry.asked.discard(other)  # what it answered before is of no use any more
 
-    def _answer(self, other: int, key: int, number: int) -> None:
+    def _answer(self, other: int, key: int, number: int, user: int) -> None:
         waits = sorted(dict(self._waits).values(), key=lambda wait: wait.since)
         rounds = [(wait.channel.key, wait.number) for wait in waits]
         if key in self._channels and self._channels[key].begun >= number:
@@ -355,6 +370,8 @@ class Watch:
             answer = _BROKEN
         elif self.left:
             answer = _GONE
+        elif self._is_closed(key, user):
+            answer = _CLOSED
         else:
             answer = _ELSEWHERE if rounds else _BUSY
         begun = sum(channel.begun for channel in list(self._channels.values()))

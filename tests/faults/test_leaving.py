@@ -163,6 +163,65 @@ def test_a_rank_that_leaves_is_named_and_the_job_ends(job, ranks, kind, leaves):
     assert "training.step()" in ended.stderr
 
 
+CLOSES = """
+shared = None
+if sys.argv[1] == "shared":
+    from mpicomp.transport.mpi import MPITransport
+    shared = MPITransport()
+    training = Plain()
+    training.reducer = mpicomp.Reducer("topk", "allgather", comm=shared)
+else:
+    training = trainer()
+training.step()
+another = mpicomp.Reducer("dense", comm=shared)
+another.reduce({{'w': np.ones(3)}})
+if rank == last:
+    training.close()
+    {waits}
+training.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "waits"),
+    [
+        ("plain", "MPI.COMM_WORLD.Barrier()"),
+        slow("plain", "time.sleep(60)"),
+        slow("torch", "another.reduce({'w': np.ones(3)})"),
+        ("overlap", "MPI.COMM_WORLD.Barrier()"),
+        ("shared", "MPI.COMM_WORLD.Barrier()"),
+    ],
+)
+def test_a_rank_that_has_closed_is_named_and_the_job_ends(job, kind, waits):
+    ended = job(3, CLOSES.format(waits=waits), kind, MPICOMP_STALL="2")
+    assert ended.returncode != 0
+    said = r"rank 0 has waited for [01]\.\d s in the \w+ of step 1.*: rank 2 has closed what this exchange"
+    assert re.search(said, ended.stderr)
+    assert "training.step()" in ended.stderr
+
+
+@pytest.mark.slow
+def test_who_computes_with_a_reducer_open_is_waited_for(job):
+    body = """
+from mpicomp.transport.mpi import MPITransport
+shared = MPITransport()
+for _ in range(2):  # numbers of the first one's users are those of another one's, which is open
+    with mpicomp.Reducer("topk", "allgather", comm=shared) as first:
+        first.reduce({"w": np.ones(9)})
+    if rank == last:
+        time.sleep(4)
+    with mpicomp.Reducer("topk", "allgather", comm=shared) as second:
+        second.reduce({"w": np.ones(9)})
+    if rank == last:
+        time.sleep(4)
+shared.close()
+print("done", flush=True)
+"""
+    ended = job(3, body, MPICOMP_STALL="1")
+    assert ended.returncode == 0
+    assert ended.stdout.count("done") == 3
+
+
 @pytest.mark.slow
 def test_it_is_found_out_without_threads_too(job):
     ended = job(3, LEAVES.format(leaves="return"), MPI4PY_RC_THREAD_LEVEL="single")

@@ -70,11 +70,12 @@ def test_what_is_not_known_is_no(vendor, path):
 @pytest.mark.parametrize(
     ("vendor", "version", "setting", "says"),
     [
-        ("MPICH", "CRAY MPICH version 8.1.30", {}, "MPICH_GPU_SUPPORT_ENABLED=1 only"),
-        ("MPICH", "CRAY MPICH version 8.1.30", {"MPICH_GPU_SUPPORT_ENABLED": "0"}, "MPICH_GPU_SUPPORT_ENABLED=1 only"),
-        ("MVAPICH2", "", {}, "MV2_USE_CUDA=1"),
+        ("MPICH", "CRAY MPICH version 8.1.30", {}, "MPICH_GPU_SUPPORT_ENABLED=1 only, and it is not set"),
+        ("MPICH", "CRAY MPICH version 8.1.30", {"MPICH_GPU_SUPPORT_ENABLED": "0"}, "ENABLED=1 only, and it is '0'"),
+        ("MVAPICH2", "", {}, "MV2_USE_CUDA=1 only, and it is not set"),
+        ("MVAPICH2", "", {"MVP_USE_CUDA": "0"}, "MVP_USE_CUDA=1 only, and it is '0'"),
         ("Intel MPI", "", {}, "I_MPI_OFFLOAD=1"),
-        ("Intel MPI", "", {"I_MPI_OFFLOAD": "0"}, "I_MPI_OFFLOAD=1"),
+        ("Intel MPI", "", {"I_MPI_OFFLOAD": "0"}, "I_MPI_OFFLOAD=1 only, and it is '0'"),
         ("MPICH", "", {"MPIR_CVAR_ENABLE_GPU": "0"}, "MPIR_CVAR_ENABLE_GPU=0 turns it off"),
         ("Open MPI", "", {"OMPI_MCA_opal_cuda_support": "false"}, "OMPI_MCA_opal_cuda_support=false turns it off"),
         ("Open MPI", "", {"UCX_TLS": "rc,sm,self"}, "UCX_TLS=rc,sm,self leaves out cuda"),

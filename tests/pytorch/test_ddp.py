@@ -1,5 +1,6 @@
 """DistributedDataParallel over gloo whose buckets go through mpicomp."""
 
+import io
 from types import SimpleNamespace
 
 import pytest
@@ -122,3 +123,37 @@ def test_a_future_knows_the_device_of_its_value(device, monkeypatch):
     empty = SimpleNamespace(buffer=lambda: buffer, parameters=list, gradients=list, is_last=lambda: False)
     state.put(empty)
     assert told == [[torch.device(device)] if device != "cpu" else None]
+
+
+@pytest.mark.mpi
+def test_a_saved_state_goes_on(comm):
+    """DDPState has a state of its own, which torch.load reads by its defaults."""
+
+    def run(state, plain, model, steps):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in steps:
+            optimizer.zero_grad()
+            model(batch(step, comm.rank)).square().mean().backward()
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in plain.parameters()]
+
+    def make():
+        plain = network()
+        model = torch.nn.parallel.DistributedDataParallel(plain, bucket_cap_mb=0.004)
+        state = mpicomp.torch.DDPState(model, mpicomp.TopK(ratio=0.05), "allgather", comm=comm)
+        model.register_comm_hook(state, mpicomp.torch.ddp_comm_hook)
+        return state, plain, model
+
+    with gloo(comm):
+        whole = run(*make(), range(6))
+        state, plain, model = make()
+        run(state, plain, model, range(3))
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "exchange": state.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file)
+        state, plain, model = make()
+        model.load_state_dict(saved["model"])
+        state.load_state_dict(saved["exchange"])
+        second = run(state, plain, model, range(3, 6))
+        assert all(torch.equal(own, other) for own, other in zip(second, whole, strict=True))

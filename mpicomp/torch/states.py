@@ -1,0 +1,82 @@
+"""States as torch saves and loads them: of tensors, numbers, strings, bools, None, dicts and lists, and nothing else.
+
+``torch.load`` makes no other object unless it is asked for ``weights_only=False``.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpicomp import arrays
+
+_COMPILED = "_orig_mod."  # what torch.compile puts in front of the names of a module's parameters
+_BASES = (bool, int, float, str)  # a subclass of one of these would be stored by the name of its class
+
+
+def name_of(name: str) -> str:
+    """Return the name that a parameter has whether or not the model, or a part of it, is compiled.
+
+    Examples
+    --------
+    >>> name_of("_orig_mod.head.weight"), name_of("layers.0._orig_mod.weight")
+    ('head.weight', 'layers.0.weight')
+    """
+    return name.replace(_COMPILED, "")
+
+
+def to_tensors(state: Any) -> Any:
+    """Return a state with tensors in place of NumPy's arrays, in the same memory, and Python's numbers and lists."""
+    return _converted(state, _to_torch)
+
+
+def to_arrays(state: Any) -> Any:
+    """Undo `to_tensors`; what holds arrays already, as states of earlier versions do, stays as it is."""
+    return _converted(state, _to_numpy)
+
+
+def with_names(state: Any) -> Any:
+    """Return a state in which names are as `name_of` returns them."""
+    return _converted(state, lambda leaf: leaf)
+
+
+def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            name_of(key) if isinstance(key, str) else convert(key): _converted(item, convert)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple | deque | Set):
+        return [_converted(item, convert) for item in value]
+    return convert(value)
+
+
+def _to_torch(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return _tensor(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    for base in _BASES:
+        if isinstance(value, base):
+            return base(value)
+    return value
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()  # torch has neither
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _to_numpy(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.dtype == torch.bfloat16:
+        value = value.float()  # NumPy has no such numbers, and these are the same
+    return arrays.to_host(value)
