@@ -1,5 +1,7 @@
 """Bytes that ranks hand to MPI, counted by the arrays alone."""
 
+import functools
+
 from mpicomp.reducer import Reducer
 
 
@@ -14,6 +16,7 @@ class Count:
             monkeypatch.setattr(MPITransport, name, self._counting(getattr(MPITransport, name)))
         make = Reducer.__init__
 
+        @functools.wraps(make)
         def init(reducer, *args, **settings):
             make(reducer, *args, **settings)
             self.take()

@@ -84,6 +84,10 @@ class Gradients(Beside):
         Whether this rank has no batches left: its gradients are zeros, whatever ``.grad`` holds.
     closed : bool
         Whether it was closed.
+    state_was_loaded : bool
+        Whether the optimizer has loaded a state that ranks have not compared yet.
+    optimizer_state : callable
+        Returns the optimizer's state by parameter and key.
     """
 
     def __init__(
@@ -106,7 +110,8 @@ class Gradients(Beside):
         self._settings = settings
         self._step_watch = StepWatch(_WHO)
         self._frozen_with_gradient: set[str] = set()  # on some rank, in the last step; the same on all ranks
-        self._optimizer_state: Callable[[], dict[str, Any]] | None = None  # to compare, once it was loaded
+        self.state_was_loaded = False
+        self.optimizer_state: Callable[[], dict[str, Any]] = dict
         self._rows: set[str] = set()
         self._rows_means: dict[str, tuple[NDArray[np.int64], NDArray[np.floating]] | None] = {}
         self._agreed: list[str] | None = None  # names that all ranks have compared
@@ -195,10 +200,6 @@ class Gradients(Beside):
                 self._seen.clear()
         self.averaged = False
 
-    def compare_state(self, state: Callable[[], dict[str, Any]]) -> None:
-        """Have the ranks' optimizer states compared in the next step; ``state`` returns it by parameter and key."""
-        self._optimizer_state = state
-
     def join(self) -> None:
         """Let ranks run out of batches from now on; not collective.
 
@@ -263,7 +264,7 @@ class Gradients(Beside):
             try:
                 self._begin()
                 self._problem = problem or self._changed()
-                self.stale = self._problem is not None or self._obstacle != 0 or self._optimizer_state is not None
+                self.stale = self._problem is not None or self._obstacle != 0 or self.state_was_loaded
                 if not self.frozen and self.run(self._settings.begin(self.group)):
                     self.stale = True
                 held = {name for name, p in self._parameters.items() if p.grad is not None and not p.requires_grad}
@@ -334,7 +335,7 @@ class Gradients(Beside):
         yield from agree(Signature({}, _members(frozen)), None, self.group, f"{_WHO}: frozen parameters")
         if not self.frozen:  # ranks without batches take over the settings of one that has some
             yield from self._settings.compare(self.group)
-        flags = [not self._compared, self._obstacle, self._optimizer_state is not None]
+        flags = [not self._compared, self._obstacle, self.state_was_loaded]
         kinds = {name: _kind_of(parameter.grad) for name, parameter in (trained | frozen).items()}
         uncompared, obstacles, loaded, *everyones = (yield from share([*flags, *kinds.values()], self.group)).T
         found = {name: int(ranks.max()) for name, ranks in zip(kinds, everyones, strict=True)}
@@ -352,14 +353,13 @@ class Gradients(Beside):
 
     def _compare_state(self) -> Generator[Asked, Any, None]:
         """Make sure that all ranks go on with the same state of the optimizer. As rounds."""
-        assert self._optimizer_state is not None, "the reducers have compared that all ranks have loaded"
-        state = self._optimizer_state()
+        state = self.optimizer_state()
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         numbers = {name: value for name, value in state.items() if name not in tensors}
         advice = "load the same file on all ranks, or call mpicomp.torch.broadcast_optimizer_state(optimizer)"
         yield from agree(Signature(numbers, _members(tensors)), None, self.group, f"{_WHO}: the optimizer's state")
         yield from check_same(tensors, self.group, f"{_WHO}: the optimizer's state", advice)
-        self._optimizer_state = None
+        self.state_was_loaded = False
 
     def _stop_overlap(self, obstacles: NDArray[np.uint8]) -> None:
         """Exchange after backward from now on where some rank's script does not allow it before."""

@@ -159,6 +159,8 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
     wrapped._mpicomp_names = {id(parameter): name_of(name) for name, parameter in named}
     wrapped._mpicomp_scaler = scaler
     wrapped._mpicomp_gradients = gradients
+    owner: Callable[[], Any] = weakref.ref(wrapped)
+    gradients.optimizer_state = lambda: owner()._mpicomp_state()
     wrapped._mpicomp_transport = None if transport is comm else transport
     if scaler is not None:
         _follow(scaler, wrapped)
@@ -301,7 +303,7 @@ class _Distributed(Wrapped):
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
         if kept is not None:
             self.reducer.load_state_dict(kept)
-        self._mpicomp_gradients.compare_state(self._mpicomp_state)
+        self._mpicomp_gradients.state_was_loaded = True
 
     def _mpicomp_state(self) -> dict[str, Any]:
         """Return the values in the optimizer's state by parameter and key."""
@@ -381,7 +383,7 @@ class _AveragesFirst:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy it as the GradScaler that it was."""
         state = {key: value for key, value in self.__getstate__().items() if key != "_mpicomp_optimizer"}  # type: ignore[attr-defined]
-        return object.__new__, (type(self).__bases__[1],), state  # type: ignore[attr-defined]
+        return object.__new__, (type(self).__bases__[1],), state
 
     def _mpicomp_average(self, optimizer: Any) -> None:
         if optimizer is self._mpicomp_optimizer() and not optimizer._mpicomp_gradients.averaged:
