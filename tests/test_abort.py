@@ -209,3 +209,21 @@ def test_a_single_rank_is_left_alone(job):
 def test_importing_it_does_not_initialise_mpi():
     code = "import sys, mpicomp.system.abort as a; assert a.running() is None; assert 'mpi4py.MPI' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+
+
+def test_an_error_of_all_ranks_is_printed_once(mpiexec):
+    same = mpiexec(3, "-c", "import mpicomp\nmpicomp.Reducer('topq')\n", timeout=60)
+    assert same.returncode != 0
+    assert same.stderr.count("Traceback") == 1
+    assert same.stderr.count("unknown name 'topq'") == 1
+    for rank in (1, 2):
+        assert f"rank {rank} of 3: the same UnknownNameError as on rank 0, ending the job" in same.stderr
+
+
+def test_errors_that_differ_are_all_printed(mpiexec):
+    body = "import mpicomp\nfrom mpi4py import MPI\nmpicomp.Reducer(comm=MPI.COMM_WORLD.rank % 2)\n"
+    differ = mpiexec(3, "-c", body, timeout=60)
+    assert differ.returncode != 0
+    assert differ.stderr.count("Traceback") == 2
+    assert "rank 2 of 3: the same ConfigurationError as on rank 0" in differ.stderr
+    assert "got 1 (int)" in differ.stderr

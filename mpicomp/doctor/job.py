@@ -17,7 +17,7 @@ from mpicomp.doctor.loaded import describe, launcher_notes, load, thread_notes
 from mpicomp.doctor.measured import clock_notes, measure
 from mpicomp.doctor.names import name_notes, resolves
 from mpicomp.doctor.ranks import Rank, by_host, difference_problems, spans
-from mpicomp.doctor.sharing import cpu_notes, gpu_notes
+from mpicomp.doctor.sharing import cpu_notes, gpu_notes, openmp_notes
 from mpicomp.doctor.wires import adapters, wire_notes, wires
 from mpicomp.system import cuda, launcher
 from mpicomp.system.launcher import Problem
@@ -126,7 +126,7 @@ def _with_mpi(
 
     singletons = launcher.singletons(None, world.size, "openmpi" if vendor == "Open MPI" else "mpich")
     problems = ([singletons] if singletons else []) + difference_problems(ranks)
-    notes = cpu_notes(ranks, name) + gpu_notes(ranks, name) + name_notes(ranks)
+    notes = cpu_notes(ranks, name) + openmp_notes(ranks, name) + gpu_notes(ranks, name) + name_notes(ranks)
     notes += wire_notes(carried, cards, max(map(len, hosts)), len(hosts)) + fork_notes(forks)
     notes += launcher_notes(report["mpi"]["origin"]) + thread_notes(report["mpi"]["thread_level"])
     if world.size > 1:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 
 from mpicomp.doctor.ranks import Rank, by_host, named, spans
 from mpicomp.system.launcher import Problem
+from mpicomp.system.processors import binds
 
 
 def cpu_notes(ranks: Sequence[Rank], launcher: str | None) -> list[Problem]:
@@ -55,6 +57,24 @@ def cpu_notes(ranks: Sequence[Rank], launcher: str | None) -> list[Problem]:
                 )
                 break
     return notes
+
+
+def openmp_notes(ranks: Sequence[Rank], launcher: str | None, environ: Mapping[str, str] = os.environ) -> list[Problem]:
+    """Notice ranks that OpenMP binds to the same cores: it counts those of each rank from the first on."""
+    for here in by_host(ranks):
+        shared = [rank for rank in here if rank.cpus == here[0].cpus]
+        if binds(environ) and len(shared) > 1 and len(here[0].cpus) > 1:
+            settings = " ".join(
+                f"{name}={environ[name]}" for name in ("OMP_PROC_BIND", "OMP_PLACES") if environ.get(name)
+            )
+            return [
+                Problem(
+                    f"{settings} has OpenMP bind the main thread of each rank, and {len(shared)} ranks on "
+                    f"{here[0].host} have the same cpus {spans(here[0].cpus)}: all of them compute on the first",
+                    f"unset OMP_PROC_BIND OMP_PLACES, or {_bind(launcher, max(1, len(here[0].cpus) // len(here)))}",
+                )
+            ]
+    return []
 
 
 def gpu_notes(ranks: Sequence[Rank], launcher: str | None) -> list[Problem]:

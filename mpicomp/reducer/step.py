@@ -60,6 +60,7 @@ class Step:
         self._problem: MpicompError | None = None
         self._unread: MpicompError | None = None  # what is wrong with what is no array
         self._stale = False
+        self._overflowed = False  # whether finite gradients have become infinite in the exchange
         self._damaged: MessageError | None = None  # what this rank could not read
         self._told = False  # whether all ranks know that one of them could not
         self._memories: list[tuple[Bucket, dict[str, Any]]] = []
@@ -180,6 +181,9 @@ class Step:
         core.outside = Tally()
         record.lost_ranks, core.lost = core.lost, []
         record.stop = core.stop
+        infinite = any(done.result.nonfinite for done in self._done)
+        if infinite and core.nonfinite == "raise" and self._damaged is None and not core.survives:
+            yield from core.outside.count(self._find_overflow(), group)
         means = self._finish(used, finite) if self._damaged is None else {}
         try:
             yield from self._tell()
@@ -345,6 +349,11 @@ class Step:
         flags: NDArray[np.uint8] = everyones.reshape(ranks, send.size)
         return flags
 
+    def _find_overflow(self) -> Generator[Asked, Any, None]:
+        """Find out, on all ranks alike, whether gradients are finite, so that the exchange has overflowed."""
+        mine = [not _all_finite(gradient) for gradient in self._gradients.values()]
+        self._overflowed = not (yield from self._share([any(mine)])).any()
+
     def _clip(self) -> float:
         """Return the factor that clips this rank's gradients: 1 without clipping, or if they are not finite."""
         core = self._core
@@ -368,6 +377,15 @@ class Step:
         if not finite and core.nonfinite == "raise":
             names = " or ".join(f"'{bucket.members[0].name}'" for bucket in bad)
             where = f", in the bucket that starts with {names}" if bad else ""
+            if self._overflowed:
+                plans = " or ".join(
+                    sorted({done.record.compressor["id"] for done in self._done if done.result.nonfinite})
+                )
+                raise NonFiniteError(
+                    f"reduce: gradients are finite, and {plans} overflowed at step {record.step}{where}: they, or "
+                    "their sum with the residual or over ranks, are too large for what it computes in; nothing was "
+                    "applied and the residuals are as they were. Clip or scale gradients, or use a wider wire"
+                )
             raise NonFiniteError(
                 f"reduce: gradients must be finite, got NaN or infinity on some rank at step {record.step}{where}; "
                 "nothing was applied and the residuals are as they were. nonfinite='skip' leaves such steps out"
@@ -408,6 +426,12 @@ class Step:
 def _copied(memory: dict[str, Any]) -> dict[str, Any]:
     """Return a memory that stays as it is: what is in it is replaced and never written to, but for memories within."""
     return {key: _copied(value) if isinstance(value, dict) else value for key, value in memory.items()}
+
+
+def _all_finite(gradient: Any) -> bool:
+    """Return whether a gradient of any library is finite."""
+    finite = gradient.isfinite() if hasattr(gradient, "isfinite") else np.isfinite(gradient)
+    return bool(finite.all())
 
 
 def _number(name: str, value: Any) -> float | None:

@@ -26,6 +26,7 @@ import _sitebuiltins
 import atexit
 import contextlib
 import faulthandler
+import hashlib
 import io
 import os
 import sys
@@ -35,6 +36,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
+from mpicomp.errors import MpicompError
 from mpicomp.system import launcher
 
 GRACE_S = 1.0  # seconds that a rank which leaves with an error waits for the others to do the same
@@ -120,7 +122,9 @@ def end_job(status: int) -> None:
     os._exit(status)
 
 
-def meet(note: bytes = b"", limit_s: float = GRACE_S) -> dict[int, bytes]:
+def meet(
+    note: bytes = b"", limit_s: float = GRACE_S, enough: Callable[[dict[int, bytes]], bool] = lambda notes: False
+) -> dict[int, bytes]:
     """Announce to the other ranks that this one leaves with an error, and wait a moment for them to do the same.
 
     It is no collective operation: a rank may call it alone. When all of them come, the job needs no abort and
@@ -132,6 +136,8 @@ def meet(note: bytes = b"", limit_s: float = GRACE_S) -> dict[int, bytes]:
         A few bytes that are sent to the others.
     limit_s
         Seconds to wait.
+    enough
+        Returns whether the notes that have come are all that this rank needs.
 
     Returns
     -------
@@ -153,7 +159,7 @@ def meet(note: bytes = b"", limit_s: float = GRACE_S) -> dict[int, bytes]:
             _pending.append((note, comm.Isend([note, mpi.BYTE], dest=peer, tag=_TAG)))
     deadline = time.monotonic() + limit_s
     state = mpi.Status()
-    while len(notes) < size:
+    while len(notes) < size and not enough(notes):
         if comm.Iprobe(source=mpi.ANY_SOURCE, tag=_TAG, status=state):
             received = bytearray(state.Get_count(mpi.BYTE))
             comm.Recv([received, mpi.BYTE], source=state.Get_source(), tag=_TAG)
@@ -162,7 +168,7 @@ def meet(note: bytes = b"", limit_s: float = GRACE_S) -> dict[int, bytes]:
             return notes
         else:
             time.sleep(0.001)
-    _met = True
+    _met = len(notes) == size
     return notes
 
 
@@ -188,12 +194,35 @@ def _hook_main(previous: Callable[..., Any]) -> None:
             previous(kind, value, traceback)
             return
         try:
-            _announce("uncaught exception, ending the job")
-            previous(kind, value, traceback)
+            first = _first_with(kind, value)
+            if first == running().COMM_WORLD.Get_rank():
+                _announce("uncaught exception, ending the job")
+                previous(kind, value, traceback)
+                if issubclass(kind, MpicompError):
+                    meet(_digest(kind, value))  # the others compare theirs with it before the job ends
+            else:
+                _announce(f"the same {kind.__name__} as on rank {first}, ending the job")
         finally:
             end_job(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = hook
+
+
+def _first_with(kind: type[BaseException], value: BaseException) -> int:
+    """Return the first rank that ends with the same error, as far as that is known soon; most are on all ranks.
+
+    Rank 0 waits for nobody, and neither do errors that are none of mpicomp's.
+    """
+    rank: int = running().COMM_WORLD.Get_rank()
+    if rank == 0 or not issubclass(kind, MpicompError):
+        return rank
+    mine = _digest(kind, value)
+    notes = meet(mine, enough=lambda notes: notes.get(0) == mine)
+    return min(other for other, note in notes.items() if note == mine)
+
+
+def _digest(kind: type[BaseException], value: BaseException) -> bytes:
+    return hashlib.blake2b(f"{kind.__name__}: {value}".encode(errors="replace"), digest_size=16).digest()
 
 
 def _hook_threads(previous: Callable[..., Any]) -> None:

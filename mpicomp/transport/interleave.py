@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from mpicomp.errors import ClosedError, MpicompError
 from mpicomp.rounds import Asked, Pending, Returned, Round, advance
+from mpicomp.system import processors
 from mpicomp.transport.base import RoundLog, Transport
 from mpicomp.transport.naps import Naps
 
@@ -213,6 +214,7 @@ class _Driver:
         _drivers.add(self)
 
     def _run(self) -> None:
+        processors.widen()
         lazy, eager = Naps(eager=0), Naps()
         while not self.leaving:
             if self.interleaver.poll():

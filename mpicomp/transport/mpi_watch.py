@@ -31,7 +31,7 @@ from mpi4py import MPI
 
 from mpicomp.errors import ConfigurationError, RankFailedError
 from mpicomp.places.driver import make_current
-from mpicomp.system import abort
+from mpicomp.system import abort, processors
 from mpicomp.transport.mpi_failures import completed, failure_of, fault_tolerant
 
 STALL_S = 60.0  # default of MPICOMP_STALL: seconds after which a rank that waits names those that are missing
@@ -435,6 +435,7 @@ class Lookout:
             self._thread.join()
 
     def _run(self) -> None:
+        processors.widen()
         while True:
             self._woken.wait(min((watch.period_s for watch in self.watches), default=_LONGEST_S))
             self._woken.clear()

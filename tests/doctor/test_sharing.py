@@ -3,7 +3,7 @@
 import pytest
 from doctor.ranks import rank
 
-from mpicomp.doctor.sharing import cpu_notes, gpu_notes
+from mpicomp.doctor.sharing import cpu_notes, gpu_notes, openmp_notes
 
 
 def test_ranks_with_a_core_each_are_fine():
@@ -96,3 +96,13 @@ def test_ranks_whose_masks_number_one_gpu_alike_may_have_different_ones():
     other = type(ranks[0].device)("0", "H200", "GPU-other")
     ranks[1] = type(ranks[1])(**{**vars(ranks[1]), "device": other})
     assert gpu_notes(ranks, "slurm") == []
+
+
+def test_openmp_that_binds_ranks_which_share_cores():
+    bound = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
+    ranks = [rank(number, cpus=range(4)) for number in range(2)]
+    [note] = openmp_notes(ranks, "hydra", bound)
+    assert note.what.startswith("OMP_PROC_BIND=true OMP_PLACES=cores has OpenMP bind the main thread of each rank")
+    assert note.fix.endswith("or mpiexec -bind-to core:2")
+    assert openmp_notes(ranks, "hydra", {"OMP_PROC_BIND": "false", "OMP_PLACES": "cores"}) == []
+    assert openmp_notes([rank(0, cpus=[0, 1]), rank(1, cpus=[2, 3])], "hydra", bound) == []

@@ -1,0 +1,34 @@
+"""Finite gradients that become infinite in an exchange are said to do so, on all ranks alike."""
+
+import re
+
+import numpy as np
+import pytest
+from worlds import Ranks
+
+from mpicomp.errors import NonFiniteError
+
+
+def messages(ranks, gradients):
+    """Return what each rank's error says; ranks take turns, so each is driven to its own."""
+    with pytest.raises(NonFiniteError) as caught:
+        ranks.reduce(gradients)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "collective"), [("dense", "allreduce"), ("dcttopk", "auto"), ("powersgd", "auto")]
+)
+def test_sum_that_overflows_is_not_said_of_gradients(compressor, collective):
+    ranks = Ranks(2, compressor, collective)
+    large = {"w": np.full((64, 64), 3e38, np.float32)}
+    said = messages(ranks, [large, large])
+    assert re.search(rf"gradients are finite, and {compressor} overflowed at step 0.*'w'", said)
+
+
+def test_gradient_that_is_not_finite_is_said_to_be():
+    ranks = Ranks(2, "dense", "allreduce")
+    said = messages(ranks, [{"w": np.full(9, np.inf, np.float32)}, {"w": np.ones(9, np.float32)}])
+    assert "gradients must be finite" in said
+    means = ranks.reduce([{"w": np.ones(9, np.float32)}] * 2)
+    assert (means[0]["w"] == 1).all()
