@@ -4,6 +4,7 @@ from mpicomp.torch.broadcast import broadcast_parameters
 from mpicomp.torch.ddp import DDPState, ddp_comm_hook
 from mpicomp.torch.onebit_adam import OneBitAdam
 from mpicomp.torch.optimizer import DistributedOptimizer
+from mpicomp.torch.optimizer_state import broadcast_optimizer_state
 from mpicomp.torch.power_gossip import PowerGossip
 from mpicomp.torch.profiling import show_ranges
 from mpicomp.torch.sketched_amsgrad import SketchedAMSGrad
@@ -17,6 +18,7 @@ __all__ = [
     "PowerGossip",
     "SketchedAMSGrad",
     "UpdateOptimizer",
+    "broadcast_optimizer_state",
     "broadcast_parameters",
     "ddp_comm_hook",
     "trial_hooks",

@@ -156,11 +156,12 @@ def _sum_of_bits(tensors: Iterable[torch.Tensor]) -> np.int64:
 
 
 def _is_renormed(tensor: torch.Tensor) -> bool:
-    """Whether several rows have the largest norm, as those that an Embedding with ``max_norm`` has looked up."""
+    """Whether many rows have one norm, as those that an Embedding with ``max_norm`` has looked up."""
     if tensor.dim() != 2 or not tensor.is_floating_point() or len(tensor) < 2:
         return False
-    norms = tensor.detach().double().norm(dim=1)
-    return bool((norms >= norms.max() * (1 - 1e-5)).sum() > 1)
+    digits = (tensor.detach().double().norm(dim=1).log() * 1e5).round()
+    _, counts = digits[digits.isfinite()].unique(return_counts=True)
+    return counts.numel() > 0 and int(counts.max()) >= max(2, len(tensor) // 1000)
 
 
 def _named(ranks: list[int]) -> str:

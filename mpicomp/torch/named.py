@@ -56,6 +56,18 @@ def named_of(named: Named, subsystem: str, ranks: int) -> list[tuple[str, torch.
         if ranks > 1:
             check_forward(named, subsystem)
         return list(named.named_parameters())
+    pairs = pairs_of(named, subsystem, "pass named_parameters=model.named_parameters(), or the model itself")
+    for name, parameter in pairs:
+        if not isinstance(parameter, torch.Tensor):
+            raise ConfigurationError(
+                f"{subsystem}: '{name}' must be a parameter, got {type(parameter).__name__}; pass named_parameters="
+                "model.named_parameters(), or the model itself"
+            )
+    return pairs
+
+
+def pairs_of(named: Any, subsystem: str, advice: str) -> list[tuple[str, Any]]:
+    """Return pairs of a name and something else, or raise a `ConfigurationError` that ends in advice."""
     try:
         pairs: list[Any] = list(named.items() if isinstance(named, Mapping) else named)
     except TypeError:
@@ -63,15 +75,8 @@ def named_of(named: Named, subsystem: str, ranks: int) -> list[tuple[str, torch.
     for pair in pairs:
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
             what = "a parameter without a name" if isinstance(pair, torch.Tensor) else type(pair).__name__
-        elif not isinstance(pair[1], torch.Tensor):
-            what = f"{type(pair[1]).__name__} under the name '{pair[0]}'"
-        else:
-            continue
-        raise ConfigurationError(
-            f"{subsystem}: pairs of name and parameter are needed, got {what}; pass named_parameters="
-            "model.named_parameters(), or the model itself"
-        )
-    return [(name, parameter) for name, parameter in pairs]
+            raise ConfigurationError(f"{subsystem}: pairs of name and parameter are needed, got {what}; {advice}")
+    return [(name, value) for name, value in pairs]
 
 
 def check_forward(model: torch.nn.Module, subsystem: str) -> None:

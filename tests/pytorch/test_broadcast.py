@@ -1,0 +1,217 @@
+"""Broadcast of models of every kind, and of the state of optimizers."""
+
+import copy
+
+import pytest
+
+import mpicomp
+from mpicomp.errors import ArrayTypeError, ConfigurationError, DisagreementError
+
+torch = pytest.importorskip("torch")
+
+from replicas import assert_replicas, network, sgd, square  # noqa: E402
+
+torch.set_num_threads(1)
+share = mpicomp.torch.broadcast_parameters
+
+
+class Scaled(torch.nn.Linear):
+    """A module with a state of more than tensors."""
+
+    def __init__(self, scale):
+        super().__init__(2, 2)
+        self.scale = scale
+
+    def get_extra_state(self):
+        return self.scale
+
+    def set_extra_state(self, state):
+        self.scale = state
+
+
+@pytest.mark.mpi
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_broadcast_of_extra_state_and_sparse_buffers(comm):
+    for root in range(comm.size):
+        rank = (comm.rank - root) % comm.size
+        model = torch.nn.Sequential(Scaled({"amax": torch.full((2,), 1.0 + rank), "steps": rank, "names": ["a"]}))
+        entries = torch.tensor([[0, 1, 1], [1, 2, 2]])[:, : 3 if rank == 0 else 1]  # of unequal number, not coalesced
+        values = torch.arange(entries.shape[1]) + 1.0 + rank
+        sparse = torch.sparse_coo_tensor(entries, values, (3, 4), check_invariants=True)
+        model.register_buffer("coo", sparse)
+        for layout in ("csr", "csc"):
+            model.register_buffer(
+                layout, getattr((torch.eye(3) if rank else torch.ones(3, 3)), f"to_sparse_{layout}")()
+            )
+        model.register_buffer("turned", torch.full((2,), 1j * (1 + rank), dtype=torch.complex64).conj())
+        model.register_buffer("expanded", torch.full((1,), 1.0 + rank).expand(4))
+        share(model, root=root, comm=comm)
+        assert model[0].scale["amax"].tolist() == [1, 1]
+        assert model[0].scale["steps"] == 0
+        assert model.coo._values().tolist() == [1, 2, 3]
+        assert not model.coo.is_coalesced()
+        assert model.csr.to_dense().tolist() == model.csc.to_dense().tolist() == [[1] * 3] * 3
+        assert model.turned.tolist() == [-1j, -1j]
+        assert model.expanded.tolist() == [1] * 4
+        assert_replicas(model, comm)
+
+
+def lazy():
+    return torch.nn.LazyLinear(2)
+
+
+def unregistered():
+    model = torch.nn.Module()
+    model.layers = [torch.nn.Linear(2, 2)]
+    return model
+
+
+def used_up():
+    named = network().named_parameters()
+    list(named)
+    return named
+
+
+REFUSED = {
+    "lazy": (lazy, "'weight' has no shape yet; run one batch"),
+    "meta": (lambda: torch.nn.Linear(2, 2, device="meta"), r"'weight' is on the device 'meta'.*to_empty"),
+    "unregistered": (unregistered, "there is no tensor to send; models in a plain list .*ModuleList"),
+    "used_up": (used_up, r"no tensor to send; an iterator such as model.named_parameters\(\) is used up"),
+    "list": (lambda: list(network().parameters()), "got a parameter without a name; pass the model"),
+    "optimizer": (lambda: sgd(network()), r"got SGD; call mpicomp.torch.broadcast_optimizer_state\(optimizer\)"),
+    "state": (lambda: sgd(network()).state_dict(), r"got the state of an optimizer; call .*broadcast_optimizer_state"),
+    "extra": (lambda: Scaled(object()), r"'_extra_state' must consist of tensors.*named_parameters"),
+    "twice": (lambda: [("w", torch.ones(1)), ("w", torch.ones(1))], "two tensors have the same name"),
+    "number": (lambda: 5, "got int; pass the model"),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_broadcast_of_what_cannot_be_sent_is_refused(comm, make, message):
+    with pytest.raises(ConfigurationError, match=message):
+        share(make(), comm=comm)
+    wrong = make() if comm.rank == 0 else torch.nn.Linear(2, 2)
+    if comm.size > 1:
+        with pytest.raises((ConfigurationError, DisagreementError, ArrayTypeError)):
+            share(wrong, comm=comm)
+
+
+def train(model, optimizer, steps, rank):
+    for step in range(steps):
+        optimizer.zero_grad()
+        square(model, step, rank).backward()
+        optimizer.step()
+
+
+OPTIMIZERS = {
+    "sgd": sgd,
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.8, 0.9)),
+    "rate": lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01)),
+    "lbfgs": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2),
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("started", [False, True])
+def test_state_of_an_optimizer_that_resumed_on_one_rank(comm, make, started):
+    """All ranks go on as one that never stopped, with state of their own before or without."""
+    model = network()
+    optimizer = make(model)
+    other = network(seed=1 + comm.rank)
+    fresh = make(other)
+    if started:
+        step_all(other, fresh, 2, comm.rank)
+    step_all(model, optimizer, 3, 0)
+    optimizer.param_groups[0]["lr"] *= 0.5
+    root = comm.size - 1
+    mine, own = (model, optimizer) if comm.rank == root else (other, fresh)
+    share(mine, root=root, comm=comm)
+    mpicomp.torch.broadcast_optimizer_state(own, root=root, comm=comm)
+    assert str(own.state_dict()) == str(optimizer.state_dict())
+    step_all(model, optimizer, 2, 0)
+    if mine is not model:
+        step_all(mine, own, 2, 0)
+    for left, right in zip(mine.parameters(), model.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def step_all(model, optimizer, steps, rank):
+    for step in range(steps):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = square(model, step, rank)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+@pytest.mark.mpi
+def test_state_is_overwritten_in_place_and_cleared(comm):
+    model = network()
+    optimizer = sgd(model)
+    train(model, optimizer, 1, comm.rank)
+    momentum = optimizer.state[model[0].weight]["momentum_buffer"]
+    mpicomp.torch.broadcast_optimizer_state(optimizer, comm=comm)
+    assert optimizer.state[model[0].weight]["momentum_buffer"] is momentum
+    if comm.rank == 0:
+        optimizer = sgd(model)
+    mpicomp.torch.broadcast_optimizer_state(optimizer, comm=comm)
+    assert not optimizer.state
+
+
+@pytest.mark.mpi
+def test_state_of_wrapped_optimizers_that_resumed_on_one_rank(comm):
+    before = network()
+    plain = sgd(before)
+    train(before, plain, 2, 0)
+    state = copy.deepcopy(plain.state_dict())
+    state["param_groups"][0]["lr"] = 0.02
+    model = network(seed=1 + comm.rank)
+    if comm.rank == 0:
+        model.load_state_dict(before.state_dict())
+    optimizer = mpicomp.torch.DistributedOptimizer(sgd(model), model, comm=comm)
+    if comm.rank == 0:
+        optimizer.load_state_dict(state)
+    share(model, comm=comm)
+    mpicomp.torch.broadcast_optimizer_state(optimizer, comm=comm)
+    assert optimizer.param_groups[0]["lr"] == 0.02
+    train(model, optimizer, 3, comm.rank)
+    assert_replicas(model, comm)
+    optimizer.close()
+
+
+@pytest.mark.mpi
+def test_steps_of_onebit_adam_that_resumed_on_one_rank(comm):
+    """Ranks that are still in their warm-up would exchange other things than one that is not."""
+    model = network()
+    optimizer = mpicomp.torch.OneBitAdam(model, warmup_steps=2, comm=comm)
+    if comm.rank == 0:
+        optimizer.steps = 1
+    mpicomp.torch.broadcast_optimizer_state(optimizer, comm=comm)
+    assert optimizer.steps == 1
+    train(model, optimizer, 3, comm.rank)
+    assert_replicas(model, comm)
+    optimizer.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.Adam(model.parameters()),
+        lambda model: torch.optim.SGD([{"params": [parameter]} for parameter in model.parameters()], lr=0.1),
+        lambda model: torch.optim.SGD(list(model.parameters())[1:], lr=0.1),
+    ],
+    ids=["class", "groups", "parameters"],
+)
+def test_states_of_optimizers_that_differ(comm, make):
+    model = network()
+    optimizer = make(model) if comm.rank == 1 else sgd(model)
+    with pytest.raises(DisagreementError, match="broadcast_optimizer_state"):
+        mpicomp.torch.broadcast_optimizer_state(optimizer, comm=comm)
+    with pytest.raises(ConfigurationError, match="a torch optimizer is needed, got Sequential"):
+        mpicomp.torch.broadcast_optimizer_state(model, comm=comm)
