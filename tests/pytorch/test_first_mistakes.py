@@ -72,7 +72,7 @@ def test_sharded_parameters_are_refused_when_made(comm):
     with gloo(comm):
         model = torch.nn.Linear(4, 4)
         fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (comm.size,)))
-        with pytest.raises(ConfigurationError, match="is a DTensor.*docs/pytorch.md"):
+        with pytest.raises(ConfigurationError, match=r"is a DTensor.*docs/pytorch\.md"):
             wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, comm=comm)
         with pytest.raises(ConfigurationError, match="is a DTensor"):
             mpicomp.torch.broadcast_parameters(model, comm=comm)
