@@ -243,9 +243,9 @@ class _Distributed(Wrapped):
             )
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
             gradients.averaged = False
+            with torch.enable_grad():
+                loss = closure()  # it may synchronize and clip by itself, as Lightning's does
             called = _Called(loss)
             args, kwargs = ((called, *args[1:]), kwargs) if args else (args, kwargs | {"closure": called})
         if not gradients.averaged:
@@ -301,7 +301,8 @@ class _Distributed(Wrapped):
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
         if kept is not None:
             self.reducer.load_state_dict(kept)
-        self._mpicomp_gradients.compare_state(self._mpicomp_state)
+        residuals = [] if kept is None else kept["residuals"].values()
+        self._mpicomp_gradients.compare_state(self._mpicomp_state, residuals)
 
     def _mpicomp_state(self) -> dict[str, Any]:
         """Return the values in the optimizer's state by parameter and key."""
