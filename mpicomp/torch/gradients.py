@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
-from mpicomp.errors import ConfigurationError, MpicompError, RankFailedError
+from mpicomp.errors import ConfigurationError, DisagreementError, MpicompError, RankFailedError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside, Given
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Asked, Group
-from mpicomp.torch.comparing import DRIFT_ADVICE, Fingerprint, check_same, share
+from mpicomp.torch.comparing import DRIFT_ADVICE, Fingerprint, check_same, ranks_named, share, sum_of_bits
 from mpicomp.torch.named import as_real
 from mpicomp.torch.overlap import overlap_thread
 from mpicomp.torch.replica_checks import SettingsCheck
@@ -84,8 +84,6 @@ class Gradients(Beside):
         Whether this rank has no batches left: its gradients are zeros, whatever ``.grad`` holds.
     closed : bool
         Whether it was closed.
-    state_was_loaded : bool
-        Whether the optimizer has loaded a state that ranks have not compared yet.
     optimizer_state : callable
         Returns the optimizer's state by parameter and key.
     """
@@ -110,8 +108,9 @@ class Gradients(Beside):
         self._settings = settings
         self._step_watch = StepWatch(_WHO)
         self._frozen_with_gradient: set[str] = set()  # on some rank, in the last step; the same on all ranks
-        self.state_was_loaded = False
-        self.optimizer_state: Callable[[], dict[str, Any]] = dict
+        self.optimizer_state: Callable[[], dict[str, torch.Tensor]] = dict
+        self._state_was_loaded = False  # and not compared yet
+        self._loaded_residuals = np.int64(0)
         self._rows: set[str] = set()
         self._rows_means: dict[str, tuple[NDArray[np.int64], NDArray[np.floating]] | None] = {}
         self._agreed: list[str] | None = None  # names that all ranks have compared
@@ -125,7 +124,8 @@ class Gradients(Beside):
         self._trial_steps = _TRIAL_STEPS if left_open else 0
         self._obstacle = 0
         self._stream: Stream | None = None
-        self._seen: dict[str, tuple[torch.Tensor, int]] = {}  # what was handed over, and in which state
+        self._seen: dict[str, tuple[torch.Tensor, tuple[int, int]]] = {}  # what was handed over, and in which state
+        self._exchanges = 0
         self._noted: dict[str, tuple[torch.Tensor | None, int | None]] = {}  # what was averaged, and in which state
         self._settings_at_join: dict[str, Any] | None = None  # where ranks may run out of batches
         self._meeting = self._met = False  # whether ranks compare that they all may, and have done so
@@ -200,6 +200,17 @@ class Gradients(Beside):
                 self._seen.clear()
         self.averaged = False
 
+    def loaded(self, residuals: Iterable[Any]) -> None:
+        """Have the optimizer's state, which was loaded, compared in the next step.
+
+        Parameters
+        ----------
+        residuals : iterable of array
+            Those that were loaded, which must be the rank's.
+        """
+        self._state_was_loaded = True
+        self._loaded_residuals = sum_of_bits([torch.as_tensor(residual) for residual in residuals])
+
     def join(self) -> None:
         """Let ranks run out of batches from now on; not collective.
 
@@ -264,7 +275,7 @@ class Gradients(Beside):
             try:
                 self._begin()
                 self._problem = problem or self._changed()
-                self.stale = self._problem is not None or self._obstacle != 0 or self.state_was_loaded
+                self.stale = self._problem is not None or self._obstacle != 0 or self._state_was_loaded
                 if not self.frozen and self.run(self._settings.begin(self.group)):
                     self.stale = True
                 held = {name for name, p in self._parameters.items() if p.grad is not None and not p.requires_grad}
@@ -335,7 +346,7 @@ class Gradients(Beside):
         yield from agree(Signature({}, _members(frozen)), None, self.group, f"{_WHO}: frozen parameters")
         if not self.frozen:  # ranks without batches take over the settings of one that has some
             yield from self._settings.compare(self.group)
-        flags = [not self._compared, self._obstacle, self.state_was_loaded]
+        flags = [not self._compared, self._obstacle, self._state_was_loaded]
         kinds = {name: _kind_of(parameter.grad) for name, parameter in (trained | frozen).items()}
         uncompared, obstacles, loaded, *everyones = (yield from share([*flags, *kinds.values()], self.group)).T
         found = {name: int(ranks.max()) for name, ranks in zip(kinds, everyones, strict=True)}
@@ -343,7 +354,7 @@ class Gradients(Beside):
         if uncompared.any():
             yield from self._compare("call mpicomp.torch.broadcast_parameters(model) before training")
         if loaded.any():
-            yield from self._compare_state()
+            yield from self._compare_state(loaded)
         self._stop_overlap(obstacles)
         own = self._own()
         self._compared, self._agreed = True, list(own)
@@ -351,15 +362,33 @@ class Gradients(Beside):
         self._rows = some | (self._rows & own.keys())  # also of one that nobody has used in this step
         return self._given(own)
 
-    def _compare_state(self) -> Generator[Asked, Any, None]:
-        """Make sure that all ranks go on with the same state of the optimizer. As rounds."""
-        state = self.optimizer_state()
-        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        numbers = {name: value for name, value in state.items() if name not in tensors}
+    def _compare_state(self, loaded: NDArray[np.uint8]) -> Generator[Asked, Any, None]:
+        """Make sure that all ranks go on with the same state of the optimizer, and with residuals of theirs. As rounds.
+
+        ``loaded`` says which ranks have loaded one.
+        """
+        state, who = self.optimizer_state(), f"{_WHO}: the optimizer's state"
+        if not loaded.all():
+            who += f", which was loaded on {ranks_named(np.flatnonzero(loaded).tolist())} alone"
         advice = "load the same file on all ranks, or call mpicomp.torch.broadcast_optimizer_state(optimizer)"
-        yield from agree(Signature(numbers, _members(tensors)), None, self.group, f"{_WHO}: the optimizer's state")
-        yield from check_same(tensors, self.group, f"{_WHO}: the optimizer's state", advice)
-        self.state_was_loaded = False
+        try:
+            yield from agree(Signature({}, _members(state)), None, self.group, who)
+        except DisagreementError as error:
+            raise DisagreementError(f"{error}; {advice}") from None
+        yield from check_same(state, self.group, who, advice)
+        residuals = yield from share(np.array([self._loaded_residuals]).view(np.uint8), self.group)
+        ranks = self.group.size
+        copied = (
+            ranks > 1 and residuals.any() and (residuals == residuals[0]).all() and not self._fingerprint.same_batches
+        )
+        if copied and self.group.rank == 0:
+            warnings.warn(
+                f"{_WHO}: all {ranks} ranks have loaded the residuals of one rank, which then count {ranks} times, and "
+                "those of the others are lost; save and load a file of each rank, or delete state['mpicomp'] to start "
+                "residuals at zero",
+                stacklevel=2,
+            )
+        self._state_was_loaded, self._loaded_residuals = False, np.int64(0)
 
     def _stop_overlap(self, obstacles: NDArray[np.uint8]) -> None:
         """Exchange after backward from now on where some rank's script does not allow it before."""
@@ -437,6 +466,7 @@ class Gradients(Beside):
         if self._reducer.transport.generation != self._generation:
             self._follow()
         self._trial_steps = max(self._trial_steps - 1, 0)
+        self._exchanges += 1
         if self._overlap is False and self._thread is not None:
             self._thread.stop()
             self._thread = None
@@ -539,14 +569,23 @@ class Gradients(Beside):
         if not self._seen and self.overlaps:
             self._begin()
             self._stream = self._reducer.stream(thread, self._scale(), self)
-        self._seen[name] = gradient, gradient._version
+        self._seen[name] = gradient, self._mark(gradient)
         if self._stream is not None and not gradient.is_sparse:
             self._stream.put(name, as_real(gradient.detach()))
 
+    def _mark(self, gradient: torch.Tensor) -> tuple[int, int]:
+        """Return what tells whether a gradient was written to since.
+
+        Torch counts no version of what is written through ``.data``. So in the first steps, and after 2, 4, 8 and so
+        on, its bits are summed, too.
+        """
+        looks_closely = self._exchanges & (self._exchanges - 1) == 0
+        return gradient._version, int(sum_of_bits([gradient])) if looks_closely else 0
+
     def _changed(self) -> MpicompError | None:
         """Find gradients that were written to after they were handed over: the change would be lost."""
-        for name, (gradient, version) in self._seen.items():
-            if self._parameters[name].grad is not gradient or gradient._version != version:
+        for name, (gradient, mark) in self._seen.items():
+            if self._parameters[name].grad is not gradient or self._mark(gradient) != mark:
                 if not self._overlap:
                     self._obstacle = self._obstacle or _CHANGED
                     return None

@@ -245,9 +245,9 @@ class _Distributed(Wrapped):
             )
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
             gradients.averaged = False
+            with torch.enable_grad():
+                loss = closure()  # it may synchronize and clip by itself, as Lightning's does
             called = _Called(loss)
             args, kwargs = ((called, *args[1:]), kwargs) if args else (args, kwargs | {"closure": called})
         if not gradients.averaged:
@@ -303,16 +303,16 @@ class _Distributed(Wrapped):
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "mpicomp"})  # type: ignore[misc]
         if kept is not None:
             self.reducer.load_state_dict(kept)
-        self._mpicomp_gradients.state_was_loaded = True
+        self._mpicomp_gradients.loaded([] if kept is None else kept["residuals"].values())
 
-    def _mpicomp_state(self) -> dict[str, Any]:
-        """Return the values in the optimizer's state by parameter and key."""
+    def _mpicomp_state(self) -> dict[str, torch.Tensor]:
+        """Return tensors and numbers in the optimizer's state by parameter and key."""
         found = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 for key, value in self.state.get(parameter, {}).items():
-                    if isinstance(value, torch.Tensor | bool | int | float | str):
-                        found[f"{self._mpicomp_names[id(parameter)]}, {key}"] = value
+                    if isinstance(value, torch.Tensor | bool | int | float):
+                        found[f"{self._mpicomp_names[id(parameter)]}, {key}"] = torch.as_tensor(value)
         return found
 
     def close(self) -> None:
