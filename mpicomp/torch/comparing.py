@@ -61,11 +61,11 @@ def check_same(
     differs = (everyones != everyones[0]).any(axis=2)
     for name, ranks in zip(tensors, differs.T, strict=True):
         if ranks.any():
-            others = np.flatnonzero(ranks).tolist()
+            others = ranks_named(np.flatnonzero(ranks).tolist())
             renormed = yield from share([_is_renormed(tensors[name])], group)
             hint = f". If it belongs to one: {MAX_NORM}" if renormed.any() else ""
             raise DisagreementError(
-                f"{subsystem}: parameter '{name}' has other values on {_named(others)} than on rank 0; {advice}{hint}"
+                f"{subsystem}: parameter '{name}' has other values on {others} than on rank 0; {advice}{hint}"
             )
 
 
@@ -89,7 +89,7 @@ class Fingerprint:
     def __init__(self, every: int, subsystem: str, same_batches: bool = False) -> None:
         self.every = every
         self._subsystem = subsystem
-        self._same_batches = same_batches
+        self.same_batches = same_batches
         self._steps = -1
         self._equal_gradients = 0  # steps in which all ranks had the same ones
 
@@ -118,8 +118,8 @@ class Fingerprint:
         early = steps <= self.every and steps & (steps - 1) == 0
         if not self.every or not steps or not (early or steps % self.every == 0) or group.size == 1:
             return
-        tells_batches = steps <= _BATCH_STEPS and not self._same_batches
-        sums = [_sum_of_bits(tensors.values()), _sum_of_bits(gradients) if tells_batches else np.int64(0)]
+        tells_batches = steps <= _BATCH_STEPS and not self.same_batches
+        sums = [sum_of_bits(tensors.values()), sum_of_bits(gradients) if tells_batches else np.int64(0)]
         everyones = (yield from share(np.array(sums).view(_BYTE), group)).copy().view(np.int64)
         if (everyones[:, 0] != everyones[0, 0]).any():
             yield from check_same(tensors, group, self._subsystem, advice)
@@ -142,7 +142,7 @@ def check_every(subsystem: str, every: Any) -> int:
     return every
 
 
-def _sum_of_bits(tensors: Iterable[torch.Tensor]) -> np.int64:
+def sum_of_bits(tensors: Iterable[torch.Tensor]) -> np.int64:
     """Return a number that differs, all but surely, where some tensor does."""
     sums = []
     for tensor in tensors:
@@ -164,7 +164,8 @@ def _is_renormed(tensor: torch.Tensor) -> bool:
     return counts.numel() > 0 and int(counts.max()) >= max(2, len(tensor) // 1000)
 
 
-def _named(ranks: list[int]) -> str:
+def ranks_named(ranks: list[int]) -> str:
+    """Return some ranks for a message."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 

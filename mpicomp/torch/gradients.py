@@ -17,7 +17,7 @@ from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside, Given
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Asked, Group
-from mpicomp.torch.comparing import DRIFT_ADVICE, Fingerprint, check_same, share
+from mpicomp.torch.comparing import DRIFT_ADVICE, Fingerprint, check_same, share, sum_of_bits
 from mpicomp.torch.named import as_real
 from mpicomp.torch.overlap import overlap_thread
 from mpicomp.torch.replica_checks import SettingsCheck
@@ -112,6 +112,7 @@ class Gradients(Beside):
         self._frozen_with_gradient: set[str] = set()  # on some rank, in the last step; the same on all ranks
         self.state_was_loaded = False
         self.optimizer_state: Callable[[], dict[str, Any]] = dict
+        self.loaded_residuals = np.int64(0)  # the sum of their bits
         self._rows: set[str] = set()
         self._rows_means: dict[str, tuple[NDArray[np.int64], NDArray[np.floating]] | None] = {}
         self._agreed: list[str] | None = None  # names that all ranks have compared
@@ -125,7 +126,8 @@ class Gradients(Beside):
         self._trial_steps = _TRIAL_STEPS if left_open else 0
         self._obstacle = 0
         self._stream: Stream | None = None
-        self._seen: dict[str, tuple[torch.Tensor, int]] = {}  # what was handed over, and in which state
+        self._seen: dict[str, tuple[torch.Tensor, tuple[int, int]]] = {}  # what was handed over, and in which state
+        self._exchanges = 0
         self._noted: dict[str, tuple[torch.Tensor | None, int | None]] = {}  # what was averaged, and in which state
         self._settings_at_join: dict[str, Any] | None = None  # where ranks may run out of batches
         self._meeting = self._met = False  # whether ranks compare that they all may, and have done so
@@ -354,11 +356,23 @@ class Gradients(Beside):
     def _compare_state(self) -> Generator[Asked, Any, None]:
         """Make sure that all ranks go on with the same state of the optimizer. As rounds."""
         state = self.optimizer_state()
+        advice = "load the same file on all ranks, or call mpicomp.torch.broadcast_optimizer_state(optimizer)"
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         numbers = {name: value for name, value in state.items() if name not in tensors}
-        advice = "load the same file on all ranks, or call mpicomp.torch.broadcast_optimizer_state(optimizer)"
         yield from agree(Signature(numbers, _members(tensors)), None, self.group, f"{_WHO}: the optimizer's state")
         yield from check_same(tensors, self.group, f"{_WHO}: the optimizer's state", advice)
+        residuals = yield from share(np.array([self.loaded_residuals]).view(np.uint8), self.group)
+        ranks = self.group.size
+        copied = (
+            ranks > 1 and residuals.any() and (residuals == residuals[0]).all() and not self._fingerprint.same_batches
+        )
+        if copied and self.group.rank == 0:
+            warnings.warn(
+                f"{_WHO}: all {ranks} ranks have loaded the residuals of one rank, which then count {ranks} times, and "
+                "those of the others are lost; save and load a file of each rank, or delete state['mpicomp'] to start "
+                "residuals at zero",
+                stacklevel=2,
+            )
         self.state_was_loaded = False
 
     def _stop_overlap(self, obstacles: NDArray[np.uint8]) -> None:
@@ -437,6 +451,7 @@ class Gradients(Beside):
         if self._reducer.transport.generation != self._generation:
             self._follow()
         self._trial_steps = max(self._trial_steps - 1, 0)
+        self._exchanges += 1
         if self._overlap is False and self._thread is not None:
             self._thread.stop()
             self._thread = None
@@ -539,14 +554,23 @@ class Gradients(Beside):
         if not self._seen and self.overlaps:
             self._begin()
             self._stream = self._reducer.stream(thread, self._scale(), self)
-        self._seen[name] = gradient, gradient._version
+        self._seen[name] = gradient, self._mark(gradient)
         if self._stream is not None and not gradient.is_sparse:
             self._stream.put(name, as_real(gradient.detach()))
 
+    def _mark(self, gradient: torch.Tensor) -> tuple[int, int]:
+        """Return what tells whether a gradient was written to since.
+
+        Torch counts no version of what is written through ``.data``. So in the first steps, and after 2, 4, 8 and so
+        on, its bits are summed, too.
+        """
+        looks_closely = self._exchanges & (self._exchanges - 1) == 0
+        return gradient._version, int(sum_of_bits([gradient])) if looks_closely else 0
+
     def _changed(self) -> MpicompError | None:
         """Find gradients that were written to after they were handed over: the change would be lost."""
-        for name, (gradient, version) in self._seen.items():
-            if self._parameters[name].grad is not gradient or gradient._version != version:
+        for name, (gradient, mark) in self._seen.items():
+            if self._parameters[name].grad is not gradient or self._mark(gradient) != mark:
                 if not self._overlap:
                     self._obstacle = self._obstacle or _CHANGED
                     return None

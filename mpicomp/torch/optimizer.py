@@ -14,7 +14,7 @@ from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.reducer.reducer import check_settings
-from mpicomp.torch.comparing import COMPARE_EVERY, check_every
+from mpicomp.torch.comparing import COMPARE_EVERY, check_every, sum_of_bits
 from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.gradients import Gradients
 from mpicomp.torch.join import Join, follow
@@ -245,9 +245,9 @@ class _Distributed(Wrapped):
             )
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
             gradients.averaged = False
+            with torch.enable_grad():
+                loss = closure()  # it may synchronize and clip by itself, as Lightning's does
             called = _Called(loss)
             args, kwargs = ((called, *args[1:]), kwargs) if args else (args, kwargs | {"closure": called})
         if not gradients.averaged:
@@ -304,6 +304,8 @@ class _Distributed(Wrapped):
         if kept is not None:
             self.reducer.load_state_dict(kept)
         self._mpicomp_gradients.state_was_loaded = True
+        residuals = {} if kept is None else kept["residuals"]
+        self._mpicomp_gradients.loaded_residuals = sum_of_bits([torch.as_tensor(each) for each in residuals.values()])
 
     def _mpicomp_state(self) -> dict[str, Any]:
         """Return the values in the optimizer's state by parameter and key."""

@@ -350,3 +350,67 @@ def test_a_model_in_distributed_data_parallel_is_noticed(comm, wrap):
         model = torch.nn.parallel.DistributedDataParallel(network())
         with pytest.raises(ConfigurationError, match=r"in DistributedDataParallel, .* all \d ranks already"):
             wrap(model, sgd(model), comm)
+
+
+@pytest.mark.mpi(min_size=2, max_size=3)
+@pytest.mark.parametrize("with_residuals", [True, False])
+def test_a_state_that_some_ranks_alone_load_is_one_error(comm, with_residuals):
+    model = network()
+    optimizer = distribute(model, comm)
+    for number in range(2):
+        step(model, optimizer, number, comm.rank)
+    state = optimizer.state_dict()
+    if not with_residuals:
+        del state["mpicomp"]
+        state["state"][3]["momentum_buffer"][1] += 1e-3 * (comm.rank == 1)
+    if comm.rank == 1:
+        optimizer.load_state_dict(state)
+    message = "whether a state was loaded must be the same" if with_residuals else "has other values on rank 1"
+    with pytest.raises(DisagreementError, match=message):
+        step(model, optimizer, 2, comm.rank)
+    state["state"] = comm.bcast(state["state"], root=1)
+    if comm.rank != 1:
+        optimizer.load_state_dict(state)
+    step(model, optimizer, 2, comm.rank)
+    optimizer.close()
+
+
+@pytest.mark.mpi(max_size=3)
+@pytest.mark.parametrize("copied", [True, False])
+def test_residuals_of_one_rank_on_all_of_them_are_a_warning(comm, copied):
+    """As a script loads them that has saved on rank 0 alone."""
+    model = network()
+    optimizer = distribute(model, comm, compressor="topk", collective="allgather", warmup=0)
+    for number in range(2):
+        step(model, optimizer, number, comm.rank)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(comm.bcast(state) if copied else state)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(model, optimizer, 2, comm.rank)
+    texts = [str(warning.message) for warning in caught]
+    assert any("have loaded the residuals of one rank" in text for text in texts) == (
+        copied and comm.size > 1 and comm.rank == 0
+    )
+    optimizer.close()
+
+
+@pytest.mark.mpi(max_size=2)
+def test_lbfgs_fills_gradients_many_times_in_one_step(comm):
+    model = network()
+    plain = torch.optim.LBFGS(model.parameters(), max_iter=30, tolerance_change=0, tolerance_grad=0)
+    optimizer = WRAPPERS["updates"](model, plain, comm)
+    calls = []
+
+    def closure():
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = square(model, 0, comm.rank) + (next(model.parameters()) - 1).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert len(calls) > 60
+    assert_replicas(model, comm)
+    optimizer.close()
