@@ -27,6 +27,7 @@ class StepWatch:
     def __init__(self, subsystem: str, accumulates: bool = False) -> None:
         self._subsystem = subsystem
         self._warned = accumulates
+        self._steps_now = False
         self._fills: dict[str, int] = {}
         self._samples: dict[
             str, tuple[torch.Tensor, torch.Tensor]
@@ -40,6 +41,8 @@ class StepWatch:
         ConfigurationError
             Where all parameters are written to between backward passes though nothing was exchanged.
         """
+        if self._steps_now:
+            return
         count = self._fills[name] = self._fills.get(name, 0) + 1
         if count == _SAMPLED_AT:
             self._samples[name] = parameter, sample_of(parameter).clone()
@@ -62,8 +65,13 @@ class StepWatch:
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         return [p.register_post_accumulate_grad_hook(hook_of(name)) for name, p in trained.items()]  # type: ignore[no-untyped-call]
 
+    def begin_step(self) -> None:
+        """Note that a step begins: what its closure fills belongs to it, as LBFGS fills gradients many times."""
+        self._steps_now = True
+
     def stepped(self) -> None:
         """Note a step."""
+        self._steps_now = False
         self._fills.clear()
         self._samples.clear()
 

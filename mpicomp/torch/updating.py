@@ -125,6 +125,7 @@ class Updating(Wrapped):
 
     def _mpicomp_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Take over what a script has written to parameters, and hide gradients that are not finite."""
+        self._mpicomp_watch.begin_step()
         for part in self._mpicomp_parts:
             part.notice()
         scaled: dict[str, Any] = {
