@@ -169,6 +169,9 @@ class Step:
             self.forget()
             raise
         used = yield from core.outside.count(self._used(), group)
+        infinite = any(done.result.nonfinite for done in self._done)
+        if infinite and core.nonfinite == "raise" and self._damaged is None and not core.survives:
+            yield from core.outside.count(self._find_overflow(), group)
         # Applied by all that are left, or by none: what comes behind this may fail on some of them alone.
         if core.survives and not core.transport.agree(True):
             raise RankFailedError(AGREED)
@@ -181,9 +184,6 @@ class Step:
         core.outside = Tally()
         record.lost_ranks, core.lost = core.lost, []
         record.stop = core.stop
-        infinite = any(done.result.nonfinite for done in self._done)
-        if infinite and core.nonfinite == "raise" and self._damaged is None and not core.survives:
-            yield from core.outside.count(self._find_overflow(), group)
         means = self._finish(used, finite) if self._damaged is None else {}
         try:
             yield from self._tell()
