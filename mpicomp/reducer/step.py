@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import plugins
-from mpicomp.arrays import Described
+from mpicomp.arrays import Described, to_host
 from mpicomp.collectives.scheme import cause_of
 from mpicomp.errors import ConfigurationError, MessageError, MpicompError, NonFiniteError, RankFailedError
 from mpicomp.places import HOST, MeanPart, Place, on_device
@@ -29,6 +29,7 @@ from mpicomp.transport.route_probe import choose_routes
 Rounds = Generator[Asked, Any, Any]
 
 _FLAG = np.dtype(np.uint8)
+_BFLOAT16_EXPONENT = 0x7F80  # bits that are all set in infinity and NaN
 AGREED = "a rank has died, as all that are left have agreed"
 """Of an error after which they need not agree again."""
 
@@ -351,8 +352,8 @@ class Step:
 
     def _find_overflow(self) -> Generator[Asked, Any, None]:
         """Find out, on all ranks alike, whether gradients are finite, so that the exchange has overflowed."""
-        mine = [not _all_finite(gradient) for gradient in self._gradients.values()]
-        self._overflowed = not (yield from self._share([any(mine)])).any()
+        finite = all(_is_finite(to_host(gradient)) for gradient in self._gradients.values())
+        self._overflowed = not (yield from self._share([not finite])).any()
 
     def _clip(self) -> float:
         """Return the factor that clips this rank's gradients: 1 without clipping, or if they are not finite."""
@@ -428,10 +429,11 @@ def _copied(memory: dict[str, Any]) -> dict[str, Any]:
     return {key: _copied(value) if isinstance(value, dict) else value for key, value in memory.items()}
 
 
-def _all_finite(gradient: Any) -> bool:
-    """Return whether a gradient of any library is finite."""
-    finite = gradient.isfinite() if hasattr(gradient, "isfinite") else np.isfinite(gradient)
-    return bool(finite.all())
+def _is_finite(values: NDArray[Any]) -> bool:
+    """Return whether all numbers are finite; bfloat16 comes as uint16."""
+    if values.dtype == np.uint16:
+        return bool((values & _BFLOAT16_EXPONENT != _BFLOAT16_EXPONENT).all())
+    return bool(np.isfinite(values).all())
 
 
 def _number(name: str, value: Any) -> float | None:

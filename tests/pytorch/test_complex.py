@@ -117,7 +117,10 @@ def test_complex_second_moments_are_shared(comm):
     """Ranks with the same batches have the same moments, so that sharing them changes nothing."""
     model, plain = Spectral(), Spectral()
     moments = {"every": 1, "compressor": "dense"}
-    optimizer, reference = updating(model, comm, adam(model), 1, "dense", moments=moments), adam(plain)
+    optimizer, reference = (
+        updating(model, comm, adam(model), 1, "dense", moments=moments, same_batches=True),
+        adam(plain),
+    )
     for step in range(5):
         for own, each in ((model, optimizer), (plain, reference)):
             each.zero_grad()

@@ -32,3 +32,12 @@ def test_gradient_that_is_not_finite_is_said_to_be():
     assert "gradients must be finite" in said
     means = ranks.reduce([{"w": np.ones(9, np.float32)}] * 2)
     assert (means[0]["w"] == 1).all()
+
+
+def test_bfloat16_that_is_not_finite_is_said_to_be():
+    torch = pytest.importorskip("torch")
+    ranks = Ranks(2, "dense", "scatter-reduce")
+    spoilt = {"w": torch.full((9,), torch.nan, dtype=torch.bfloat16)}
+    assert "gradients must be finite" in messages(ranks, [spoilt, {"w": torch.ones(9, dtype=torch.bfloat16)}])
+    large = {"w": torch.full((9,), 3e38, dtype=torch.bfloat16)}
+    assert "gradients are finite, and dense overflowed" in messages(ranks, [large, large])
