@@ -21,6 +21,7 @@ from mpicomp.kernels.gpu.merge import PART as MERGED
 from mpicomp.kernels.gpu.merge import Operation
 from mpicomp.kernels.gpu.pieces import KINDS as KINDS_OF_PIECES
 from mpicomp.kernels.gpu.reduce import Word
+from mpicomp.kernels.gpu.select import _DIGIT as DIGIT
 from mpicomp.kernels.gpu.select import Field, Rule, Source, Turn
 from mpicomp.kernels.gpu.sidco import CORRECTIONS, LIMIT, SAMPLE, SLACK, SMALL, seen
 from mpicomp.kernels.gpu.workspace import Fit
@@ -115,7 +116,8 @@ def test_what_kernels_name_is_what_the_host_names():
     sketch = (FOLDER / "countsketch.cu").read_text()
     assert f"constexpr int ROWS = {ROWS};" in sketch
     assert f"constexpr int PART = {PART};" in sketch
-    assert "enum Kind { AS_OUT = 0, FP16 = 1, BF16 = 2 };" in (FOLDER / "pieces.cu").read_text()
+    assert "enum Stored { AS_OUT = 0, FP16 = 1, BF16 = 2 };" in common
+    assert f"constexpr int DIGIT = {DIGIT};" in common
     assert KINDS_OF_PIECES == {"fp16": 1, "bf16": 2}
     assert NONFINITE == 1 << 8
     assert "constexpr u64 NONFINITE = 1ull << 8;" in (FOLDER / "message.cu").read_text()
