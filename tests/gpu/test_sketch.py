@@ -5,7 +5,7 @@ import pytest
 from gpu.alike import assert_alike, with_specials
 from marks import slow
 from mpicomp.kernels import cpu, gpu
-from mpicomp.kernels.gpu.countsketch import PART, ROWS
+from mpicomp.kernels.gpu.products import PART, ROWS
 
 DTYPES = [np.float32, slow(np.float64)]
 SIZES = [0, 1, 7, 8, 257, 2047, 2048, 2049, 5000]
