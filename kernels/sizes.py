@@ -1,4 +1,7 @@
-"""Arithmetic of sizes, which knows no place: what codes and packed fields need, on a host and on a device."""
+"""Arithmetic of sizes of codes and packed fields, and the names of kernels: the same on a host and on a device."""
+
+from types import ModuleType
+from typing import Any
 
 
 def index_bytes(count: int, numel: int) -> int:
@@ -68,3 +71,8 @@ def squares_bytes(count: int, bits: int) -> int:
 def code_bytes(count: int, bits: int) -> int:
     """Return the bytes of their codes alone, the last word of 8 bytes filled up."""
     return 8 * -(-count * bits // 64)
+
+
+def public_names(names: dict[str, Any]) -> list[str]:
+    """Return the names of a package's kernels, for its ``__all__``: those that it imports, except for modules."""
+    return sorted(name for name, value in names.items() if name[0] != "_" and not isinstance(value, ModuleType))

@@ -5,6 +5,8 @@ with infinity above every finite number and NaN above infinity. One integer maxi
 the largest magnitude and tells whether everything was finite.
 """
 
+import typing
+
 from mpicomp.kernels.cpu.accumulate import accumulate, accumulate_candidates, is_finite
 from mpicomp.kernels.cpu.bits import magnitude_bits, magnitude_of, mask_of
 from mpicomp.kernels.cpu.blocks import decode_blocks, encode_blocks
@@ -36,85 +38,7 @@ from mpicomp.kernels.cpu.sweep import energy, momentum, scale, share_rounding
 from mpicomp.kernels.cpu.tail import Tail, counts_above, select_above, select_listed, tail
 from mpicomp.kernels.cpu.votes import majority, pack_votes, unpack_votes
 from mpicomp.kernels.sizes import fields_of, index_bytes, squares_bytes, words_of
+from mpicomp.kernels.sizes import public_names as _public_names
 
-__all__ = [
-    "BINS",
-    "GROUP",
-    "Moments",
-    "Pieces",
-    "Tail",
-    "accumulate",
-    "accumulate_candidates",
-    "ascending_below",
-    "clear_at",
-    "concatenate",
-    "conv_double",
-    "conv_halve",
-    "conv_mix",
-    "conv_room",
-    "count_reaching",
-    "counts_above",
-    "decode_blocks",
-    "decode_indices",
-    "decode_indices_of",
-    "edges",
-    "encode_blocks",
-    "encode_indices",
-    "energy",
-    "fields_of",
-    "gather",
-    "index_bytes",
-    "intersect",
-    "is_finite",
-    "kth_magnitude",
-    "logarithms",
-    "magnitude_bits",
-    "magnitude_of",
-    "majority",
-    "mask_of",
-    "merge_add",
-    "merge_subtract",
-    "momentum",
-    "narrow",
-    "norm_change",
-    "pack_exponents",
-    "pack_fields",
-    "pack_grid",
-    "pack_objections",
-    "pack_range",
-    "pack_signs",
-    "pack_squares",
-    "pack_votes",
-    "scale",
-    "scatter_add",
-    "select_above",
-    "select_candidates",
-    "select_in_chunks",
-    "select_largest",
-    "select_listed",
-    "settle_levels",
-    "share_rounding",
-    "sketch_add",
-    "sketch_clear",
-    "sketch_estimate",
-    "sparse_add",
-    "spectrum",
-    "split_largest",
-    "squares_bytes",
-    "subtract_at",
-    "tail",
-    "unpack_exponents",
-    "unpack_exponents_add",
-    "unpack_fields",
-    "unpack_grid",
-    "unpack_grid_add",
-    "unpack_signs",
-    "unpack_signs_add",
-    "unpack_squares",
-    "unpack_votes",
-    "widen",
-    "widen_add",
-    "words_of",
-    "write_header",
-    "write_tail",
-]
+if not typing.TYPE_CHECKING:  # for type checkers all imports are public
+    __all__ = _public_names(globals())

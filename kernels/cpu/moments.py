@@ -46,7 +46,7 @@ class Moments(NamedTuple):
             self.nonzero + other.nonzero,
             self.total + other.total,
             self.energy + other.energy,
-            self.finite and other.finite,
+            self.finite & other.finite,
         )
 
 

@@ -1,10 +1,10 @@
-// Error feedback: gradient plus residual, in the sweep that also finds what a selection or an estimate needs.
+// Error feedback: gradient plus residual, in the sweep that also computes what a selection or an estimate needs.
 
-// Appends a tile's candidates to the list: in their order, at a place that one addition of thread 0 reserves. Where
-// a tile's candidates lie is kept in starts and counts; what does not fit is counted only. `turn` alternates from
-// call to call, so that a slow warp may still read what it needs of the call before.
-__device__ __forceinline__ void list_candidates(
-    const Items& items, i64 tile, i64 first, Word bound, u32* index, Word* bits, u64 room, u64* starts, u32* counts,
+// Appends a tile's candidates to the list: in their order, at a place that one addition of thread 0 reserves. The place
+// and number of a tile's candidates are kept in starts and counts; a candidate without room is only counted. `turn`
+// alternates from call to call, so that a slow warp may still read the numbers of the call before.
+DEVICE void list_candidates(
+    const Items& items, const Tile& tile, Word bound, u32* index, Word* bits, u64 room, u64* starts, u32* counts,
     State* state, int turn) {
   __shared__ u32 found[2][WARPS];
   __shared__ u64 place[2];
@@ -13,9 +13,9 @@ __device__ __forceinline__ void list_candidates(
   for (int r = 0; r < ROUNDS; ++r) {
     u32 of_round = 0;
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-      const u32 mark = (items.item[r][j] & MASK) >= bound;
-      marks |= mark << (r * VEC + j);
+    for (int n = r * VEC; n < (r + 1) * VEC; ++n) {
+      const u32 mark = (items.item[n] & MASK) >= bound;
+      marks |= mark << n;
       of_round += mark;
     }
     of_rounds |= of_round << (8 * r);  // at most 128 in a warp: one byte a round is enough
@@ -29,8 +29,8 @@ __device__ __forceinline__ void list_candidates(
     u32 total = 0;
     for (int w = 0; w < WARPS; ++w) total += found[turn][w];
     const u64 start = total ? atomicAdd(&state->candidates, (u64)total) : 0;
-    starts[tile] = start;
-    counts[tile] = total;
+    starts[tile.number] = start;
+    counts[tile.number] = total;
     place[turn] = start + total <= room ? start : ~(u64)0;
   }
   __syncthreads();
@@ -42,10 +42,10 @@ __device__ __forceinline__ void list_candidates(
   for (int r = 0; r < ROUNDS; ++r) {
     u64 next = at + (before >> (8 * r) & 255);
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-      if (marks >> (r * VEC + j) & 1) {
-        index[next] = (u32)(first + r * STRIP + j);
-        bits[next] = items.item[r][j] & MASK;
+    for (int n = r * VEC; n < (r + 1) * VEC; ++n) {
+      if (marks >> n & 1) {
+        index[next] = (u32)tile.index(n);
+        bits[next] = items.item[n] & MASK;
         ++next;
       }
     }
@@ -53,47 +53,35 @@ __device__ __forceinline__ void list_candidates(
   }
 }
 
-// Columns of sums: how many are not zero, sum of magnitudes, energy. A bound of 0 lists nothing: what lies behind the
-// end of the array reads as 0 and must not be a candidate.
-extern "C" __global__ void __launch_bounds__(THREADS) accumulate(
+// Columns of sums: nonzero elements, sum of magnitudes, energy. A bound of 0 lists nothing: elements past the end of
+// the array read as 0 and must not be candidates.
+KERNEL accumulate(
     const Word* gradient, const Word* residual, Word* out, i64 size, const u64* least, i64 least_value, u32* index,
     Word* bits, i64 room, u64* starts, u32* counts, State* state, Partials* partials) {
-  const Word bound = (Word)given(least, least_value);
+  const Word bound = (Word)scalar_arg(least, least_value);
   double sum[3] = {};
   u64 nonzero = 0;
   Word top = 0;
   int turn = 0;
-  const bool even = aligned(gradient) && aligned(out) && aligned(residual);
-  for (i64 tile = blockIdx.x; tile * TILE < size; tile += gridDim.x) {
-    const i64 first = tile * TILE + warp_of_thread() * WARP_TILE + lane_of_thread() * VEC;
-    const bool packed = even && (tile + 1) * TILE <= size;
-    Items items;
-    load(items, gradient, first, size, packed);
+  for (const Tile tile : each_tile(size, aligned(gradient, out, residual))) {
+    Items items = load(gradient, tile);
     if (residual) {
-      Items other;
-      load(other, residual, first, size, packed);
+      const Items other = load(residual, tile);
 #pragma unroll
-      for (int r = 0; r < ROUNDS; ++r) {
-#pragma unroll
-        for (int j = 0; j < VEC; ++j)
-          items.item[r][j] = as_word(as_real(items.item[r][j]) + as_real(other.item[r][j]));
-      }
+      for (int n = 0; n < ITEMS; ++n) items.item[n] = as_word(as_real(items.item[n]) + as_real(other.item[n]));
     }
-    store(items, out, first, size, packed);
+    store(items, out, tile);
 #pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const Word magnitude = items.item[r][j] & MASK;
-        const double value = (double)as_real(magnitude);
-        top = larger(top, magnitude);
-        nonzero += magnitude != 0;
-        sum[1] += value;
-        sum[2] += value * value;
-      }
+    for (int n = 0; n < ITEMS; ++n) {
+      const Word magnitude = items.item[n] & MASK;
+      const double value = (double)as_real(magnitude);
+      top = larger(top, magnitude);
+      nonzero += magnitude != 0;
+      sum[1] += value;
+      sum[2] += value * value;
     }
     if (bound != 0) {
-      list_candidates(items, tile, first, bound, index, bits, (u64)room, starts, counts, state, turn);
+      list_candidates(items, tile, bound, index, bits, (u64)room, starts, counts, state, turn);
       turn ^= 1;
     }
   }

@@ -1,10 +1,10 @@
-"""Floats seen as integers, and numbers that may be known on the device only."""
+"""Floats as integers, and scalar arguments that may be known on the device only."""
 
 from typing import Any
 
 import numpy as np
 from mpicomp.kernels import cpu
-from mpicomp.kernels.gpu.compile import library
+from mpicomp.kernels.gpu.compile import library, twin_of
 
 
 def word_of(dtype: Any) -> Any:
@@ -17,15 +17,15 @@ def on_device(value: Any) -> bool:
     return hasattr(value, "dtype") and isinstance(value, library().ndarray)
 
 
-def given(value: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return the two arguments in which kernels take such a number: its address, or 0, and the number.
+def scalar_arg(value: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return the two arguments by which kernels take a scalar: its address, or 0, and the number.
 
     Parameters
     ----------
     value : number, or 0-d device array
-        Not read here where it is on the device.
+        A device array is not read.
     dtype : type
-        numpy.int64, numpy.uint64 or numpy.float64: what the kernel reads at the address.
+        numpy.int64, numpy.uint64 or numpy.float64: the type that the kernel reads at the address.
     """
     zero = 0.0 if dtype == np.float64 else 0
     if on_device(value):
@@ -33,28 +33,15 @@ def given(value: Any, dtype: Any) -> tuple[Any, Any]:
     return 0, float(value) if dtype == np.float64 else int(value)
 
 
-def magnitude_bits(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the integer that stands for a magnitude in comparisons; see `mpicomp.kernels.cpu.magnitude_bits`.
-
-    Parameters
-    ----------
-    value : float, or 0-d device array
-        A magnitude, at least 0.
-    dtype : numpy.dtype
-        float32 or float64.
-
-    Returns
-    -------
-    int, or 0-d device array of uint64
-        A device array where ``value`` is one.
-    """
+@twin_of(cpu.magnitude_bits)
+def magnitude_bits(value, dtype):
     if not on_device(value):
         return cpu.magnitude_bits(value, dtype)
     return value.reshape(1).astype(dtype).view(word_of(dtype)).astype(np.uint64)[0]
 
 
-def magnitude_of(bits: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the magnitude that an integer of `magnitude_bits` stands for; a device array where it is one."""
+@twin_of(cpu.magnitude_of)
+def magnitude_of(bits, dtype):
     if not on_device(bits):
         return cpu.magnitude_of(bits, dtype)
     return bits.reshape(1).astype(word_of(dtype)).view(dtype).astype(np.float64)[0]

@@ -1,9 +1,8 @@
-// Blocks of neighbours times a small matrix, and back. A thread has an element of the result, and adds up in the order
-// in which the CPU does.
+// Blocks of neighbours times a small matrix, and back. A thread computes an element of the result, and adds in the
+// CPU's order.
 
-extern "C" __global__ void __launch_bounds__(THREADS) encode_blocks(
-    const Real* values, i64 size, const float* matrix, i64 kept, i64 block, Real* out, i64 count) {
-  for (i64 j = (i64)blockIdx.x * THREADS + threadIdx.x; j < count; j += (i64)gridDim.x * THREADS) {
+KERNEL encode_blocks(const Real* values, i64 size, const float* matrix, i64 kept, i64 block, Real* out, i64 count) {
+  for (const i64 j : grid_stride(count)) {
     const i64 start = j / kept * block, stop = smaller(start + block, size);
     const float* row = matrix + j % kept * block;
     Real sum = 0;
@@ -12,12 +11,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode_blocks(
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) decode_blocks(
-    const Real* code, const float* matrix, i64 kept, i64 block, Real* out, i64 size) {
-  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < size; i += (i64)gridDim.x * THREADS) {
-    const Real* own = code + i / block * kept;
+KERNEL decode_blocks(const Real* code, const float* matrix, i64 kept, i64 block, Real* out, i64 size) {
+  for (const i64 i : grid_stride(size)) {
+    const Real* numbers = code + i / block * kept;
     Real sum = 0;
-    for (i64 row = 0; row < kept; ++row) sum += product(own[row], (Real)matrix[row * block + i % block]);
+    for (i64 row = 0; row < kept; ++row) sum += product(numbers[row], (Real)matrix[row * block + i % block]);
     out[i] = sum;
   }
 }

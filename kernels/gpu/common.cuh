@@ -1,8 +1,11 @@
-// What the sources share. Each is compiled twice, with REAL defined as float and as double, behind this text; nothing
-// is included, since NVRTC comes without headers.
+// Shared by all sources. Each source is compiled twice, with REAL defined as float and as double, after this text;
+// nothing is included, since NVRTC comes without headers.
 //
-// An array is cut into tiles of 16 KiB. In a tile every warp has a part of its own, and in each of its rounds lane l
-// holds the l-th 16 bytes: ascending by warp, round, lane and item is ascending by index.
+// An array is cut into tiles of 16 KiB. Every warp has a part of a tile, and in each of its rounds lane l holds the
+// l-th 16 bytes: ascending by warp, round, lane and item is ascending by index.
+
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
+#define DEVICE __device__ __forceinline__
 
 typedef REAL Real;
 typedef unsigned char u8;
@@ -27,23 +30,45 @@ constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int VEC = 16 / (int)sizeof(Real);
 constexpr int ROUNDS = 4;
+constexpr int ITEMS = ROUNDS * VEC;
 constexpr int STRIP = 32 * VEC;
 constexpr int WARP_TILE = ROUNDS * STRIP;
 [[maybe_unused]] constexpr int TILE = WARPS * WARP_TILE;
 constexpr int GROUP = 1024;
 constexpr u32 ALL = 0xffffffffu;
-[[maybe_unused]] constexpr Word MASK = ~(Word)0 >> 1;
-[[maybe_unused]] constexpr Word INFINITE = sizeof(Real) == 4 ? (Word)0x7f800000u : (Word)0x7ff0000000000000ull;
+
+// Limits of the types.
+[[maybe_unused]] constexpr Word MASK = ~(Word)0 >> 1;  // all bits but the sign
+[[maybe_unused]] constexpr u32 INFINITE_FLOAT = 0x7f800000u;
+[[maybe_unused]] constexpr u64 INFINITE_DOUBLE = 0x7ff0000000000000ull;
+[[maybe_unused]] constexpr Word INFINITE = sizeof(Real) == 4 ? (Word)INFINITE_FLOAT : (Word)INFINITE_DOUBLE;
+[[maybe_unused]] constexpr u32 NAN_FLOAT = 0x7fc00000u;
+[[maybe_unused]] constexpr u64 NAN_DOUBLE = 0x7ff8000000000000ull;
+[[maybe_unused]] constexpr int FRACTION = 23;          // bits of a float32 after its exponent
+[[maybe_unused]] constexpr int SPARE = 32 - FRACTION;  // bits of a random word that such a fraction does not use
+[[maybe_unused]] constexpr float LARGEST_FLOAT = 3.402823466385288598e38f;
+// Levels of a code are computed from a step that was rounded, and must stay inside float32.
+[[maybe_unused]] constexpr double LARGEST_LEVEL = (double)LARGEST_FLOAT * (1 - 2.384185791015625e-7);
+[[maybe_unused]] constexpr double SMALLEST_NORMAL_FLOAT = 1.1754943508222875e-38;
+[[maybe_unused]] constexpr u32 BIASES = 112u << 23;  // between the exponents of half and float32
+
+// Digits of a radix selection.
+[[maybe_unused]] constexpr int DIGIT = 11;
+[[maybe_unused]] constexpr int DIGIT_BINS = 1 << DIGIT;
+
+// Format of stored values: the dtype of the output, IEEE half precision or bfloat16. The host has the same numbers.
+enum Stored { AS_OUT = 0, FP16 = 1, BF16 = 2 };
 
 struct alignas(16) Pack {
   Word item[VEC];
 };
 
+// The elements of a tile that one thread has.
 struct Items {
-  Word item[ROUNDS][VEC];
+  Word item[ITEMS];
 };
 
-// What a selection carries from one launch to the next. The host names the fields by their place.
+// State of a selection between launches. The host names the fields by their place.
 struct State {
   u64 candidates;  // reserved so far by the sweep that lists them
   u64 ticket;      // blocks of the running launch that have ended
@@ -51,51 +76,55 @@ struct State {
   u64 known;       // digits of the k-th magnitude found so far, at their place
   u64 remaining;   // its rank among those that share these digits
   u64 threshold;   // magnitude bits
-  u64 ties;        // how many of those equal to the threshold are taken
+  u64 ties;        // number of elements equal to the threshold that are taken
   u64 offset;      // where the selection starts in its output
   u64 end;         // where it would end if there were room
-  u64 listed;      // what candidates was, kept for the caller
-  u64 gap;         // bits of a double: by which part of the threshold the next bound stays below it, once that is known
-  u64 exact;       // whether an estimate is not to be used, and exactly the k largest are taken
-  u64 k;           // how many that are
+  u64 listed;      // earlier value of `candidates`, kept for the caller
+  u64 gap;         // bits of a double: fraction of the threshold by which the next bound stays below it, once known
+  u64 exact;       // whether the estimate is discarded and exactly the k largest are taken
+  u64 k;           // number of these
 };
 
-__device__ __forceinline__ float as_real(u32 word) { return __uint_as_float(word); }
-__device__ __forceinline__ double as_real(u64 word) { return __longlong_as_double((i64)word); }
-__device__ __forceinline__ u32 as_word(float value) { return __float_as_uint(value); }
-__device__ __forceinline__ u64 as_word(double value) { return (u64)__double_as_longlong(value); }
-__device__ __forceinline__ int lane_of_thread() { return threadIdx.x & 31; }
-__device__ __forceinline__ int warp_of_thread() { return threadIdx.x >> 5; }
-__device__ __forceinline__ bool aligned(const void* pointer) { return ((u64)pointer & 15) == 0; }
+DEVICE float as_real(u32 word) { return __uint_as_float(word); }
+DEVICE double as_real(u64 word) { return __longlong_as_double((i64)word); }
+DEVICE u32 as_word(float value) { return __float_as_uint(value); }
+DEVICE u64 as_word(double value) { return (u64)__double_as_longlong(value); }
+DEVICE int lane_of_thread() { return threadIdx.x & 31; }
+DEVICE int warp_of_thread() { return threadIdx.x >> 5; }
 
-// The nearest float32, but of what is finite at most the largest one.
-[[maybe_unused]] constexpr float LARGEST_FLOAT = 3.402823466385288598e38f;
-__device__ __forceinline__ float single_of(float value) { return value; }
-__device__ __forceinline__ float single_of(double value) {
-  const float single = (float)value;
-  const bool beyond = (__float_as_uint(single) & 0x7fffffffu) == 0x7f800000u &&
-                      (as_word(value) & ~(1ull << 63)) < 0x7ff0000000000000ull;
-  return beyond ? copysignf(LARGEST_FLOAT, single) : single;
+template <typename... Pointers>
+DEVICE bool aligned(Pointers... pointers) {
+  return (... && (((u64)pointers & 15) == 0));
 }
 
-// A product that is rounded before anything is added to it. What ranks work out for themselves needs it: the compiler
-// does both in one go where it can, and another processor may not.
-__device__ __forceinline__ float product(float first, float second) { return __fmul_rn(first, second); }
-__device__ __forceinline__ double product(double first, double second) { return __dmul_rn(first, second); }
+DEVICE bool is_number(float value) { return (as_word(value) & ~(1u << 31)) < INFINITE_FLOAT; }
+DEVICE bool is_number(double value) { return (as_word(value) & ~(1ull << 63)) < INFINITE_DOUBLE; }
 
-// What 16 bits stand for: a number of IEEE half precision, or a bfloat16.
-[[maybe_unused]] constexpr u32 BIASES = 112u << 23;  // between the exponents of half and float32
-template <bool BF16>
-__device__ __forceinline__ float float_of(u16 half) {
-  if (BF16) return __uint_as_float((u32)half << 16);
+// The nearest float32; finite values stay finite.
+DEVICE float single_of(float value) { return value; }
+DEVICE float single_of(double value) {
+  const float single = (float)value;
+  const bool overflow = (as_word(single) & ~(1u << 31)) == INFINITE_FLOAT && is_number(value);
+  return overflow ? copysignf(LARGEST_FLOAT, single) : single;
+}
+
+// A product that is rounded before anything is added to it. Values that every rank computes for itself need it: the
+// compiler fuses multiplication and addition where it can, and another processor may not.
+DEVICE float product(float first, float second) { return __fmul_rn(first, second); }
+DEVICE double product(double first, double second) { return __dmul_rn(first, second); }
+
+// The number of IEEE half precision, or bfloat16, that 16 bits encode.
+template <Stored WIRE>
+DEVICE float float_of(u16 half) {
+  if (WIRE == BF16) return __uint_as_float((u32)half << 16);
   const u32 magnitude = half & 0x7fffu;
   u32 bits = magnitude << 13;
   if (magnitude >= 0x7c00) {
-    bits |= 0x7f800000u;
+    bits |= INFINITE_FLOAT;
   } else if (magnitude >= 0x400) {
     bits += BIASES;
   } else {
-    // Subnormal. Taken as a float32 the shifted bits would be so, too, and CuPy has those treated as zero.
+    // The shifted bits of a subnormal half are a subnormal float32, which CuPy has treated as zero.
     bits = __float_as_uint(product((float)magnitude, 5.9604644775390625e-8f));
   }
   return __uint_as_float(bits | (half & 0x8000u) << 16);
@@ -105,11 +134,11 @@ struct alignas(2 * VEC) Halves {
   u16 item[VEC];
 };
 
-__device__ __forceinline__ bool aligned_halves(const void* pointer) { return (u64)pointer % sizeof(Halves) == 0; }
+DEVICE bool aligned_halves(const void* pointer) { return (u64)pointer % sizeof(Halves) == 0; }
 
-// 32 random bits of an element, of which the upper ones are the best; the host makes `low` and `high` of a key. The
-// CPU's random.py has the same hash.
-__device__ __forceinline__ u32 draw(u32 index, u32 low, u32 high) {
+// 32 random bits of an element, the upper ones best; the host derives `low` and `high` from a key. The CPU's random.py
+// has the same hash.
+DEVICE u32 draw(u32 index, u32 low, u32 high) {
   u32 word = index ^ low;
   word = (word ^ word >> 16) * 0x7feb352du;
   word = (word ^ word >> 15 ^ high) * 0x846ca68bu;
@@ -117,72 +146,126 @@ __device__ __forceinline__ u32 draw(u32 index, u32 low, u32 high) {
 }
 
 template <typename T>
-__device__ __forceinline__ T larger(T first, T second) {
+DEVICE T larger(T first, T second) {
   return first > second ? first : second;
 }
 
 template <typename T>
-__device__ __forceinline__ T smaller(T first, T second) {
+DEVICE T smaller(T first, T second) {
   return first < second ? first : second;
 }
 
-// What is given either as a number or, where it is known on the device only, by its address.
+// An argument that is a number or, where it is known on the device only, an address.
 template <typename T, typename V>
-__device__ __forceinline__ T given(const T* where, V value) {
-  return where ? *where : (T)value;
+DEVICE T scalar_arg(const T* address, V value) {
+  return address ? *address : (T)value;
 }
 
-// `packed` says that the addresses are multiples of 16 and that the whole tile lies below `size`.
-__device__ __forceinline__ void load(Items& items, const Word* array, i64 first, i64 size, bool packed) {
-  if (packed) {
+// Grid-stride loop: `for (const i64 i : grid_stride(size))`.
+struct Stop {};
+struct Stride {
+  i64 index, size, step;
+
+  DEVICE Stride begin() const { return *this; }
+  DEVICE Stop end() const { return {}; }
+  DEVICE bool operator!=(Stop) const { return index < size; }
+  DEVICE void operator++() { index += step; }
+  DEVICE i64 operator*() const { return index; }
+};
+
+// Every thread of the grid has an index.
+DEVICE Stride grid_stride(i64 size) {
+  return {(i64)blockIdx.x * THREADS + threadIdx.x, size, (i64)gridDim.x * THREADS};
+}
+
+// Every warp has one.
+DEVICE Stride warp_stride(i64 size) {
+  return {(i64)blockIdx.x * WARPS + warp_of_thread(), size, (i64)gridDim.x * WARPS};
+}
+
+// A thread's part of a tile of an array.
+struct Tile {
+  i64 number;
+  i64 first;    // index of the thread's first element
+  i64 size;     // of the array
+  bool packed;  // whether the tile ends below `size` and its addresses are multiples of 16
+
+  DEVICE i64 index(int n) const { return first + n / VEC * STRIP + n % VEC; }
+  DEVICE bool contains(int n) const { return packed || index(n) < size; }
+};
+
+DEVICE Tile tile_of(i64 number, int warp, i64 size, bool even) {
+  const i64 first = number * TILE + warp * WARP_TILE + lane_of_thread() * VEC;
+  return {number, first, size, even && (number + 1) * TILE <= size};
+}
+
+// Position of a sampled element in the array, when every `stride`-th group of 1024 elements is sampled.
+DEVICE i64 strided(i64 place, i64 stride) { return place / GROUP * stride * GROUP + place % GROUP; }
+
+// A tile of the sampled elements.
+DEVICE Tile sampled_tile(i64 number, i64 stride, i64 size, bool even) {
+  const i64 start = strided(number * TILE + warp_of_thread() * WARP_TILE, stride);
+  return {number, start + lane_of_thread() * VEC, size, even && start + WARP_TILE <= size};
+}
+
+// Loop over tiles, a block to a tile: `for (const Tile tile : each_tile(size, even))`.
+struct Tiles {
+  i64 number, blocks, size;
+  bool even;  // whether the arrays are aligned
+
+  DEVICE Tiles begin() const { return *this; }
+  DEVICE Stop end() const { return {}; }
+  DEVICE bool operator!=(Stop) const { return number * TILE < size; }
+  DEVICE void operator++() { number += blocks; }
+  DEVICE Tile operator*() const { return tile_of(number, warp_of_thread(), size, even); }
+};
+
+DEVICE Tiles each_tile(i64 size, bool even, i64 blocks) { return {blockIdx.x, blocks, size, even}; }
+DEVICE Tiles each_tile(i64 size, bool even) { return each_tile(size, even, gridDim.x); }
+
+// Elements past the end read as zero.
+DEVICE Items load(const Word* array, const Tile& tile) {
+  Items items;
+  if (tile.packed) {
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
-      const Pack pack = *reinterpret_cast<const Pack*>(array + first + r * STRIP);
+      const Pack pack = *reinterpret_cast<const Pack*>(array + tile.first + r * STRIP);
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) items.item[r][j] = pack.item[j];
+      for (int j = 0; j < VEC; ++j) items.item[r * VEC + j] = pack.item[j];
     }
   } else {
 #pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const i64 i = first + r * STRIP + j;
-        items.item[r][j] = i < size ? array[i] : (Word)0;
-      }
-    }
+    for (int n = 0; n < ITEMS; ++n) items.item[n] = tile.index(n) < tile.size ? array[tile.index(n)] : (Word)0;
   }
+  return items;
 }
 
-__device__ __forceinline__ void store(const Items& items, Word* array, i64 first, i64 size, bool packed) {
-  if (packed) {
+DEVICE void store(const Items& items, Word* array, const Tile& tile) {
+  if (tile.packed) {
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
       Pack pack;
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) pack.item[j] = items.item[r][j];
-      *reinterpret_cast<Pack*>(array + first + r * STRIP) = pack;
+      for (int j = 0; j < VEC; ++j) pack.item[j] = items.item[r * VEC + j];
+      *reinterpret_cast<Pack*>(array + tile.first + r * STRIP) = pack;
     }
   } else {
 #pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const i64 i = first + r * STRIP + j;
-        if (i < size) array[i] = items.item[r][j];
-      }
+    for (int n = 0; n < ITEMS; ++n) {
+      if (tile.index(n) < tile.size) array[tile.index(n)] = items.item[n];
     }
   }
 }
 
 template <typename T>
-__device__ __forceinline__ T warp_sum(T value) {
+DEVICE T warp_sum(T value) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance >>= 1) value += __shfl_xor_sync(ALL, value, distance);
   return value;
 }
 
 template <typename T>
-__device__ __forceinline__ T warp_max(T value) {
+DEVICE T warp_max(T value) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance >>= 1) value = larger(value, __shfl_xor_sync(ALL, value, distance));
   return value;
@@ -190,7 +273,7 @@ __device__ __forceinline__ T warp_max(T value) {
 
 // The sum over this lane and those below it.
 template <typename T>
-__device__ __forceinline__ T warp_scan(T value) {
+DEVICE T warp_scan(T value) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance <<= 1) {
     const T below = __shfl_up_sync(ALL, value, distance);
@@ -201,7 +284,7 @@ __device__ __forceinline__ T warp_scan(T value) {
 
 // The sum over the block, on every thread. The order of the additions is the same at every call.
 template <typename T>
-__device__ __forceinline__ T block_sum(T value) {
+DEVICE T block_sum(T value) {
   __shared__ T parts[WARPS];
   __syncthreads();
   value = warp_sum(value);
@@ -213,7 +296,7 @@ __device__ __forceinline__ T block_sum(T value) {
 }
 
 template <typename T>
-__device__ __forceinline__ T block_max(T value) {
+DEVICE T block_max(T value) {
   __shared__ T parts[WARPS];
   __syncthreads();
   value = warp_max(value);
@@ -225,7 +308,7 @@ __device__ __forceinline__ T block_max(T value) {
 }
 
 // The sum over the threads below this one; `total` is the sum over all.
-__device__ __forceinline__ u64 block_scan(u64 value, u64& total) {
+DEVICE u64 block_scan(u64 value, u64& total) {
   __shared__ u64 parts[WARPS];
   __syncthreads();
   const u64 inclusive = warp_scan(value);
@@ -240,17 +323,44 @@ __device__ __forceinline__ u64 block_scan(u64 value, u64& total) {
   return before + inclusive - value;
 }
 
-// Makes of every block's number the sum of those before it, and returns the sum of all: by the block that ends last.
-__device__ __forceinline__ u64 scan_blocks(u64* before) {
-  const i64 blocks = gridDim.x, own = (blocks + THREADS - 1) / THREADS;
-  const i64 from = smaller((i64)threadIdx.x * own, blocks), to = smaller(from + own, blocks);
+// Finds the bin of a radix selection that holds the `rank`-th element, from the highest bin down, and clears all bins.
+// True on the one thread that has that bin; `above` is the number of elements in higher ones.
+template <typename Count>
+DEVICE bool find_bin(Count* bins, u64 rank, u64& bin, u64& above) {
+  constexpr int EACH = DIGIT_BINS / THREADS;
+  const int highest = DIGIT_BINS - 1 - (int)threadIdx.x * EACH;
+  u64 counts[EACH], sum = 0, total;
+#pragma unroll
+  for (int b = 0; b < EACH; ++b) {
+    counts[b] = bins[highest - b];
+    bins[highest - b] = 0;
+    sum += counts[b];
+  }
+  u64 before = block_scan(sum, total);
+  bool found = false;
+#pragma unroll
+  for (int b = 0; b < EACH; ++b) {
+    if (before < rank && rank <= before + counts[b]) {
+      bin = (u64)(highest - b);
+      above = before;
+      found = true;
+    }
+    before += counts[b];
+  }
+  return found;
+}
+
+// Replaces every block's number by the sum of those before it, and returns the sum of all: by the block that ends last.
+DEVICE u64 scan_blocks(u64* before) {
+  const i64 blocks = gridDim.x, each = (blocks + THREADS - 1) / THREADS;
+  const i64 from = smaller((i64)threadIdx.x * each, blocks), to = smaller(from + each, blocks);
   u64 sum = 0, total;
   for (i64 b = from; b < to; ++b) sum += before[b];
   u64 next = block_scan(sum, total);
   for (i64 b = from; b < to; ++b) {
-    const u64 of_that = before[b];
+    const u64 number = before[b];
     before[b] = next;
-    next += of_that;
+    next += number;
   }
   return total;
 }
@@ -258,7 +368,7 @@ __device__ __forceinline__ u64 scan_blocks(u64* before) {
 // Sums of a block go to sums[column * gridDim.x + blockIdx.x]: they are added up later in an order that does not
 // depend on which block ends first.
 template <int COLUMNS>
-__device__ __forceinline__ void leave_sums(const double (&values)[COLUMNS], double* sums) {
+DEVICE void write_partials(const double (&values)[COLUMNS], double* sums) {
 #pragma unroll
   for (int c = 0; c < COLUMNS; ++c) {
     const double total = block_sum(values[c]);
@@ -266,26 +376,26 @@ __device__ __forceinline__ void leave_sums(const double (&values)[COLUMNS], doub
   }
 }
 
-__device__ __forceinline__ void leave_top(Word top, u64* tops) {
+DEVICE void write_top(Word top, u64* tops) {
   const Word largest = block_max(top);
   if (threadIdx.x == 0) tops[blockIdx.x] = largest;
 }
 
-__device__ __forceinline__ double collect_sum(const double* sums, i64 column, i64 blocks) {
+DEVICE double collect_sum(const double* sums, i64 column, i64 blocks) {
   double total = 0;
   for (i64 b = threadIdx.x; b < blocks; b += THREADS) total += sums[column * blocks + b];
   return block_sum(total);
 }
 
-__device__ __forceinline__ u64 collect_top(const u64* tops, i64 blocks) {
+DEVICE u64 collect_top(const u64* tops, i64 blocks) {
   u64 top = 0;
   for (i64 b = threadIdx.x; b < blocks; b += THREADS) top = larger(top, tops[b]);
   return block_max(top);
 }
 
-// True on all threads of the one of `blocks` that ends last: what the others wrote is then there to be read. The ticket
-// is zero before and behind.
-__device__ __forceinline__ bool ends_last(u64* ticket, u64 blocks) {
+// True on all threads of the one of `blocks` that ends last, which can read the writes of all others. The ticket is
+// zero before and after the launch.
+DEVICE bool ends_last(u64* ticket, u64 blocks) {
   __shared__ bool last;
   __threadfence();
   __syncthreads();
@@ -298,23 +408,68 @@ __device__ __forceinline__ bool ends_last(u64* ticket, u64 blocks) {
   return last;
 }
 
-__device__ __forceinline__ bool ends_last(State* state, u64 blocks) { return ends_last(&state->ticket, blocks); }
+DEVICE bool ends_last(State* state, u64 blocks) { return ends_last(&state->ticket, blocks); }
 
-// What the blocks of a sweep leave, and what the one that ends last makes of it. Behind these words are the totals of
-// all columns, the sums of the blocks column by column, and the largest magnitudes of the blocks. The host's Partials
-// has the same layout.
+// Writes the count of each warp's tile, and of all tiles before each block's, of which a warp has one. True on all
+// threads of the block that ends last; `total` is the sum over all tiles there.
+DEVICE bool count_before(u64 of_warp, i64 tile, i64 tiles, u64* of_tiles, u64* before, State* state, u64& total) {
+  if (lane_of_thread() == 0 && tile < tiles) of_tiles[tile] = of_warp;
+  const u64 of_block = block_sum(lane_of_thread() == 0 ? of_warp : (u64)0);
+  if (threadIdx.x == 0) before[blockIdx.x] = of_block;
+  if (!ends_last(state, gridDim.x)) return false;
+  total = scan_blocks(before);
+  return true;
+}
+
+// The elements before this warp's tile, from the counts that `count_before` has written.
+DEVICE u64 elements_before(i64 tile, const u64* of_tiles, const u64* before) {
+  const int lane = lane_of_thread(), warp = warp_of_thread();
+  return before[blockIdx.x] + warp_sum(lane < warp ? of_tiles[tile - warp + lane] : (u64)0);
+}
+
+// Running count of selected elements, over strips of 32: those above `limit`, and the first `ties` equal to it.
+struct Selection {
+  Word limit;
+  u64 ties, above, equal;
+
+  DEVICE Selection(const State* state, u64 before)
+      : limit((Word)state->threshold), ties(state->ties), above(before >> 32), equal(before & 0xffffffffu) {}
+
+  // Whether this lane's element is selected; `place` is the number of selected elements before it.
+  DEVICE bool next(Word magnitude, bool inside, u64& place) {
+    const u32 below = (1u << lane_of_thread()) - 1;
+    const u32 larger_ones = __ballot_sync(ALL, inside && magnitude > limit);
+    const u32 equal_ones = __ballot_sync(ALL, inside && magnitude == limit);
+    const u64 ties_before = equal + __popc(equal_ones & below);
+    place = above + __popc(larger_ones & below) + smaller(ties_before, ties);
+    above += __popc(larger_ones);
+    equal += __popc(equal_ones);
+    return inside && (magnitude > limit || (magnitude == limit && ties_before < ties));
+  }
+};
+
+// Result of a launch that checks its input; the host clears it before and reads the last word.
+struct Verdict {
+  u64 ticket;  // blocks that have ended
+  u64 wrong;   // faults found
+  u64 good;    // whether there are none
+};
+
+// Partial sums of the blocks of a sweep, and the totals that the one that ends last computes. These words are followed
+// by the totals of all columns, the sums of the blocks column by column, and the largest magnitudes of the blocks. The
+// host's Partials has the same layout.
 struct Partials {
-  u64 ticket;  // blocks of the running launch that have ended: zero before and behind
+  u64 ticket;  // blocks of the running launch that have ended: zero before and after it
   u64 top;     // the bits of the largest magnitude
   u64 finite;  // whether they are those of a number
 
-  __device__ __forceinline__ double* totals() { return reinterpret_cast<double*>(this + 1); }
-  __device__ __forceinline__ const double* totals() const { return reinterpret_cast<const double*>(this + 1); }
+  DEVICE double* totals() { return reinterpret_cast<double*>(this + 1); }
+  DEVICE const double* totals() const { return reinterpret_cast<const double*>(this + 1); }
 };
 
 // With COUNTED the first column is stored as an integer.
 template <int COLUMNS, bool COUNTED>
-__device__ __forceinline__ void add_up_sums(double (&sum)[COLUMNS], Partials* partials) {
+DEVICE void add_up_sums(double (&sum)[COLUMNS], Partials* partials) {
   double* totals = partials->totals();
 #pragma unroll
   for (int c = 0; c < COLUMNS; ++c) {
@@ -327,90 +482,71 @@ __device__ __forceinline__ void add_up_sums(double (&sum)[COLUMNS], Partials* pa
   }
 }
 
-__device__ __forceinline__ void add_up_top(const u64* tops, Partials* partials) {
+DEVICE void add_up_top(const u64* tops, Partials* partials) {
   const u64 largest = collect_top(tops, gridDim.x);
   if (threadIdx.x != 0) return;
   partials->top = largest;
   partials->finite = largest < (u64)INFINITE;
 }
 
-// The end of every sweep that makes sums: `sum` has those of a thread. True on all threads of the block that ends last;
-// there it has the totals then.
+// Ends every sweep that computes sums: `sum` has those of a thread. True on all threads of the block that ends last,
+// where `sum` then has the totals.
 template <int COLUMNS, bool COUNTED = false>
-__device__ __forceinline__ bool finish_sums(double (&sum)[COLUMNS], Partials* partials) {
-  leave_sums(sum, partials->totals() + COLUMNS);
+DEVICE bool finish_sums(double (&sum)[COLUMNS], Partials* partials) {
+  write_partials(sum, partials->totals() + COLUMNS);
   if (!ends_last(&partials->ticket, gridDim.x)) return false;
   add_up_sums<COLUMNS, COUNTED>(sum, partials);
   return true;
 }
 
 // The same for the largest magnitude.
-__device__ __forceinline__ void finish_top(Word top, Partials* partials) {
+DEVICE void finish_top(Word top, Partials* partials) {
   u64* tops = reinterpret_cast<u64*>(partials->totals());
-  leave_top(top, tops);
+  write_top(top, tops);
   if (ends_last(&partials->ticket, gridDim.x)) add_up_top(tops, partials);
 }
 
 // And for both.
 template <int COLUMNS, bool COUNTED = false>
-__device__ __forceinline__ void finish_sums_and_top(double (&sum)[COLUMNS], Word top, Partials* partials) {
+DEVICE void finish_sums_and_top(double (&sum)[COLUMNS], Word top, Partials* partials) {
   double* sums = partials->totals() + COLUMNS;
   u64* tops = reinterpret_cast<u64*>(sums + (i64)COLUMNS * gridDim.x);
-  leave_sums(sum, sums);
-  leave_top(top, tops);
+  write_partials(sum, sums);
+  write_top(top, tops);
   if (!ends_last(&partials->ticket, gridDim.x)) return;
   add_up_sums<COLUMNS, COUNTED>(sum, partials);
   add_up_top(tops, partials);
 }
 
-// What a thread has of an array's squared L2 norm.
-__device__ __forceinline__ double sum_squares(const Word* array, i64 size) {
+// A thread's part of an array's squared L2 norm.
+DEVICE double sum_squares(const Word* array, i64 size) {
   double sum = 0;
-  const bool even = aligned(array);
-  for (i64 tile = blockIdx.x; tile * TILE < size; tile += gridDim.x) {
-    const i64 first = tile * TILE + warp_of_thread() * WARP_TILE + lane_of_thread() * VEC;
-    Items items;
-    load(items, array, first, size, even && (tile + 1) * TILE <= size);
+  for (const Tile tile : each_tile(size, aligned(array))) {
+    const Items items = load(array, tile);
 #pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const double value = (double)as_real(items.item[r][j]);
-        sum += value * value;
-      }
+    for (int n = 0; n < ITEMS; ++n) {
+      const double value = (double)as_real(items.item[n]);
+      sum += value * value;
     }
   }
   return sum;
 }
 
-// Where a place in what remains of an array lies in it, when of all groups of 1024 elements every `stride`-th remains.
-__device__ __forceinline__ i64 strided(i64 place, i64 stride) {
-  return place / GROUP * stride * GROUP + place % GROUP;
-}
-
-// What of every `stride`-th group lies above a limit: how much, by how much, squares of that.
-__device__ __forceinline__ void sum_tail(
-    const Word* array, i64 size, i64 remaining, i64 stride, Real limit, double (&sum)[3]) {
+// Count, excess and squared excess of the sampled elements above a limit.
+DEVICE void sum_tail(const Word* array, i64 size, i64 remaining, i64 stride, Real limit, double (&sum)[3]) {
   u64 count = 0;
-  const bool even = aligned(array);
-  for (i64 tile = blockIdx.x; tile * TILE < remaining; tile += gridDim.x) {
-    const i64 start = strided(tile * TILE + warp_of_thread() * WARP_TILE, stride);
-    const i64 first = start + lane_of_thread() * VEC;
-    const bool packed = even && start + WARP_TILE <= size;
-    Items items;
-    load(items, array, first, size, packed);
+  for (i64 number = blockIdx.x; number * TILE < remaining; number += gridDim.x) {
+    const Tile tile = sampled_tile(number, stride, size, aligned(array));
+    const Items items = load(array, tile);
 #pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const Real magnitude = as_real(items.item[r][j] & MASK);
-        // NaN is above everything. Zeros that stand for what is behind the end are above nothing.
-        if (!(magnitude <= limit) && (packed || first + r * STRIP + j < size)) {
-          const double over = (double)magnitude - (double)limit;
-          ++count;
-          sum[1] += over;
-          sum[2] += over * over;
-        }
+    for (int n = 0; n < ITEMS; ++n) {
+      const Real magnitude = as_real(items.item[n] & MASK);
+      // NaN is above everything. Zeros read past the end are above nothing.
+      if (!(magnitude <= limit) && tile.contains(n)) {
+        const double over = (double)magnitude - (double)limit;
+        ++count;
+        sum[1] += over;
+        sum[2] += over * over;
       }
     }
   }
@@ -422,9 +558,9 @@ __device__ __forceinline__ void sum_tail(
 struct Logarithms {
   double significand = 1.0;
   i64 exponent = 0;
-  double rest = 0.0;  // what is infinite or NaN
+  double rest = 0.0;  // sum of infinite and NaN magnitudes
 
-  __device__ __forceinline__ void take(double magnitude) {
+  DEVICE void add(double magnitude) {
     u64 word = as_word(magnitude);
     i64 shift = 0;
     if (word == 0) return;
@@ -440,7 +576,5 @@ struct Logarithms {
     }
   }
 
-  __device__ __forceinline__ double sum() const {
-    return rest + (double)exponent * 0.69314718055994530942 + log(significand);
-  }
+  DEVICE double sum() const { return rest + (double)exponent * 0.69314718055994530942 + log(significand); }
 };

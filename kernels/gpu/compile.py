@@ -2,8 +2,9 @@
 
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
 
@@ -11,11 +12,26 @@ THREADS = 256  # threads of a block
 WARPS = THREADS // 32  # warps of a block
 LIMIT = 2112  # blocks of a sweep: 16 for each of an H200's multiprocessors, and the same number on any other device
 
+Parameters = ParamSpec("Parameters")
+
 _REAL = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}
 
 
+def twin_of(host: Callable[Parameters, Any]) -> Callable[[Callable[..., Any]], Callable[Parameters, Any]]:
+    """Give a device kernel the types and the docstring of the host's kernel of the same name.
+
+    Its arrays are device arrays, numbers that it returns are 0-d device arrays, and ``threads`` has no meaning.
+    """
+
+    def decorate(device: Callable[..., Any]) -> Callable[Parameters, Any]:
+        device.__doc__, device.__annotations__ = host.__doc__, host.__annotations__
+        return device
+
+    return decorate
+
+
 def library() -> Any:
-    """Return the module cupy, which every owner of a CuPy array has imported."""
+    """Return the module cupy, which everybody who has a CuPy array has imported."""
     try:
         return sys.modules["cupy"]
     except KeyError:
@@ -30,11 +46,11 @@ def launch(source: str, name: str, dtype: Any, blocks: int, *arguments: Any) -> 
     source : str
         Name of the file, without its ending.
     name : str
-        Of the kernel.
+        Name of the kernel.
     dtype : numpy.dtype
         float32 or float64.
     blocks : int
-        Of `THREADS` threads; at least one is launched.
+        Blocks of `THREADS` threads; at least one is launched.
     *arguments
         Device arrays, int for 64-bit integers and null pointers, float for doubles.
     """

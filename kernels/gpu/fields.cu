@@ -1,34 +1,29 @@
 // Integers in fields of 64-bit words, wide enough that sums over ranks stay in their fields: see the CPU's fields.py.
-// A thread has a word, so that neighbours read neighbouring elements, field by field.
+// A thread has a word, so that neighbouring threads read neighbouring elements, field by field.
 
 constexpr i64 SPAN = 256;  // words of a block, the last one is shorter
 
-// Where the elements of a word are: the first one's place, and how far it is from one to the next.
+// Places of a word's elements: the first one, and the distance to the next.
 struct Places {
   i64 first, distance;
 };
 
-__device__ __forceinline__ Places places_of(i64 word, i64 words, i64 fields) {
+DEVICE Places places_of(i64 word, i64 words, i64 fields) {
   const i64 start = word / SPAN * SPAN;
   return {start * fields + word - start, smaller(SPAN, words - start)};
 }
 
-__device__ __forceinline__ float whole_below(float value) { return floorf(value); }
-__device__ __forceinline__ double whole_below(double value) { return floor(value); }
-__device__ __forceinline__ float nearest_whole(float value) { return rintf(value); }
-__device__ __forceinline__ double nearest_whole(double value) { return rint(value); }
-
 // From 0 to below 1.
-__device__ __forceinline__ float share_of(u32 index, u32 low, u32 high) {
+DEVICE float share_of(u32 index, u32 low, u32 high) {
   return (float)(draw(index, low, high) >> 8) * 5.9604644775390625e-8f;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) pack_fields(
+KERNEL pack_fields(
     const Word* array, i64 size, const u8* levels, const Word* inverses, const Word* steps, i64 limit, i64 fields,
     i64 width, i64 random, i64 low, i64 high, u64* words, i64 count, Word* sent, Partials* partials) {
   const Real end = (Real)limit;
   double sum[1] = {};
-  for (i64 w = (i64)blockIdx.x * THREADS + threadIdx.x; w < count; w += (i64)gridDim.x * THREADS) {
+  for (const i64 w : grid_stride(count)) {
     const Places places = places_of(w, count, fields);
     u64 word = 0;
     i64 i = places.first;
@@ -37,14 +32,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_fields(
       const Real step = as_real(steps[level]), exact = as_real(array[i]) * as_real(inverses[level]);
       Real inside = exact > -end ? exact : -end;  // NaN too
       inside = inside < end ? inside : end;
-      Real whole = nearest_whole(inside);
+      Real whole = rint(inside);
       if (random) {
-        whole = whole_below(inside);
+        whole = floor(inside);
         if (inside - whole > (Real)share_of((u32)i, (u32)low, (u32)high)) whole += 1;
       }
       word |= (u64)((i64)whole + limit) << shift;
-      const double missed = ((double)exact - (double)whole) * (double)step;
-      sum[0] += missed * missed;
+      const double error = ((double)exact - (double)whole) * (double)step;
+      sum[0] += error * error;
       sent[i] = as_word(whole * step);
     }
     words[w] = word;
@@ -52,11 +47,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_fields(
   finish_sums(sum, partials);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) unpack_fields(
+KERNEL unpack_fields(
     const u64* words, i64 count, const u8* levels, const Word* factors, i64 offset, i64 fields, i64 width, Word* out,
     i64 size) {
   const u64 mask = ((u64)1 << width) - 1;
-  for (i64 w = (i64)blockIdx.x * THREADS + threadIdx.x; w < count; w += (i64)gridDim.x * THREADS) {
+  for (const i64 w : grid_stride(count)) {
     const Places places = places_of(w, count, fields);
     const u64 word = words[w];
     for (i64 field = 0; field < fields; ++field) {
@@ -68,26 +63,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) unpack_fields(
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) pack_objections(
+KERNEL pack_objections(
     const Word* array, i64 size, double inverse, i64 limit, i64 fields, i64 width, u64* words, i64 count) {
   const Real factor = (Real)inverse, end = (Real)limit;
-  for (i64 w = (i64)blockIdx.x * THREADS + threadIdx.x; w < count; w += (i64)gridDim.x * THREADS) {
+  for (const i64 w : grid_stride(count)) {
     const Places places = places_of(w, count, fields);
     u64 word = 0;
     for (i64 field = 0; field < fields; ++field) {
       const i64 i = places.first + field * places.distance;
       if (i >= size) break;
       const Real exact = as_real(array[i]) * factor;
-      word |= (u64)!(exact >= -end && exact <= end) << (field * width);
+      word |= (u64) !(exact >= -end && exact <= end) << (field * width);
     }
     words[w] = word;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) settle_levels(
-    const u64* words, i64 count, i64 fields, i64 width, i64 level, u8* levels, i64 size) {
+KERNEL settle_levels(const u64* words, i64 count, i64 fields, i64 width, i64 level, u8* levels, i64 size) {
   const u64 mask = ((u64)1 << width) - 1;
-  for (i64 w = (i64)blockIdx.x * THREADS + threadIdx.x; w < count; w += (i64)gridDim.x * THREADS) {
+  for (const i64 w : grid_stride(count)) {
     const Places places = places_of(w, count, fields);
     const u64 word = words[w];
     for (i64 field = 0; field < fields; ++field) {

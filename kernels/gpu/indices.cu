@@ -1,12 +1,12 @@
-// Elias-Fano code of ascending indices: see the CPU's indices.py. A word of a code is made by one thread, which looks
-// for the indices that have a part of it.
+// Elias-Fano code of ascending indices: see the CPU's indices.py. One thread computes a word of a code from the indices
+// that have a part of it.
 
-__device__ __forceinline__ i64 ones(u64 word) { return __popc((u32)word) + __popc((u32)(word >> 32)); }
-__device__ __forceinline__ i64 first_one(u64 word) { return ones(~word & (word - 1)); }
+DEVICE i64 ones(u64 word) { return __popc((u32)word) + __popc((u32)(word >> 32)); }
+DEVICE i64 first_one(u64 word) { return ones(~word & (word - 1)); }
 
-// True on all threads of the block that ends last, to which `wrong` is what any thread of any block found. The state
-// was zero before.
-__device__ __forceinline__ bool gather_faults(bool& wrong, State* state) {
+// True on all threads of the block that ends last, where `wrong` then says whether any thread of any block found a
+// fault. The state was zero before.
+DEVICE bool gather_faults(bool& wrong, State* state) {
   if (wrong) atomicAdd(&state->known, (u64)1);
   if (!ends_last(state, gridDim.x)) return false;
   wrong = state->known != 0;
@@ -14,23 +14,22 @@ __device__ __forceinline__ bool gather_faults(bool& wrong, State* state) {
 }
 
 // Whether one of this thread's indices is not above the one before it, or not below `numel`.
-__device__ __forceinline__ bool out_of_order(const u32* indices, i64 count, i64 numel) {
+DEVICE bool out_of_order(const u32* indices, i64 count, i64 numel) {
   bool wrong = false;
-  for (i64 j = (i64)blockIdx.x * THREADS + threadIdx.x; j < count; j += (i64)gridDim.x * THREADS) {
+  for (const i64 j : grid_stride(count)) {
     const u32 index = indices[j];
     wrong |= (i64)index >= numel || (j > 0 && indices[j - 1] >= index);
   }
   return wrong;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    ascending(const u32* indices, i64 count, i64 numel, State* state, u8* good) {
+KERNEL ascending(const u32* indices, i64 count, i64 numel, State* state, u8* good) {
   bool wrong = out_of_order(indices, count, numel);
   if (gather_faults(wrong, state) && threadIdx.x == 0) *good = !wrong;
 }
 
 // The word of the low parts that begins at bit `start`.
-__device__ __forceinline__ u64 word_of_low_parts(const u32* indices, i64 count, i64 bits, i64 start) {
+DEVICE u64 word_of_low_parts(const u32* indices, i64 count, i64 bits, i64 start) {
   const u64 mask = ((u64)1 << bits) - 1;
   u64 word = 0;
   for (i64 j = start / bits; j < count && j * bits < start + 64; ++j) {
@@ -41,8 +40,8 @@ __device__ __forceinline__ u64 word_of_low_parts(const u32* indices, i64 count, 
   return word;
 }
 
-// The word of the bitmap that begins at bit `start`. Where indices do not ascend it means nothing.
-__device__ __forceinline__ u64 word_of_bitmap(const u32* indices, i64 count, i64 bits, i64 start) {
+// The word of the bitmap that begins at bit `start`; meaningless where indices do not ascend.
+DEVICE u64 word_of_bitmap(const u32* indices, i64 count, i64 bits, i64 start) {
   i64 least = 0, most = count;  // the first index whose bit is not before this word
   while (least < most) {
     const i64 middle = (least + most) / 2;
@@ -60,11 +59,11 @@ __device__ __forceinline__ u64 word_of_bitmap(const u32* indices, i64 count, i64
   return word;
 }
 
-// The code is written before anybody knows whether the indices are right. Where they are not, the block that ends last
-// makes it all zeros.
-extern "C" __global__ void __launch_bounds__(THREADS) encode(
+// The code is written before the indices are known to be right. Where they are wrong, the block that ends last clears
+// it.
+KERNEL encode(
     const u32* indices, i64 count, i64 numel, i64 bits, i64 low, i64 upper, u64* code, State* state, u8* good) {
-  for (i64 w = (i64)blockIdx.x * THREADS + threadIdx.x; w < low + upper; w += (i64)gridDim.x * THREADS)
+  for (const i64 w : grid_stride(low + upper))
     code[w] = w < low ? word_of_low_parts(indices, count, bits, 64 * w)
                       : word_of_bitmap(indices, count, bits, 64 * (w - low));
   bool wrong = out_of_order(indices, count, numel);
@@ -73,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
   for (i64 w = threadIdx.x; wrong && w < low + upper; w += THREADS) code[w] = 0;
 }
 
-// A code among others. The host names the fields by their place.
+// One of several codes. The host names the fields by their place.
 struct Code {
   i64 start;  // its first word
   i64 count;  // how many indices it has
@@ -83,22 +82,22 @@ struct Code {
   i64 first;  // where the indices go
 };
 
-// The low part of the j-th index. Its second word may be the bitmap's first one: it is never behind the code, and where
-// there are no low parts both places are 0.
-__device__ __forceinline__ u64 low_part(const u64* words, i64 bits, i64 j) {
+// The low part of the j-th index. Its second word may be the bitmap's first one: it never lies past the code, and
+// without low parts both places are 0.
+DEVICE u64 low_part(const u64* words, i64 bits, i64 j) {
   const i64 at = j * bits, place = at >> 6, shift = at & 63;
   const u64 both = words[place] >> shift | words[place + (bits > 0)] << 1 << (63 - shift);
   return both & (((u64)1 << bits) - 1);
 }
 
-// A block has a code. What the table does not say is the same for all, and they are `step` words apart.
-extern "C" __global__ void __launch_bounds__(THREADS) decode(
+// A block has a code. Without a table all codes have the same shape and are `step` words apart.
+KERNEL decode(
     const u64* messages, i64 codes, const Code* table, i64 start, i64 step, i64 count, i64 bits, i64 low, i64 upper,
     i64 numel, u32* out, State* state, u8* good) {
   bool wrong = false;
   if (blockIdx.x < codes) {
-    const i64 own = blockIdx.x;
-    const Code code = table ? table[own] : Code{start + own * step, count, bits, low, upper, own * count};
+    const i64 c = blockIdx.x;
+    const Code code = table ? table[c] : Code{start + c * step, count, bits, low, upper, c * count};
     const u64* words = messages + code.start;
     const u64* bitmap = words + code.low;
     i64 before = 0;
@@ -108,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
       i64 j = before + (i64)block_scan((u64)ones(word), total);
       before += (i64)total;
       if (before > code.count) break;  // on all threads
-      // Bits behind one that is set: there the high part is that of the index before, which has to be smaller below.
+      // Bits after a set bit: the high part is that of the index before, whose low part has to be smaller.
       const u64 follows = word << 1 | (word && w > 0 ? bitmap[w - 1] >> 63 : 0);
       for (; word; word &= word - 1, ++j) {
         const i64 bit = first_one(word);

@@ -1,30 +1,24 @@
 """Elias-Fano code of ascending indices; see `mpicomp.kernels.cpu.indices`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from mpicomp.kernels.gpu.compile import launch, library, strides
+from mpicomp.kernels import cpu
+from mpicomp.kernels.gpu.compile import launch, library, strides, twin_of
 from mpicomp.kernels.gpu.select import Field
 from mpicomp.kernels.sizes import layout_of
 
 
-def ascending_below(indices: Any, numel: int) -> Any:
-    """Return, as a 0-d array, whether indices ascend without repetition and are below ``numel``."""
+@twin_of(cpu.ascending_below)
+def ascending_below(indices, numel):
     state, good = _results()
     launch("indices", "ascending", np.float32, strides(indices.size), indices, indices.size, numel, state, good)
     return good[0]
 
 
-def encode_indices(indices: Any, numel: int, out: Any) -> Any:
-    """Write the code of ``indices``; see `mpicomp.kernels.cpu.encode_indices`.
-
-    Returns
-    -------
-    0-d device array of bool
-        False where the indices do not ascend below ``numel``. That is decided on the device, and ``out`` is then all
-        zeros.
-    """
+# The device decides whether the indices ascend below ``numel``; ``out`` is all zeros where they do not.
+@twin_of(cpu.encode_indices)
+def encode_indices(indices, numel, out):
     bits, low, upper = layout_of(indices.size, numel)
     code = out.view(np.uint64)
     if code.size != low + upper:
@@ -37,11 +31,9 @@ def encode_indices(indices: Any, numel: int, out: Any) -> Any:
     return good[0]
 
 
-def decode_indices(code: Any, count: int, numel: int, out: Any) -> Any:
-    """Read the code that `encode_indices` wrote; see `mpicomp.kernels.cpu.decode_indices`.
-
-    Damaged bytes never touch anything outside the arrays. The result is a 0-d device array.
-    """
+# Damaged bytes never touch anything outside the arrays.
+@twin_of(cpu.decode_indices)
+def decode_indices(code, count, numel, out):
     if out.size != count:
         raise ValueError(f"decode_indices: {count} indices do not fill an array of {out.size}")
     _, low, upper = layout_of(count, numel)
@@ -50,16 +42,10 @@ def decode_indices(code: Any, count: int, numel: int, out: Any) -> Any:
     return decode_indices_of(code, [0], [count], numel, out)
 
 
-def decode_indices_of(messages: Any, starts: Sequence[int], counts: Sequence[int], numel: int, out: Any) -> Any:
-    """Read several codes in one launch, each by a block; see `mpicomp.kernels.cpu.decode_indices_of`.
-
-    Codes of equal counts that are equally far apart are told by numbers. For others a table goes to the device.
-
-    Returns
-    -------
-    0-d device array of bool
-        True where all codes lie inside ``messages`` and are right.
-    """
+# One launch, a block to a code. Codes of equal counts at equal distances are described by a few numbers, others by a
+# table that goes to the device.
+@twin_of(cpu.decode_indices_of)
+def decode_indices_of(messages, starts, counts, numel, out):
     if sum(counts) != out.size:
         raise ValueError(f"decode_indices_of: {sum(counts)} indices do not fill an array of {out.size}")
     if any(start % 8 for start in starts):
@@ -84,7 +70,7 @@ def decode_indices_of(messages: Any, starts: Sequence[int], counts: Sequence[int
 
 
 def _results() -> tuple[Any, Any]:
-    """Allocate what blocks tell each other, and the answer."""
+    """Allocate the state that blocks share, and the verdict."""
     memory = library().zeros(len(Field) + 1, np.uint64)
     return memory[: len(Field)], memory[len(Field) :].view(np.bool_)
 

@@ -1,80 +1,52 @@
-"""Sorted selections: their sum, difference and common part, and the largest of them."""
+"""Sorted selections: sum, difference, intersection, and their largest elements."""
 
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
-from mpicomp.kernels.gpu.bits import given
-from mpicomp.kernels.gpu.compile import WARPS, launch, library, strides, tiles
+from mpicomp.kernels import cpu
+from mpicomp.kernels.gpu.bits import scalar_arg
+from mpicomp.kernels.gpu.compile import WARPS, launch, library, strides, tiles, twin_of
 from mpicomp.kernels.gpu.reduce import Partials
 from mpicomp.kernels.gpu.select import Field, Rule, Source, count_tiles, counters_of_tiles
 
-PART = 256  # places in the order of two lists that a warp goes through
+PART = 256  # places of two merged lists that a warp handles
 
 
 class Operation(IntEnum):
-    """What is made of two selections."""
+    """Result of a merge of two selections."""
 
     ADD, SUBTRACT, COMMON = range(3)
 
 
-def merge_add(
-    indices_a: Any, values_a: Any, indices_b: Any, values_b: Any, out_indices: Any, out_values: Any
-) -> Any:  # fmt: skip
-    """Write the union of two selections, with sums; see `mpicomp.kernels.cpu.merge_add`.
-
-    The length is a 0-d device array.
-    """
-    room = indices_a.size + indices_b.size
-    _check_room("merge_add", room, out_indices, out_values)
-    first, second = (indices_a, values_a, indices_a.size), (indices_b, values_b, indices_b.size)
-    return _merge(Operation.ADD, first, second, room, out_indices, out_values)
+@twin_of(cpu.merge_add)
+def merge_add(indices_a, values_a, indices_b, values_b, out_indices, out_values):
+    room, first, second = indices_a.size + indices_b.size, (indices_a, values_a), (indices_b, values_b)
+    return _merge("merge_add", Operation.ADD, first, second, room, out_indices, out_values)
 
 
-def merge_subtract(
-    indices_a: Any, values_a: Any, indices_b: Any, values_b: Any, out_indices: Any, out_values: Any
-) -> Any:  # fmt: skip
-    """Subtract one selection from another, zeros left out; see `mpicomp.kernels.cpu.merge_subtract`.
-
-    The length is a 0-d device array.
-    """
-    room = indices_a.size + indices_b.size
-    _check_room("merge_subtract", room, out_indices, out_values)
-    first, second = (indices_a, values_a, indices_a.size), (indices_b, values_b, indices_b.size)
-    return _merge(Operation.SUBTRACT, first, second, room, out_indices, out_values)
+@twin_of(cpu.merge_subtract)
+def merge_subtract(indices_a, values_a, indices_b, values_b, out_indices, out_values):
+    room, first, second = indices_a.size + indices_b.size, (indices_a, values_a), (indices_b, values_b)
+    return _merge("merge_subtract", Operation.SUBTRACT, first, second, room, out_indices, out_values)
 
 
-def intersect(indices_a: Any, values_a: Any, indices_b: Any, out_indices: Any, out_values: Any) -> Any:
-    """Write what of a selection is in another list, too; see `mpicomp.kernels.cpu.intersect`.
-
-    The length is a 0-d device array.
-    """
+@twin_of(cpu.intersect)
+def intersect(indices_a, values_a, indices_b, out_indices, out_values):
     room = min(indices_a.size, indices_b.size)
-    _check_room("intersect", room, out_indices, out_values)
-    first, second = (indices_a, values_a, indices_a.size), (indices_b, 0, indices_b.size)
-    return _merge(Operation.COMMON, first, second, room, out_indices, out_values)
+    return _merge("intersect", Operation.COMMON, (indices_a, values_a), (indices_b, 0), room, out_indices, out_values)
 
 
-def count_reaching(values: Any, threshold: Any) -> Any:
-    """Count the values whose magnitude bits are at least ``threshold``, a number or a 0-d device array."""
+@twin_of(cpu.count_reaching)
+def count_reaching(values, threshold):
     *_, state = _count(values, threshold, Rule.REACH, 0)
     return state.view(np.int64)[Field.END]
 
 
-def split_largest(
-    indices: Any, values: Any, threshold: Any, kept_indices: Any, kept_values: Any, left_indices: Any,
-    left_values: Any,
-) -> None:  # fmt: skip
-    """Part a selection into its largest elements and the others; see `mpicomp.kernels.cpu.split_largest`.
-
-    ``threshold`` may be a 0-d device array. How many elements reach it is known on the device only: where that does
-    not fit, nothing is raised, and the outputs hold anything.
-
-    Raises
-    ------
-    ValueError
-        Where the outputs do not have room for all elements together, or for more.
-    """
+# The number of elements that reach the threshold is known on the device only: where it does not fit, nothing is raised,
+# and the outputs are undefined.
+@twin_of(cpu.split_largest)
+def split_largest(indices, values, threshold, kept_indices, kept_values, left_indices, left_values):
     kept = kept_indices.size
     if left_indices.size != values.size - kept:
         raise ValueError(f"split_largest: {values.size} elements, not {kept} and {left_indices.size}")
@@ -86,11 +58,9 @@ def split_largest(
     )  # fmt: skip
 
 
-def norm_change(array: Any, indices: Any, sent: Any) -> Any:
-    """Return the change of the squared L2 norm, as a 0-d device array; see `mpicomp.kernels.cpu.norm_change`.
-
-    Elements whose index is out of range count as nothing.
-    """
+# Elements whose index is out of range count as zero.
+@twin_of(cpu.norm_change)
+def norm_change(array, indices, sent):
     blocks = strides(indices.size)
     partials = Partials(blocks, 1)
     launch(
@@ -100,27 +70,26 @@ def norm_change(array: Any, indices: Any, sent: Any) -> Any:
     return partials.total(0)
 
 
-def _check_room(name: str, needed: int, indices: Any, values: Any) -> None:
-    if min(indices.size, values.size) < needed:
-        raise ValueError(f"{name}: room for {needed} elements is needed, got {min(indices.size, values.size)}")
-
-
 def _merge(
-    operation: Operation, first: tuple[Any, Any, int], second: tuple[Any, Any, int], room: int, out_indices: Any,
+    name: str, operation: Operation, first: tuple[Any, Any], second: tuple[Any, Any], room: int, out_indices: Any,
     out_values: Any,
 ) -> Any:  # fmt: skip
-    """Launch what counts the elements of the result, and what writes them; return their number."""
-    parts = -(-(first[2] + second[2]) // PART)
+    """Launch the kernels that count the elements of the result, and write them; return their number."""
+    if min(out_indices.size, out_values.size) < room:
+        there = min(out_indices.size, out_values.size)
+        raise ValueError(f"{name}: room for {room} elements is needed, got {there}")
+    lists = *first, first[0].size, *second, second[0].size
+    parts = -(-(first[0].size + second[0].size) // PART)
     blocks = -(-parts // WARPS)
     of_parts, before = counters_of_tiles(parts)
     state = library().zeros(len(Field), np.uint64)
     launch(
         "merge", "count_parts", out_values.dtype, blocks,
-        int(operation), *first, *second, parts, room, of_parts, before, state,
+        int(operation), *lists, parts, room, of_parts, before, state,
     )  # fmt: skip
     launch(
         "merge", "write_parts", out_values.dtype, blocks,
-        int(operation), *first, *second, parts, room, of_parts, before, out_indices, out_values,
+        int(operation), *lists, parts, room, of_parts, before, out_indices, out_values,
     )  # fmt: skip
     return state.view(np.int64)[Field.END]
 
@@ -130,8 +99,9 @@ def _count(values: Any, threshold: Any, rule: Rule, room: int) -> tuple[int, Any
     number = tiles(values.size, values.dtype)
     of_tiles, before = counters_of_tiles(number)
     state = library().zeros(len(Field), np.uint64)
+    limit = scalar_arg(threshold, np.uint64)
     count_tiles(
-        values, values.size, 0, 0, 0, 0, Source.ARRAY, (0, 0), given(threshold, np.uint64), rule, (0, room), (0, 0),
+        values, values.size, 0, 0, 0, 0, Source.ARRAY, (0, 0), limit, rule, (0, room), (0, 0),
         number, of_tiles, before, state,
     )  # fmt: skip
     return number, of_tiles, before, state

@@ -1,16 +1,15 @@
-// Pieces of an array that lie here and there, put one behind the other.
+// Concatenation of scattered pieces of an array.
 
-enum Kind { AS_OUT = 0, FP16 = 1, BF16 = 2 };
-
-// The host fills them in, by their place.
+// The host fills the fields in, by their place.
 struct Piece {
   u64 address;
   i64 start;  // its place in the output; the piece ends where the next one starts
-  i64 kind;
+  i64 kind;   // Stored
 };
 
-// The piece that has an element: the last one that does not start behind it, since empty ones start where the next does.
-__device__ __forceinline__ i64 piece_of(const Piece* pieces, i64 number, i64 i) {
+// The piece that has an element: the last one that does not start after it, since empty pieces start where the next
+// does.
+DEVICE i64 piece_of(const Piece* pieces, i64 number, i64 i) {
   i64 low = 0, high = number - 1;
   while (low < high) {
     const i64 middle = (low + high + 1) / 2;
@@ -22,19 +21,16 @@ __device__ __forceinline__ i64 piece_of(const Piece* pieces, i64 number, i64 i) 
   return low;
 }
 
-__device__ __forceinline__ Word widened(i64 kind, u16 half) {
-  return as_word((Real)(kind == FP16 ? float_of<false>(half) : float_of<true>(half)));
+DEVICE Word widened(i64 kind, u16 half) {
+  return as_word((Real)(kind == FP16 ? float_of<FP16>(half) : float_of<BF16>(half)));
 }
 
-__device__ __forceinline__ Word scaled(Word word, Real by) {
-  return by == 1 ? word : as_word(product(by, as_real(word)));
-}
+DEVICE Word scaled(Word word, Real by) { return by == 1 ? word : as_word(product(by, as_real(word))); }
 
-// A warp writes its part of a tile 16 bytes a lane where that lies in one piece and addresses allow it, otherwise an
-// element a lane.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    concatenate(const Piece* pieces, i64 number, const double* scale, double scale_value, Word* out, i64 size) {
-  const Real by = (Real)given(scale, scale_value);
+// A warp writes its part of a tile by 16 bytes a lane where it lies in one aligned piece, otherwise by an element a
+// lane.
+KERNEL concatenate(const Piece* pieces, i64 number, const double* scale, double scale_value, Word* out, i64 size) {
+  const Real by = (Real)scalar_arg(scale, scale_value);
   const i64 step = (i64)gridDim.x * TILE;
   for (i64 start = (i64)blockIdx.x * TILE + warp_of_thread() * WARP_TILE; start < size; start += step) {
     i64 p = piece_of(pieces, number, start);
@@ -54,23 +50,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       }
       continue;
     }
-    const i64 first = lane_of_thread() * VEC;
+    const Tile tile{0, lane_of_thread() * VEC, WARP_TILE, true};
     Items items;
     if (piece.kind == AS_OUT) {
-      load(items, words, first, WARP_TILE, true);
+      items = load(words, tile);
     } else {
 #pragma unroll
       for (int r = 0; r < ROUNDS; ++r) {
-        const Halves pack = *reinterpret_cast<const Halves*>(halves + first + r * STRIP);
+        const Halves pack = *reinterpret_cast<const Halves*>(halves + tile.index(r * VEC));
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) items.item[r][j] = widened(piece.kind, pack.item[j]);
+        for (int j = 0; j < VEC; ++j) items.item[r * VEC + j] = widened(piece.kind, pack.item[j]);
       }
     }
 #pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) items.item[r][j] = scaled(items.item[r][j], by);
-    }
-    store(items, out + start, first, WARP_TILE, true);
+    for (int n = 0; n < ITEMS; ++n) items.item[n] = scaled(items.item[n], by);
+    store(items, out + start, tile);
   }
 }

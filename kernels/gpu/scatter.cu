@@ -1,36 +1,34 @@
-// From arrays to selections and back. Every element of an output is written by one thread, which takes what repeats in
-// the order given: no atomic additions, whose order would differ from rank to rank.
+// From arrays to selections and back. One thread writes an element of an output and adds repeated ones in their order:
+// the order of atomic additions would differ from rank to rank.
 
 struct Check {
   u64 outside;    // an index is out of range
   u64 unordered;  // an index is below the one before
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) check(const u32* indices, i64 count, i64 size, Check* flags) {
-  for (i64 j = (i64)blockIdx.x * THREADS + threadIdx.x; j < count; j += (i64)gridDim.x * THREADS) {
+KERNEL check(const u32* indices, i64 count, i64 size, Check* flags) {
+  for (const i64 j : grid_stride(count)) {
     const u32 index = indices[j];
     if ((i64)index >= size) flags->outside = 1;
     if (j > 0 && indices[j - 1] > index) flags->unordered = 1;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    gather(const Real* array, const u32* indices, i64 count, Real* out, const Check* flags, u8* good) {
+KERNEL gather(const Real* array, const u32* indices, i64 count, Real* out, const Check* flags, u8* good) {
   const bool outside = flags->outside != 0;
   if (blockIdx.x == 0 && threadIdx.x == 0) *good = !outside;
   if (outside) return;
-  for (i64 j = (i64)blockIdx.x * THREADS + threadIdx.x; j < count; j += (i64)gridDim.x * THREADS)
-    out[j] = array[indices[j]];
+  for (const i64 j : grid_stride(count)) out[j] = array[indices[j]];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) scatter_ascending(
+KERNEL scatter_ascending(
     const u32* indices, const Real* values, i64 count, const double* factor, double factor_value, Real* out,
     const Check* flags, u8* good) {
   const bool outside = flags->outside != 0;
-  const Real by = (Real)given(factor, factor_value);
+  const Real by = (Real)scalar_arg(factor, factor_value);
   if (blockIdx.x == 0 && threadIdx.x == 0) *good = !outside;
   if (outside || flags->unordered) return;
-  for (i64 j = (i64)blockIdx.x * THREADS + threadIdx.x; j < count; j += (i64)gridDim.x * THREADS) {
+  for (const i64 j : grid_stride(count)) {
     const u32 index = indices[j];
     if (j > 0 && indices[j - 1] == index) continue;
     Real sum = out[index];
@@ -39,16 +37,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) scatter_ascending(
   }
 }
 
-// Indices in any order: a block owns a part of the output and goes through all indices for those that fall into it.
-extern "C" __global__ void __launch_bounds__(THREADS) scatter_unordered(
+// Indices in any order: a block has a part of the output and scans all indices for those that fall into it.
+KERNEL scatter_unordered(
     const u32* indices, const Real* values, i64 count, const double* factor, double factor_value, Real* out, i64 size,
     const Check* flags) {
   __shared__ u32 where[THREADS];
   __shared__ Real what[THREADS];
   if (flags->outside || !flags->unordered) return;
-  const Real by = (Real)given(factor, factor_value);
-  const i64 own = (size + gridDim.x - 1) / gridDim.x;
-  const i64 from = (i64)blockIdx.x * own, to = from + own;
+  const Real by = (Real)scalar_arg(factor, factor_value);
+  const i64 each = (size + gridDim.x - 1) / gridDim.x;
+  const i64 from = (i64)blockIdx.x * each, to = from + each;
   for (i64 start = 0; start < count; start += THREADS) {
     const i64 j = start + threadIdx.x;
     const u32 index = j < count ? indices[j] : 0;
@@ -65,12 +63,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) scatter_unordered(
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    subtract_at(const u32* indices, const Real* values, i64 count, Real* out) {
-  for (i64 j = (i64)blockIdx.x * THREADS + threadIdx.x; j < count; j += (i64)gridDim.x * THREADS)
-    out[indices[j]] -= values[j];
+KERNEL subtract_at(const u32* indices, const Real* values, i64 count, Real* out) {
+  for (const i64 j : grid_stride(count)) out[indices[j]] -= values[j];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) clear_at(const u32* indices, i64 count, Real* out) {
-  for (i64 j = (i64)blockIdx.x * THREADS + threadIdx.x; j < count; j += (i64)gridDim.x * THREADS) out[indices[j]] = 0;
+KERNEL clear_at(const u32* indices, i64 count, Real* out) {
+  for (const i64 j : grid_stride(count)) out[indices[j]] = 0;
 }

@@ -1,28 +1,32 @@
-"""Arrays to selections and back: gather, scatter-add, and the subtraction of sent elements."""
+"""Arrays to selections and back, and scattered arrays and numbers gathered into one."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from mpicomp.kernels.gpu.bits import given
-from mpicomp.kernels.gpu.compile import launch, library, strides
+from mpicomp.kernels import cpu
+from mpicomp.kernels.cpu.pieces import WIRES, check_pieces
+from mpicomp.kernels.gpu.bits import scalar_arg
+from mpicomp.kernels.gpu.compile import launch, library, strides, sweeps, twin_of
+
+KINDS = {"fp16": 1, "bf16": 2}  # 0 is the dtype of the output
+NUMBERS = 8  # that one launch of `collect` takes
 
 
-def gather(array: Any, indices: Any, out: Any) -> Any:
-    """Write ``array[indices]`` to ``out``; False, as a 0-d array, and nothing written where one is out of range."""
+@twin_of(cpu.gather)
+def gather(array, indices, out):
     flags, good = _check(indices, array.size, out.dtype)
     count = indices.size
     launch("scatter", "gather", out.dtype, strides(count), array, indices, count, out, flags, good)
     return good[0]
 
 
-def scatter_add(indices: Any, values: Any, factor: Any, out: Any) -> Any:
-    """Add ``factor * values`` to ``out`` at ``indices``, in the order given; see `mpicomp.kernels.cpu.scatter_add`.
-
-    Every output is summed by one thread, so that the result has the same bits at every call and on every rank. This
-    is quick where indices ascend, repeated or not; where they do not, every block goes through all of them.
-    """
+# One thread sums an output, so that the result has the same bits at every call and on every rank. This is fast where
+# indices ascend, repeated or not; otherwise every block scans all of them.
+@twin_of(cpu.scatter_add)
+def scatter_add(indices, values, factor, out):
     flags, good = _check(indices, out.size, out.dtype)
-    count, by = indices.size, given(factor, np.float64)
+    count, by = indices.size, scalar_arg(factor, np.float64)
     launch("scatter", "scatter_ascending", out.dtype, strides(count), indices, values, count, *by, out, flags, good)
     launch(
         "scatter", "scatter_unordered", out.dtype, strides(out.size),
@@ -31,17 +35,82 @@ def scatter_add(indices: Any, values: Any, factor: Any, out: Any) -> Any:
     return good[0]
 
 
-def subtract_at(indices: Any, values: Any, out: Any) -> None:
-    """Subtract ``values`` from ``out`` at ``indices``, which are in range and do not repeat."""
+@twin_of(cpu.subtract_at)
+def subtract_at(indices, values, out):
     launch("scatter", "subtract_at", out.dtype, strides(indices.size), indices, values, indices.size, out)
 
 
-def clear_at(indices: Any, out: Any) -> None:
-    """Set ``out`` to zero at ``indices``, which are in range."""
+@twin_of(cpu.clear_at)
+def clear_at(indices, out):
     launch("scatter", "clear_at", out.dtype, strides(indices.size), indices, indices.size, out)
 
 
-def _check(indices: Any, size: int, dtype: Any) -> tuple[Any, Any]:
+def _check(indices, size, dtype):
     memory = library().zeros(3, np.uint64)
     launch("scatter", "check", dtype, strides(indices.size), indices, indices.size, size, memory)
     return memory[:2], memory[2:].view(np.bool_)
+
+
+class Pieces:
+    """Table on the device of the addresses, kinds and places of pieces, valid as long as they stay there.
+
+    Parameters
+    ----------
+    pieces : sequence of device arrays
+        As in `mpicomp.kernels.cpu.concatenate`. They are not kept alive.
+    """
+
+    def __init__(self, pieces: Sequence[Any]) -> None:
+        self._described = [_description(piece) for piece in pieces]
+        rows = np.zeros((len(pieces) + 1, 3), np.int64)  # the last one says where the output ends
+        for row, (address, _, dtype) in zip(rows, self._described, strict=False):
+            row[0], row[2] = address, KINDS.get(WIRES.get(dtype, ""), 0)
+        rows[1:, 1] = np.cumsum([size for _, size, _ in self._described])
+        self.rows = library().asarray(rows)
+
+    def fits(self, pieces: Sequence[Any]) -> bool:
+        """Return whether these pieces have the addresses, lengths and dtypes of the table."""
+        return self._described == [_description(piece) for piece in pieces]
+
+
+def _description(piece: Any) -> tuple[int, int, Any]:
+    return int(piece.data.ptr), int(piece.size), piece.dtype
+
+
+# One launch for any number of pieces. Their table goes to the device first, where the one that is passed does not fit.
+@twin_of(cpu.concatenate)
+def concatenate(pieces, out, scale=1.0, table=None):
+    check_pieces(pieces, out)
+    if table is None or not table.fits(pieces):
+        table = Pieces(pieces)
+    launch(
+        "pieces", "concatenate", out.dtype, sweeps(out.size, out.dtype),
+        table.rows, len(pieces), *scalar_arg(scale, np.float64), out, out.size,
+    )  # fmt: skip
+    return table
+
+
+def collect(values: Sequence[Any]) -> Any:
+    """Copy numbers into the words of one array, in one launch: one copy then takes them all to the host.
+
+    Parameters
+    ----------
+    values : sequence of 0-d device arrays
+        1 to 8 numbers, of bool or of integers or floats of 32 or 64 bits.
+
+    Returns
+    -------
+    device array of uint64
+        A word for each; a number has its lowest bytes, the others are zero.
+    """
+    if not 1 <= len(values) <= NUMBERS:
+        raise ValueError(f"collect: 1 to {NUMBERS} numbers are taken, got {len(values)}")
+    widths = [int(value.dtype.itemsize) for value in values]
+    for value, width in zip(values, widths, strict=True):
+        if width not in (1, 4, 8) or value.size != 1:
+            raise ValueError(f"collect: {value.size} of {value.dtype} are no number of 1, 4 or 8 bytes")
+    out = library().empty(len(values), np.uint64)
+    unused = [0] * (NUMBERS - len(values))
+    packed = sum(width << 8 * place for place, width in enumerate(widths))  # a byte for each
+    launch("collect", "collect", np.float32, 1, *values, *unused, packed, len(values), out)
+    return out

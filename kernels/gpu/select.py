@@ -4,12 +4,13 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-from mpicomp.kernels.gpu.bits import given
-from mpicomp.kernels.gpu.compile import WARPS, launch, library, sweeps, tiles
+from mpicomp.kernels import cpu
+from mpicomp.kernels.gpu.bits import magnitude_bits, scalar_arg
+from mpicomp.kernels.gpu.compile import WARPS, launch, library, sweeps, tiles, twin_of
 
-_DIGIT = 11  # bits of a digit of the radix selection
+DIGIT = 11  # bits of a digit of the radix selection
 BLOCKS = 528  # of sweeps that often have little to do: 4 for each of an H200's multiprocessors keep its memory busy
-BINS = 1 << _DIGIT
+BINS = 1 << DIGIT
 
 
 class Field(IntEnum):
@@ -19,7 +20,7 @@ class Field(IntEnum):
 
 
 class Source(IntEnum):
-    """Where elements are looked for."""
+    """Source of the elements to select."""
 
     ARRAY, AS_STATE_SAYS, LIST_IF_COMPLETE, LIST = range(4)
 
@@ -31,7 +32,7 @@ class Rule(IntEnum):
 
 
 class Turn(IntEnum):
-    """Condition on `Field.EXACT` under which a launch has anything to do."""
+    """Condition on `Field.EXACT` under which a launch does anything."""
 
     ALWAYS, UNLESS_EXACT, IF_EXACT = range(3)
 
@@ -40,40 +41,45 @@ def digits(dtype: Any) -> list[tuple[int, int]]:
     """Return shift and width of the digits of a radix selection, the most significant first."""
     found, shift = [], 8 * np.dtype(dtype).itemsize - 1
     while shift > 0:
-        width = min(_DIGIT, shift)
+        width = min(DIGIT, shift)
         shift -= width
         found.append((shift, width))
     return found
 
 
-def kth_magnitude(array: Any, k: int) -> Any:
-    """Find the k-th largest magnitude; see `mpicomp.kernels.cpu.kth_magnitude`.
-
-    Returns
-    -------
-    0-d device array of uint64
-        Its magnitude bits.
-    """
+@twin_of(cpu.kth_magnitude)
+def kth_magnitude(array, k):
     return _radix(array, k)[Field.THRESHOLD]
 
 
-def select_largest(array: Any, threshold: Any, indices: Any, values: Any) -> None:
-    """Write the ``indices.size`` largest elements, ascending by index; see `mpicomp.kernels.cpu.select_largest`.
-
-    ``threshold`` is an integer or a 0-d device array.
-    """
+@twin_of(cpu.select_largest)
+def select_largest(array, threshold, indices, values):
     compact(array, threshold, Rule.FILL, indices, values=values)
 
 
-def select_candidates(index: Any, bits: Any, scratch: Any, array: Any, indices: Any, values: Any) -> Any:
-    """Write the ``indices.size`` largest of listed candidates; see `mpicomp.kernels.cpu.select_candidates`.
-
-    ``scratch`` is not needed here. The result is a 0-d device array.
-    """
-    del scratch
+@twin_of(cpu.select_candidates)
+def select_candidates(index, bits, scratch, array, indices, values):
     threshold = _radix(bits.view(array.dtype), indices.size)[Field.THRESHOLD]
     compact(array, threshold, Rule.FILL, indices, values=values, candidates=(index, bits))
     return threshold
+
+
+@twin_of(cpu.select_above)
+def select_above(array, threshold, base, indices, values, count):
+    threshold = magnitude_bits(threshold, array.dtype)
+    return compact(array, threshold, Rule.ABOVE, indices, values=values, base=base, offset=count)
+
+
+@twin_of(cpu.select_listed)
+def select_listed(index, listed, threshold, array, indices, values):
+    threshold = magnitude_bits(threshold, array.dtype)
+    return compact(array, threshold, Rule.ABOVE, indices, values=values, candidates=(index, listed))
+
+
+@twin_of(cpu.select_in_chunks)
+def select_in_chunks(array, chunk, k, rest, indices, values):
+    blocks = -(-array.size // chunk)
+    launch("chunks", "select_in_chunks", array.dtype, blocks, array, array.size, chunk, k, rest, indices, values)
 
 
 def compact(
@@ -98,20 +104,20 @@ def compact(
     rule : Rule
         Rule for elements that are equal to it.
     indices : device array of uint32
-        What does not fit is counted and not written.
+        Elements that do not fit are counted and not written.
     values, magnitudes : device arrays, optional
         Receive the elements, and their magnitude bits.
     base : int
         Number that is added to a position to make an index.
     offset : int, or 0-d device array
-        Where in the outputs to start.
+        Place in the outputs to start at.
     candidates : (indices, magnitude bits), optional
-        Look among these elements only, which are in ascending order.
+        Select among these elements only, which are in ascending order.
 
     Returns
     -------
     0-d device array of int64
-        ``offset`` and what was found.
+        ``offset`` and the number of elements found.
     """
     state = library().zeros(len(Field), np.uint64)
     index, bits = candidates or (0, 0)
@@ -120,7 +126,7 @@ def compact(
     of_tiles, before = counters_of_tiles(number)
     count_tiles(
         array, size, bits, 0, 0, 0, Source.LIST if candidates else Source.ARRAY,
-        (0, 0), given(threshold, np.uint64), rule, (0, indices.size), given(offset, np.int64),
+        (0, 0), scalar_arg(threshold, np.uint64), rule, (0, indices.size), scalar_arg(offset, np.int64),
         number, of_tiles, before, state,
     )  # fmt: skip
     write_tiles(

@@ -1,32 +1,31 @@
-// SIDCo's thresholds (arXiv 2101.10761), in float64 on one thread: what they cost is the launch. The rule is that of
-// mpicomp.compressors.sidco, to the last comparison.
+// SIDCo's thresholds (arXiv 2101.10761), in float64 on one thread, which costs little more than the launch. The rule is
+// that of mpicomp.compressors.sidco, to the last comparison.
 
 enum Distribution { EXPONENTIAL = 0, GAMMA = 1, PARETO = 2 };
 
-constexpr double FIRST = 0.25;        // share that the first of several stages leaves
-constexpr double FEW = 10;            // survivors that are not worth another fit
-constexpr double NEAR = 0.1;          // by which a count may miss what is wanted
-constexpr i64 CORRECTIONS = 6;        // at most
-constexpr double FLAT = 1e-6;         // variance over squared mean that counts as none
-constexpr u64 ENDLESS = 0x7ff0000000000000ull;  // the bits of infinity
+constexpr double FIRST = 0.25;  // fraction that the first of several stages keeps
+constexpr double FEW = 10;      // number of survivors below which no stage is fitted
+constexpr double NEAR = 0.1;    // accepted relative error of a count
+constexpr i64 CORRECTIONS = 6;  // at most
+constexpr double FLAT = 1e-6;   // variance over squared mean that counts as zero
 
 // The host names the fields by their place.
 struct Fit {
   double threshold;
   u64 bits;         // its magnitude bits in the array's type
-  u64 done;         // whether nothing is to be refined any more
-  double reached;   // what the stages alone have reached of what is wanted
-  i64 left;         // stages
-  i64 corrections;  // left, once stages are over
+  u64 done;         // whether the threshold is final
+  double reached;   // fraction of the wanted elements that the stages alone have reached
+  i64 left;         // stages left
+  i64 corrections;  // corrections left after the stages
   i64 tried;        // thresholds so far
   u64 below;        // whether one was too low, and which was the highest of these
   double low, low_count;
-  u64 above;        // whether one was too high, and which was the lowest of these
+  u64 above;  // whether one was too high, and which was the lowest of these
   double high, high_count;
 };
 
 // Upper regularised incomplete gamma function; `front` is x^a e^-x / Gamma(a).
-__device__ __forceinline__ double gamma_above(double a, double x, double front) {
+DEVICE double gamma_above(double a, double x, double front) {
   if (x < a + 1) {
     double term = 1 / a, sum = term;
     for (int n = 1; n < 10000 && term > sum * 1e-17; ++n) {
@@ -49,8 +48,8 @@ __device__ __forceinline__ double gamma_above(double a, double x, double front) 
   return front * value;
 }
 
-// Where the standard normal distribution has `above` above it.
-__device__ __forceinline__ double normal_above(double above) {
+// The upper `above`-quantile of the standard normal distribution.
+DEVICE double normal_above(double above) {
   double low = -40, high = 40;
   for (int n = 0; n < 60; ++n) {
     const double middle = (low + high) / 2;
@@ -62,16 +61,16 @@ __device__ __forceinline__ double normal_above(double above) {
   return (low + high) / 2;
 }
 
-// Where the gamma distribution of shape `a` and scale 1 has `above` above it, 0 < above < 1.
-__device__ __forceinline__ double gamma_threshold(double a, double above) {
-  if (a > 1e4) {  // nearly a power of a normal distribution (Wilson and Hilferty); series would be long
+// The upper `above`-quantile of the gamma distribution of shape `a` and scale 1, 0 < above < 1.
+DEVICE double gamma_threshold(double a, double above) {
+  if (a > 1e4) {  // nearly the cube of a normal one (Wilson and Hilferty); series would be long
     const double part = 1 - 1 / (9 * a) + normal_above(above) / (3 * sqrt(a));
     return a * part * part * part;
   }
   // Newton's method on the logarithm of the smaller part, inside a bracket. The first x is below the solution:
   // the lower part is at most x^a / Gamma(a + 1).
   const double of_a = lgamma(a), below = 1 - above;
-  double low = exp((log1p(-above) + of_a + log(a)) / a), high = as_real(ENDLESS);
+  double low = exp((log1p(-above) + of_a + log(a)) / a), high = as_real(INFINITE_DOUBLE);
   const bool by_lower = above > 0.1;
   double x = by_lower ? low : larger(low, a);
   for (int n = 0; n < 100; ++n) {
@@ -88,7 +87,7 @@ __device__ __forceinline__ double gamma_threshold(double a, double above) {
     } else {
       next = x + log(rest / above) * rest / front * x;
     }
-    if (!(next > low && next < high)) next = high < as_real(ENDLESS) ? (low + high) / 2 : 2 * x;
+    if (!(next > low && next < high)) next = high < as_real(INFINITE_DOUBLE) ? (low + high) / 2 : 2 * x;
     const double change = fabs(next - x);
     x = next;
     if (change <= 1e-13 * x) break;
@@ -96,29 +95,27 @@ __device__ __forceinline__ double gamma_threshold(double a, double above) {
   return x;
 }
 
-// How far above the location a part `share` of such a distribution lies.
-__device__ __forceinline__ double exponential_threshold(double mean, double share) { return -mean * log(share); }
+// Distance from the location to the upper `share`-quantile.
+DEVICE double exponential_threshold(double mean, double share) { return -mean * log(share); }
 
-__device__ __forceinline__ double pareto_threshold(double mean, double variance, double share) {
+DEVICE double pareto_threshold(double mean, double variance, double share) {
   if (!(variance > FLAT * mean * mean)) return exponential_threshold(mean, share);
   const double relative = mean * mean / variance;
   const double shape = 0.5 * (1 - relative), scale = 0.5 * mean * (relative + 1), depth = -log(share);
   return fabs(shape * depth) < 1e-9 ? scale * depth : scale * expm1(smaller(shape * depth, 700.0)) / shape;
 }
 
-__device__ __forceinline__ void settle(Fit* fit, State* state, double threshold) {
+DEVICE void set_threshold(Fit* fit, State* state, double threshold) {
   fit->threshold = threshold;
   fit->bits = as_word((Real)threshold) & MASK;
-  state->exact = !(threshold > 0 && threshold < as_real(ENDLESS));
+  state->exact = !(threshold > 0 && threshold < as_real(INFINITE_DOUBLE));
 }
 
-__device__ __forceinline__ double count_of(const Partials* partials) {
-  return (double)reinterpret_cast<const i64*>(partials->totals())[0];
-}
+DEVICE double count_of(const Partials* partials) { return (double)reinterpret_cast<const i64*>(partials->totals())[0]; }
 
 // The first threshold, from the moments of all elements and, for gamma, from logarithms of those that are looked at.
 // `estimating` is 0 where the array is too small for it.
-extern "C" __global__ void __launch_bounds__(THREADS) begin(
+KERNEL begin(
     const Partials* moments, const Partials* logarithms, i64 k, i64 stages, i64 distribution, i64 estimating, Fit* fit,
     State* state) {
   if (threadIdx.x != 0) return;
@@ -130,11 +127,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) begin(
     logarithm = logarithms->totals()[2];
   }
   *fit = Fit{};
-  fit->reached = as_real((u64)0x7ff8000000000000ull);  // NaN: nothing was estimated
+  fit->reached = as_real(NAN_DOUBLE);  // NaN: nothing was estimated
   state->k = (u64)smaller(k, (i64)nonzero);
-  if (!(estimating && energy > 0 && energy < as_real(ENDLESS) && (double)k < nonzero)) {
+  if (!(estimating && energy > 0 && energy < as_real(INFINITE_DOUBLE) && (double)k < nonzero)) {
     fit->done = 1;
-    state->exact = state->k != 0;  // of zeros nothing is selected, and nothing exceeds the threshold 0
+    state->exact = state->k != 0;  // of zeros none is selected, and none exceeds the threshold 0
     return;
   }
   const double share = (double)k / nonzero;
@@ -144,28 +141,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) begin(
   fit->corrections = CORRECTIONS;
   const double mean = total / nonzero;
   if (distribution == PARETO) {
-    settle(fit, state, pareto_threshold(mean, energy / nonzero - mean * mean, first));
+    set_threshold(fit, state, pareto_threshold(mean, energy / nonzero - mean * mean, first));
   } else if (distribution == GAMMA && seen > 0) {
     const double mean_seen = total_seen / seen, spread = log(mean_seen) - logarithm / seen;
     const double shape = (3 - spread + sqrt((spread - 3) * (spread - 3) + 24 * spread)) / (12 * spread);
-    settle(
+    set_threshold(
         fit, state,
         spread > 1e-9 ? mean_seen / shape * gamma_threshold(shape, first) : exponential_threshold(mean_seen, first));
   } else {
-    settle(fit, state, exponential_threshold(mean, first));
+    set_threshold(fit, state, exponential_threshold(mean, first));
   }
 }
 
-// A threshold between the highest that too many exceed and the lowest that too few do. Counts are taken to fall
-// exponentially in between; every second time it is nearer to the middle.
-__device__ __forceinline__ double between(const Fit& fit, double wanted) {
+// A threshold between the highest that too many elements exceed and the lowest that too few do, where counts are
+// assumed to fall exponentially; every second time nearer to the middle.
+DEVICE double interpolate(const Fit& fit, double wanted) {
   double part = log(fit.low_count / wanted) / log(fit.low_count / larger(fit.high_count, 0.5));
   if (fit.tried % 2) part = 0.5 * (part + 0.5);
   return fit.low + (fit.high - fit.low) * smaller(larger(part, 0.05), 0.95);
 }
 
-__device__ __forceinline__ void
-    decide(Fit* fit, State* state, double count, double excess, double squares, double wanted, i64 distribution) {
+DEVICE void decide(
+    Fit* fit, State* state, double count, double excess, double squares, double wanted, i64 distribution) {
   const double threshold = fit->threshold;
   fit->tried += 1;
   if (count >= wanted) {
@@ -193,7 +190,7 @@ __device__ __forceinline__ void
     }
     fit->corrections -= 1;
     if (bracketed) {
-      settle(fit, state, between(*fit, wanted));
+      set_threshold(fit, state, interpolate(*fit, wanted));
       return;
     }
     share = wanted / count;
@@ -201,24 +198,21 @@ __device__ __forceinline__ void
   const double mean = excess / count, variance = squares / count - mean * mean;
   const double over =
       distribution == EXPONENTIAL ? exponential_threshold(mean, share) : pareto_threshold(mean, variance, share);
-  settle(fit, state, threshold + over > 0 ? threshold + over : 0);  // 0 for NaN, too
+  set_threshold(fit, state, threshold + over > 0 ? threshold + over : 0);  // 0 for NaN, too
 }
 
-// Looks at how many elements exceed the threshold, by how much, and sets the next one: by a stage, or by a correction
-// where the stages are over. The block that ends last does that.
-extern "C" __global__ void __launch_bounds__(THREADS) refine(
+// Counts the elements above the threshold and their excess; the block that ends last sets the next one, by a stage, or
+// by a correction once the stages are over.
+KERNEL refine(
     const Word* array, i64 size, i64 remaining, i64 stride, double wanted, i64 distribution, Partials* partials,
     Fit* fit, State* state) {
   if (fit->done) return;
   double sum[3] = {};
   sum_tail(array, size, remaining, stride, (Real)fit->threshold, sum);
-  if (finish_sums(sum, partials) && threadIdx.x == 0)
-    decide(fit, state, sum[0], sum[1], sum[2], wanted, distribution);
+  if (finish_sums(sum, partials) && threadIdx.x == 0) decide(fit, state, sum[0], sum[1], sum[2], wanted, distribution);
 }
 
 // One thread a solution, for tests of gamma_threshold.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    gamma_thresholds(const double* shapes, const double* above, i64 count, double* out) {
-  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < count; i += (i64)gridDim.x * THREADS)
-    out[i] = gamma_threshold(shapes[i], above[i]);
+KERNEL gamma_thresholds(const double* shapes, const double* above, i64 count, double* out) {
+  for (const i64 i : grid_stride(count)) out[i] = gamma_threshold(shapes[i], above[i]);
 }

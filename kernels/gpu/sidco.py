@@ -17,7 +17,7 @@ SLACK = 1024  # elements that may be selected beyond ``LIMIT * k``
 
 
 class Estimate(NamedTuple):
-    """Results of `sidco` beside the selection, as 0-d device arrays in its workspace."""
+    """Results of `sidco` besides the selection, as 0-d device arrays in its workspace."""
 
     nonzero: Any
     """Elements of the accumulated gradient that are not zero."""
@@ -58,8 +58,8 @@ def sidco(
     """Select the elements above an estimated threshold, and leave the rest as the new residual.
 
     The rule is that of `mpicomp.SIDCo`, its number of stages given. ``stages + 13`` launches for float32 and three more
-    for float64, of 2048 elements and more; one more for gamma. Which of them have anything to do the device decides;
-    the others end at once. Usually one sweep goes through memory, and a few look at 2 to 4 million elements. Without
+    for float64, of 2048 elements and more; one more for gamma. The device decides which of them do anything;
+    the others end at once. Usually one sweep goes through memory, and a few sample 2 to 4 million elements. Without
     a good bound two sweeps follow; where an exact selection has to take the estimate's place, four or seven more do.
 
     Parameters
@@ -117,7 +117,7 @@ def sidco(
         w.moments.memory, w.sampled.memory if with_logarithms else 0, k, stages, kind, int(estimating),
         w.fit, w.state,
     )  # fmt: skip
-    wanted = k * seen(w.numel, stride) / w.numel
+    wanted = k * sampled_of(w.numel, stride) / w.numel
     for _ in range(stages - 1 + CORRECTIONS if estimating else 0):
         launch(
             "sidco", "refine", dtype, blocks,
@@ -139,20 +139,11 @@ def sidco(
         values=values, clear=clear, bound=bound, following=following, listable=w.room, margin=MARGIN,
         count=count,
     )  # fmt: skip
-    return Estimate(
-        w.nonzero,
-        w.total,
-        w.energy,
-        w.finite,
-        w.fit[Fit.THRESHOLD],
-        w.fit[Fit.REACHED],
-        w.state[Field.EXACT],
-        w.listed,
-        w.usable,
-    )
+    threshold, reached, exact = w.fit[Fit.THRESHOLD], w.fit[Fit.REACHED], w.state[Field.EXACT]
+    return Estimate(w.nonzero, w.total, w.energy, w.finite, threshold, reached, exact, w.listed, w.usable)
 
 
-def seen(numel: int, stride: int) -> int:
+def sampled_of(numel: int, stride: int) -> int:
     """Return the number of elements in every ``stride``-th group of 1024."""
     whole, rest = divmod(numel, 1024 * stride)
     return whole * 1024 + min(rest, 1024)

@@ -1,11 +1,9 @@
-// One bit an element: its sign, and for each block of elements the one magnitude that stands for all of them.
+// One bit an element: its sign, and for each block of elements one magnitude.
 
 constexpr int SIGN_PLACE = 8 * (int)sizeof(Word) - 1;
 
-__device__ __forceinline__ bool is_number(double value) { return (as_word(value) & ~(1ull << 63)) < 0x7ff0000000000000ull; }
-
 // A block of threads goes through a block of elements twice: for its mean, and for its signs.
-extern "C" __global__ void __launch_bounds__(THREADS) pack_signs(
+KERNEL pack_signs(
     const Word* array, i64 size, i64 block, float* scales, i64 blocks, u32* halves, Word* sent, Partials* partials) {
   double sum[1] = {};
   for (i64 number = blockIdx.x; number < blocks; number += gridDim.x) {
@@ -20,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_signs(
     total = block_sum(total);
     energy = block_sum(energy);
     double mean = total * share;
-    if (!is_number(mean)) {  // the sum may have left what a double holds, which the mean cannot
+    if (!is_number(mean)) {  // the sum may overflow a double, which the mean cannot
       mean = 0;
       for (i64 i = start + threadIdx.x; i < stop; i += THREADS) mean += (double)as_real(array[i] & MASK) * share;
       mean = block_sum(mean);
@@ -45,22 +43,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_signs(
 }
 
 template <bool ADD>
-__device__ __forceinline__ void unpack(
-    const float* scales, const u64* words, i64 block, double factor, Word* out, i64 size) {
-  const i64 step = (i64)gridDim.x * THREADS;
-  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < size; i += step) {
+DEVICE void unpack(const float* scales, const u64* words, i64 block, double factor, Word* out, i64 size) {
+  for (const i64 i : grid_stride(size)) {
     const Real value = (Real)product(factor, (double)scales[i / block]);
-    const Real own = words[i / 64] >> (i % 64) & 1 ? -value : value;
-    out[i] = as_word(ADD ? as_real(out[i]) + own : own);
+    const Real signed_value = words[i / 64] >> (i % 64) & 1 ? -value : value;
+    out[i] = as_word(ADD ? as_real(out[i]) + signed_value : signed_value);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) unpack_signs(
-    const float* scales, const u64* words, i64 block, double factor, Word* out, i64 size) {
+KERNEL unpack_signs(const float* scales, const u64* words, i64 block, double factor, Word* out, i64 size) {
   unpack<false>(scales, words, block, factor, out, size);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) unpack_signs_add(
-    const float* scales, const u64* words, i64 block, double factor, Word* out, i64 size) {
+KERNEL unpack_signs_add(const float* scales, const u64* words, i64 block, double factor, Word* out, i64 size) {
   unpack<true>(scales, words, block, factor, out, size);
 }

@@ -1,4 +1,4 @@
-"""Error feedback and exact top-k, from gradient to message without a word from the host."""
+"""Error feedback and exact top-k, from gradient to message on the device."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from mpicomp.kernels.gpu.workspace import MARGIN, Workspace
 
 
 class Stats(NamedTuple):
-    """Results of `topk` beside the selection, as 0-d device arrays in its workspace."""
+    """Results of `topk` besides the selection, as 0-d device arrays in its workspace."""
 
     nonzero: Any
     """Elements of the accumulated gradient that are not zero."""
@@ -39,8 +39,8 @@ def topk(
 ) -> Stats:
     """Select the k largest of gradient plus residual, and leave the rest as the new residual.
 
-    A memset and six launches for float32, nine for float64, whatever the data; the host learns nothing and waits for
-    nothing. With a good bound one sweep goes through memory, with none or a bad one six (nine).
+    A memset and six launches for float32, nine for float64, whatever the data; the host reads nothing and never
+    waits. With a good bound one sweep goes through memory, with none or a bad one six (nine).
 
     Parameters
     ----------
@@ -79,12 +79,4 @@ def topk(
         out, out.size, w.index, w.bits, w.starts, w.counts, number, w.of_tiles, w.before, w.state, 0, indices,
         values=values, clear=clear, bound=bound, following=following, listable=w.room, margin=MARGIN,
     )  # fmt: skip
-    return Stats(
-        w.nonzero,
-        w.total,
-        w.energy,
-        w.finite,
-        w.threshold[0],
-        w.listed,
-        w.usable,
-    )
+    return Stats(w.nonzero, w.total, w.energy, w.finite, w.threshold[0], w.listed, w.usable)

@@ -1,19 +1,19 @@
-// Signs as votes: what most ranks say of each element.
+// Signs as votes: the majority of ranks for each element.
 
-extern "C" __global__ void __launch_bounds__(THREADS) pack_votes(const Word* array, i64 size, u32* halves, i64 groups) {
+KERNEL pack_votes(const Word* array, i64 size, u32* halves, i64 groups) {
   // Words are written by halves, of which the lower one comes first.
-  for (i64 g = (i64)blockIdx.x * WARPS + warp_of_thread(); g < groups; g += (i64)gridDim.x * WARPS) {
+  for (const i64 g : warp_stride(groups)) {
     const i64 i = 32 * g + lane_of_thread();
     const u32 votes = __ballot_sync(ALL, i < size && (array[i] & ~MASK));
     if (lane_of_thread() == 0) halves[g] = votes;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) majority(const u64* votes, i64 ranks, u64* out, i64 count) {
-  for (i64 w = (i64)blockIdx.x * THREADS + threadIdx.x; w < count; w += (i64)gridDim.x * THREADS) {
+KERNEL majority(const u64* votes, i64 ranks, u64* out, i64 count) {
+  for (const i64 w : grid_stride(count)) {
     u64 won = 0;
     for (int first = 0; first < 64; first += 8) {
-      // Eight elements at a time, each with a count of its own in a register.
+      // Eight elements at a time, each counted in a register.
       u32 minus[8] = {};
       for (i64 rank = 0; rank < ranks; ++rank) {
         const u32 eight = (u32)(votes[rank * count + w] >> first);
@@ -27,10 +27,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) majority(const u64* votes,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) unpack_votes(const u64* words, double value, Word* out, i64 size) {
-  const Real own = (Real)value;
-  const i64 step = (i64)gridDim.x * THREADS;
-  for (i64 i = (i64)blockIdx.x * THREADS + threadIdx.x; i < size; i += step) {
-    out[i] = as_word(words[i / 64] >> (i % 64) & 1 ? -own : own);
+KERNEL unpack_votes(const u64* words, double value, Word* out, i64 size) {
+  const Real magnitude = (Real)value;
+  for (const i64 i : grid_stride(size)) {
+    out[i] = as_word(words[i / 64] >> (i % 64) & 1 ? -magnitude : magnitude);
   }
 }

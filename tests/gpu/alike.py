@@ -1,6 +1,7 @@
 """When two results are the same."""
 
 import numpy as np
+from mpicomp.kernels import cpu, gpu
 
 
 def assert_alike(there, own):
@@ -19,3 +20,23 @@ def with_specials(array):
     places = np.random.default_rng(array.size).choice(array.size, min(array.size, 3 * len(few)), replace=False)
     array[places] = np.array(few * 3)[: places.size].astype(array.dtype)
     return array
+
+
+def run_twins(place, name, *arguments, signed_zeros=True):
+    """Run a kernel on the host and, with copies of its arrays, on a device; return both results.
+
+    Every array has the same bits afterwards, whether the kernel reads or writes it; without ``signed_zeros``, zeros may
+    differ in their sign. An array that stands twice among the arguments is the same one on the device.
+    """
+    arrays = {id(value): value for value in arguments if isinstance(value, np.ndarray)}
+    there = {key: place.put(value).reshape(value.shape) for key, value in arrays.items()}
+    with place.quiet():
+        far = getattr(gpu, name)(*(there.get(id(value), value) for value in arguments))
+    with np.errstate(all="ignore"):
+        here = getattr(cpu, name)(*arguments)
+    for key, value in arrays.items():
+        if signed_zeros:
+            assert_alike(there[key].reshape(value.size), value)
+        else:
+            np.testing.assert_array_equal(there[key].reshape(value.size).get(), value.reshape(-1))
+    return here, far

@@ -458,8 +458,8 @@ class HostKernels:
 
     def call(self, kernel, *args, **kwargs):
         args, kwargs = _strictly(args), _strictly(kwargs)
-        args = tuple(_plain(value) for value in args)
         self._cupy.driver.finish(self._cupy.stream_in_use())
+        args = tuple(_plain(value) for value in args)
         made = kernel(*args, **{key: _plain(value) for key, value in kwargs.items()})
         return None if made is None else _result(made)
 

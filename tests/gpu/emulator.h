@@ -21,7 +21,7 @@
 #define __shared__ static  // in .bss, where nothing else is
 #define UNSEEN __attribute__((no_sanitize("thread")))  // accesses in it are the emulation's own
 #define EMULATOR_OWN __attribute__((section("emulator_state"))) static
-#define __forceinline__ inline
+#define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 
 struct Index {

@@ -182,7 +182,7 @@ def asarray(host):
 def _kernels(code):
     """Find the names of a source's kernels; where a macro makes them, they are what it is given first."""
     code = code.replace("\\\n", " ")
-    names = re.findall(r"__global__ void __launch_bounds__\(THREADS\)\s*(\w+)\(", code)
+    names = re.findall(r"\bKERNEL\s+(\w+)\(", code)
     for macro in re.findall(r"#define (\w+)\(NAME\b", code):
         names += re.findall(rf"^{macro}\((\w+)", code, re.MULTILINE)
     return sorted(set(names) - {"NAME"})

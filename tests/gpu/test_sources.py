@@ -16,13 +16,13 @@ from marks import slow
 from mpicomp.kernels import cpu, gpu
 from mpicomp.kernels.cpu.message import NONFINITE
 from mpicomp.kernels.gpu.compile import THREADS
-from mpicomp.kernels.gpu.countsketch import PART, ROWS
 from mpicomp.kernels.gpu.merge import PART as MERGED
 from mpicomp.kernels.gpu.merge import Operation
-from mpicomp.kernels.gpu.pieces import KINDS as KINDS_OF_PIECES
+from mpicomp.kernels.gpu.products import PART, ROWS
 from mpicomp.kernels.gpu.reduce import Word
-from mpicomp.kernels.gpu.select import Field, Rule, Source, Turn
-from mpicomp.kernels.gpu.sidco import CORRECTIONS, LIMIT, SAMPLE, SLACK, SMALL, seen
+from mpicomp.kernels.gpu.scatter import KINDS as KINDS_OF_PIECES
+from mpicomp.kernels.gpu.select import DIGIT, Field, Rule, Source, Turn
+from mpicomp.kernels.gpu.sidco import CORRECTIONS, LIMIT, SAMPLE, SLACK, SMALL, sampled_of
 from mpicomp.kernels.gpu.workspace import Fit
 
 from mpicomp.compressors import estimator
@@ -115,7 +115,8 @@ def test_what_kernels_name_is_what_the_host_names():
     sketch = (FOLDER / "countsketch.cu").read_text()
     assert f"constexpr int ROWS = {ROWS};" in sketch
     assert f"constexpr int PART = {PART};" in sketch
-    assert "enum Kind { AS_OUT = 0, FP16 = 1, BF16 = 2 };" in (FOLDER / "pieces.cu").read_text()
+    assert "enum Stored { AS_OUT = 0, FP16 = 1, BF16 = 2 };" in common
+    assert f"constexpr int DIGIT = {DIGIT};" in common
     assert KINDS_OF_PIECES == {"fp16": 1, "bf16": 2}
     assert NONFINITE == 1 << 8
     assert "constexpr u64 NONFINITE = 1ull << 8;" in (FOLDER / "message.cu").read_text()
@@ -133,7 +134,7 @@ def test_numbers_of_the_estimate_are_those_of_the_compressor():
     assert (CORRECTIONS, SMALL, SAMPLE) == (rule._CORRECTIONS, rule._SMALL, rule._SAMPLE)
     assert (LIMIT, SLACK) == (estimator._LIMIT, estimator._SLACK)
     for stride, numel in itertools.product((1, 2, 3), (1, 1024, 5000, 123_456)):
-        assert seen(numel, stride) == rule._seen(numel, stride)
+        assert sampled_of(numel, stride) == rule._seen(numel, stride)
 
 
 def test_importing_it_needs_no_cupy():

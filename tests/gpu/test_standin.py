@@ -10,42 +10,43 @@ import pytest
 from gpu import standin
 
 SOURCE = """
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
 typedef long long i64;
-extern "C" __global__ void __launch_bounds__(THREADS) outside(int* array, i64 size) { array[size] = 1; }
-extern "C" __global__ void __launch_bounds__(THREADS) alone(int* array) {
+KERNEL outside(int* array, i64 size) { array[size] = 1; }
+KERNEL alone(int* array) {
   if (threadIdx.x < 40) __syncthreads();
 }
-extern "C" __global__ void __launch_bounds__(THREADS) apart(int* array) {
+KERNEL apart(int* array) {
   if (threadIdx.x % 2) __ballot_sync(0xffffffffu, 1); else __shfl_sync(0xffffffffu, 1, 0);
 }
-extern "C" __global__ void __launch_bounds__(THREADS) shuffles(int* array) {
+KERNEL shuffles(int* array) {
   if (threadIdx.x % 2) __shfl_xor_sync(0xffffffffu, 1, 1); else __shfl_sync(0xffffffffu, 1, 0);
 }
-extern "C" __global__ void __launch_bounds__(THREADS) distances(int* array) {
+KERNEL distances(int* array) {
   __shfl_up_sync(0xffffffffu, 1, threadIdx.x % 2 + 1);
 }
-extern "C" __global__ void __launch_bounds__(THREADS) widths(int* array) {
+KERNEL widths(int* array) {
   if (threadIdx.x % 2) __shfl_sync(0xffffffffu, 1, 0); else __shfl_sync(0xffffffffu, 1.0, 0);
 }
-extern "C" __global__ void __launch_bounds__(THREADS) race(int* array) {
+KERNEL race(int* array) {
   __shared__ int last;
   last = threadIdx.x;
   __syncthreads();
   if (threadIdx.x == 0) array[blockIdx.x] = last;
 }
-extern "C" __global__ void __launch_bounds__(THREADS) increments(int* array) { array[0] = array[0] + 1; }
-extern "C" __global__ void __launch_bounds__(THREADS) increments_of_blocks(int* array) {
+KERNEL increments(int* array) { array[0] = array[0] + 1; }
+KERNEL increments_of_blocks(int* array) {
   if (threadIdx.x == 0) array[0] = array[0] + 1;
 }
-extern "C" __global__ void __launch_bounds__(THREADS) half_atomic(int* array) {
+KERNEL half_atomic(int* array) {
   if (threadIdx.x < 32) atomicAdd(array, 1); else array[0] = array[0] + 1;
 }
-extern "C" __global__ void __launch_bounds__(THREADS) no_barrier(int* array) {
+KERNEL no_barrier(int* array) {
   __shared__ int told[64];
   told[threadIdx.x] = threadIdx.x;
   array[blockIdx.x * 64 + threadIdx.x] = told[threadIdx.x ^ 32];
 }
-extern "C" __global__ void __launch_bounds__(THREADS) no_second_barrier(int* array) {
+KERNEL no_second_barrier(int* array) {
   __shared__ int told[64];
   for (int turn = 0; turn < 2; ++turn) {
     told[threadIdx.x] = threadIdx.x + turn;
@@ -53,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) no_second_barrier(int* arr
     array[blockIdx.x * 64 + threadIdx.x] = told[threadIdx.x ^ 32];
   }
 }
-extern "C" __global__ void __launch_bounds__(THREADS) in_order(int* array) {
+KERNEL in_order(int* array) {
   __shared__ int told[64], any;
   __shared__ char bytes[64];
   if (threadIdx.x == 0) any = 0;
@@ -69,19 +70,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) in_order(int* array) {
     __syncthreads();
   }
 }
-extern "C" __global__ void __launch_bounds__(THREADS) left_over(int* array) {
+KERNEL left_over(int* array) {
   __shared__ int told[64];
   if (blockIdx.x == 3) told[threadIdx.x] = 7;
   __syncthreads();
   array[blockIdx.x * 64 + threadIdx.x] = told[threadIdx.x];
 }
-extern "C" __global__ void __launch_bounds__(THREADS) beside(int* array, i64 size) {
+KERNEL beside(int* array, i64 size) {
   if (threadIdx.x == 0) array[0] = array[size];
 }
-extern "C" __global__ void __launch_bounds__(THREADS) order(int* array) {
+KERNEL order(int* array) {
   if (threadIdx.x == 0) array[1 + atomicAdd(array, 1)] = blockIdx.x;
 }
-extern "C" __global__ void __launch_bounds__(THREADS) lanes(int* array, double factor) {
+KERNEL lanes(int* array, double factor) {
   int lane = threadIdx.x % 32;
   int up = __shfl_up_sync(0xffffffffu, lane, 3), other = __shfl_xor_sync(0xffffffffu, lane, 16);
   unsigned votes = __ballot_sync(0xffffffffu, lane % 3 == 0);

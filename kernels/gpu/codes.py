@@ -1,0 +1,212 @@
+"""Codes of a few bits an element: 16-bit floats, signs, exponents, levels, grids, fields and votes."""
+
+import numpy as np
+from mpicomp.kernels import cpu
+from mpicomp.kernels.cpu.random import halves
+from mpicomp.kernels.cpu.squares import check_places, split_of
+from mpicomp.kernels.gpu.compile import THREADS, launch, library, strides, sweeps, twin_of
+from mpicomp.kernels.gpu.message import step_of, verdict
+from mpicomp.kernels.gpu.reduce import Partials
+from mpicomp.kernels.sizes import SQUARES_BLOCK, fields_of, width_of
+
+
+@twin_of(cpu.narrow)
+def narrow(array, wire, out, sent=None):
+    blocks = sweeps(array.size, array.dtype)
+    partials = Partials(blocks, 1)
+    launch("cast", f"narrow_{wire}", array.dtype, blocks, array, array.size, out, _or_null(sent), partials.memory)
+    return partials.total(0)
+
+
+@twin_of(cpu.widen)
+def widen(source, wire, out):
+    launch("cast", f"widen_{wire}", out.dtype, sweeps(out.size, out.dtype), source, out.size, out)
+
+
+@twin_of(cpu.widen_add)
+def widen_add(source, wire, out):
+    launch("cast", f"widen_add_{wire}", out.dtype, sweeps(out.size, out.dtype), source, out.size, out)
+
+
+@twin_of(cpu.pack_signs)
+def pack_signs(array, block, scales, words, sent=None):
+    blocks = strides(scales.size * THREADS)  # of threads, each of which handles some blocks of elements
+    partials = Partials(blocks, 1)
+    launch(
+        "signs", "pack_signs", array.dtype, blocks,
+        array, array.size, block, scales, scales.size, words, _or_null(sent), partials.memory,
+    )  # fmt: skip
+    return partials.total(0)
+
+
+@twin_of(cpu.unpack_signs)
+def unpack_signs(scales, words, block, out):
+    launch("signs", "unpack_signs", out.dtype, strides(out.size), scales, words, block, 1.0, out, out.size)
+
+
+@twin_of(cpu.unpack_signs_add)
+def unpack_signs_add(scales, words, block, factor, out):
+    name, blocks = "unpack_signs_add", strides(out.size)
+    launch("signs", name, out.dtype, blocks, scales, words, block, float(factor), out, out.size)
+
+
+@twin_of(cpu.pack_exponents)
+def pack_exponents(array, words, exponents, sent, key):
+    blocks = strides(64 * words.size)
+    partials = Partials(blocks, 1)
+    launch(
+        "exponents", "pack_exponents", array.dtype, blocks,
+        array, array.size, *map(int, halves(key)), words, 2 * words.size, exponents, sent, partials.memory,
+    )  # fmt: skip
+    return partials.total(0)
+
+
+@twin_of(cpu.unpack_exponents)
+def unpack_exponents(words, exponents, out):
+    launch("exponents", "unpack_exponents", out.dtype, strides(out.size), words, exponents, out, out.size)
+
+
+@twin_of(cpu.unpack_exponents_add)
+def unpack_exponents_add(words, exponents, factor, out):
+    name, blocks = "unpack_exponents_add", strides(out.size)
+    launch("exponents", name, out.dtype, blocks, words, exponents, float(factor), out, out.size)
+
+
+# Means are summed in another order than on the host: a base or a step, which travels with the codes, may differ in its
+# last bit.
+@twin_of(cpu.pack_squares)
+def pack_squares(array, bits, out, sent):
+    split = split_of(out.size, array.size, bits)
+    blocks = strides(array.size)  # of threads, as many as a block of elements has
+    partials = Partials(blocks, 1)
+    launch(
+        "squares", "pack_squares", array.dtype, blocks,
+        array, array.size, bits, out, split // 4, out[split:], -(-array.size // SQUARES_BLOCK), sent, partials.memory,
+    )  # fmt: skip
+    return partials.total(0)
+
+
+# A memset and one launch: parts of equal length at equal distances are described by a few numbers, others by a table.
+@twin_of(cpu.unpack_squares)
+def unpack_squares(messages, starts, counts, bits, out):
+    check_places("unpack_squares", messages.size, starts, counts, bits, out.size)
+    places, lengths = step_of(starts), step_of(counts)
+    table = 0
+    if places is None or lengths is None or lengths[1] != 0:
+        table = library().asarray(np.array([starts, counts], np.int64).T.copy())
+        places = lengths = 0, 0
+    memory, good = verdict()
+    launch(
+        "squares", "unpack_squares", out.dtype, strides(out.size),
+        messages, *places, lengths[0], table, bits, out, out.size, memory,
+    )  # fmt: skip
+    return good
+
+
+# A warp measures a bucket: a bucket as long as the array takes long. An L2 norm is summed in another order than on the
+# host: a step, which travels with the codes, may differ in its last bit.
+@twin_of(cpu.pack_grid)
+def pack_grid(array, bucket, bits, norm, steps, words, sent, key=None):
+    offset = (1 << (bits - 1)) - 1
+    launch(
+        "grid", "measure_norms", array.dtype, strides(32 * steps.size),
+        array, array.size, bucket, int(norm == "l2"), offset, steps, steps.size,
+    )  # fmt: skip
+    return _pack_codes(array, bucket, bits, 2 * offset, offset, 0, steps, words, sent, key)
+
+
+@twin_of(cpu.pack_range)
+def pack_range(array, bucket, bits, bases, steps, words, sent, key=None):
+    points = (1 << bits) - 1
+    launch(
+        "grid", "measure_ranges", array.dtype, strides(32 * steps.size),
+        array, array.size, bucket, points, bases, steps, steps.size,
+    )  # fmt: skip
+    return _pack_codes(array, bucket, bits, points, 0, bases, steps, words, sent, key)
+
+
+@twin_of(cpu.unpack_grid)
+def unpack_grid(bases, steps, words, bucket, bits, out):
+    _unpack_codes("unpack_grid", bases, steps, words, bucket, bits, 1.0, out)
+
+
+@twin_of(cpu.unpack_grid_add)
+def unpack_grid_add(bases, steps, words, bucket, bits, factor, out):
+    _unpack_codes("unpack_grid_add", bases, steps, words, bucket, bits, float(factor), out)
+
+
+@twin_of(cpu.pack_fields)
+def pack_fields(array, inverses, steps, limit, largest, key, words, sent, levels=None):
+    blocks = strides(words.size)
+    partials = Partials(blocks, 1)
+    launch(
+        "fields", "pack_fields", array.dtype, blocks,
+        array, array.size, _or_null(levels), inverses, steps, limit, fields_of(largest), width_of(largest),
+        *_random(key), words, words.size, sent, partials.memory,
+    )  # fmt: skip
+    return partials.total(0)
+
+
+@twin_of(cpu.unpack_fields)
+def unpack_fields(words, factors, offset, largest, out, levels=None):
+    launch(
+        "fields", "unpack_fields", out.dtype, strides(words.size),
+        words, words.size, _or_null(levels), factors, offset, fields_of(largest), width_of(largest), out, out.size,
+    )  # fmt: skip
+
+
+@twin_of(cpu.pack_objections)
+def pack_objections(array, inverse, limit, ranks, words):
+    launch(
+        "fields", "pack_objections", array.dtype, strides(words.size),
+        array, array.size, float(inverse), limit, fields_of(ranks), width_of(ranks), words, words.size,
+    )  # fmt: skip
+
+
+@twin_of(cpu.settle_levels)
+def settle_levels(words, ranks, level, levels):
+    launch(
+        "fields", "settle_levels", np.float32, strides(words.size),
+        words, words.size, fields_of(ranks), width_of(ranks), level, levels, levels.size,
+    )  # fmt: skip
+
+
+@twin_of(cpu.pack_votes)
+def pack_votes(array, words):
+    launch("votes", "pack_votes", array.dtype, strides(64 * words.size), array, array.size, words, 2 * words.size)
+
+
+@twin_of(cpu.majority)
+def majority(votes, out):
+    launch("votes", "majority", np.float32, strides(out.size), votes, votes.size // max(1, out.size), out, out.size)
+
+
+@twin_of(cpu.unpack_votes)
+def unpack_votes(words, value, out):
+    launch("votes", "unpack_votes", out.dtype, strides(out.size), words, float(value), out, out.size)
+
+
+def _pack_codes(array, bucket, bits, points, offset, bases, steps, words, sent, key):
+    groups = 2 * (words.size // bits)  # of 32 elements
+    blocks = strides(32 * groups)
+    partials = Partials(blocks, 1)
+    launch(
+        "grid", "pack_codes", array.dtype, blocks,
+        array, array.size, bucket, bits, points, offset, bases, steps, *_random(key), words, groups, sent,
+        partials.memory,
+    )  # fmt: skip
+    return partials.total(0)
+
+
+def _unpack_codes(name, bases, steps, words, bucket, bits, factor, out):
+    blocks = strides(out.size)
+    launch("grid", name, out.dtype, blocks, _or_null(bases), steps, words, bucket, bits, factor, out, out.size)
+
+
+def _or_null(array):
+    return 0 if array is None else array
+
+
+def _random(key):
+    """Return whether a kernel rounds at random, and the two halves of its key."""
+    return (0, 0, 0) if key is None else (1, *map(int, halves(key)))

@@ -1,0 +1,97 @@
+"""Kernels that sweep over a whole array: sums of it, and its elements scaled or with momentum."""
+
+from typing import Any
+
+import numpy as np
+from mpicomp.kernels import cpu
+from mpicomp.kernels.cpu.bits import infinity_of
+from mpicomp.kernels.gpu.bits import scalar_arg
+from mpicomp.kernels.gpu.compile import THREADS, launch, library, remaining, sweeps, twin_of
+from mpicomp.kernels.gpu.reduce import Partials
+
+_PER_BLOCK = 64 * 1024  # elements that a block of `spectrum` counts
+_AT_ONCE = 8  # thresholds of a launch
+
+
+@twin_of(cpu.is_finite)
+def is_finite(top, dtype):
+    return top < infinity_of(np.dtype(dtype))
+
+
+@twin_of(cpu.scale)
+def scale(array, factor):
+    blocks = sweeps(array.size, array.dtype)
+    partials = Partials(blocks, 0, top=True)
+    launch("sweep", "scale", array.dtype, blocks, array, array.size, *scalar_arg(factor, np.float64), partials.memory)
+    return partials.top()
+
+
+@twin_of(cpu.energy)
+def energy(array):
+    blocks = sweeps(array.size, array.dtype)
+    partials = Partials(blocks, 1)
+    launch("sweep", "energy", array.dtype, blocks, array, array.size, partials.memory)
+    return partials.total(0)
+
+
+@twin_of(cpu.momentum)
+def momentum(gradient, factor, velocity, decay, nesterov, after, out):
+    launch(
+        "sweep", "momentum", out.dtype, sweeps(out.size, out.dtype),
+        gradient, float(factor), velocity, float(decay), int(nesterov), after, out, out.size,
+    )  # fmt: skip
+
+
+@twin_of(cpu.share_rounding)
+def share_rounding(exact, rounded, ranks, array, sent):
+    blocks = sweeps(exact.size, exact.dtype)
+    partials = Partials(blocks, 1)
+    launch(
+        "sweep", "share_rounding", exact.dtype, blocks,
+        exact, rounded, float(ranks), array, sent, exact.size, partials.memory,
+    )  # fmt: skip
+    return partials.total(0)
+
+
+@twin_of(cpu.logarithms)
+def logarithms(array, stride=1, threads=1):
+    sampled = remaining(array.size, stride)
+    blocks = sweeps(sampled, array.dtype)
+    partials = Partials(blocks, 3)
+    launch("moments", "logarithms", array.dtype, blocks, array, array.size, sampled, stride, partials.memory)
+    return partials.count(), partials.total(1), partials.total(2)
+
+
+@twin_of(cpu.tail)
+def tail(array, threshold, stride=1, threads=1):
+    sampled = remaining(array.size, stride)
+    blocks = sweeps(sampled, array.dtype)
+    partials = Partials(blocks, 3)
+    launch(
+        "tail", "tail", array.dtype, blocks,
+        array, array.size, sampled, stride, *scalar_arg(threshold, np.float64), partials.memory,
+    )  # fmt: skip
+    return cpu.Tail(partials.count(), partials.total(1), partials.total(2))
+
+
+@twin_of(cpu.counts_above)
+def counts_above(array, thresholds, threads=1):
+    blocks = sweeps(array.size, array.dtype)
+    counts: list[Any] = []
+    for first in range(0, len(thresholds), _AT_ONCE):
+        limits = [float(threshold) for threshold in thresholds[first : first + _AT_ONCE]]
+        filled = limits + [limits[0]] * (_AT_ONCE - len(limits))
+        partials = Partials(blocks, _AT_ONCE)
+        launch("tail", "counts_above", array.dtype, blocks, array, array.size, *filled, partials.memory)
+        counts += [partials.total(column) for column in range(len(limits))]
+    return counts
+
+
+# Energies are good to 3e-5 and have the same bits at every call.
+@twin_of(cpu.spectrum)
+def spectrum(array, counts, energies, stride=1, threads=1):
+    memory = library().zeros(2 * cpu.BINS, np.uint64)
+    sums = memory[: cpu.BINS], memory[cpu.BINS :]
+    sampled = -(-array.size // (cpu.GROUP * stride)) * cpu.GROUP
+    launch("spectrum", "spectrum", array.dtype, -(-sampled // _PER_BLOCK), array, array.size, stride, *sums)
+    launch("spectrum", "finish_spectrum", array.dtype, cpu.BINS // THREADS, *sums, counts, energies)
