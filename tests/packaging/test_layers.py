@@ -50,7 +50,7 @@ HOMES = {
         "studies/updates.py",
     ),
     "matplotlib": ("bench/report/", "bench/simulate/picture.py", "studies/pictures.py"),
-    "msgspec": ("bench/report/lines.py", "bench/measure/metrics.py"),
+    "msgspec": ("bench/report/step_lines.py", "bench/measure/metrics.py"),
     "cupy": ("mpicomp/places/choose.py",),
 }
 
