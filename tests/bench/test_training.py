@@ -198,32 +198,33 @@ def test_one_rank_trains_the_same_with_and_without_an_exchange():
 
 def test_updates_every_few_steps_are_means_over_them():
     from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.trainers import Ours
+    from mpicomp.bench.trainers import Job, trainers
 
     transport = LocalWorld(1).transports[0]
-    exchange = Exchange("updates:dense", Dense())
-    ours = Ours(exchange, get_task("digits", 1), transport, 1, Settings(6, 1, 3, every=3))
-    told = ours.block(6)
+    job = Job(get_task("digits", 1), Settings(6, 1, 3, every=3), 1, transport)
+    with trainers([Exchange("updates:dense", Dense())], job) as [ours]:
+        told = ours.block(6)
+        last = ours.optimizer.reducer.last_step
     assert told.shape == (6, FIELDS)
     assert (told[:3] == told[0]).all()
     assert (told[3:] == told[3]).all()
-    assert ours._optimizer.reducer.last_step.step == 1  # the second exchange
-    assert ours.ran() == "dense " + ours._optimizer.reducer.last_step.buckets[0].collective
+    assert last.step == 1  # the second exchange
+    assert ours.ran() == f"dense {last.buckets[0].collective}"
 
 
 def test_demo_moves_each_parameter_by_the_rate():
     from mpicomp.bench import demo
     from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.trainers import Ours
+    from mpicomp.bench.trainers import Job, trainers
 
     task = get_task("digits", 1)
     exchange = Exchange("demo", get_compressor(demo.COMPRESSOR))
-    ours = Ours(exchange, task, LocalWorld(1).transports[0], 1, Settings(1, 1, 0))
-    ours.block(1)
+    with trainers([exchange], Job(task, Settings(1, 1, 0), 1, LocalWorld(1).transports[0])) as [ours]:
+        ours.block(1)
     assert exchange.updates
     assert ours.ran().startswith("dcttopk transformed")
-    moved = [own - start for own, start in zip(ours._parameters, task.model().parameters(), strict=True)]
-    steps = torch.cat([own.detach().abs().flatten() for own in moved])
+    moved = [end - start for end, start in zip(ours.parameters, task.model().parameters(), strict=True)]
+    steps = torch.cat([change.detach().abs().flatten() for change in moved])
     assert ((steps < 1e-9) | ((steps - 8e-3).abs() < 1e-6)).all()
     assert (steps > 0).float().mean() > 0.5
 
@@ -232,21 +233,18 @@ def test_demo_moves_each_parameter_by_the_rate():
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's own
 def test_torchft_diloco_ends_where_update_optimizer_with_the_same_outer_optimizer_does(comm):
-    from mpicomp.bench.gloo import process_group
-    from mpicomp.bench.replica_group import replica_group
     from mpicomp.bench.tasks import get_task
     from mpicomp.bench.tasks.updating import Updater
-    from mpicomp.bench.trainers import Torchfts
+    from mpicomp.bench.trainers import Job, trainers
 
     from mpicomp.torch import UpdateOptimizer
     from mpicomp.transport.mpi import MPITransport
 
     every, steps = 2, 6
     transport, task = MPITransport(comm), get_task("digits", 1)
-    with process_group(transport), replica_group(transport, "torchft-diloco") as manager:
-        theirs = Torchfts(Exchange("torchft-diloco"), task, transport, manager, every, steps=steps)
+    job = Job(task, Settings(steps, 1, 0, every=every), 1, transport)
+    with trainers([Exchange("torchft-diloco")], job) as [theirs]:
         told = theirs.block(steps)
-        theirs.close()
     ring = 2 * (comm.size - 1) / comm.size * 4 * theirs.numel
     assert told[:, WIRE].mean() == pytest.approx(ring / every)
 
@@ -259,8 +257,8 @@ def test_torchft_diloco_ends_where_update_optimizer_with_the_same_outer_optimize
         ours.zero_grad()
         task.loss(model, task.batch(step, comm.rank, comm.size)).backward()
         updater.update()
-    for own, other in zip(model.parameters(), theirs._parameters, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-5)
+    for parameter, other in zip(model.parameters(), theirs.parameters, strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-3, atol=1e-5)
     assert len(set(comm.allgather(theirs.digest()))) == 1
     ours.close()
     transport.close()
@@ -337,23 +335,20 @@ def test_recorded_plans_are_run_in_the_steps_that_count(comm, tmp_path):
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
 def test_ddp_among_mpi_ranks_averages_as_mpicomp_does(comm):
-    from mpicomp.bench.gloo import process_group
     from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.trainers import Ours, PyTorchs
+    from mpicomp.bench.trainers import Job, trainers
 
     from mpicomp.transport.mpi import MPITransport
 
     torch.set_num_threads(1)
     transport, task = MPITransport(comm), get_task("digits", 1)
-    with process_group(transport):
-        ours = Ours(Exchange("dense", Dense(), "allreduce"), task, transport, 1)
-        theirs = PyTorchs(Exchange("ddp"), task, transport)
-        ours.block(3)
-        theirs.block(3)
-        for left, right in zip(ours._parameters, theirs._parameters, strict=True):
+    exchanges = [Exchange("dense", Dense(), "allreduce"), Exchange("ddp")]
+    with trainers(exchanges, Job(task, Settings(3, 1, 0), 1, transport)) as made:
+        for trainer in made:
+            trainer.block(3)
+        for left, right in zip(*(trainer.parameters for trainer in made), strict=True):
             torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4)
-        ours.close()
-        del theirs
+        del trainer
     transport.close()
 
 

@@ -40,6 +40,7 @@ HOMES = {
         "bench/trainers.py",
         "bench/gloo.py",
         "bench/plain_topk.py",
+        "bench/replica.py",
         "bench/replica_group.py",
         "bench/resuming.py",
         "bench/tasks/",
