@@ -48,7 +48,7 @@ class Settings:
     collective : str
         See `mpicomp.Reducer`.
     policy : Policy
-        The policy, used by this run alone.
+        The policy; an object serves one run.
     steps : int
         At least 1.
     seed : int
@@ -142,7 +142,7 @@ def train(
     transport : Transport
         Among the ranks.
     progress : Progress
-        Is told what goes on.
+        Shows the steps.
     metrics : MetricsWriter
         Receives a record a step.
     device : torch.device
@@ -316,7 +316,7 @@ def _measured(name: str, backward: Backward, skipped: int, reducer: Any, transpo
     skipped : int
         Steps at the beginning that are left out.
     reducer : Reducer
-        Of the training. What it knows of schemes' own work is taken; the network is measured now.
+        Of the training. Seconds of kernels are its own; the network is measured now.
     transport : Transport
         Among the ranks.
     """

@@ -220,7 +220,7 @@ class _PyTorch(NoExchange):
         network: Any = self.network
         try:
             network.register_comm_hook(None, hook)
-        except TypeError as error:  # that for bfloat16 is for NCCL alone
+        except TypeError as error:  # that for bfloat16 needs NCCL
             raise ConfigurationError(f"{self.exchange.name}: PyTorch refuses this hook over gloo: {error}") from error
 
     def _wire_bytes(self) -> float:
@@ -322,7 +322,7 @@ def train_all(
     say: Callable[[str], None],
     device: torch.device = CPU,
 ) -> tuple[list[Trained], int, int]:
-    """Train a task with every exchange, each with a model and an optimizer of its own. Collective.
+    """Train a task with every exchange, each with a new model and optimizer. Collective.
 
     Parameters
     ----------
@@ -337,7 +337,7 @@ def train_all(
     transport : Transport
         Among the ranks.
     say : callable
-        Is told what goes on.
+        Receives messages on progress.
     device : torch.device
         Where this rank's models are: on all ranks the CPU, or on all of them a GPU.
 
