@@ -58,6 +58,11 @@ def place_on(command: str, found: Found) -> CudaPlace:
     return CudaPlace(number)
 
 
+def current_place(command: str) -> CudaPlace:
+    """Return a place on the current GPU; see `place_on`."""
+    return place_on(command, cupy_of(command).cuda.runtime.getDevice())
+
+
 def device_name(command: str) -> str:
     """Return the name of the current GPU.
 

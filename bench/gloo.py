@@ -17,7 +17,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.transport import Transport
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The environment variable by which gloo is told its network interface. In a lab it names the shaped one."""
+"""The environment variable that names the network interface of gloo; in a lab the shaped one."""
 
 _LIMIT = datetime.timedelta(minutes=5)
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
@@ -38,28 +38,34 @@ def process_group(transport: Transport) -> Iterator[None]:
     group = transport.group
     one_host = transport.hosts() == 1
     with _interface("lo" if one_host else None):
-        own = address()
-        alone = own is None or (own.startswith("127.") and not one_host)
-        if share(np.array([float(alone)]), transport).any():
+        host = address()
+        is_unknown = host is None or (host.startswith("127.") and not one_host)
+        if share(np.array([float(is_unknown)]), transport).any():
             raise ConfigurationError(
                 f"ddp: some rank does not know its address on the network; set {INTERFACE} to the interface that "
                 "joins the hosts, for example eth0"
             )
-        assert own is not None
+        assert host is not None
         store = None
-        told = np.zeros(5)
         if group.rank == 0:
-            # Port 0: whoever looks for a free one first and binds it later may come too late.
-            store = TCPStore(own, 0, group.size, True, _LIMIT, wait_for_workers=False)
-            told[:] = [*socket.inet_aton(own), store.port]
-        *octets, port = share(told, transport)[0].astype(int).tolist()
+            # Port 0: a free port that is found first and bound later may be taken by then.
+            store = TCPStore(host, 0, group.size, True, _LIMIT, wait_for_workers=False)
+        server, port = address_of_rank_0(host, 0 if store is None else store.port, transport)
         if store is None:
-            store = TCPStore(".".join(map(str, octets)), port, group.size, False, _LIMIT)
+            store = TCPStore(server, port, group.size, False, _LIMIT)
         distributed.init_process_group("gloo", store=store, rank=group.rank, world_size=group.size, timeout=_LIMIT)
         yield
-        # Not where something was raised: it waits for exchanges that other ranks have yet to take part in.
+        # Not after an error: it waits for exchanges that other ranks have yet to take part in.
         distributed.destroy_process_group()
     share(np.zeros(1), transport)  # the store is the first rank's, and has to outlive the others' use of it
+
+
+def address_of_rank_0(host: str, port: int, transport: Transport) -> tuple[str, int]:
+    """Return the host's IPv4 address and the port that rank 0 passes. Collective."""
+    *octets, server_port = (
+        share(np.array([*socket.inet_aton(host), port], np.float64), transport)[0].astype(int).tolist()
+    )
+    return ".".join(map(str, octets)), server_port
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""Timing of compressors and their kernels, in multiples of one memcpy of the array."""
+"""Timing of compressors and their kernels, in multiples of one memcpy of the array, on the host or on a GPU."""
 
 import importlib
 import importlib.util
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,36 +12,46 @@ import numpy as np
 from mpicomp.bench.measure.feedback import DTYPE, Selecting, make_bucket, write_plain
 from mpicomp.bench.measure.gradients import POOL, Gradients, Settled
 from mpicomp.bench.measure.interleaved import Kernel, rows_of, take_turns
-from mpicomp.kernels import cpu
+from mpicomp.bench.timed_kernels import (
+    Argpartition,
+    Compress,
+    Copy,
+    Decode,
+    DecodeOnGpu,
+    Indices,
+    Pack,
+    Spectrum,
+    TorchTopk,
+    Unpack,
+)
 from numpy.typing import NDArray
 
-from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors import (
     Compressor,
     Context,
     Quantiser,
+    Selection,
     SharedSparsifier,
     Sparsifier,
     TopK,
     compressor_class,
     list_compressors,
 )
-from mpicomp.compressors.message import read_message
 from mpicomp.errors import ConfigurationError
+from mpicomp.places import HOST, Place
 from mpicomp.reducer.bucket import Bucket
 from mpicomp.rounds import Group
 from mpicomp.workspace import Workspace
 
-RANKS = 4
-"""Number of messages that are decoded into a mean."""
-STRIDE = 8
-"""Stride of the sampled spectrum: one group of elements in so many is looked at."""
 SUITED = {"threshold": {"limit": 14.0}}
 """Parameters without which a compressor has no sensible ratio on these gradients: here about 1 %."""
 
-_SMALL = 1 << 18  # elements of the array on which a residual is brought to its steady state
-_WARM = 20  # steps of a compressor at full length that are not timed: it finds its bounds and stages
-_LIMIT = 1 << 32  # elements; indices travel in 32 bits
+_RANKS = 4  # number of messages that are decoded into a mean
+_STRIDE = 8  # of the sampled spectrum: one group of elements in so many is looked at
+_SETTLING_NUMEL = 1 << 18  # of the array on which a residual is brought to its steady state
+_MAX_NUMEL = 1 << 32  # indices travel in 32 bits
+_AHEAD_S = 1e-3  # seconds of other work before a call, in which the host gets ahead of the device
+_GPU_COMPRESSORS = ("topk", "sidco")  # those with a GPU kernel of their own from gradient to selection
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,7 @@ class Settings:
     repeats: int = 20
 
 
-def measurable() -> list[str]:
+def measurable(device: str = "cpu") -> list[str]:
     """Return the names of the compressors that can be measured: all that select elements, or pack all of them.
 
     Examples
@@ -77,7 +88,8 @@ def measurable() -> list[str]:
     (True, True, False)
     """
     kinds = Sparsifier | SharedSparsifier | Quantiser
-    return [name for name in list_compressors() if issubclass(compressor_class(name), kinds)]
+    names = [name for name in list_compressors() if issubclass(compressor_class(name), kinds)]
+    return names if device == "cpu" else [name for name in names if name in _GPU_COMPRESSORS]
 
 
 def check_memory(settings: Settings) -> None:
@@ -86,9 +98,8 @@ def check_memory(settings: Settings) -> None:
     Raises
     ------
     ConfigurationError
-        For either.
     """
-    if settings.numel >= _LIMIT:
+    if settings.numel >= _MAX_NUMEL:
         raise ConfigurationError(f"bench kernels: --numel must be below 2**32, got {settings.numel}")
     # Gradients, the bucket, the copy, magnitudes, the rivals' results and, for each ratio, a sum and a mean; what
     # quantisers send, which they share, and a mean.
@@ -101,266 +112,170 @@ def check_memory(settings: Settings) -> None:
         )
 
 
-def measure(settings: Settings) -> list[dict[str, Any]]:
+def measure(settings: Settings, place: Place = HOST) -> list[dict[str, Any]]:
     """Measure everything in turns, so that other load on the machine affects all kernels alike.
 
     Each timed call follows a copy of the array: the copies are as many as the calls, see the same conditions, and
-    leave the same things in the caches.
+    leave the same things in the caches. A GPU is measured twice: idle, where a call includes the host's time to
+    launch it, and behind other work, as in a training.
+
+    Parameters
+    ----------
+    settings : Settings
+        Threads have no meaning on a GPU.
+    place : Place
+        The host or a GPU.
 
     Returns
     -------
     list of dict
-        The rows; docs/benchmarks.md says what is in them.
+        The rows; docs/benchmarks.md describes them.
     """
-    gradients, short = Gradients(settings.numel), Gradients(min(_SMALL, settings.numel), seed=1)
-    copy = _Copy("memcpy", gradients)
-    kernels = [*_compressing(settings, gradients, short), *_others(settings, gradients, short)]
-    for kernel in kernels:
-        kernel.warm()
-    take_turns(kernels, copy, settings.repeats)
-    return rows_of(kernels, copy, settings.numel)
-
-
-@dataclass
-class _Copy(Kernel):
-    gradients: Gradients
-
-    def __post_init__(self) -> None:
-        self._out = np.zeros(self.gradients.numel, np.float32)
-        self._source = self.gradients.fresh()
-
-    def prepare(self) -> None:
-        self._source = self.gradients.fresh()
-
-    def run(self) -> None:
-        np.copyto(self._out, self._source)
-
-
-@dataclass
-class _Compress(Kernel):
-    """Error feedback, selection and message on a fresh gradient, and the residual that follows."""
-
-    selecting: Selecting
-    bucket: Bucket
-    settled: Settled
-    gradients: Gradients
-
-    def __post_init__(self) -> None:
-        self._kept: list[int] = []
-        self._gradient = self.gradients.fresh()
-
-    def warm(self) -> None:
-        for _ in range(_WARM):
-            self.prepare()
-            self.run()
-
-    def reset(self) -> None:
-        super().reset()
-        self._kept.clear()
-
-    def prepare(self) -> None:
-        # Compressors take turns with one bucket: as many residuals as compressors would not fit into memory.
-        self.settled.advance()
-        self.settled.give(self.bucket)
-        self._gradient = self.gradients.fresh()
-
-    def run(self) -> None:
-        self._kept.append(self.selecting.step(self.bucket, self._gradient, message=True))
-
-    def facts(self) -> dict[str, Any]:
-        reached = float(np.mean(self._kept)) / self.gradients.numel
-        return {"ratio_reached": reached, "config": self.selecting.compressor.get_config()}
-
-
-@dataclass
-class _Pack(Kernel):
-    """A fresh array in few bits, and what receivers will see."""
-
-    compressor: Quantiser
-    gradients: Gradients
-    workspace: Workspace
-
-    def __post_init__(self) -> None:
-        self.message = np.zeros(self.compressor.packed_bytes(self.gradients.numel), np.uint8)
-        self._calls = 0
-        self._array = self.gradients.fresh()
-        self.run()
-
-    def prepare(self) -> None:
-        self._array = self.gradients.fresh()
-
-    def run(self) -> None:
-        self._calls += 1
-        sent = self.workspace.array("sent", self._array.size, DTYPE)
-        self.compressor.pack(self._array, self.message, sent, key=self._calls)
-
-    def facts(self) -> dict[str, Any]:
-        return {"config": self.compressor.get_config()}
-
-
-@dataclass
-class _Unpack(Kernel):
-    """One rank's packed array, added to a mean."""
-
-    packing: _Pack
-
-    def warm(self) -> None:
-        self.packing.workspace.array("mean", self.packing.gradients.numel, DTYPE)[:] = 0
-        super().warm()
-
-    def run(self) -> None:
-        mean = self.packing.workspace.array("mean", self.packing.gradients.numel, DTYPE)
-        self.packing.compressor.unpack_add(self.packing.message, 1 / RANKS, mean)
-
-    def facts(self) -> dict[str, Any]:
-        return self.packing.facts()
-
-
-@dataclass
-class _Decode(Kernel):
-    messages: list[NDArray[np.uint8]]
-    numel: int
-
-    def __post_init__(self) -> None:
-        self._workspace = Workspace()
-
-    def run(self) -> None:
-        mean = SparseMean.cleared(self._workspace, self.numel, DTYPE)
-        for message in self.messages:
-            selection = read_message(message, self.numel, DTYPE, self._workspace).selection
-            mean.add(selection.indices, selection.values, 1 / len(self.messages))
-
-
-@dataclass
-class _Indices(Kernel):
-    """Encoding of the indices of a selection, or the way back."""
-
-    indices: NDArray[np.uint32]
-    numel: int
-    back: bool
-
-    def __post_init__(self) -> None:
-        self._code = np.zeros(cpu.index_bytes(self.indices.size, self.numel), np.uint8)
-        self._out = np.zeros_like(self.indices)
-        cpu.encode_indices(self.indices, self.numel, self._code)
-
-    def run(self) -> None:
-        if self.back:
-            cpu.decode_indices(self._code, self.indices.size, self.numel, self._out)
+    with place.current():
+        gradients = Gradients(settings.numel, place=place)
+        copy = Copy("memcpy", gradients, threads=None if place.device is not None else 1)
+        if place.device is None:
+            measured = list(_host_kernels(settings, gradients))
         else:
-            cpu.encode_indices(self.indices, self.numel, self._code)
+            measured = list(_gpu_kernels(settings, gradients))
+        for kernel in measured:
+            kernel.warm()
+        if place.device is None:
+            take_turns(measured, copy, settings.repeats)
+            return rows_of(measured, copy, settings.numel)
+        take_turns(measured, copy, settings.repeats, _event_clock)
+        rows = rows_of(measured, copy, settings.numel)
+        copies = math.ceil(_AHEAD_S / rows[0]["median_s"])
 
-    def facts(self) -> dict[str, Any]:
-        return {"bits_per_index": 8 * self._code.size / self.indices.size}
+        def busy_clock(kernel: Kernel) -> float:
+            for _ in range(copies):
+                copy.run()
+            return _event_clock(kernel)
 
-
-@dataclass
-class _Spectrum(Kernel):
-    array: NDArray[np.float32]
-    stride: int
-
-    def __post_init__(self) -> None:
-        self._counts, self._energies = np.zeros(cpu.BINS, np.int64), np.zeros(cpu.BINS)
-
-    def run(self) -> None:
-        cpu.spectrum(self.array, self._counts, self._energies, self.stride, self.threads or 1)
-
-
-@dataclass
-class _Argpartition(Kernel):
-    """Selection of the largest elements by `numpy.argpartition`, for comparison."""
-
-    array: NDArray[np.float32]
-    k: int
-    magnitudes: NDArray[np.float32]
-
-    def run(self) -> None:
-        np.abs(self.array, out=self.magnitudes)
-        indices = np.argpartition(self.magnitudes, self.array.size - self.k)[self.array.size - self.k :]
-        self.array[indices]
+        copy.reset()
+        take_turns(measured, copy, settings.repeats, busy_clock)
+        for row, behind in zip(rows, rows_of(measured, copy, settings.numel), strict=True):
+            row |= {"behind_s": behind["median_s"], "behind_copies": behind["copies"]}
+        return rows
 
 
-@dataclass
-class _TorchTopk(Kernel):
-    """Selection of the largest elements by `torch.topk`, for comparison."""
-
-    array: NDArray[np.float32]
-    k: int
-    magnitudes: NDArray[np.float32]
-
-    def __post_init__(self) -> None:
-        self._torch = importlib.import_module("torch")  # where it is installed; nothing else here needs it
-        self._array, self._magnitudes = map(self._torch.from_numpy, (self.array, self.magnitudes))
-
-    def run(self) -> None:
-        before = self._torch.get_num_threads()
-        self._torch.set_num_threads(self.threads)
-        self._torch.abs(self._array, out=self._magnitudes)
-        _, indices = self._torch.topk(self._magnitudes, self.k, sorted=False)
-        self._array[indices]
-        self._torch.set_num_threads(before)
+def _event_clock(kernel: Kernel) -> float:
+    """Return the seconds of a call by CUDA events in the stream of its kernels."""
+    cuda = importlib.import_module("cupy").cuda
+    start, stop = cuda.Event(), cuda.Event()
+    start.record()
+    kernel.run()
+    stop.record()
+    stop.synchronize()
+    return float(cuda.get_elapsed_time(start, stop)) / 1e3
 
 
-def _compressing(settings: Settings, gradients: Gradients, short: Gradients) -> Iterable[Kernel]:
-    """Return the compressors, which share buckets; those that pack share arrays of all elements, too."""
+def _host_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
+    """Yield compressors, which share buckets and workspaces, and kernels on what exact top-k leads to."""
+    short = Gradients(min(_SETTLING_NUMEL, settings.numel), seed=1)
+    numel, threads = settings.numel, settings.threads
     buckets: dict[Any, Bucket] = {}
     workspace = Workspace()
     for compressor in settings.compressors:
         assert isinstance(compressor, Sparsifier | SharedSparsifier | Quantiser)
         kind = (compressor.entry, compressor.feedback)
-        if kind not in buckets:
-            buckets[kind] = make_bucket(settings.numel, compressor, compressor.feedback, settings.threads)
+        if kind not in buckets:  # memory does not hold as many residuals as compressors
+            buckets[kind] = make_bucket(numel, compressor, compressor.feedback, threads)
         context = Context(workspace=workspace) if isinstance(compressor, Quantiser) else Context()
-        yield _Compress(
-            f"{compressor.id}.compress",
-            Selecting(compressor, settings.numel, context),
-            buckets[kind],
-            Settled(compressor, short),
-            gradients,
-            ratio=getattr(compressor, "ratio", None),
-            threads=settings.threads,
-        )
+        selecting, settled = Selecting(compressor, numel, context), Settled(compressor, short)
+        ratio = getattr(compressor, "ratio", None)
+        name = f"{compressor.id}.compress"
+        yield Compress(name, selecting, buckets[kind], gradients, settled, ratio=ratio, threads=threads)
         if isinstance(compressor, Quantiser):
-            yield (packing := _Pack(f"{compressor.id}.pack", compressor, gradients, workspace))
-            yield _Unpack(f"{compressor.id}.unpack", packing)
-
-
-def _others(settings: Settings, gradients: Gradients, short: Gradients) -> Iterable[Kernel]:
-    """Return the kernels that are no compressors, on what exact top-k with error feedback leads to."""
-    numel, threads = settings.numel, settings.threads
+            yield (packing := Pack(f"{compressor.id}.pack", compressor, gradients, workspace))
+            yield Unpack(f"{compressor.id}.unpack", packing, _RANKS)
     magnitudes = np.zeros(numel, np.float32)
-    sums = []
-    selecting: list[Kernel] = []
+    arrays = []
+    selecting_kernels: list[Kernel] = []
     for ratio in settings.ratios:
-        array, indices, messages = _ranks(ratio, gradients, short)
-        sums.append(array)
-        selecting.append(_Decode("decode", messages, numel, ratio=ratio))
-        selecting.append(_Indices("indices.encode", indices, numel, False, ratio=ratio))
-        selecting.append(_Indices("indices.decode", indices, numel, True, ratio=ratio))
-        if importlib.util.find_spec("torch") is not None:
-            selecting.append(_TorchTopk("torch.topk", array, indices.size, magnitudes, ratio=ratio, threads=threads))
-        selecting.append(_Argpartition("numpy.argpartition", array, indices.size, magnitudes, ratio=ratio))
-    return [
-        _Spectrum("spectrum", sums[0], 1, threads=threads),
-        _Spectrum("spectrum.sampled", sums[0], STRIDE, threads=threads),
-        *sorted(selecting, key=lambda kernel: kernel.name),
-    ]
+        array, selection, messages = _rank_messages(ratio, gradients, short)
+        arrays.append(array)
+        k = selection.indices.size
+        selecting_kernels += [
+            Decode("decode", messages, numel, ratio=ratio),
+            Indices("indices.encode", selection.indices, numel, False, ratio=ratio),
+            Indices("indices.decode", selection.indices, numel, True, ratio=ratio),
+            *_torch_topk(array, k, HOST, ratio, threads),
+            Argpartition("numpy.argpartition", array, k, magnitudes, ratio=ratio),
+        ]
+    yield Spectrum("spectrum", arrays[0], 1, HOST, threads=threads)
+    yield Spectrum("spectrum.sampled", arrays[0], _STRIDE, HOST, threads=threads)
+    yield from sorted(selecting_kernels, key=lambda kernel: kernel.name)
 
 
-def _ranks(
+def _gpu_kernels(settings: Settings, gradients: Gradients) -> Iterator[Kernel]:
+    """Yield compressors, each with a bucket of its own, and kernels on what exact top-k leads to."""
+    place, numel = gradients.place, gradients.numel
+    for compressor in settings.compressors:
+        yield compress_on_gpu(compressor, gradients)
+    arrays = []
+    selecting_kernels: list[Kernel] = []
+    for ratio in settings.ratios:
+        array, k, messages = _step_messages(ratio, gradients)
+        arrays.append(array)
+        selecting_kernels.append(DecodeOnGpu("decode", messages, numel, place, ratio=ratio, threads=None))
+        selecting_kernels += _torch_topk(array, k, place, ratio, None)
+    yield Spectrum("spectrum", arrays[0], 1, place, threads=None)
+    yield Spectrum("spectrum.sampled", arrays[0], _STRIDE, place, threads=None)
+    yield from sorted(selecting_kernels, key=lambda kernel: kernel.name)
+
+
+def compress_on_gpu(compressor: Compressor, gradients: Gradients) -> Compress:
+    """Return the kernel that times a compressor, with a bucket of its own where the gradients are."""
+    assert isinstance(compressor, Sparsifier | SharedSparsifier)
+    numel, place = gradients.numel, gradients.place
+    selecting = Selecting(compressor, numel, Context(workspace=Workspace(place)), finite=True)
+    bucket = make_bucket(numel, compressor, compressor.feedback, place=place)
+    ratio = getattr(compressor, "ratio", None)
+    return Compress(f"{compressor.id}.compress", selecting, bucket, gradients, ratio=ratio, threads=None)
+
+
+def _torch_topk(array: Any, k: int, place: Place, ratio: float, threads: int | None) -> Iterable[Kernel]:
+    """Return the kernel of `torch.topk`; none where there is no torch, or it finds no GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    if place.device is not None and not importlib.import_module("torch").cuda.is_available():
+        return []
+    return [TorchTopk("torch.topk", array, k, place, ratio=ratio, threads=threads)]
+
+
+def _rank_messages(
     ratio: float, gradients: Gradients, short: Gradients
-) -> tuple[NDArray[np.float32], NDArray[np.uint32], list[NDArray[np.uint8]]]:
-    """Return the accumulated gradient of the last rank, its indices, and the messages of all."""
+) -> tuple[NDArray[np.float32], Selection, list[NDArray[np.uint8]]]:
+    """Return the accumulated gradient and the selection of the last rank, and the messages of all."""
     numel, compressor = gradients.numel, TopK(ratio=ratio)
     settled = Settled(compressor, short)
     bucket = make_bucket(numel, compressor, True)
     messages = []
-    for rank in range(RANKS):
-        settled.give(bucket, shift=rank * short.numel // RANKS)
+    for rank in range(_RANKS):
+        settled.give(bucket, shift=rank * short.numel // _RANKS)
         accumulated, context = bucket.accumulate([gradients.fresh()]), Context(group=Group(rank, rank + 1))
         selection = compressor.select(accumulated, context)
         messages.append(write_plain(selection, accumulated, context))
-    return accumulated.array(), selection.indices, messages
+    return accumulated.array(), selection, messages
+
+
+def _step_messages(ratio: float, gradients: Gradients) -> tuple[Any, int, list[Any]]:
+    """Return an accumulated gradient, the number of elements that are kept of it, and messages.
+
+    They are one rank's at different steps, which overlap as little as those of several ranks do.
+    """
+    kernel = compress_on_gpu(TopK(ratio=ratio), gradients)
+    kernel.warm()
+    compressor, context, messages = kernel.selecting.compressor, kernel.selecting.context, []
+    assert isinstance(compressor, Sparsifier)
+    for _ in range(_RANKS):
+        accumulated = kernel.bucket.accumulate([gradients.fresh()])
+        selection = compressor.select(accumulated, context)
+        messages.append(write_plain(selection, accumulated, context).copy())
+        array = accumulated.array().copy()
+        kernel.bucket.commit(selection, finite=True)
+    return array, selection.indices.size, messages
 
 
 def _available_bytes() -> int | None:

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import logging
 import os
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,15 +22,15 @@ _LIMIT = datetime.timedelta(minutes=5)
 
 @contextlib.contextmanager
 def replica_group(transport: Transport, exchange: str) -> Iterator[Any]:
-    """Return a context that gives this rank's `torchft.Manager`. Collective.
+    """Return a context with this rank's `torchft.Manager`. Collective.
 
     It is used inside of `mpicomp.bench.gloo.process_group`, which chooses the network interface. All ranks take part
-    in every exchange: nobody is waited for less, and nobody is let in later. ``exchange`` is what errors begin with.
+    in every exchange. ``exchange`` is the first word of errors.
 
     Raises
     ------
     ConfigurationError
-        Where torchft is not installed; on all ranks.
+        torchft is not installed; on all ranks.
     """
     os.environ.setdefault("RUST_LOG", "error")  # or each exchange writes ten lines
     together(lambda: _check(exchange), transport, exchange)
@@ -44,11 +43,10 @@ def replica_group(transport: Transport, exchange: str) -> Iterator[Any]:
     group, address = transport.group, gloo.address()
     assert address is not None  # or there was no process group
     lighthouse = None
-    told = np.zeros(5)
     if group.rank == 0:
         lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=group.size, join_timeout_ms=60_000)
-        told[:] = [*socket.inet_aton(address), int(lighthouse.address().rsplit(":", 1)[1])]
-    *octets, port = share(told, transport)[0].astype(int).tolist()
+    lighthouse_port = 0 if lighthouse is None else int(lighthouse.address().rsplit(":", 1)[1])
+    server, port = gloo.address_of_rank_0(address, lighthouse_port, transport)
     store = TCPStore(address, 0, 1, True, _LIMIT, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=_LIMIT),
@@ -62,7 +60,7 @@ def replica_group(transport: Transport, exchange: str) -> Iterator[Any]:
         world_size=1,
         store_addr=address,
         store_port=store.port,
-        lighthouse_addr=f"http://{'.'.join(map(str, octets))}:{port}",
+        lighthouse_addr=f"http://{server}:{port}",
         replica_id=f"rank{group.rank}",
         hostname=address,
         init_sync=False,  # models are equal

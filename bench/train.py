@@ -1,10 +1,6 @@
 """Train a task with its gradients averaged by mpicomp, and measure every step."""
 
 import contextlib
-import hashlib
-import math
-import os
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,11 +16,12 @@ from mpicomp.bench.measure.progress import Progress
 from mpicomp.bench.measure.slowest import Slowest
 from mpicomp.bench.measure.timings import PHASES, Timings, by_rank, gather, medians, of_slowest
 from mpicomp.bench.outcome import Outcome
+from mpicomp.bench.replica import CPU, Replica, threads_of_rank
 from mpicomp.bench.resuming import Checkpoints
 from mpicomp.bench.simulate.dense import time_dense
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured
 from mpicomp.bench.tasks import Task
-from mpicomp.bench.tasks.updating import Updater, plain
+from mpicomp.bench.tasks.updating import Updater
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor
@@ -51,7 +48,7 @@ class Settings:
     collective : str
         See `mpicomp.Reducer`.
     policy : Policy
-        The policy, used by this run alone.
+        The policy; an object serves one run.
     steps : int
         At least 1.
     seed : int
@@ -126,9 +123,6 @@ class Stopped:
     step: int
 
 
-CPU = torch.device("cpu")
-
-
 def train(
     task: Task,
     settings: Settings,
@@ -148,7 +142,7 @@ def train(
     transport : Transport
         Among the ranks.
     progress : Progress
-        Is told what goes on.
+        Shows the steps.
     metrics : MetricsWriter
         Receives a record a step.
     device : torch.device
@@ -162,17 +156,14 @@ def train(
     group = transport.group
     hosts = transport.hosts()
     torch.set_num_threads(threads_of_rank(transport.cores))
-    model = task.model().to(device)
+    is_sgd = settings.updates is not None and settings.updates.get("inner") == "sgd"
+    replica = Replica(task, group, settings.steps, device, is_sgd=is_sgd, lr_scale=settings.lr_scale)
+    model = replica.model
     transport.log.clear()
     broadcast_parameters(model, comm=transport)
     once_bytes = round(sum(entry.wire_bytes for entry in transport.log))
-    optimizer = task.optimizer(model)
-    for own in optimizer.param_groups:
-        own["lr"] *= settings.lr_scale
-    if settings.updates is not None and settings.updates.get("inner") == "sgd":
-        optimizer = plain(optimizer)
-    optimizer = _wrapped(optimizer, model, settings, transport)
-    updater = Updater(task, optimizer, settings.steps)
+    replica.optimizer = optimizer = _wrapped(replica.optimizer, model, settings, transport)
+    replica.updater = updater = Updater(task, optimizer, settings.steps)
     saves, first = settings.checkpoints, 0
     if saves is not None:
         first = saves.load(task, model, optimizer, updater, transport)
@@ -185,7 +176,7 @@ def train(
             progress.resumed(first)
     metrics.begin(first)
     made = settings.steps - first
-    numel = sum(parameter.numel() for group_ in optimizer.param_groups for parameter in group_["params"])
+    numel = replica.numel
     every = settings.every
     warmup_steps = every * read_warmup(settings.warmup)[0]
 
@@ -193,7 +184,7 @@ def train(
     comparison = Comparison(settings.compare_every, settings.seed, group) if settings.compare_every else None
     backward = None
     if settings.records:
-        backward = Backward([(name, own) for name, own in model.named_parameters() if own.requires_grad])
+        backward = Backward(_trained_parameters(model))
     sent = wire = dense_wire = 0.0
     gains = []
     collectives: dict[str, None] = {}
@@ -202,7 +193,7 @@ def train(
     with progress.over(settings.steps), traced:
         for step in range(first, settings.steps):
             loss, seconds, phases, record = _step(
-                task, model, optimizer, updater, step, transport, comparison, settings.updates is None, backward
+                replica, step, transport, comparison, settings.updates is None, backward
             )
             timings.add(seconds, phases, record.choosing_s)
             sent += record.sent_bytes
@@ -219,8 +210,8 @@ def train(
             if settings.evaluate_every and (step + 1) % settings.evaluate_every == 0:
                 quality = _quality(task, model, transport, task.glance)
             if metrics.wanted:
-                own = {"step": step, "seconds": seconds, "phases_s": phases, "loss": loss, "quality": quality}
-                metrics.write(partial(_line, record, own))
+                fields = {"step": step, "seconds": seconds, "phases_s": phases, "loss": loss, "quality": quality}
+                metrics.write(partial(_line, record, fields))
             progress.step(step, loss, seconds, record, quality)
             if saves is None or step + 1 == settings.steps:
                 continue
@@ -236,7 +227,7 @@ def train(
         if not ends:  # the only exchange
             choices.add(optimizer.reducer.last_step)
             ends.append(made)
-    _check_replicas(model, transport)
+    _check_replicas(replica, transport)
     skipped = min(5, made // 4)  # the first steps compile, agree and grow buffers
     means = timings.everyones(transport, ends)
     everyones = means.repeat(np.diff(ends, prepend=0), axis=1)
@@ -265,7 +256,7 @@ def train(
     if settings.probes:
         there: dict[str, Any] = {
             "bring": (lambda array: torch.from_numpy(array).to(device)) if device.type == "cuda" else np.asarray,
-            "wait": lambda: finish(device),
+            "wait": replica.finish,
         }
         own_probe = probe(steady, named, numel, transport, cost=cost, **there)
         dense_probe = probe_dense(numel, transport, **there)
@@ -325,7 +316,7 @@ def _measured(name: str, backward: Backward, skipped: int, reducer: Any, transpo
     skipped : int
         Steps at the beginning that are left out.
     reducer : Reducer
-        Of the training. What it knows of schemes' own work is taken; the network is measured now.
+        Of the training. Seconds of kernels are its own; the network is measured now.
     transport : Transport
         Among the ranks.
     """
@@ -346,7 +337,7 @@ def _measured(name: str, backward: Backward, skipped: int, reducer: Any, transpo
             "normalises": state["settings"]["normalises"],
         }
     cost = calibrate_for_elsewhere(reducer.cost, transport)
-    dense = time_dense(max(own.numel for own in buckets), transport)
+    dense = time_dense(max(bucket.numel for bucket in buckets), transport)
     group = transport.group
     return Measured(name, group.size, group.hosts, cost, forward_s, backward_s, update_s, buckets, auto, dense)
 
@@ -378,9 +369,9 @@ def _for_any_names(plan: Ran) -> Compressor:
     return replace(plan.compressor, layers=None, **ratio)  # type: ignore[call-arg]
 
 
-def _line(record: StepRecord, own: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of --metrics: the record, with what the training has of its own."""
-    return record.to_json() | own
+def _line(record: StepRecord, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of --metrics: the record, with fields of the training."""
+    return record.to_json() | fields
 
 
 def _quality(task: Task, model: torch.nn.Module, transport: Transport, share: float = 1.0) -> float:
@@ -391,91 +382,55 @@ def _quality(task: Task, model: torch.nn.Module, transport: Transport, share: fl
 
 
 def _step(
-    task: Task,
-    model: torch.nn.Module,
-    optimizer: Any,
-    updater: Updater,
+    replica: Replica,
     step: int,
     transport: Transport,
     comparison: Comparison | None,
     gradients: bool,
-    backward: Backward | None = None,
+    backward: Backward | None,
 ) -> tuple[float, float, dict[str, float], StepRecord]:
-    """Do one step; return the loss on this rank, the seconds, the seconds by phase, and the record of the exchange.
+    """Train one step; return the loss on this rank, its seconds and phases, and the record of the exchange.
 
-    The record is an empty one where nothing was exchanged.
-
-    Comparing gradients is no part of the step and not in its seconds.
+    The record is an empty one where nothing was exchanged. The seconds leave out the comparison of gradients.
     """
-    group = transport.group
+    optimizer = replica.optimizer
     before = optimizer.reducer.last_step
-    start = time.perf_counter()
-    optimizer.zero_grad(set_to_none=False)
-    loss = task.loss(model, task.batch(step, group.rank, group.size))
-    forward = time.perf_counter()
-    loss.backward()  # type: ignore[no-untyped-call]
-    finish(loss.device)
-    computed = compared = time.perf_counter()
-    if comparison is not None:
-        transport.run(comparison.look(step, _gradients(model)))
-        compared = time.perf_counter()
-    if gradients:
-        optimizer.synchronize()
-        finish(loss.device)
-    synchronized = time.perf_counter()
-    updater.update()
-    value = float(loss.detach())
-    finish(loss.device)
-    end = time.perf_counter()
+
+    def compare() -> None:
+        if comparison is not None:
+            transport.run(comparison.look(step, _gradients(replica.model)))
+
+    synchronize = optimizer.synchronize if gradients else lambda: None
+    times = replica.step(step, synchronize, compare, set_to_none=False, wait_for_forward=False)
     record: StepRecord = optimizer.reducer.last_step
     if record is before:
         record = StepRecord(step)
-    seconds = end - compared + computed - start
-    update_s = end - synchronized - (0.0 if gradients else record.seconds)
+    seconds = times.end - times.compared + times.backward - times.start
+    update_s = times.end - times.synchronized - (0.0 if gradients else record.seconds)
     if backward is not None:
-        backward.add(start, forward, computed, update_s)
-    phases = {"compute": computed - start, "update": update_s}
+        backward.add(times.start, times.forward, times.backward, update_s)
+    phases = {"compute": times.backward - times.start, "update": update_s}
     phases |= {name: record.phases_s[name] for name in ("compress", "exchange", "decode")}
     phases["other"] = max(0.0, seconds - sum(phases.values()))
-    return value, seconds, {name: phases[name] for name in PHASES}, record
+    return times.loss, seconds, {name: phases[name] for name in PHASES}, record
+
+
+def _trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def _gradients(model: torch.nn.Module) -> dict[str, NDArray[np.floating]]:
     """Return this rank's gradients by name; zeros where there is none."""
-    parameters = [(name, own) for name, own in model.named_parameters() if own.requires_grad]
-    return {name: (torch.zeros_like(own) if own.grad is None else own.grad).cpu().numpy() for name, own in parameters}
+    return {
+        name: (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).cpu().numpy()
+        for name, parameter in _trained_parameters(model)
+    }
 
 
-def finish(device: torch.device) -> None:
-    """Wait until a GPU has done all that it was given, so that seconds are those of what was done in them."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def threads_of_rank(cores: float) -> int:
-    """Return the number of threads of a rank: the user's setting, else its share of this host's cores.
-
-    Parameters
-    ----------
-    cores : float
-        For each rank where they are fewest, see `Transport`. Ranks may all be allowed to run on all of them.
-    """
-    if os.environ.get("OMP_NUM_THREADS"):
-        return torch.get_num_threads()
-    # What Slurm gives a task binds nobody where its plugin for binding is off.
-    given = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    task = int(given) if given.isascii() and given.isdigit() else math.inf
-    return max(1, int(min(cores, task, len(os.sched_getaffinity(0)))))
-
-
-def _check_replicas(model: torch.nn.Module, transport: Transport) -> None:
+def _check_replicas(replica: Replica, transport: Transport) -> None:
     """Compare all ranks' parameters, bit for bit. Collective."""
-    digest = hashlib.blake2b(digest_size=8)
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().numpy().data)
-    mine = np.frombuffer(digest.digest(), np.uint8).astype(np.float64)
-    everyones = gather(transport, mine)
-    different = [rank for rank in range(len(everyones)) if (everyones[rank] != everyones[0]).any()]
+    digests = gather(transport, np.frombuffer(replica.digest(), np.uint8).astype(np.float64))
+    different = [rank for rank, digest in enumerate(digests) if (digest != digests[0]).any()]
     if different:
         raise MpicompError(
             f"train: all ranks must end with the same parameters; those of ranks {different} are not rank 0's. "

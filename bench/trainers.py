@@ -1,10 +1,10 @@
-"""Trainings with one exchange each: mpicomp's, another library's, or none."""
+"""Replicas with one exchange each: mpicomp's, another library's, or none."""
 
-import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,9 @@ from mpicomp.bench.gloo import process_group
 from mpicomp.bench.measure.exchanges import name_of
 from mpicomp.bench.plain_topk import PlainTopK, over_gloo, over_mpi
 from mpicomp.bench.replay import Replay
+from mpicomp.bench.replica import CPU, Replica, threads_of_rank
 from mpicomp.bench.replica_group import replica_group
 from mpicomp.bench.tasks import Task
-from mpicomp.bench.tasks.updating import Updater, plain
-from mpicomp.bench.train import CPU, finish, threads_of_rank
 from mpicomp.bench.training import (
     BACKWARD,
     COMPRESS,
@@ -53,98 +52,82 @@ from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_param
 from mpicomp.transport import Transport
 
 
-class Alone:
-    """Trains a task without any exchange, every rank on its own share of the data.
+@dataclass(frozen=True)
+class Job:
+    """The training that all exchanges do.
+
+    Attributes
+    ----------
+    task : Task
+    settings : Settings
+    seed : int
+        Of schemes that draw random numbers.
+    transport : Transport
+    device : torch.device
+        Device of this rank's models: on all ranks the CPU, or on all of them a GPU.
+    """
+
+    task: Task
+    settings: Settings
+    seed: int
+    transport: Transport
+    device: torch.device = CPU
+
+
+class NoExchange(Replica):
+    """Trains without an exchange, every rank on its share of the data; the base of the others.
 
     Parameters
     ----------
     exchange : Exchange
-        The exchange, as it stands in the row.
-    task : Task
-        What is trained.
-    transport : Transport
-        Among the ranks.
-    device : torch.device
-        Where the model is.
-    steps : int, optional
-        Number of steps of the whole training, for a task whose rate follows it. None stands for as many as the task is
-        tuned for.
+        The exchange of the row.
+    job : Job
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        task: Task,
-        transport: Transport,
-        device: torch.device = CPU,
-        steps: int | None = None,
-    ) -> None:
+    def __init__(self, exchange: Exchange, job: Job) -> None:
+        super().__init__(
+            job.task, job.transport.group, job.settings.total, job.device, is_sgd=exchange.name == demo.NAME
+        )
         self.exchange = exchange
-        self._device = device
-        self._task = task
-        self._rank, self._ranks = transport.group.rank, transport.group.size
-        self._step = 0
-        self._every = 1  # steps from one exchange to the next
-        self._phases_s: Sequence[float] = (np.nan,) * 3  # of the last exchange, where it tells them
-        self._model = task.model().to(device)
-        self._parameters = list(self._model.parameters())
-        self._network = self._model
-        self._optimizer: Any = task.optimizer(self._model)
-        if exchange.name == demo.NAME:
-            self._optimizer = plain(self._optimizer)
-        self._updater = Updater(task, self._optimizer, steps or task.steps)
+        self._steps = 0
+        self._every = job.settings.every if exchange.updates else 1  # steps from one exchange to the next
+        self._phases_s: Sequence[float] = (np.nan,) * 3  # of the last exchange, where it reports them
+
+    def block(self, steps: int) -> NDArray[np.float64]:
+        """Do some steps; return their numbers, as means over the steps from one exchange to the next."""
+        numbers = np.empty((steps, FIELDS))
+        begin, used = time.perf_counter(), time.process_time()
+        for row in numbers:
+            times = self.step(self._steps, self._synchronize)
+            used_now = time.process_time()
+            row[[SECONDS, FORWARD, BACKWARD]] = times.end - begin, times.forward - begin, times.backward - times.forward
+            row[WIRE], row[PROCESSOR] = self._wire_bytes(), used_now - used
+            row[COMPRESS : DECODE + 1] = self._phases_s
+            self._steps += 1
+            begin, used = times.end, used_now
+        means: NDArray[np.float64] = numbers.reshape(-1, self._every, FIELDS).mean(axis=1)
+        return means.repeat(self._every, axis=0)
 
     @property
     def overlaps(self) -> bool:
-        """See `mpicomp.bench.training.Trainer`."""
+        """Whether the exchange begins while backward goes on."""
         return False
 
-    @property
-    def numel(self) -> int:
-        """Number of parameters of the model."""
-        return sum(parameter.numel() for parameter in self._parameters)
-
-    def block(self, steps: int) -> NDArray[np.float64]:
-        """See `mpicomp.bench.training.Trainer`; numbers are means over the steps from one exchange to the next."""
-        told = np.empty((steps, FIELDS))
-        begin, used = time.perf_counter(), time.process_time()
-        for own in told:
-            self._optimizer.zero_grad()
-            loss = self._task.loss(self._network, self._task.batch(self._step, self._rank, self._ranks))
-            finish(self._device)
-            forward = time.perf_counter()
-            loss.backward()  # type: ignore[no-untyped-call]
-            finish(self._device)
-            backward = time.perf_counter()
-            self._synchronize()
-            self._updater.update()
-            finish(self._device)
-            end, used_now = time.perf_counter(), time.process_time()
-            own[[SECONDS, FORWARD, BACKWARD]] = end - begin, forward - begin, backward - forward
-            own[WIRE], own[PROCESSOR] = self._wire_bytes(), used_now - used
-            own[COMPRESS : DECODE + 1] = self._phases_s
-            self._step += 1
-            begin, used = end, used_now
-        means: NDArray[np.float64] = told.reshape(-1, self._every, FIELDS).mean(axis=1)
-        return means.repeat(self._every, axis=0)
-
     def ran(self) -> str | None:
-        """See `mpicomp.bench.training.Trainer`."""
+        """Return the plan that most steps ran; None where plans are not mpicomp's."""
         return None
 
-    def digest(self) -> bytes:
-        """See `mpicomp.bench.training.Trainer`."""
-        digest = hashlib.blake2b(digest_size=8)
-        for parameter in self._parameters:
-            digest.update(parameter.detach().cpu().contiguous().numpy().data)
-        return digest.digest()
-
     def evaluate(self) -> float:
-        """See `mpicomp.bench.training.Trainer`."""
-        return self._task.evaluate(self._model)
+        """Return the quality on held-out data."""
+        return self.task.evaluate(self.model)
 
     def close(self) -> None:
-        """Release its MPI resources."""
+        """Release its resources."""
+
+    @property
+    def _exchanged(self) -> bool:
+        """Whether the last step has exchanged something."""
+        return (self._steps + 1) % self._every == 0
 
     def _synchronize(self) -> None:
         """Wait until the gradients are their mean."""
@@ -153,37 +136,32 @@ class Alone:
         """Return the bytes that left this rank in the last step."""
         return 0.0
 
+    def _ring_bytes(self) -> float:
+        """Return the bytes of a ring, which gloo uses and does not count."""
+        return float(dense_ring_bytes(self.numel, self.group.size))
 
-class Ours(Alone):
-    """Trains with mpicomp's exchange."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        task: Task,
-        transport: Transport,
-        seed: int,
-        settings: Settings | None = None,
-        device: torch.device = CPU,
-    ) -> None:
-        super().__init__(exchange, task, transport, device, None if settings is None else settings.total)
-        broadcast_parameters(self._model, comm=transport)
+class _Mpicomp(NoExchange):
+    def __init__(self, exchange: Exchange, job: Job) -> None:
+        super().__init__(exchange, job)
+        broadcast_parameters(self.model, comm=job.transport)
         words: dict[str, Any] = {
-            "named_parameters": self._model.named_parameters(),
+            "named_parameters": self.model.named_parameters(),
             "compressor": exchange.compressor,
             "collective": exchange.collective,
-            "comm": transport,
-            "seed": seed,
+            "comm": job.transport,
+            "seed": job.seed,
             "warmup": 0,  # what is named is what is timed
         }
-        self._every = settings.every if exchange.updates and settings is not None else 1
         if exchange.updates:
             words |= demo.SETTINGS if exchange.name == demo.NAME else {}
-            self._optimizer = UpdateOptimizer(self._optimizer, every=self._every, **words)
+            self.optimizer = UpdateOptimizer(self.optimizer, every=self._every, **words)
         else:
-            replay = _replay(exchange, settings)
-            self._optimizer = DistributedOptimizer(
-                self._optimizer,
+            settings, replay = job.settings, None
+            if exchange.trace is not None:
+                replay = Replay(exchange.trace, settings.steps * settings.blocks, settings.warm_up)
+            self.optimizer = DistributedOptimizer(
+                self.optimizer,
                 policy=replay,
                 overlap=False if exchange.in_line else None,
                 bucket_bytes=None if replay is None else replay.bucket_bytes,
@@ -193,196 +171,146 @@ class Ours(Alone):
 
     @property
     def overlaps(self) -> bool:
-        """See `mpicomp.bench.training.Trainer`."""
-        return bool(self._optimizer.overlaps)
+        return bool(self.optimizer.overlaps)
 
     def ran(self) -> str | None:
-        """See `mpicomp.bench.training.Trainer`."""
         return self._plans.most_common(1)[0][0]
 
     def close(self) -> None:
-        """Release its MPI resources."""
-        self._optimizer.close()
+        self.optimizer.close()
 
     def _synchronize(self) -> None:
         if not self.exchange.updates:
-            self._optimizer.synchronize()
+            self.optimizer.synchronize()
 
     def _wire_bytes(self) -> float:
-        if (self._step + 1) % self._every:
+        if not self._exchanged:
             self._phases_s = (0.0,) * 3
             return 0.0
-        record = self._optimizer.reducer.last_step
+        record = self.optimizer.reducer.last_step
         self._phases_s = [record.phases_s[name] for name in ("compress", "exchange", "decode")]
         self._plans.update(name_of(bucket.compressor["id"], bucket.collective) for bucket in record.buckets)
         return float(record.wire_bytes)
 
 
-def _replay(exchange: Exchange, settings: Settings | None) -> Replay | None:
-    """Return the policy that runs an exchange's recorded plans in the steps that count; None where it has none."""
-    if exchange.trace is None:
-        return None
-    if settings is None:
-        return Replay(exchange.trace)
-    return Replay(exchange.trace, settings.steps * settings.blocks, settings.warm_up)
-
-
-class PyTorchs(Alone):
+class _PyTorch(NoExchange):
     """Trains with DistributedDataParallel over torch.distributed's default group."""
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        task: Task,
-        transport: Transport,
-        device: torch.device = CPU,
-        steps: int | None = None,
-    ) -> None:
-        super().__init__(exchange, task, transport, device, steps)
-        self._bytes = dense_ring_bytes(self.numel, self._ranks)
-        whole = self.numel // 250_000 + 1  # megabytes in which all gradients have room
-        self._network = DistributedDataParallel(
-            self._model, bucket_cap_mb=whole if exchange.name == DDP_POWERSGD_1BUCKET else None
-        )
-        self._powersgd: PowerSGDState | None = None
-        if exchange.name in (DDP_FP16, DDP_BF16):
-            hook = fp16_compress_hook if exchange.name == DDP_FP16 else bf16_compress_hook
-            together(lambda: self._register(hook), transport, exchange.name)
-            self._bytes /= 2
-        elif exchange.name in (DDP_POWERSGD, DDP_POWERSGD_1BUCKET):
-            # It cannot begin earlier.
-            self._powersgd = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-            self._network.register_comm_hook(self._powersgd, powerSGD_hook)
 
     @property
     def overlaps(self) -> bool:
-        """See `mpicomp.bench.training.Trainer`."""
         return True
+
+    def __init__(self, exchange: Exchange, job: Job) -> None:
+        super().__init__(exchange, job)
+        megabytes = self.numel // 250_000 + 1 if exchange.name == DDP_POWERSGD_1BUCKET else None
+        self.network = DistributedDataParallel(self.model, bucket_cap_mb=megabytes)
+        self._wire_fraction = 1.0  # of a dense ring
+        self._powersgd: PowerSGDState | None = None
+        if exchange.name in (DDP_FP16, DDP_BF16):
+            hook = fp16_compress_hook if exchange.name == DDP_FP16 else bf16_compress_hook
+            together(lambda: self._register(hook), job.transport, exchange.name)
+            self._wire_fraction = 0.5
+        elif exchange.name in (DDP_POWERSGD, DDP_POWERSGD_1BUCKET):
+            # It cannot begin earlier.
+            self._powersgd = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+            self.network.register_comm_hook(self._powersgd, powerSGD_hook)
 
     def _register(self, hook: Any) -> None:
         """Register a hook that needs no state."""
-        network: Any = self._network
+        network: Any = self.network
         try:
             network.register_comm_hook(None, hook)
-        except TypeError as error:  # that for bfloat16 is for NCCL alone
+        except TypeError as error:  # that for bfloat16 needs NCCL
             raise ConfigurationError(f"{self.exchange.name}: PyTorch refuses this hook over gloo: {error}") from error
 
     def _wire_bytes(self) -> float:
-        """Return the bytes of a ring, which gloo uses: gloo itself does not count."""
-        state = self._powersgd
-        if state is None or state.total_numel_before_compression == 0:
-            return self._bytes
-        return float(self._bytes * state.total_numel_after_compression / state.total_numel_before_compression)
+        state, fraction = self._powersgd, self._wire_fraction
+        if state is not None and state.total_numel_before_compression:
+            fraction = state.total_numel_after_compression / state.total_numel_before_compression
+        return self._ring_bytes() * fraction
 
 
-class ByHand(Alone):
-    """Trains with a top-k that is written by hand, over gloo or over the transport.
+class _PlainTopK(NoExchange):
+    """Trains with a top-k that is written by hand, over gloo or over the transport."""
 
-    Parameters
-    ----------
-    exchange, task, transport, device, steps
-        See `Alone`; the exchange's compressor has the ratio.
-    """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        task: Task,
-        transport: Transport,
-        device: torch.device = CPU,
-        steps: int | None = None,
-    ) -> None:
-        super().__init__(exchange, task, transport, device, steps)
-        broadcast_parameters(self._model, comm=transport)
+    def __init__(self, exchange: Exchange, job: Job) -> None:
+        super().__init__(exchange, job)
+        broadcast_parameters(self.model, comm=job.transport)
         ratio = getattr(exchange.compressor, "ratio", 0.01)
-        self._plain = PlainTopK(ratio, over_gloo if exchange.name == PLAIN_TOPK else over_mpi(transport))
+        self._plain = PlainTopK(ratio, over_gloo if exchange.name == PLAIN_TOPK else over_mpi(job.transport))
 
     def _synchronize(self) -> None:
-        self._plain.average(self._parameters)
+        self._plain.average(self.parameters)
         self._phases_s = self._plain.phases_s.tolist()
 
     def _wire_bytes(self) -> float:
         """Return what a rank's payload takes to all others, one by one or around a ring."""
-        return float((self._ranks - 1) * self._plain.sent_bytes)
+        return float((self.group.size - 1) * self._plain.sent_bytes)
 
 
-class TorchftsDDP(Alone):
-    """Trains with torchft's DistributedDataParallel: all ranks agree on who takes part, and on each step.
+class _TorchftDDP(NoExchange):
+    """Trains with torchft's DistributedDataParallel: all ranks agree on who takes part, and on each step."""
 
-    Parameters
-    ----------
-    exchange, task, transport, device, steps
-        See `Alone`.
-    manager : torchft.Manager
-        Of this rank.
-    """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        task: Task,
-        transport: Transport,
-        manager: Any,
-        device: torch.device = CPU,
-        steps: int | None = None,
-    ) -> None:
+    def __init__(self, exchange: Exchange, job: Job, manager: Any) -> None:
         import torchft
 
-        super().__init__(exchange, task, transport, device, steps)
-        broadcast_parameters(self._model, comm=transport)
+        super().__init__(exchange, job)
+        broadcast_parameters(self.model, comm=job.transport)
         self._manager = manager
-        self._network = torchft.DistributedDataParallel(manager, self._model)
+        self.network = torchft.DistributedDataParallel(manager, self.model)
         # Clearing gradients asks for a quorum; the step itself is the updater's, behind `_synchronize`.
-        self._optimizer = torchft.Optimizer(manager, self._optimizer)
+        self.optimizer = torchft.Optimizer(manager, self.optimizer)
 
     def _synchronize(self) -> None:
         if not self._manager.should_commit():
             raise RuntimeError("torchft-ddp: torchft gave a step up, as a rank or an exchange had failed")
 
     def _wire_bytes(self) -> float:
-        """Return the bytes of a ring, which gloo uses: gloo itself does not count."""
-        return float(dense_ring_bytes(self.numel, self._ranks))
+        return self._ring_bytes()
 
 
-class Torchfts(Alone):
-    """Trains with torchft's DiLoCo, with the outer optimizer of DiLoCo's paper.
+class _TorchftDiLoCo(NoExchange):
+    """Trains with torchft's DiLoCo, with the outer optimizer of DiLoCo's paper."""
 
-    Parameters
-    ----------
-    exchange, task, transport, device, steps
-        See `Alone`.
-    manager : torchft.Manager
-        Of this rank.
-    every : int
-        Steps from one exchange to the next.
-    """
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        task: Task,
-        transport: Transport,
-        manager: Any,
-        every: int,
-        device: torch.device = CPU,
-        steps: int | None = None,
-    ) -> None:
+    def __init__(self, exchange: Exchange, job: Job, manager: Any) -> None:
         from torchft.local_sgd import DiLoCo
 
-        super().__init__(exchange, task, transport, device, steps)
-        broadcast_parameters(self._model, comm=transport)
-        self._every = every
-        outer = torch.optim.SGD(self._parameters, lr=0.7, momentum=0.9, nesterov=True)
-        self._exchanging = DiLoCo(manager, [self._model], self._optimizer, outer, sync_every=every)
-        self._exchanging.__enter__()
+        super().__init__(exchange, job)
+        broadcast_parameters(self.model, comm=job.transport)
+        outer = torch.optim.SGD(self.parameters, lr=0.7, momentum=0.9, nesterov=True)
+        self._hooks = DiLoCo(manager, [self.model], self.optimizer, outer, sync_every=self._every)
+        self._hooks.__enter__()
 
     def close(self) -> None:
-        """Take its hooks out of the optimizer."""
-        self._exchanging.__exit__(None, None, None)
+        self._hooks.__exit__(None, None, None)
 
     def _wire_bytes(self) -> float:
-        """Return the bytes of a ring, which gloo uses: gloo itself does not count."""
-        return 0.0 if (self._step + 1) % self._every else float(dense_ring_bytes(self.numel, self._ranks))
+        return self._ring_bytes() if self._exchanged else 0.0
+
+
+_TORCHFT = {TORCHFT_DDP: _TorchftDDP, TORCHFT_DILOCO: _TorchftDiLoCo}
+
+
+@contextmanager
+def trainers(exchanges: Sequence[Exchange], job: Job) -> Iterator[list[NoExchange]]:
+    """Return a context with a trainer for each exchange, closed before its process group. Collective."""
+    with ExitStack() as stack:
+        if any(not exchange.ours and exchange.name != NONE for exchange in exchanges):
+            stack.enter_context(process_group(job.transport))
+        made: list[NoExchange] = []
+        for exchange in exchanges:
+            if exchange.name in _TORCHFT:
+                manager = stack.enter_context(replica_group(job.transport, exchange.name))
+                made.append(_TORCHFT[exchange.name](exchange, job, manager))
+            elif exchange.name in (PLAIN_TOPK, PLAIN_TOPK_MPI):
+                made.append(_PlainTopK(exchange, job))
+            elif exchange.ours:
+                made.append(_Mpicomp(exchange, job))
+            else:
+                made.append((NoExchange if exchange.name == NONE else _PyTorch)(exchange, job))
+        yield made
+        while made:  # none is left when the process group goes
+            made.pop().close()
 
 
 def train_all(
@@ -394,7 +322,7 @@ def train_all(
     say: Callable[[str], None],
     device: torch.device = CPU,
 ) -> tuple[list[Trained], int, int]:
-    """Train a task with every exchange, each with a model and an optimizer of its own. Collective.
+    """Train a task with every exchange, each with a new model and optimizer. Collective.
 
     Parameters
     ----------
@@ -409,7 +337,7 @@ def train_all(
     transport : Transport
         Among the ranks.
     say : callable
-        Is told what goes on.
+        Receives messages on progress.
     device : torch.device
         Where this rank's models are: on all ranks the CPU, or on all of them a GPU.
 
@@ -423,27 +351,5 @@ def train_all(
         That a rank computed with.
     """
     torch.set_num_threads(threads_of_rank(transport.cores))
-    with ExitStack() as stack:
-        if any(not exchange.ours and exchange.name != NONE for exchange in exchanges):
-            stack.enter_context(process_group(transport))
-        trainers: list[Alone] = []
-        for exchange in exchanges:
-            if exchange.name == NONE:
-                trainers.append(Alone(exchange, task, transport, device, settings.total))
-            elif exchange.name in (PLAIN_TOPK, PLAIN_TOPK_MPI):
-                trainers.append(ByHand(exchange, task, transport, device, settings.total))
-            elif exchange.name == TORCHFT_DDP:
-                manager = stack.enter_context(replica_group(transport, exchange.name))
-                trainers.append(TorchftsDDP(exchange, task, transport, manager, device, settings.total))
-            elif exchange.name == TORCHFT_DILOCO:
-                manager = stack.enter_context(replica_group(transport, exchange.name))
-                trainers.append(Torchfts(exchange, task, transport, manager, settings.every, device, settings.total))
-            elif exchange.ours:
-                trainers.append(Ours(exchange, task, transport, seed, settings, device))
-            else:
-                trainers.append(PyTorchs(exchange, task, transport, device, settings.total))
-        trained = train_in_turn(trainers, settings, transport, say)
-        numel = trainers[0].numel
-        while trainers:  # none is left when the process group goes
-            trainers.pop().close()
-    return trained, numel, torch.get_num_threads()
+    with trainers(exchanges, Job(task, settings, seed, transport, device)) as made:
+        return train_in_turn(made, settings, transport, say), made[0].numel, torch.get_num_threads()

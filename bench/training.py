@@ -41,9 +41,8 @@ REPLAY = "replay:"
 """Prefix of the name of an exchange that runs recorded plans; the path of their file follows."""
 
 SECONDS, FORWARD, BACKWARD, WIRE, PROCESSOR, COMPRESS, EXCHANGE, DECODE = range(8)
-"""Places of the numbers that a rank reports of a step: seconds, those of two parts, bytes that left the rank, seconds
-of a processor's time, and the seconds of the phases of its exchange, which are not a number where the exchange does not
-tell them."""
+"""Columns of the numbers that a rank reports of a step: seconds, those of two parts, bytes that left the rank, seconds
+of a processor's time, and the seconds of the phases of its exchange, NaN where the exchange does not report them."""
 FIELDS = 8  # numbers that a rank reports of a step
 
 
@@ -184,30 +183,20 @@ class Settings:
 
 
 class Trainer(Protocol):
-    """A training with one exchange. All that it does is collective."""
+    """A training with one exchange; see `mpicomp.bench.trainers.NoExchange`. Its methods are collective."""
 
     exchange: Exchange
 
     @property
-    def overlaps(self) -> bool:
-        """Whether the exchange begins while backward goes on."""
-        ...
+    def overlaps(self) -> bool: ...  # noqa: D102
 
-    def block(self, steps: int) -> NDArray[np.float64]:
-        """Do some steps; return this rank's numbers of them, shape (steps, fields)."""
-        ...
+    def block(self, steps: int) -> NDArray[np.float64]: ...  # noqa: D102
 
-    def ran(self) -> str | None:
-        """Return the plan that most steps ran; None where plans are not mpicomp's."""
-        ...
+    def ran(self) -> str | None: ...  # noqa: D102
 
-    def digest(self) -> bytes:
-        """Return eight bytes that differ where parameters do."""
-        ...
+    def digest(self) -> bytes: ...  # noqa: D102
 
-    def evaluate(self) -> float:
-        """Return the quality on held-out data. On one rank."""
-        ...
+    def evaluate(self) -> float: ...  # noqa: D102
 
 
 @dataclass
@@ -261,7 +250,7 @@ def train_in_turn(
     transport : Transport
         Among the ranks.
     say : callable
-        Is told what goes on.
+        Receives messages on progress.
     """
     for trainer in trainers:
         say(f"warming up: {trainer.exchange.name}")
@@ -274,38 +263,35 @@ def train_in_turn(
         for trainer in [*trainers[first:], *trainers[:first]]:
             name = trainer.exchange.name
             _meet(transport)
-            before = _left_this_host()
-            own = trainer.block(settings.steps)
-            everyones = share(own.reshape(-1), transport).reshape(-1, *own.shape)
-            blocks[name].append(slowest(everyones))
-            link_bytes[name] += _left_this_host() - before
-        done = (f"{name} {np.median(own[-1][:, SECONDS]):.3g} s" for name, own in blocks.items())
+            before = _sent_by_host()
+            block = trainer.block(settings.steps)
+            ranks = share(block.reshape(-1), transport).reshape(-1, *block.shape)
+            blocks[name].append(slowest(ranks))
+            link_bytes[name] += _sent_by_host() - before
+        done = (f"{name} {np.median(taken[-1][:, SECONDS]):.3g} s" for name, taken in blocks.items())
         say(f"round {turn + 1} of {settings.blocks}: {', '.join(done)}")
-    found = []
-    steps = settings.steps * settings.blocks
+    trained = []
     for trainer in trainers:
-        own_digest = np.frombuffer(trainer.digest(), np.uint8).astype(np.float64)
-        digests = share(own_digest, transport)
+        name = trainer.exchange.name
+        digests = share(np.frombuffer(trainer.digest(), np.uint8).astype(np.float64), transport)
         equal = bool((digests == digests[0]).all())
         quality = trainer.evaluate() if equal and transport.group.rank == 0 else None
-        link = share(np.array([link_bytes[trainer.exchange.name] / steps]), transport).mean()
-        taken = np.array(blocks[trainer.exchange.name])
-        in_lab = os.environ.get("MPICOMP_LAB") == "1"
-        link_or_none = float(link) if in_lab else None
-        ran, overlaps = trainer.ran(), trainer.overlaps
-        found.append(Trained(trainer.exchange, taken, link_or_none, ran, overlaps, equal, quality))
-    return found
+        link = share(np.array([link_bytes[name] / (settings.steps * settings.blocks)]), transport).mean()
+        link_or_none = float(link) if _is_in_lab() else None
+        steps, ran, overlaps = np.array(blocks[name]), trainer.ran(), trainer.overlaps
+        trained.append(Trained(trainer.exchange, steps, link_or_none, ran, overlaps, equal, quality))
+    return trained
 
 
 def slowest(block: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the steps of the rank that took longest for a block, with bytes and processor time of all ranks' mean.
 
-    A rank that goes alone is not slow for one step that was: only steps of one rank are put together.
+    All steps are of one rank: the slowest of each step would be slower than any rank is.
 
     Parameters
     ----------
     block : array, shape (ranks, steps, fields)
-        What all ranks tell.
+        Numbers of all ranks.
     """
     steps: NDArray[np.float64] = block[block[:, :, SECONDS].sum(axis=1).argmax()].copy()
     steps[:, [WIRE, PROCESSOR]] = block[:, :, [WIRE, PROCESSOR]].mean(axis=0)
@@ -329,27 +315,31 @@ def rows_of(trained: Sequence[Trained], batch: int, facts: Mapping[str, Any]) ->
     list of dict
         docs/benchmarks.md says what is in them.
     """
-    by_name = {own.exchange.name: own for own in trained}
-    alone = by_name.get(NONE)
+    by_name = {training.exchange.name: training for training in trained}
+    none = by_name.get(NONE)
     return [
-        {**facts, **_row(own, batch), **_of_none(own, alone), **_hidden(own, by_name.get(_inline(own)), alone)}
-        for own in trained
+        {
+            **facts,
+            **_row(training, batch),
+            **_of_none(training, none),
+            **_hidden(training, by_name.get(training.exchange.name + INLINE), none),
+        }
+        for training in trained
     ]
 
 
-def _row(own: Trained, batch: int) -> dict[str, Any]:
-    exchange = own.exchange
-    seconds = own.steps[:, :, SECONDS]
+def _row(training: Trained, batch: int) -> dict[str, Any]:
+    exchange, steps = training.exchange, training.steps
+    seconds = steps[:, :, SECONDS]
     median = float(np.median(seconds))
     low, high = block_interval(np.median, seconds) or (None, None)
-    after = own.steps[:, :, SECONDS] - own.steps[:, :, FORWARD] - own.steps[:, :, BACKWARD]
     return {
         "exchange": exchange.name,
         "compressor": None if exchange.compressor is None else exchange.compressor.id,
         "ratio": getattr(exchange.compressor, "ratio", None),
         "collective": exchange.collective if exchange.ours and exchange.trace is None else None,
-        "overlap": own.overlaps,
-        "ran": own.ran,
+        "overlap": training.overlaps,
+        "ran": training.ran,
         "blocks": seconds.shape[0],
         "steps": seconds.size,
         "median_s": median,
@@ -359,31 +349,31 @@ def _row(own: Trained, batch: int) -> dict[str, Any]:
         "p95_s": float(np.percentile(seconds, 95, method="inverted_cdf")),
         "steps_per_s": 1 / median,
         "samples_per_s": batch / median,
-        "forward_s": float(np.median(own.steps[:, :, FORWARD])),
-        "backward_s": float(np.median(own.steps[:, :, BACKWARD])),
-        "after_s": float(np.median(after)),
-        "phases_s": _phases(own),
-        "processor_s": float(own.steps[:, :, PROCESSOR].mean()),
-        "wire_bytes": float(own.steps[:, :, WIRE].mean()),
-        "link_bytes": own.link_bytes,
-        "replicas_equal": own.equal,
-        "quality": own.quality,
+        "forward_s": float(np.median(steps[:, :, FORWARD])),
+        "backward_s": float(np.median(steps[:, :, BACKWARD])),
+        "after_s": float(np.median(seconds - steps[:, :, FORWARD] - steps[:, :, BACKWARD])),
+        "phases_s": _phases(training),
+        "processor_s": float(steps[:, :, PROCESSOR].mean()),
+        "wire_bytes": float(steps[:, :, WIRE].mean()),
+        "link_bytes": training.link_bytes,
+        "replicas_equal": training.equal,
+        "quality": training.quality,
     }
 
 
-def _phases(own: Trained) -> dict[str, float] | None:
-    """Return the median seconds of each phase of the exchange; None where it does not tell them."""
-    medians = np.median(own.steps[:, :, [COMPRESS, EXCHANGE, DECODE]], axis=(0, 1))
+def _phases(training: Trained) -> dict[str, float] | None:
+    """Return the median seconds of each phase of the exchange; None where it does not report them."""
+    medians = np.median(training.steps[:, :, [COMPRESS, EXCHANGE, DECODE]], axis=(0, 1))
     if np.isnan(medians).any():
         return None
     return dict(zip(("compress", "exchange", "decode"), map(float, medians), strict=True))
 
 
-def _of_none(own: Trained, alone: Trained | None) -> dict[str, Any]:
+def _of_none(training: Trained, none: Trained | None) -> dict[str, Any]:
     """Return the share that is left of the throughput without any exchange."""
-    if alone is None:
+    if none is None:
         return dict.fromkeys(("of_none", "of_none_low", "of_none_high"))
-    samples = alone.steps[:, :, SECONDS], own.steps[:, :, SECONDS]
+    samples = none.steps[:, :, SECONDS], training.steps[:, :, SECONDS]
 
     def share_left(without: NDArray[np.float64], with_it: NDArray[np.float64]) -> float:
         return float(np.median(without) / np.median(with_it))
@@ -392,11 +382,11 @@ def _of_none(own: Trained, alone: Trained | None) -> dict[str, Any]:
     return {"of_none": share_left(*samples), "of_none_low": low, "of_none_high": high}
 
 
-def _hidden(own: Trained, inline: Trained | None, alone: Trained | None) -> dict[str, Any]:
+def _hidden(training: Trained, inline: Trained | None, none: Trained | None) -> dict[str, Any]:
     """Return the share of the exchange hidden behind backward, of what can be hidden, with its parts."""
-    if inline is None or alone is None:
+    if inline is None or none is None:
         return dict.fromkeys(("hidden", "hidden_low", "hidden_high", "hidden_s", "exchange_s", "none_backward_s"))
-    samples = [*(of.steps[:, :, SECONDS] for of in (own, inline, alone)), alone.steps[:, :, BACKWARD]]
+    samples = [case.steps[:, :, SECONDS] for case in (training, inline, none)] + [none.steps[:, :, BACKWARD]]
     hidden_s, exchange_s, backward_s = hidden_parts(*samples)
 
     def share_hidden(*drawn: NDArray[np.float64]) -> float:
@@ -419,23 +409,19 @@ def _hidden(own: Trained, inline: Trained | None, alone: Trained | None) -> dict
 def hidden_parts(
     overlapped: NDArray[np.float64],
     inline: NDArray[np.float64],
-    alone: NDArray[np.float64],
+    none: NDArray[np.float64],
     backward: NDArray[np.float64],
 ) -> tuple[float, float, float]:
     """Return the seconds that overlap saves, those of the exchange in line, and those of backward.
 
     Examples
     --------
-    >>> overlapped, inline, alone, backward = np.array([[1.25], [1.75], [0.75], [0.5]])
-    >>> hidden_parts(overlapped, inline, alone, backward)
+    >>> overlapped, inline, none, backward = np.array([[1.25], [1.75], [0.75], [0.5]])
+    >>> hidden_parts(overlapped, inline, none, backward)
     (0.5, 1.0, 0.5)
     """
-    with_it, in_line, without, behind = (float(np.median(own)) for own in (overlapped, inline, alone, backward))
-    return in_line - with_it, in_line - without, behind
-
-
-def _inline(own: Trained) -> str:
-    return own.exchange.name + INLINE
+    overlapped_s, inline_s, none_s, backward_s = map(float, map(np.median, (overlapped, inline, none, backward)))
+    return inline_s - overlapped_s, inline_s - none_s, backward_s
 
 
 def _meet(transport: Transport) -> None:
@@ -443,6 +429,10 @@ def _meet(transport: Transport) -> None:
     share(np.zeros(1), transport)
 
 
-def _left_this_host() -> float:
+def _is_in_lab() -> bool:
+    return os.environ.get("MPICOMP_LAB") == "1"
+
+
+def _sent_by_host() -> float:
     """Return the bytes that have left this host of a lab over its shaped link."""
-    return float(read_counters(os.getpid())["tx_bytes"]) if os.environ.get("MPICOMP_LAB") == "1" else 0.0
+    return float(read_counters(os.getpid())["tx_bytes"]) if _is_in_lab() else 0.0

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from inside import Inside, instead
 from mpicomp.bench.measure.intervals import block_interval, ratio_interval
+from mpicomp.bench.replica import threads_of_rank
 from mpicomp.bench.tasks import get_task
 from mpicomp.bench.tasks.updating import Updater
-from mpicomp.bench.train import threads_of_rank
 from numpy.typing import NDArray
 
 from mpicomp.arrays import Describer

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.kernels_gpu import device_name
+from mpicomp.bench.devices import device_name
 from mpicomp.bench.measure import results
 from mpicomp.kernels import of
 from numpy.typing import NDArray
@@ -699,7 +699,7 @@ def _describe() -> list[Line]:
         return []
     if importlib.util.find_spec("cupy") is None:
         return [Line("CuPy", "installed", "not installed; pip install 'mpicomp[cuda12]' or 'mpicomp[cuda13]'", False)]
-    return [Line("GPU", "one", device_name(), True)]
+    return [Line("GPU", "one", device_name("gpu_first_hour"), True)]
 
 
 def _run_child(arguments: argparse.Namespace) -> int:

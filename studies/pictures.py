@@ -10,8 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-from mpicomp.bench.report.draw import HEIGHT, STYLE, TALL, WIDTH, on_white, spread, svg
-from mpicomp.bench.report.palette import LIGHT
+from mpicomp.bench.report.draw import HEIGHT, LIGHT, STYLE, TALL, WIDTH, on_white, spread, svg
 
 from mpicomp.cli import run_program
 

@@ -1,6 +1,5 @@
 """Report of training runs: one page that needs no network, with pictures, their words and their numbers.
 
-A file for each thing that is looked at (`loss`, `phases`, `chosen`, `behind`, `predicted`, `ranks`) turns runs into
-pictures; `draw` makes these with matplotlib, `page` puts them into HTML, `write` does the whole. Importing the package
-loads none of them.
+`runs` reads files; `learning`, `step_time` and `chosen` turn runs into sections, whose pictures `draw` makes with
+matplotlib; `comparison` finds the verdict; `write` puts all into page.html. Importing the package loads none of them.
 """

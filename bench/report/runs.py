@@ -1,18 +1,21 @@
-"""Runs: files of --json and --metrics, put together by their names."""
+"""Runs: files of --json and --metrics with the same name before the ending."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.report.lines import PHASES, Array, Lines, plan_in_words, read_lines
+from mpicomp.bench.report.section_parts import Array, Bins, capital
+from mpicomp.bench.report.step_lines import PHASES, Lines, plan_in_words, read_lines
 
 from mpicomp.errors import ConfigurationError
 
-MOST = 8  # runs in a report: as many as there are colours that can be told apart
+MAX_RUNS = 8  # in a report: as many as there are colours that can be told apart
+_MAX_START_STEPS = 5
 
 
 @dataclass
@@ -22,42 +25,57 @@ class Run:
     Attributes
     ----------
     name : str
-        Short, and unlike those of the others.
+        Short and unique.
     outcome : dict or None
         The object of --json.
-    lines : Lines or None
+    recorded : Lines or None
         The lines of --metrics. One of the two is there.
+    is_single : bool
+        Whether it is the only run of the report, so that titles need no name.
     """
 
     name: str
     outcome: dict[str, Any] | None
-    lines: Lines | None
-    alone: bool = True
-    """Whether it is the only one of the report, so that nothing need say its name."""
+    recorded: Lines | None
+    is_single: bool = True
+
+    @property
+    def lines(self) -> Lines:
+        """The lines of --metrics of a run that has them."""
+        assert self.recorded is not None
+        return self.recorded
+
+    @cached_property
+    def bins(self) -> Bins:
+        """Steps that become one point of a curve."""
+        return Bins.of(self.lines.step.size)
+
+    @property
+    def prefix(self) -> str:
+        """Start of what a sentence lists for each run."""
+        return "" if self.is_single else f"{self.name} "
 
     def titled(self, words: str) -> str:
-        """Return a title for what is of this run."""
-        return f"{words[0].upper()}{words[1:]}" if self.alone else f"{self.name}: {words}"
+        """Return a title of something of this run."""
+        return capital(words) if self.is_single else f"{self.name}: {words}"
 
     @cached_property
     def start(self) -> int:
-        """Number of first steps that no seconds are taken from: they compile, agree and grow buffers."""
-        return 0 if self.lines is None else min(5, self.lines.step.size // 4)
+        """Number of first steps without seconds of their own: they compile, agree and grow buffers."""
+        return 0 if self.recorded is None else min(_MAX_START_STEPS, self.recorded.step.size // 4)
 
     @cached_property
     def elapsed(self) -> Array:
-        """Seconds since the beginning at the end of every step; of the first steps, each as long as the median."""
-        assert self.lines is not None
+        """Seconds since the beginning at the end of every step; a first step counts as the median step."""
         seconds = self.lines.seconds.copy()
         seconds[: self.start] = self.step_s
         return np.cumsum(seconds)
 
     @cached_property
     def step_s(self) -> float:
-        """Median seconds of a step: of the slowest rank where --json is there, else of rank 0."""
+        """Median seconds of a step: of the slowest rank with --json, of rank 0 without."""
         if self.outcome is not None:
             return float(self.outcome["median_step_s"])
-        assert self.lines is not None
         return float(np.median(self.lines.seconds[self.start :]))
 
     @cached_property
@@ -65,50 +83,42 @@ class Run:
         """Median seconds of each part of a step."""
         if self.outcome is not None:
             return {name: float(self.outcome["phases_s"][name]) for name in PHASES}
-        assert self.lines is not None
         return dict(zip(PHASES, np.median(self.lines.phases[self.start :], axis=0).tolist(), strict=True))
 
     @cached_property
-    def bytes_a_step(self) -> tuple[float, float]:
-        """Bytes that left a rank in a step, and those that would have left it in a dense ring."""
+    def bytes_per_step(self) -> tuple[float, float]:
+        """Bytes that left a rank in a step, and those of a dense ring."""
         if self.outcome is not None:
             steps = self.outcome["steps"]
             return self.outcome["wire_bytes"] / steps, self.outcome["dense_wire_bytes"] / steps
-        assert self.lines is not None
         return float(self.lines.wire_bytes.mean()), float(self.lines.dense_wire_bytes.mean())
 
     @cached_property
     def steps(self) -> int:
         """Number of steps."""
-        if self.lines is not None:
-            return int(self.lines.step.size)
-        assert self.outcome is not None
-        return int(self.outcome["steps"])
+        return int(self.recorded.step.size if self.recorded is not None else (self.outcome or {})["steps"])
 
     @cached_property
     def plans(self) -> list[tuple[str, float]]:
-        """What was run, in words, each with its share of the elements exchanged; from the largest."""
-        if self.lines is not None:
-            exchanged = self.lines.shares.sum(axis=1) > 0
-            shares = self.lines.shares[exchanged].mean(axis=0) if exchanged.any() else np.zeros(len(self.lines.plans))
-            return sorted(zip(self.lines.plans, shares.tolist(), strict=True), key=lambda plan: -plan[1])
-        assert self.outcome is not None
-        return [
-            (plan_in_words(plan["compressor_config"], plan["collective"]), plan["share"])
-            for plan in self.outcome["plans"]
-        ]
+        """Plans, each with its share of the elements exchanged; the largest comes first."""
+        if self.recorded is not None:
+            shares = self.lines.shares[self.lines.shares.sum(axis=1) > 0]
+            means = shares.mean(axis=0) if len(shares) else np.zeros(len(self.lines.plans))
+            return sorted(zip(self.lines.plans, means.tolist(), strict=True), key=lambda plan: -plan[1])
+        plans = (self.outcome or {})["plans"]
+        return [(plan_in_words(plan["compressor_config"], plan["collective"]), plan["share"]) for plan in plans]
 
     @property
     def is_dense(self) -> bool:
-        """Whether nothing was compressed because that was asked for."""
-        chosen = self.outcome is not None and self.outcome["policy"] != "static"
-        return not chosen and all(plan.partition(" ")[0] == "dense" for plan, _ in self.plans)
+        """Whether dense exchange was asked for, not chosen."""
+        is_chosen = self.outcome is not None and self.outcome["policy"] != "static"
+        return not is_chosen and all(plan.partition(" ")[0] == "dense" for plan, _ in self.plans)
 
+    @property
     def quality(self) -> tuple[str, str]:
-        """Return the name of the quality, and whether ``higher`` or ``lower`` is better; of the loss without --json."""
-        if self.outcome is None:
-            return "training loss", "lower"
-        return self.outcome["quality"]["name"], self.outcome["quality"]["better"]
+        """The name of the quality, and whether ``higher`` or ``lower`` is better; the loss without --json."""
+        quality = self.outcome["quality"] if self.outcome else {"name": "training loss", "better": "lower"}
+        return quality["name"], quality["better"]
 
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
@@ -117,54 +127,52 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     Raises
     ------
     ConfigurationError
-        Where a file cannot be read or is neither of the two, where there are too many runs, and where runs of
-        different tasks, or files of different runs, would be put together.
+        A file cannot be read or is neither of --json nor of --metrics, there are too many runs, runs are of different
+        tasks, or files of one name are of different runs.
     """
     found: dict[str, Run] = {}
     for path in dict.fromkeys(paths):
         key = str(Path(path).with_suffix(""))
         outcome, lines = _read(path)
         run = found.setdefault(key, Run(Path(path).stem, None, None))
-        if (run.outcome and outcome) or (run.lines and lines):
+        if (run.outcome and outcome) or (run.recorded and lines):
             raise ConfigurationError(
                 f"report: two files of the run '{key}' are of the same kind; name one of --json and one of --metrics"
             )
-        run.outcome, run.lines = run.outcome or outcome, run.lines or lines
+        run.outcome, run.recorded = run.outcome or outcome, run.recorded or lines
     runs = list(found.values())
-    if len(runs) > MOST:
-        raise ConfigurationError(f"report: at most {MOST} runs can be told apart in a picture, got {len(runs)}")
+    if len(runs) > MAX_RUNS:
+        raise ConfigurationError(f"report: at most {MAX_RUNS} runs can be told apart in a picture, got {len(runs)}")
     for run in runs:
-        if run.outcome and run.lines and run.outcome["steps"] != run.lines.step.size:
+        if run.outcome and run.recorded and run.outcome["steps"] != run.recorded.step.size:
             raise ConfigurationError(
-                f"report: the files of '{run.name}' are of different runs: --json tells of {run.outcome['steps']} "
-                f"steps, --metrics of {run.lines.step.size}; give the files of each run a name of their own"
+                f"report: the files of '{run.name}' are of different runs: --json has {run.outcome['steps']} "
+                f"steps, --metrics {run.recorded.step.size}; give the files of each run a name of their own"
             )
     tasks = {run.outcome["task"]: run.name for run in runs if run.outcome}
     if len(tasks) > 1:
         got = " and ".join(f"{task} ({name})" for task, name in tasks.items())
         raise ConfigurationError(f"report: runs of one task can be compared, got {got}; make a report of each")
-    _shorten(runs)
+    _shorten_names(runs)
     return runs
 
 
 def _read(path: str) -> tuple[dict[str, Any] | None, Lines | None]:
-    """Return what a file holds: the object of --json, or the lines of --metrics."""
+    """Return the object of --json, or the lines of --metrics."""
     try:
         if path.endswith("l"):
             return None, read_lines(path)
-        with open(path, encoding="utf-8") as file:
-            outcome = json.load(file)
+        try:
+            outcome = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError:  # several lines are no JSON
+            return None, read_lines(path)
+        if isinstance(outcome, dict) and "buckets" in outcome:  # one step
+            return None, read_lines(path)
     except OSError as error:
         raise ConfigurationError(f"report: '{path}' cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        return None, read_lines(path)  # several lines are no JSON
     if not isinstance(outcome, dict):
         raise ConfigurationError(f"report: '{path}' is no file that train has written with --json or --metrics")
-    if "buckets" in outcome:  # one step
-        return None, read_lines(path)
-    missing = sorted(_NEEDED - set(outcome))
+    missing = sorted(_REQUIRED_FIELDS - set(outcome))
     if missing:
         raise ConfigurationError(
             f"report: '{path}' has no field '{missing[0]}', so train has not written it with --json; name a file of "
@@ -173,24 +181,19 @@ def _read(path: str) -> tuple[dict[str, Any] | None, Lines | None]:
     return outcome, None
 
 
-_NEEDED = {
+_REQUIRED_FIELDS = {
     *("task", "policy", "ranks", "hosts", "steps", "seed", "quality", "median_step_s", "phases_s", "wire_bytes"),
     *("dense_wire_bytes", "plans", "layers", "verdict"),
 }
 
 
-def _shorten(runs: Sequence[Run]) -> None:
-    """Leave out what all names begin with, and add numbers where names are the same."""
-    if len(runs) > 1:
-        for run in runs:
-            run.alone = False
-        first, last = min(run.name for run in runs), max(run.name for run in runs)
-        same = [one == other for one, other in zip(first, last, strict=False)]
-        common = first[: same.index(False) if False in same else len(same)]
-        cut = max(common.rfind(mark) for mark in "-_. ") + 1
-        for run in runs:
-            run.name = run.name[cut:] or run.name
-    names = [run.name for run in runs]
-    for place, run in enumerate(runs):
-        if names.count(run.name) > 1:
-            run.name = f"{run.name} {names[: place + 1].count(names[place])}"
+def _shorten_names(runs: Sequence[Run]) -> None:
+    """Leave out the words that all names begin with, and number names that are the same."""
+    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*(run.name for run in runs), strict=False))
+    common = "".join(letters[0] for letters in same) if len(runs) > 1 else ""
+    cut = max(common.rfind(mark) for mark in "-_. ") + 1
+    names = [run.name[cut:] or run.name for run in runs]
+    for index, run in enumerate(runs):
+        run.is_single = len(runs) == 1
+        number = names[: index + 1].count(names[index])
+        run.name = f"{names[index]} {number}" if names.count(names[index]) > 1 else names[index]

@@ -2,15 +2,21 @@
 
 import re
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mpicomp.bench.report import behind, chosen, draw, loss, phases, predicted, ranks
-from mpicomp.bench.report.lines import read_lines
-from mpicomp.bench.report.page import page
+import jinja2
+from mpicomp.bench.report import draw
+from mpicomp.bench.report.chosen import chosen
+from mpicomp.bench.report.comparison import verdict
+from mpicomp.bench.report.learning import behind, loss
 from mpicomp.bench.report.runs import Run, read_runs
-from mpicomp.bench.report.verdict import verdict
+from mpicomp.bench.report.section_parts import Table, amount, digits, seconds, times
+from mpicomp.bench.report.step_lines import read_lines
+from mpicomp.bench.report.step_time import phases, predicted, ranks
 
+from mpicomp._version import __version__
 from mpicomp.system.files import whole_file
 
 
@@ -24,7 +30,7 @@ def write_report(paths: Sequence[str], output: str, folder: str | None = None) -
     output : str
         The page, HTML. An old file is overwritten.
     folder : str or None
-        Where each picture is written as SVG and as PNG, too. Made where it is not there.
+        Receives each picture as SVG and as PNG; made if it does not exist.
 
     Returns
     -------
@@ -36,7 +42,7 @@ def write_report(paths: Sequence[str], output: str, folder: str | None = None) -
     ConfigurationError
         See `read_runs`.
     OSError
-        Where something cannot be written.
+        A file cannot be written.
     """
     return draw_report(read_runs(paths), output, folder)
 
@@ -51,7 +57,7 @@ def report_of_run(
     outcome : dict
         The object of --json.
     lines : str or None
-        The file of --metrics; None where this rank has not written it, since the one that did has died.
+        The file of --metrics; None if the rank that wrote it has died.
     output : str
         The page.
     dense : (dict, str or None) or None
@@ -60,29 +66,130 @@ def report_of_run(
     if dense is None:
         found = [(str(outcome["compressor"]), outcome, lines)]
     else:
-        named = outcome["policy"] if outcome["policy"] != "static" else outcome["compressor"]
-        found = [(str(named), outcome, lines), ("dense", *dense)]
-    runs = [
-        Run(name, own, None if path is None else read_lines(path), alone=dense is None) for name, own, path in found
-    ]
+        found = [(_plan_name(outcome), outcome, lines), ("dense", *dense)]
+    runs = [Run(name, result, read_lines(path) if path else None, dense is None) for name, result, path in found]
     return draw_report(runs, output, None)
 
 
 def draw_report(runs: list[Run], output: str, folder: str | None) -> int:
     """Write the report of runs that have been read; see `write_report`."""
-    found = [loss.section(runs), phases.section(runs), chosen.section(runs), behind.section(runs)]
-    found += [predicted.section(runs), ranks.section(runs)]
-    sections = [own for own in found if own is not None]
-    drawn: dict[str, str] = {}
-    for section in sections:
-        for picture in section.pictures:
-            name = re.sub(r"[^a-z0-9]+", "-", picture.name.lower()).strip("-")
-            picture.name = name if name not in drawn else f"{name}-{len(drawn)}"
-            drawn[picture.name] = draw.svg(picture.figure)
-            if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                Path(folder, f"{picture.name}.svg").write_text(draw.on_white(drawn[picture.name]), encoding="utf-8")
-                draw.png(picture.figure, str(Path(folder, f"{picture.name}.png")))
+    found = [loss(runs), phases(runs), chosen(runs), behind(runs), predicted(runs), ranks(runs)]
+    sections = [section for section in found if section is not None]
+    drawings: dict[str, str] = {}
+    for picture in (picture for section in sections for picture in section.pictures):
+        name = re.sub(r"[^a-z0-9]+", "-", picture.name.lower()).strip("-")
+        picture.name = name if name not in drawings else f"{name}-{len(drawings)}"
+        svg = draw.svg(picture.figure)
+        drawings[picture.name] = draw.inline(svg, picture.name)
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            Path(folder, f"{picture.name}.svg").write_text(draw.on_white(svg), encoding="utf-8")
+            draw.png(picture.figure, str(Path(folder, f"{picture.name}.png")))
+    verdicts = {run.name: run.outcome["verdict"] for run in runs if run.outcome} if len(runs) > 1 else {}
+    page = jinja2.Environment(autoescape=True).from_string((files(__package__) / "page.html").read_text("utf-8"))
+    text = page.render(
+        version=__version__,
+        light=draw.LIGHT,
+        dark=draw.DARK,
+        width=draw.WIDTH,
+        title=_title(runs),
+        size=_size(runs),
+        verdict=verdict(runs),
+        facts=_facts(runs[0]) if len(runs) == 1 else [],
+        sections=sections,
+        drawings=drawings,
+        runs=_settings(runs),
+        verdicts=verdicts,
+    )
     with whole_file(output) as file:
-        file.write(page(runs, verdict(runs), sections, drawn))
-    return len(drawn)
+        file.write(text)
+    return len(drawings)
+
+
+def _plan_name(outcome: dict[str, Any]) -> str:
+    return str(outcome["policy"] if outcome["policy"] != "static" else outcome["compressor"])
+
+
+def _title(runs: Sequence[Run]) -> str:
+    task = next((str(run.outcome["task"]) for run in runs if run.outcome), None)
+    what = f"Training {task}" if task else "Training"
+    if len(runs) > 1:
+        return f"{what}: {len(runs)} runs compared"
+    outcome = runs[0].outcome
+    return f"{what}: {runs[0].name}" if outcome is None else f"{what} with {_plan_name(outcome)}"
+
+
+def _size(runs: Sequence[Run]) -> str:
+    """Return ranks, hosts, parameters and steps."""
+    parts = []
+    outcomes = [run.outcome for run in runs if run.outcome]
+    if outcomes:
+        for key in ("ranks", "hosts"):
+            values = sorted({int(outcome[key]) for outcome in outcomes})
+            parts.append(f"{' or '.join(map(str, values))} {key.removesuffix('s') if values == [1] else key}")
+        if "parameters" in outcomes[0]:
+            parts.append(f"{outcomes[0]['parameters']:,} parameters")
+    steps = sorted({run.steps for run in runs})
+    return " · ".join([*parts, f"{' or '.join(f'{count:,}' for count in steps)} steps"])
+
+
+def _facts(run: Run) -> list[tuple[str, str, str]]:
+    """Return names, values and notes of the numbers at the top."""
+    outcome, lines = run.outcome or {}, run.recorded
+    dense_s = outcome.get("dense_step_s")
+    estimate = "" if dense_s is None else f"about {seconds(dense_s)} with dense exchange"
+    facts = [("a step, median", seconds(run.step_s), estimate)]
+    if outcome:
+        quality = outcome["quality"]
+        facts.append((quality["name"], digits(quality["value"]), f"{quality['better']} is better"))
+    sent, dense = run.bytes_per_step
+    fewer = f"{times(dense / sent)} fewer than a dense ring" if 0 < sent < dense else f"{amount(dense)} in a dense ring"
+    facts.append(("bytes that left a rank in a step", amount(sent), fewer if dense else ""))
+    if outcome.get("delay") is not None:
+        facts.append(("behind", f"{digits(outcome['delay'], 2)} steps", "of progress wait in residuals"))
+    if lines and lines.skipped:
+        facts.append(("skipped", f"{len(lines.skipped)} steps", "a gradient was not finite"))
+    if lines and lines.lost:
+        lost = ", ".join(f"rank {rank} before step {step}" for step, rank in lines.lost)
+        facts.append(("lost", f"{len(lines.lost)} ranks", lost))
+    return facts
+
+
+def _settings(runs: Sequence[Run]) -> Table:
+    """Return the settings and outcomes of runs, a column a run; rows without any are left out."""
+    columns = [_column(run) for run in runs]
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    return Table(["", *(run.name for run in runs)], [row for row in rows if any(row[1:])])
+
+
+def _column(run: Run) -> dict[str, str]:
+    outcome = run.outcome or {}
+    quality = outcome.get("quality")
+    sent, dense = run.bytes_per_step
+
+    def text(key: str, form: Any = str) -> str:
+        value = outcome.get(key)
+        return "" if value is None else form(value)
+
+    return {
+        "policy": text("policy"),
+        "compressor": text("compressor"),
+        "collective": text("collective"),
+        "exchange": text("exchange"),
+        "warm-up": text("warmup"),
+        "ranks": text("ranks", "{:,}".format),
+        "hosts": text("hosts", "{:,}".format),
+        "seed": text("seed"),
+        "steps": f"{run.steps:,}",
+        "quality": "" if quality is None else f"{quality['name']} {digits(quality['value'])}",
+        "a step, median": seconds(run.step_s),
+        "a dense step, estimate": text("dense_step_s", seconds),
+        "an exchange, without waiting": text("exchange_s", seconds),
+        "a dense exchange, without waiting": text("dense_exchange_s", seconds),
+        "choosing plans, a step": text("choosing_s", seconds),
+        "bytes that left a rank, a step": amount(sent),
+        "in a dense ring, a step": amount(dense),
+        "bytes sent once": text("once_bytes", amount),
+        "gain": text("gain", digits),
+        "steps behind": text("delay", lambda value: digits(value, 2)),
+    }

@@ -46,39 +46,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print a table."""
+    from mpicomp.bench import devices
     from mpicomp.bench.kernels import Settings, check_memory, measurable, measure
     from mpicomp.bench.measure import results
     from mpicomp.cli.options import check_least, check_writable, read_ratios
+    from mpicomp.places import HOST
 
     check_least(_COMMAND, "--numel", arguments.numel)
     check_least(_COMMAND, "--threads", arguments.threads)
     check_least(_COMMAND, "--repeats", arguments.repeats)
     ratios = read_ratios(_COMMAND, arguments.ratio)
-    known = measurable()
-    device, what, run_all = "cpu", _threads(arguments.threads), measure
-    if arguments.device == "gpu":
-        from mpicomp.bench import kernels_gpu
-
-        known = [name for name in known if name in kernels_gpu.COMPRESSORS]
-    compressors = _compressors(arguments, ratios, known)
+    compressors = _compressors(arguments, ratios, measurable(arguments.device))
     settings = Settings(arguments.numel, tuple(ratios), tuple(compressors), arguments.threads, arguments.repeats)
     check_memory(settings)
     if arguments.json is not None:
         check_writable(_COMMAND, arguments.json)
+    device, place = "cpu", HOST
+    what = f"{arguments.threads} thread{'s' * (arguments.threads > 1)}"
     if arguments.device == "gpu":
-        device = what = kernels_gpu.device_name()
-        run_all = kernels_gpu.measure
+        device = what = devices.device_name(_COMMAND)
+        place = devices.current_place(_COMMAND)
 
     print(f"{_COMMAND}: {settings.numel:,} float32, {what}; copies are multiples of a memcpy", flush=True)
-    found = run_all(settings)
+    found = measure(settings, place)
     results.show(found, _COLUMNS if arguments.device == "cpu" else _ON_A_GPU)
     if arguments.json is not None:
         results.write(arguments.json, found, settings.threads, device)
     return 0
-
-
-def _threads(number: int) -> str:
-    return "1 thread" if number == 1 else f"{number} threads"
 
 
 def _compressors(arguments: argparse.Namespace, ratios: Sequence[float], known: Sequence[str]) -> list[Any]:

@@ -117,8 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
     transport = MPITransport()
     group, hosts = transport.group, transport.hosts()
     try:
+        from mpicomp.bench.replica import CPU
         from mpicomp.bench.tasks import get_task
-        from mpicomp.bench.train import CPU
         from mpicomp.bench.trainers import train_all
 
         task = get_task(arguments.task, arguments.seed, shards=arguments.shards)

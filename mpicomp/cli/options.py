@@ -64,7 +64,7 @@ def check_drawing(command: str) -> None:
 
     from mpicomp.errors import ConfigurationError
 
-    missing = [name for name in ("matplotlib", "msgspec") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("jinja2", "matplotlib", "msgspec") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
             f"{command}: a report is drawn with {' and '.join(missing)}, which is not installed; install it with "

@@ -170,9 +170,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     transport = MPITransport()
     try:
+        from mpicomp.bench.replica import CPU
         from mpicomp.bench.resuming import Checkpoints
         from mpicomp.bench.tasks import get_task
-        from mpicomp.bench.train import CPU, Settings, Stopped, train
+        from mpicomp.bench.train import Settings, Stopped, train
 
         task = get_task(arguments.task, arguments.seed, arguments.data, arguments.shards)
     except ImportError as error:

@@ -44,7 +44,7 @@ def cost_of_metrics(layers, numel=100_000, repeats=50):
     rng = np.random.default_rng(0)
     gradients = {f"blocks.{place}.weight": rng.normal(size=numel).astype(np.float32) for place in range(layers)}
     reducer = mpicomp.Reducer("topk", "allgather", comm=LocalWorld(1).transports[0])
-    own = {"seconds": 1.0, "phases_s": {}, "loss": 1.0, "quality": None}
+    fields = {"seconds": 1.0, "phases_s": {}, "loss": 1.0, "quality": None}
     steps, records = [], []
     with tempfile.TemporaryDirectory() as folder, MetricsWriter(f"{folder}/m.jsonl") as metrics:
         for _ in range(repeats):
@@ -54,7 +54,7 @@ def cost_of_metrics(layers, numel=100_000, repeats=50):
             records.append(reducer.last_step)
         begin = seconds()
         for record in records:
-            metrics.write(lambda record=record: record.to_json() | own)
+            metrics.write(lambda record=record: record.to_json() | fields)
         metrics.flush()
         return np.median(steps), (seconds() - begin) / repeats
 

@@ -1,50 +1,66 @@
-"""The rows of ``mpicomp bench kernels``; no time is asserted, only how times relate."""
+"""Rows of ``mpicomp bench kernels`` on the host, on an emulated GPU, and on a GPU where there is one.
+
+No time is asserted, only how times relate.
+"""
+
+import json
+import platform
+import shutil
+import sys
+import time
+import types
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from gpu import device, standin
 from mpicomp.bench import kernels
+from mpicomp.bench.kernels import Settings
+from mpicomp.bench.measure.gradients import Gradients
 
-from mpicomp.compressors import get_compressor
+from mpicomp.cli import main
+from mpicomp.compressors import TopK, get_compressor
 from mpicomp.compressors.kinds import Quantiser
+from mpicomp.places.cuda import CudaPlace
 
+SHORT = 3000
 NUMEL = 20_000
 RATIOS = (0.01, 0.1)
 FIXED = {"memcpy", "spectrum", "spectrum.sampled"}
 BY_RATIO = {"decode", "indices.encode", "indices.decode", "numpy.argpartition"}
 
 
-def of(ratio):
-    """Give every sparsifier and quantiser, at a ratio where it has one."""
-    made = [get_compressor(name) for name in kernels.measurable()]
+def compressors_at(ratio):
+    """Return every sparsifier and quantiser, at a ratio where it has one."""
+    found = [get_compressor(name) for name in kernels.measurable()]
     return [
-        get_compressor({**entry.get_config(), "ratio": ratio}) if hasattr(entry, "ratio") else entry for entry in made
+        get_compressor({**compressor.get_config(), "ratio": ratio}) if hasattr(compressor, "ratio") else compressor
+        for compressor in found
     ]
 
 
 @pytest.fixture(scope="module")
 def rows():
-    compressors = of(RATIOS[0]) + [entry for entry in of(RATIOS[1]) if hasattr(entry, "ratio")]
-    return kernels.measure(kernels.Settings(NUMEL, RATIOS, compressors, repeats=4))
+    compressors = compressors_at(RATIOS[0])
+    compressors += [compressor for compressor in compressors_at(RATIOS[1]) if hasattr(compressor, "ratio")]
+    return kernels.measure(Settings(NUMEL, RATIOS, compressors, repeats=4))
 
 
-def test_everything_has_its_rows(rows):
+def test_measure_has_a_row_of_each_kernel_and_ratio(rows):
     found = {(row["name"], row["ratio"]) for row in rows}
     assert len(found) == len(rows)
     expected = {(name, None) for name in FIXED} | {(name, ratio) for name in BY_RATIO for ratio in RATIOS}
-    for entry in of(RATIOS[0]):
-        ratios = RATIOS if hasattr(entry, "ratio") else (None,)
-        expected |= {(f"{entry.id}.compress", ratio) for ratio in ratios}
-        if isinstance(entry, Quantiser):
-            expected |= {(f"{entry.id}.pack", None), (f"{entry.id}.unpack", None)}
-    assert found - {("torch.topk", ratio) for ratio in RATIOS} == expected
+    if find_spec("torch") is not None:
+        expected |= {("torch.topk", ratio) for ratio in RATIOS}
+    for compressor in compressors_at(RATIOS[0]):
+        ratios = RATIOS if hasattr(compressor, "ratio") else (None,)
+        expected |= {(f"{compressor.id}.compress", ratio) for ratio in ratios}
+        if isinstance(compressor, Quantiser):
+            expected |= {(f"{compressor.id}.pack", None), (f"{compressor.id}.unpack", None)}
+    assert found == expected
 
 
-def test_torch_is_compared_with_where_it_is(rows):
-    pytest.importorskip("torch")
-    assert {("torch.topk", ratio) for ratio in RATIOS} <= {(row["name"], row["ratio"]) for row in rows}
-
-
-def test_copies_are_medians_over_the_copy_of_the_same_run(rows):
+def test_copies_are_medians_over_the_copy_of_the_run(rows):
     assert rows[0]["name"] == "memcpy"
     assert rows[0]["copies"] == 1
     for row in rows:
@@ -59,7 +75,7 @@ def test_every_call_follows_a_copy(rows):
     assert {row["repeats"] for row in rows[1:]} <= {3, 4}
 
 
-def test_what_was_reached(rows):
+def test_rows_of_compressors_have_ratio_and_config(rows):
     for row in rows:
         assert (row["ratio_reached"] is None) == (not row["name"].endswith(".compress"))
         if row["name"] in ("topk.compress", "randomk.compress"):
@@ -73,10 +89,127 @@ def test_what_was_reached(rows):
         assert (row["config"] is None) == (row["name"] in FIXED | BY_RATIO | {"torch.topk"})
 
 
-def test_bits_of_an_index_are_near_the_entropy(rows):
+def test_bits_per_index_are_near_the_entropy(rows):
     for row in rows:
         assert (row["bits_per_index"] is None) == (not row["name"].startswith("indices."))
         if row["bits_per_index"] is not None:
             p = row["ratio"]
             entropy = -(np.log2(p) + (1 - p) / p * np.log2(1 - p))
             assert entropy < row["bits_per_index"] < entropy + 1.2
+
+
+# ---- on a GPU
+
+
+class Event:
+    def record(self):
+        self.seconds = time.perf_counter()
+
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Return the folder of emulated kernels, which take longer to compile than to run."""
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture(params=["emulated", "device"])
+def cupy(request, monkeypatch, built):
+    """Install a stand-in for CuPy, with the calls of the benchmark; or the real one on a GPU."""
+    if request.param == "device":
+        cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
+        try:
+            cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            pytest.skip(f"no GPU: {error}")
+        return cupy
+    if shutil.which(standin.COMPILER) is None or platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("the emulation needs g++ and x86-64")
+    monkeypatch.setattr(standin, "folder", built)
+    cupy = device.install(monkeypatch, emulated=True)
+    cupy.__version__ = "0"
+    cupy.cuda.runtime = types.SimpleNamespace(
+        getDevice=lambda: 0, getDeviceCount=lambda: 1, getDeviceProperties=lambda number: {"name": b"Emulated"}
+    )
+    cupy.cuda.Event = Event
+    cupy.cuda.get_elapsed_time = lambda start, stop: 1e3 * (stop.seconds - start.seconds)
+    monkeypatch.setattr(device._Device, "use", lambda self: None, raising=False)
+    if find_spec("torch") is not None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    return cupy
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cupy")
+def test_measure_on_a_gpu_has_a_row_of_each_kernel():
+    compressors = [TopK(ratio=0.1), get_compressor({"id": "sidco", "ratio": 0.1})]
+    rows = kernels.measure(Settings(SHORT, (0.1,), compressors, repeats=2), CudaPlace(0))
+    names = [row["name"] for row in rows if row["name"] != "torch.topk"]
+    assert names == ["memcpy", "topk.compress", "sidco.compress", "spectrum", "spectrum.sampled", "decode"]
+    for row in rows:
+        assert row["copies"] == pytest.approx(row["median_s"] / rows[0]["median_s"])
+        assert row["behind_copies"] == pytest.approx(row["behind_s"] / rows[0]["behind_s"])
+        assert row["threads"] is None
+        if row["name"].endswith(".compress"):
+            assert row["ratio_reached"] == pytest.approx(0.1, rel=1e-9 if row["name"] == "topk.compress" else 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cupy")
+def test_command_on_a_gpu_writes_rows(tmp_path):
+    path = tmp_path / "out.json"
+    words = ["bench", "kernels", "--device", "gpu", "--numel", "3000", "--ratio", "0.2", "--repeats", "2"]
+    assert main([*words, "--compressor", "topk", "--json", str(path)]) == 0
+    written = json.loads(path.read_text())
+    assert written["environment"]["device"] != "cpu"
+    assert written["environment"]["cupy"] is not None
+    assert {row["name"] for row in written["rows"]} >= {"memcpy", "topk.compress", "decode"}
+
+
+def test_step_on_a_gpu_loses_nothing(cupy):
+    place = CudaPlace(0)
+    kernel = kernels.compress_on_gpu(TopK(ratio=0.1), Gradients(SHORT, place=place))
+    workspace = kernel.selecting.context.workspace
+    with place.current():
+        for _ in range(3):
+            kernel.prepare()
+            before = residual_of(kernel) + kernel.gradient.get()
+            kernel.run()
+            count = SHORT // 10
+            sent = np.zeros(SHORT, np.float32)
+            indices, values = (workspace.array(f"topk.{name}", count, kind) for name, kind in KINDS.items())
+            sent[indices.get()] = values.get()
+            np.testing.assert_array_equal(residual_of(kernel) + sent, before)
+
+
+KINDS = {"indices": np.uint32, "values": np.float32}
+
+
+def residual_of(kernel):
+    [(_, residual)] = kernel.bucket.residuals()
+    return residual.get()
+
+
+@pytest.mark.usefixtures("cupy")
+def test_step_on_a_gpu_reads_nothing():
+    """A reducer reads numbers with the messages that it receives."""
+    place = CudaPlace(0)
+    kernel = kernels.compress_on_gpu(TopK(ratio=0.1), Gradients(SHORT, place=place))
+    with place.current():
+        kernel.run()
+        before = place.reads, place.to_host_bytes
+        kernel.prepare()
+        kernel.run()
+        assert (place.reads, place.to_host_bytes) == before
+
+
+@pytest.mark.usefixtures("cupy")
+def test_command_without_a_gpu_is_refused(monkeypatch, capsys):
+    def none():
+        raise RuntimeError("cudaErrorNoDevice")
+
+    monkeypatch.setattr(sys.modules["cupy"].cuda.runtime, "getDeviceCount", none)
+    assert main(["bench", "kernels", "--device", "gpu"]) == 2
+    assert "--device gpu: cudaErrorNoDevice; use --device cpu" in capsys.readouterr().err

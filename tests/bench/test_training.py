@@ -1,4 +1,4 @@
-"""What rows of ``mpicomp bench training`` come to, from times that a test says; and the same of real training."""
+"""Rows of ``mpicomp bench training``, from scripted seconds and from real training."""
 
 import json
 
@@ -31,7 +31,7 @@ pytest.importorskip("sklearn")
 
 
 class Scripted:
-    """A trainer whose blocks take what the test says."""
+    """A trainer whose blocks take scripted seconds."""
 
     order: list = []  # noqa: RUF012
     overlaps = False
@@ -43,11 +43,11 @@ class Scripted:
 
     def block(self, steps):
         self.order.append((self.exchange.name, steps))
-        told = np.zeros((steps, FIELDS))
-        told[:, SECONDS] = next(self.seconds)
-        told[:, WIRE] = 100
+        numbers = np.zeros((steps, FIELDS))
+        numbers[:, SECONDS] = next(self.seconds)
+        numbers[:, WIRE] = 100
         self.done += steps
-        return told
+        return numbers
 
     def ran(self):
         return "dense ring"
@@ -64,14 +64,14 @@ def silent(*_):
 
 
 def taken(name, blocks, forward=0.0, backward=0.0, compressor=None, quality=None):
-    """Give what a training took, from the seconds of each step of each block."""
+    """Return a training, from the seconds of each step of each block."""
     steps = np.zeros((*np.shape(blocks), FIELDS))
     steps[:, :, SECONDS], steps[:, :, FORWARD], steps[:, :, BACKWARD] = blocks, forward, backward
     steps[:, :, PROCESSOR] = np.divide(blocks, 2)
     return Trained(Exchange(name, compressor), steps, None, None, name == "dense", quality is not None, quality)
 
 
-def test_exchanges_take_turns_and_another_one_is_first_each_round():
+def test_train_in_turn_begins_each_round_with_another_one():
     Scripted.order = []
     trainers = [Scripted("none", [9, 1, 2, 3]), Scripted("ddp", [9, 4, 5, 6]), Scripted("topk", [9, 7, 8, 9])]
     found = train_in_turn(trainers, Settings(2, 3, 5), LocalWorld(1).transports[0], silent)
@@ -79,13 +79,13 @@ def test_exchanges_take_turns_and_another_one_is_first_each_round():
     assert names[:3] == ["none", "ddp", "topk"]
     assert names[3:] == ["none", "ddp", "topk", "ddp", "topk", "none", "topk", "none", "ddp"]
     assert [steps for _, steps in Scripted.order] == [5] * 3 + [2] * 9
-    assert [own.exchange.name for own in found] == ["none", "ddp", "topk"]
+    assert [training.exchange.name for training in found] == ["none", "ddp", "topk"]
     assert found[1].steps[:, :, SECONDS].tolist() == [[4, 4], [5, 5], [6, 6]]  # what warmed up is not among them
-    assert [own.quality for own in found] == [11.0] * 3
-    assert all(own.equal and own.link_bytes is None for own in found)
+    assert [training.quality for training in found] == [11.0] * 3
+    assert all(training.equal and training.link_bytes is None for training in found)
 
 
-def test_the_slowest_rank_of_a_block_tells_its_steps():
+def test_slowest_returns_the_steps_of_one_rank():
     block = np.zeros((2, 3, FIELDS))
     block[0, :, SECONDS], block[1, :, SECONDS] = (1, 5, 1), (3, 2, 3)  # rank 0 has the longest step, rank 1 the block
     block[0, :, BACKWARD], block[1, :, BACKWARD] = 0.1, 0.2
@@ -98,7 +98,7 @@ def test_the_slowest_rank_of_a_block_tells_its_steps():
     assert steps[:, PROCESSOR].tolist() == [0.75] * 3
 
 
-def test_figures_are_those_computed_by_hand():
+def test_rows_are_those_computed_by_hand():
     blocks = [[1.0, 1.0, 4.0]] * 6
     trained = [
         taken("none", blocks, 0.25, 0.5),
@@ -125,11 +125,11 @@ def test_figures_are_those_computed_by_hand():
     assert (topk["compressor"], topk["ratio"], topk["collective"]) == ("topk", 0.1, "auto")
     assert rows["topk-inline"]["of_none"] == pytest.approx(1 / 1.375)
     assert rows["topk-inline"]["hidden_s"] is None
-    assert [row["overlap"] for row in rows.values()] == [own == "dense" for own in rows]
+    assert [row["overlap"] for row in rows.values()] == [name == "dense" for name in rows]
     assert [row["collective"] for row in rows.values()] == [None, "auto", "auto", "auto", "auto"]
 
 
-def test_intervals_are_over_rounds():
+def test_rows_have_intervals_over_rounds():
     trained = [taken("none", [[1.0]] * 6), taken("ddp", [[2.0]] * 3 + [[4.0]] * 3)]
     row = rows_of(trained, 1, {})[1]
     assert row["of_none"] == pytest.approx(1 / 3)
@@ -142,7 +142,7 @@ def test_intervals_are_over_rounds():
     assert (row["of_none"], row["of_none_low"], row["low_s"]) == (0.5, None, None)
 
 
-def test_what_cannot_be_told_is_null():
+def test_rows_without_partners_have_null():
     trained = [taken("ddp", [[2.0]] * 6), taken("dense", [[2.0]] * 6), taken("dense-inline", [[2.0]] * 6)]
     rows = rows_of(trained, 1, {})
     assert all(row["of_none"] is None and row["hidden"] is None for row in rows)
@@ -174,19 +174,19 @@ def train_digits(transport):
     task = get_task("digits", 1)
     trained, numel, threads = train_all(exchanges(), task, Settings(2, 2, 3), 1, transport, silent)
     assert threads == torch.get_num_threads()
-    return {own.exchange.name: own for own in trained}, numel
+    return {training.exchange.name: training for training in trained}, numel
 
 
 @pytest.mark.timeout(120)
-def test_one_rank_trains_the_same_with_and_without_an_exchange():
+def test_one_rank_trains_the_same_with_each_exchange():
     threads = torch.get_num_threads()
     trained, numel = train_digits(LocalWorld(1).transports[0])
     torch.set_num_threads(threads)
     assert numel > 30_000
-    assert all(own.equal and own.steps.shape == (2, 2, FIELDS) for own in trained.values())
-    assert all((own.steps[:, :, SECONDS] > 0).all() for own in trained.values())
-    assert all(own.steps[:, :, PROCESSOR].mean() > 0 for own in trained.values())
-    assert {own.steps[:, :, WIRE].sum() for own in trained.values()} == {0}
+    assert all(training.equal and training.steps.shape == (2, 2, FIELDS) for training in trained.values())
+    assert all((training.steps[:, :, SECONDS] > 0).all() for training in trained.values())
+    assert all(training.steps[:, :, PROCESSOR].mean() > 0 for training in trained.values())
+    assert {training.steps[:, :, WIRE].sum() for training in trained.values()} == {0}
     assert trained["ddp"].quality == trained["dense"].quality == trained["none"].quality
     assert trained["topk:allgather"].ran == "topk allgather"
     assert trained["ddp"].ran is None
@@ -196,59 +196,57 @@ def test_one_rank_trains_the_same_with_and_without_an_exchange():
     assert not torch.distributed.is_initialized()
 
 
-def test_updates_every_few_steps_are_means_over_them():
+def test_block_of_updates_has_means_over_steps():
     from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.trainers import Ours
+    from mpicomp.bench.trainers import Job, trainers
 
     transport = LocalWorld(1).transports[0]
-    exchange = Exchange("updates:dense", Dense())
-    ours = Ours(exchange, get_task("digits", 1), transport, 1, Settings(6, 1, 3, every=3))
-    told = ours.block(6)
-    assert told.shape == (6, FIELDS)
-    assert (told[:3] == told[0]).all()
-    assert (told[3:] == told[3]).all()
-    assert ours._optimizer.reducer.last_step.step == 1  # the second exchange
-    assert ours.ran() == "dense " + ours._optimizer.reducer.last_step.buckets[0].collective
+    job = Job(get_task("digits", 1), Settings(6, 1, 3, every=3), 1, transport)
+    with trainers([Exchange("updates:dense", Dense())], job) as [ours]:
+        numbers = ours.block(6)
+        last = ours.optimizer.reducer.last_step
+    assert numbers.shape == (6, FIELDS)
+    assert (numbers[:3] == numbers[0]).all()
+    assert (numbers[3:] == numbers[3]).all()
+    assert last.step == 1  # the second exchange
+    assert ours.ran() == f"dense {last.buckets[0].collective}"
 
 
 def test_demo_moves_each_parameter_by_the_rate():
     from mpicomp.bench import demo
     from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.trainers import Ours
+    from mpicomp.bench.trainers import Job, trainers
 
     task = get_task("digits", 1)
     exchange = Exchange("demo", get_compressor(demo.COMPRESSOR))
-    ours = Ours(exchange, task, LocalWorld(1).transports[0], 1, Settings(1, 1, 0))
-    ours.block(1)
+    with trainers([exchange], Job(task, Settings(1, 1, 0), 1, LocalWorld(1).transports[0])) as [ours]:
+        ours.block(1)
     assert exchange.updates
     assert ours.ran().startswith("dcttopk transformed")
-    moved = [own - start for own, start in zip(ours._parameters, task.model().parameters(), strict=True)]
-    steps = torch.cat([own.detach().abs().flatten() for own in moved])
+    moved = [end - start for end, start in zip(ours.parameters, task.model().parameters(), strict=True)]
+    steps = torch.cat([change.detach().abs().flatten() for change in moved])
     assert ((steps < 1e-9) | ((steps - 8e-3).abs() < 1e-6)).all()
     assert (steps > 0).float().mean() > 0.5
 
 
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
-@pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's own
-def test_torchft_diloco_ends_where_update_optimizer_with_the_same_outer_optimizer_does(comm):
-    from mpicomp.bench.gloo import process_group
-    from mpicomp.bench.replica_group import replica_group
+@pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's code
+def test_torchft_diloco_ends_where_update_optimizer_does(comm):
     from mpicomp.bench.tasks import get_task
     from mpicomp.bench.tasks.updating import Updater
-    from mpicomp.bench.trainers import Torchfts
+    from mpicomp.bench.trainers import Job, trainers
 
     from mpicomp.torch import UpdateOptimizer
     from mpicomp.transport.mpi import MPITransport
 
     every, steps = 2, 6
     transport, task = MPITransport(comm), get_task("digits", 1)
-    with process_group(transport), replica_group(transport, "torchft-diloco") as manager:
-        theirs = Torchfts(Exchange("torchft-diloco"), task, transport, manager, every, steps=steps)
-        told = theirs.block(steps)
-        theirs.close()
+    job = Job(task, Settings(steps, 1, 0, every=every), 1, transport)
+    with trainers([Exchange("torchft-diloco")], job) as [theirs]:
+        numbers = theirs.block(steps)
     ring = 2 * (comm.size - 1) / comm.size * 4 * theirs.numel
-    assert told[:, WIRE].mean() == pytest.approx(ring / every)
+    assert numbers[:, WIRE].mean() == pytest.approx(ring / every)
 
     model = task.model()
     optimizer = task.optimizer(model)
@@ -259,8 +257,8 @@ def test_torchft_diloco_ends_where_update_optimizer_with_the_same_outer_optimize
         ours.zero_grad()
         task.loss(model, task.batch(step, comm.rank, comm.size)).backward()
         updater.update()
-    for own, other in zip(model.parameters(), theirs._parameters, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-5)
+    for parameter, other in zip(model.parameters(), theirs.parameters, strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-3, atol=1e-5)
     assert len(set(comm.allgather(theirs.digest()))) == 1
     ours.close()
     transport.close()
@@ -275,10 +273,10 @@ def test_ranks_train_with_each_exchange(comm):
     trained, numel = train_digits(transport)
     transport.close()
     assert trained["none"].equal == (comm.size == 1)
-    assert not any(own.is_wrong for own in trained.values())
-    for name, own in trained.items():
-        assert (own.quality is not None) == (comm.rank == 0 and (name != "none" or comm.size == 1))
-        wire = own.steps[:, :, WIRE]
+    assert not any(training.is_wrong for training in trained.values())
+    for name, training in trained.items():
+        assert (training.quality is not None) == (comm.rank == 0 and (name != "none" or comm.size == 1))
+        wire = training.steps[:, :, WIRE]
         ring = 2 * (comm.size - 1) / comm.size * 4 * numel
         expected = {"none": 0, "ddp": ring, "ddp-fp16": ring / 2}
         if name in expected:
@@ -288,7 +286,7 @@ def test_ranks_train_with_each_exchange(comm):
         else:
             assert (wire.mean() > 0) == (comm.size > 1)
     assert trained["plain-topk"].quality == trained["plain-topk-mpi"].quality
-    gathered = comm.allgather([own.steps for own in trained.values()])
+    gathered = comm.allgather([training.steps for training in trained.values()])
     for other in gathered:
         np.testing.assert_array_equal(other, gathered[0])
     assert not torch.distributed.is_initialized()
@@ -296,7 +294,7 @@ def test_ranks_train_with_each_exchange(comm):
 
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
-def test_recorded_plans_are_run_in_the_steps_that_count(comm, tmp_path):
+def test_replay_runs_recorded_plans_in_the_steps_that_count(comm, tmp_path):
     from mpicomp.bench.measure.metrics import MetricsWriter
     from mpicomp.bench.measure.progress import Progress
     from mpicomp.bench.tasks import get_task
@@ -317,50 +315,38 @@ def test_recorded_plans_are_run_in_the_steps_that_count(comm, tmp_path):
     with open(path) as file:
         recorded = [sum(bucket["wire_bytes"] for bucket in json.loads(line)["buckets"]) for line in file]
     exchange = Exchange(f"replay:{path}", trace=path)
-    [own], _, _ = train_all(
-        [
-            exchange,
-        ],
-        task,
-        Settings(2, 3, 2),
-        1,
-        transport,
-        silent,
-    )
+    [training], _, _ = train_all([exchange], task, Settings(2, 3, 2), 1, transport, silent)
     transport.close()
-    assert not own.overlaps
-    assert own.equal
-    assert own.steps[:, :, WIRE].reshape(-1).tolist() == recorded
+    assert not training.overlaps
+    assert training.equal
+    assert training.steps[:, :, WIRE].reshape(-1).tolist() == recorded
     assert len(set(recorded)) == (1 if comm.size == 1 else 6)
 
 
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
-def test_ddp_among_mpi_ranks_averages_as_mpicomp_does(comm):
-    from mpicomp.bench.gloo import process_group
+def test_ddp_averages_as_mpicomp_does(comm):
     from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.trainers import Ours, PyTorchs
+    from mpicomp.bench.trainers import Job, trainers
 
     from mpicomp.transport.mpi import MPITransport
 
     torch.set_num_threads(1)
     transport, task = MPITransport(comm), get_task("digits", 1)
-    with process_group(transport):
-        ours = Ours(Exchange("dense", Dense(), "allreduce"), task, transport, 1)
-        theirs = PyTorchs(Exchange("ddp"), task, transport)
-        ours.block(3)
-        theirs.block(3)
-        for left, right in zip(ours._parameters, theirs._parameters, strict=True):
+    exchanges = [Exchange("dense", Dense(), "allreduce"), Exchange("ddp")]
+    with trainers(exchanges, Job(task, Settings(3, 1, 0), 1, transport)) as made:
+        for trainer in made:
+            trainer.block(3)
+        for left, right in zip(*(trainer.parameters for trainer in made), strict=True):
             torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4)
-        ours.close()
-        del theirs
+        del trainer
     transport.close()
 
 
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("over", ["gloo", "mpi"])
-def test_a_top_k_by_hand_averages_the_largest_of_each_rank_and_keeps_the_rest(comm, over):
+def test_plain_topk_averages_the_largest_and_keeps_the_rest(comm, over):
     from mpicomp.bench.gloo import process_group
     from mpicomp.bench.plain_topk import PlainTopK, over_gloo, over_mpi
 
@@ -394,7 +380,7 @@ def test_a_top_k_by_hand_averages_the_largest_of_each_rank_and_keeps_the_rest(co
 
 @pytest.mark.mpi(max_size=3)
 @pytest.mark.timeout(120)
-@pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's own
+@pytest.mark.filterwarnings("ignore:The .warn. method is deprecated:DeprecationWarning")  # torchft's code
 def test_torchft_ddp_ends_where_ddp_does(comm):
     pytest.importorskip("torchft")
     from mpicomp.bench.tasks import get_task
@@ -406,12 +392,12 @@ def test_torchft_ddp_ends_where_ddp_does(comm):
     names = [Exchange("ddp"), Exchange("torchft-ddp")]
     trained, _, _ = train_all(names, get_task("digits", 1), Settings(2, 2, 3), 1, transport, silent)
     transport.close()
-    assert all(own.equal for own in trained)
+    assert all(training.equal for training in trained)
     if comm.rank == 0:
         assert trained[1].quality == pytest.approx(trained[0].quality, abs=0.01)
 
 
-def test_what_pytorch_refuses_is_one_line():
+def test_hook_that_pytorch_refuses_is_a_configuration_error():
     from mpicomp.bench.tasks import get_task
     from mpicomp.bench.trainers import train_all
 
@@ -425,7 +411,7 @@ def test_what_pytorch_refuses_is_one_line():
 
 
 @pytest.mark.parametrize("interface", ["lo", "nonexistent0"])
-def test_an_interface_of_ones_own(interface, monkeypatch):
+def test_process_group_with_a_named_interface(interface, monkeypatch):
     from mpicomp.bench.gloo import INTERFACE, process_group
 
     from mpicomp.errors import ConfigurationError

@@ -40,6 +40,7 @@ HOMES = {
         "bench/trainers.py",
         "bench/gloo.py",
         "bench/plain_topk.py",
+        "bench/replica.py",
         "bench/replica_group.py",
         "bench/resuming.py",
         "bench/tasks/",
@@ -50,7 +51,7 @@ HOMES = {
         "studies/updates.py",
     ),
     "matplotlib": ("bench/report/", "bench/simulate/picture.py", "studies/pictures.py"),
-    "msgspec": ("bench/report/lines.py", "bench/measure/metrics.py"),
+    "msgspec": ("bench/report/step_lines.py", "bench/measure/metrics.py"),
     "cupy": ("mpicomp/places/choose.py",),
 }
 

@@ -1,4 +1,4 @@
-"""The report: what is read, what is said, and what the page is made of."""
+"""The report: reading of files, the verdict, and the page."""
 
 import json
 import math
@@ -7,6 +7,7 @@ import resource
 import sys
 from html.parser import HTMLParser
 from itertools import combinations
+from statistics import median
 
 import numpy as np
 import pytest
@@ -17,11 +18,11 @@ from recordings import PHASES, write_lines, write_outcome
 pytest.importorskip("matplotlib")
 pytest.importorskip("msgspec")
 
-from mpicomp.bench.report.bins import put_together
-from mpicomp.bench.report.lines import read_lines
-from mpicomp.bench.report.palette import DARK, LIGHT
+from mpicomp.bench.report.comparison import verdict
+from mpicomp.bench.report.draw import DARK, LIGHT
 from mpicomp.bench.report.runs import read_runs
-from mpicomp.bench.report.verdict import verdict
+from mpicomp.bench.report.section_parts import Bins
+from mpicomp.bench.report.step_lines import read_lines
 
 import mpicomp
 from mpicomp import cli
@@ -30,43 +31,43 @@ from mpicomp.transport import LocalWorld
 
 
 def report(folder, *names, more=()):
-    """Write a report of files of a folder; give its text."""
+    """Write a report of files of a folder and return its text."""
     page = folder / "F.html"
     assert cli.main(["report", *(str(folder / name) for name in names), "-o", str(page), *more]) == 0
     return page.read_text()
 
 
-# ---- what is read
+# ---- reading
 
 
-def test_lines_become_arrays_over_steps(tmp_path):
+def test_read_lines_gives_arrays_over_steps(tmp_path):
     path = tmp_path / "m.jsonl"
     write_lines(path, 30, layers=5, buckets=2)
-    own = read_lines(str(path))
+    read = read_lines(str(path))
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     for name in ("step", "seconds", "loss", "wire_bytes", "dense_wire_bytes"):
-        assert getattr(own, name).tolist() == [line[name] for line in lines]
-    assert own.phases.tolist() == [[line["phases_s"][name] for name in PHASES] for line in lines]
-    assert [int(step) for step in own.step[np.isfinite(own.quality)]] == [9, 19, 29]
-    parts = [[layer for bucket in line["buckets"] for layer in bucket["layers"]] for line in lines]
-    assert own.layers.names == [layer["name"] for layer in parts[0]]
-    assert own.layers.numels == [layer["numel"] for layer in parts[0]]
+        assert getattr(read, name).tolist() == [line[name] for line in lines]
+    assert read.phases.tolist() == [[line["phases_s"][name] for name in PHASES] for line in lines]
+    assert [int(step) for step in read.step[np.isfinite(read.quality)]] == [9, 19, 29]
+    layers = [[layer for bucket in line["buckets"] for layer in bucket["layers"]] for line in lines]
+    assert read.layers.names == [layer["name"] for layer in layers[0]]
+    assert read.layers.numels == [layer["numel"] for layer in layers[0]]
     for name in ("ratio", "gain"):
-        assert getattr(own.layers, name).tolist() == [[layer[name] for layer in step] for step in parts]
-    for place, line in enumerate(lines):
+        assert getattr(read.layers, name).tolist() == [[layer[name] for layer in step] for step in layers]
+    for row, line in enumerate(lines):
         buckets = line["buckets"]
         numel = sum(bucket["numel"] for bucket in buckets)
         kept = sum(bucket["ratio_reached"] * bucket["numel"] for bucket in buckets)
-        waits = sum((1 - bucket["gain"]) * bucket["energy"] for bucket in buckets)
+        waiting = sum((1 - bucket["gain"]) * bucket["energy"] for bucket in buckets)
         sent = sum(bucket["gain"] * bucket["energy"] for bucket in buckets)
         measured = sum(sum(bucket["phases_s"].values()) for bucket in buckets)
-        assert own.ratio[place] == pytest.approx(kept / numel)
-        assert own.behind[place] == pytest.approx(waits / sent)
-        assert own.predicted[place] == pytest.approx(sum(bucket["predicted_s"] for bucket in buckets))
-        assert own.measured[place] == pytest.approx(measured)
+        assert read.ratio[row] == pytest.approx(kept / numel)
+        assert read.delay[row] == pytest.approx(waiting / sent)
+        assert read.predicted[row] == pytest.approx(sum(bucket["predicted_s"] for bucket in buckets))
+        assert read.measured[row] == pytest.approx(measured)
 
 
-def test_plans_and_layers_may_change(tmp_path):
+def test_read_lines_with_changing_plans_and_layers(tmp_path):
     def change(step, line):
         bucket = line["buckets"][0]
         if step >= 15:
@@ -78,30 +79,31 @@ def test_plans_and_layers_may_change(tmp_path):
             bucket["layers"][0]["gain"] = None
 
     write_lines(tmp_path / "m.jsonl", 20, layers=3, change=change)
-    own = read_lines(str(tmp_path / "m.jsonl"))
-    assert own.plans == ["topk 0.01 by allgather", "dense by allreduce"]
-    assert own.shares.tolist() == [[1, 0]] * 15 + [[0, 1]] * 5
-    assert np.isnan(own.behind).tolist() == np.isnan(own.predicted).tolist() == [False] * 15 + [True] * 5
-    assert own.layers.names == [f"blocks.{place}.weight" for place in range(3)]
-    assert np.isnan(own.layers.ratio[:, 0]).tolist() == [False] * 10 + [True] * 10
-    assert np.isnan(own.layers.gain[:, 2]).tolist() == [False] * 10 + [True] * 10
+    read = read_lines(str(tmp_path / "m.jsonl"))
+    assert read.plans == ["topk 0.01 by allgather", "dense by allreduce"]
+    assert read.shares.tolist() == [[1, 0]] * 15 + [[0, 1]] * 5
+    assert np.isnan(read.delay).tolist() == np.isnan(read.predicted).tolist() == [False] * 15 + [True] * 5
+    assert read.layers.names == [f"blocks.{number}.weight" for number in range(3)]
+    assert np.isnan(read.layers.ratio[:, 0]).tolist() == [False] * 10 + [True] * 10
+    assert np.isnan(read.layers.gain[:, 2]).tolist() == [False] * 10 + [True] * 10
     last = json.loads((tmp_path / "m.jsonl").read_text().splitlines()[-1])["buckets"][0]["layers"]
-    assert own.layers.ratio[-1, 1] == next(layer["ratio"] for layer in last if layer["name"] == "blocks.1.weight")
+    assert read.layers.ratio[-1, 1] == next(layer["ratio"] for layer in last if layer["name"] == "blocks.1.weight")
 
 
-def test_a_line_that_was_cut_off_and_numbers_that_json_has_not(tmp_path):
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_read_lines_with_a_torn_line_and_not_json_numbers(tmp_path, number):
     path = tmp_path / "m.jsonl"
-    write_lines(path, 10, change=lambda step, line: line.update(loss=math.nan if step == 9 else 1.0))
-    assert "NaN" in path.read_text()
+    write_lines(path, 10, change=lambda step, line: line.update(loss=number if step == 9 else 1.0))
+    assert json.dumps(number) in path.read_text()
     path.write_text(path.read_text() + '{"schema": 1, "step": 10, "seco')
-    own = read_lines(str(path))
-    assert own.step.size == 10
-    assert np.isnan(own.loss).tolist() == [False] * 9 + [True]
-    assert own.plans == ["topk 0.01 by allgather"]
+    read = read_lines(str(path))
+    assert read.step.size == 10
+    assert np.isnan(read.loss).tolist() == [False] * 9 + [True]
+    assert read.plans == ["topk 0.01 by allgather"]
 
 
 @pytest.mark.parametrize(
-    ("files", "says"),
+    ("files", "message"),
     [
         ({"a.jsonl": '{"step": 0}\n'}, "line 1 of '.*a.jsonl' is no step of --metrics"),
         ({"a.jsonl": ""}, "holds no step"),
@@ -110,29 +112,26 @@ def test_a_line_that_was_cut_off_and_numbers_that_json_has_not(tmp_path):
         ({}, "cannot be read: No such file"),
     ],
 )
-def test_files_of_something_else_are_refused(tmp_path, files, says):
+def test_read_runs_refuses_other_files(tmp_path, files, message):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigurationError, match=says):
+    with pytest.raises(ConfigurationError, match=message):
         read_runs([str(tmp_path / name) for name in files or ["a.json"]])
 
 
-def test_files_of_one_name_are_one_run(tmp_path):
+def test_read_runs_joins_files_of_one_name(tmp_path):
     for name in ("lab-auto", "lab-topk"):
         write_lines(tmp_path / f"{name}.jsonl", 20)
         write_outcome(tmp_path / f"{name}.json", 20)
     runs = read_runs([str(path) for path in sorted(tmp_path.iterdir())])
     assert [run.name for run in runs] == ["auto", "topk"]
-    assert all(run.outcome is not None and run.lines is not None for run in runs)
+    assert all(run.outcome is not None and run.recorded is not None for run in runs)
     write_outcome(tmp_path / "lab-topk.json", 21)
-    with pytest.raises(ConfigurationError, match="--json tells of 21 steps, --metrics of 20"):
+    with pytest.raises(ConfigurationError, match="--json has 21 steps, --metrics 20"):
         read_runs([str(tmp_path / "lab-topk.json"), str(tmp_path / "lab-topk.jsonl")])
     write_outcome(tmp_path / "other.json", 20, task="vgg")
     with pytest.raises(ConfigurationError, match=r"runs of one task can be compared, got digits \(lab-auto\) and vgg"):
         read_runs([str(tmp_path / "lab-auto.json"), str(tmp_path / "other.json")])
-
-
-# ---- what is put together
 
 
 @pytest.mark.parametrize("steps", [1, 7, 39, 40, 163, 10_000])
@@ -140,28 +139,23 @@ def test_bins_hold_every_step_once(steps):
     values = np.random.default_rng(steps).normal(size=(steps, 3))
     values[:: max(2, steps // 3), 1] = np.nan
     values[: steps // 2, 2] = np.nan
-    bins = put_together(steps)
+    bins = Bins.of(steps)
     assert bins.edges[0] == 0
     assert bins.edges[-1] == steps
     assert bins.edges.size - 1 <= 100
-    for of, plain in (("min", min), ("max", max), ("mean", lambda own: sum(own) / len(own)), ("median", _median)):
-        found = bins.each(of, values)
-        for place, (first, end) in enumerate(zip(bins.edges, bins.edges[1:], strict=False)):
+    statistics = {"min": min, "median": median, "max": max, "mean": lambda known: sum(known) / len(known)}
+    for name, plain in statistics.items():
+        found = bins.reduce(name, values)
+        for row, (first, end) in enumerate(zip(bins.edges, bins.edges[1:], strict=False)):
             for column in range(3):
                 known = [value for value in values[first:end, column] if not math.isnan(value)]
-                assert found[place, column] == pytest.approx(plain(known) if known else math.nan, nan_ok=True)
+                assert found[row, column] == pytest.approx(plain(known) if known else math.nan, nan_ok=True)
 
 
-def _median(values):
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+# ---- the verdict
 
 
-# ---- what is said
-
-
-def test_the_verdict_goes_by_quality_and_not_by_the_time_of_a_step(tmp_path):
+def test_verdict_ranks_runs_by_quality(tmp_path):
     """The quickest step never gets there; of the other two, the one with the shorter steps is there first."""
 
     def reaching(best):
@@ -172,38 +166,38 @@ def test_the_verdict_goes_by_quality_and_not_by_the_time_of_a_step(tmp_path):
         config = {"id": "dense"} if name == "dense" else {"id": "topk", "ratio": 0.01}
         plans = [{"compressor": config["id"], "compressor_config": config, "collective": "ring", "share": 1.0}]
         write_outcome(tmp_path / f"{name}.json", 100, step_s=step_s, quality=best, plans=plans)
-    said = verdict(read_runs([str(path) for path in sorted(tmp_path.iterdir())]))
-    assert re.match(r"auto comes first: it reaches a held-out accuracy of 0\.9\d+ after", said[0])
-    assert "; dense needs " in said[0]
-    assert said[0].endswith("; quick does not reach it.")
-    assert said[1] == "Held-out accuracy in the end, higher is better: auto 0.97, dense 0.97 and quick 0.6."
-    assert said[2].startswith("A step takes, and sends from a rank: quick 1 ms and")
-    assert said[3] == "One run of each: what differs by chance, runs of other seeds would tell."
+    sentences = verdict(read_runs([str(path) for path in sorted(tmp_path.iterdir())]))
+    assert re.match(r"auto comes first: it reaches a held-out accuracy of 0\.9\d+ after", sentences[0])
+    assert "; dense needs " in sentences[0]
+    assert sentences[0].endswith("; quick does not reach it.")
+    assert sentences[1] == "Held-out accuracy in the end, higher is better: auto 0.97, dense 0.97 and quick 0.6."
+    assert sentences[2].startswith("A step takes, and sends from a rank: quick 1 ms and")
+    assert sentences[3] == "One run of each: what differs by chance, runs of other seeds would tell."
 
 
-def test_the_verdict_says_after_how_many_seconds(tmp_path):
+def test_verdict_has_the_seconds_to_the_reference(tmp_path):
     """Steps of a tenth of a second whose loss falls by one a step from 100: 95 % of the way is at loss 5."""
     for name, lag in (("dense", 0), ("slow", 40)):
         change = lambda step, line, lag=lag: line.update(seconds=0.1, loss=float(max(0, 100 + lag - step)))  # noqa: E731
         write_lines(tmp_path / f"{name}.jsonl", 200, change=change)
-    [said, *_] = verdict(read_runs([str(tmp_path / "dense.jsonl"), str(tmp_path / "slow.jsonl")]))
+    [race, *_] = verdict(read_runs([str(tmp_path / "dense.jsonl"), str(tmp_path / "slow.jsonl")]))
     # Points are medians of 5 steps: the first one below 5 ends with step 99 at loss 3, and with step 139.
-    assert "after 10 s" in said
-    assert "slow needs 14 s, 1.4 times as long" in said
+    assert "after 10 s" in race
+    assert "slow needs 14 s, 1.4 times as long" in race
 
 
-def test_runs_that_differ_in_more_than_what_is_compared(tmp_path):
+def test_verdict_names_other_differences_of_runs(tmp_path):
     for name, ranks in (("one", 2), ("two", 4)):
         write_outcome(tmp_path / f"{name}.json", 20, ranks=ranks)
-    said = verdict(read_runs([str(tmp_path / "one.json"), str(tmp_path / "two.json")]))
-    assert said[-1].startswith("The runs differ in ranks (one 2, two 4) and hosts (one 2, two 4), too.")
+    sentences = verdict(read_runs([str(tmp_path / "one.json"), str(tmp_path / "two.json")]))
+    assert sentences[-1].startswith("The runs differ in ranks (one 2, two 4) and hosts (one 2, two 4), too.")
 
 
-# ---- what the page is made of
+# ---- the page
 
 
 class Page(HTMLParser):
-    """Collects tags with what they have, and refuses what is not closed."""
+    """Collects tags with their attributes, and refuses tags that are not closed."""
 
     EMPTY = ("meta", "link", "br", "path", "rect", "image", "use")
 
@@ -226,12 +220,12 @@ class Page(HTMLParser):
             assert self._open.pop() == tag
 
     def of(self, tag):
-        return [attrs for own, attrs in self.tags if own == tag]
+        return [attrs for name, attrs in self.tags if name == tag]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Make a folder with a run alone, and with two runs one of which has changing plans and odd names."""
+    """Return a folder with two runs, one of which has changing plans, both odd names."""
     folder = tmp_path_factory.mktemp("runs")
 
     def change(step, line):
@@ -258,7 +252,7 @@ PICTURES = {(0, False): 17, (1, False): 2, (1, True): 11, (2, True): 12}
 
 
 @pytest.mark.parametrize("names", [[], ["auto.json"], slow(["auto.jsonl"]), slow(["auto.json", "auto.jsonl"])])
-def test_the_page_asks_for_nothing_and_all_pictures_have_words(folder, compared, tmp_path, names):
+def test_page_is_complete_and_loads_nothing(folder, compared, tmp_path, names):
     for name in names:
         (tmp_path / name).write_text((folder / name).read_text())
     text = report(tmp_path, *names) if names else compared.read_text()
@@ -271,7 +265,7 @@ def test_the_page_asks_for_nothing_and_all_pictures_have_words(folder, compared,
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
     links = re.findall(r'(?:href="#|url\(#)([^")]+)', text)
-    links += [one for _, attrs in page.tags for one in attrs.get("aria-labelledby", "").split()]
+    links += [name for _, attrs in page.tags for name in attrs.get("aria-labelledby", "").split()]
     assert set(links) <= set(ids)
     pictures = [attrs for attrs in page.of("svg") if "aria-hidden" not in attrs]
     assert len(pictures) == len(page.of("figure")) == PICTURES[len(names), names[-1:] == ["auto.jsonl"]]
@@ -287,50 +281,47 @@ def test_the_page_asks_for_nothing_and_all_pictures_have_words(folder, compared,
     assert set(re.findall(r"(?:fill|stroke): ([^;\"]+)", drawn)) <= {"none", *(f"var(--{token})" for token in LIGHT)}
 
 
-def test_all_that_was_asked_for_is_there(folder, tmp_path):
+def test_report_writes_every_section_and_picture(folder, tmp_path):
     for name in ("auto.json", "auto.jsonl"):
         (tmp_path / name).write_text((folder / name).read_text())
-    text = report(tmp_path, "auto.json", "auto.jsonl", more=["--pictures", str(tmp_path / "pictures")])
+    pictures = tmp_path / "pictures"
+    text = report(tmp_path, "auto.json", "auto.jsonl", more=["--pictures", str(pictures)])
     sections = re.findall(r'<section id="(\w+)"', text)
     assert sections == ["loss", "seconds", "chosen", "behind", "predicted", "ranks", "runs"]
-    names = {path.stem for path in (tmp_path / "pictures").iterdir()}
     wanted = {"loss-steps", "loss-seconds", "loss-bytes", "quality-seconds", "step-by-phase", "phases-auto"}
-    wanted |= {"plans-auto", "ratio-auto", "gain-auto", "predicted-auto", "ranks-auto"}
-    wanted |= {"steps-behind"}
-    assert names == wanted
-    for name in names:
-        assert (tmp_path / "pictures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        own = (tmp_path / "pictures" / f"{name}.svg").read_text()
-        assert "var(--" not in own  # by itself it has no page to ask
+    wanted |= {"plans-auto", "ratio-auto", "gain-auto", "predicted-auto", "ranks-auto", "steps-behind"}
+    assert {path.stem for path in pictures.iterdir()} == wanted
+    for name in wanted:
+        assert (pictures / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "var(--" not in (pictures / f"{name}.svg").read_text()  # a file has no page with colours
 
 
-def test_lines_that_a_script_of_ones_own_has_written(tmp_path):
-    """They have no loss, and no phases but the reducer's."""
+def test_report_of_records_without_loss_and_phases(tmp_path):
+    """A script of a user writes the records of its reducer."""
     reducer = mpicomp.Reducer("topk", "allgather", comm=LocalWorld(1).transports[0])
-    with open(tmp_path / "own.jsonl", "w") as file:
+    with open(tmp_path / "script.jsonl", "w") as file:
         for step in range(12):
             reducer.reduce({"w": np.arange(step, step + 100, dtype=np.float32)}, lr=0.1)
             file.write(json.dumps(reducer.last_step.to_json()) + "\n")
-    text = report(tmp_path, "own.jsonl")
+    text = report(tmp_path, "script.jsonl")
     assert re.findall(r'<section id="(\w+)"', text) == ["seconds", "chosen", "behind", "runs"]
     assert "12 steps" in text
     assert re.search(r"\bnan\b", text) is None
 
 
+def linear_rgb(colour):
+    parts = np.array([int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)])
+    return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+
+
 def contrast(one, other):
     """Return the contrast of two colours as WCAG 2.2 defines it."""
-
-    def luminance(colour):
-        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    high, low = sorted((float(linear_rgb(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (one, other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
 
 
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
-def test_contrast(colours):
+def test_colours_have_contrast(colours):
     for token, colour in colours.items():
         if token in ("ground", "line"):
             continue
@@ -348,9 +339,7 @@ WEAKNESSES = {
 
 def lab(colour, weakness):
     """Return CIE L*a*b* of a colour as it is seen."""
-    parts = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
-    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
-    seen = np.clip(np.array(weakness) @ linear, 0, 1)
+    seen = np.clip(np.array(weakness) @ linear_rgb(colour), 0, 1)
     to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
     xyz = np.array(to_xyz) @ seen / [0.9505, 1, 1.089]
     x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
@@ -362,12 +351,12 @@ def lab(colour, weakness):
 def test_colours_can_be_told_apart(colours, weakness):
     for tokens in (PHASES, ("run0", "run1", "run2", "run3"), ("run4", "run5", "run6", "run7")):
         for one, other in combinations(tokens, 2):
-            apart = lab(colours[one], WEAKNESSES[weakness]) - lab(colours[other], WEAKNESSES[weakness])
-            assert np.linalg.norm(apart) > 18, (one, other)
+            distance = lab(colours[one], WEAKNESSES[weakness]) - lab(colours[other], WEAKNESSES[weakness])
+            assert np.linalg.norm(distance) > 18, (one, other)
 
 
-def test_a_page_that_cannot_be_written_leaves_the_one_before(folder, tmp_path, capsys):
-    """No file may be longer than 2 KiB: what was begun is taken away again."""
+def test_failed_write_keeps_the_page_before(folder, tmp_path, capsys):
+    """No file may be longer than 2 KiB: what was begun is removed."""
     page = tmp_path / "F.html"
     page.write_text("the one before")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -378,35 +367,36 @@ def test_a_page_that_cannot_be_written_leaves_the_one_before(folder, tmp_path, c
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "F.html' cannot be written" in capsys.readouterr().err
     assert page.read_text() == "the one before"
-    assert [own.name for own in tmp_path.iterdir()] == ["F.html"]
+    assert [path.name for path in tmp_path.iterdir()] == ["F.html"]
 
 
-def test_without_what_draws_it_the_error_says_what_to_install(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "matplotlib" else sys)
+@pytest.mark.parametrize("missing", ["jinja2", "matplotlib", "msgspec"])
+def test_report_without_a_library_names_the_install(monkeypatch, capsys, tmp_path, missing):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == missing else sys)
     assert cli.main(["report", "a.json", "-o", str(tmp_path / "F.html")]) == 2
-    said = capsys.readouterr().err
-    assert "a report is drawn with matplotlib, which is not installed" in said
-    assert "pip install 'mpicomp[report]'" in said
+    message = capsys.readouterr().err
+    assert f"a report is drawn with {missing}, which is not installed" in message
+    assert "pip install 'mpicomp[report]'" in message
 
 
-# ---- what a browser makes of it
+# ---- the page in a browser
 
 
 OVER = """
 const wide = document.documentElement.scrollWidth > document.documentElement.clientWidth;
 const over = [];
-for (const own of document.querySelectorAll("body *")) {
-  const box = own.getBoundingClientRect();
+for (const node of document.querySelectorAll("body *")) {
+  const box = node.getBoundingClientRect();
   const out = box.width && (box.right > innerWidth + 1 || box.left < -1);
-  if (out && !own.closest(".scroll, svg, .skip"))
-    over.push(own.tagName + " " + own.textContent.slice(0, 30));
+  if (out && !node.closest(".scroll, svg, .skip"))
+    over.push(node.tagName + " " + node.textContent.slice(0, 30));
 }
 for (const svg of document.querySelectorAll("figure svg")) {
   const all = svg.getBoundingClientRect();
-  for (const own of svg.querySelectorAll("text")) {
-    const box = own.getBoundingClientRect();
+  for (const node of svg.querySelectorAll("text")) {
+    const box = node.getBoundingClientRect();
     if (box.left < all.left - 1 || box.right > all.right + 1 || box.top < all.top - 1 || box.bottom > all.bottom + 1)
-      over.push("text " + own.textContent);
+      over.push("text " + node.textContent);
   }
 }
 return [wide, over];
@@ -416,15 +406,15 @@ const text = document.querySelector("figure svg text");
 return [getComputedStyle(document.body).backgroundColor, getComputedStyle(text).fill];
 """
 SMALLEST = """
-return Math.min(...[...document.querySelectorAll("figure svg text")].map(own => {
-  const svg = own.closest("svg");
-  return parseFloat(getComputedStyle(own).fontSize) * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+return Math.min(...[...document.querySelectorAll("figure svg text")].map(node => {
+  const svg = node.closest("svg");
+  return parseFloat(getComputedStyle(node).fontSize) * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
 }));
 """
 
 
 @pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs Chromium and its driver: apt install chromium-driver")
-def test_in_a_browser(compared, tmp_path):
+def test_page_fits_every_window_of_a_browser(compared, tmp_path):
     with Browser(tmp_path / "browser") as browser:
         for width, height in ((1280, 800), (360, 740)):
             for dark in (False, True):
@@ -436,7 +426,7 @@ def test_in_a_browser(compared, tmp_path):
                 colours = DARK if dark else LIGHT
                 assert (ground, ink) == (_rgb(colours["ground"]), _rgb(colours["soft"]))
                 assert browser.ask(SMALLEST) >= 10
-        assert browser.ask("return [...document.querySelectorAll('figure svg')].every(own => own.clientHeight > 60)")
+        assert browser.ask("return [...document.querySelectorAll('figure svg')].every(svg => svg.clientHeight > 60)")
         browser.press("Tab")
         assert browser.ask("return document.activeElement.className") == "skip"
         for _ in range(60):
@@ -449,7 +439,7 @@ def test_in_a_browser(compared, tmp_path):
 
 
 def _rgb(colour):
-    return f"rgb({', '.join(str(int(colour[place : place + 2], 16)) for place in (1, 3, 5))})"
+    return f"rgb({', '.join(str(int(colour[start : start + 2], 16)) for start in (1, 3, 5))})"
 
 
 # ---- long runs
@@ -457,7 +447,7 @@ def _rgb(colour):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_long_run_makes_a_small_page(tmp_path):
+def test_page_of_a_long_run_is_small(tmp_path):
     write_lines(tmp_path / "run.jsonl", 10_000, layers=100, buckets=10, every=100)
     write_outcome(tmp_path / "run.json", 10_000, ranks=64, layers=100)
     assert len(report(tmp_path, "run.json", "run.jsonl").encode()) < 5e6

@@ -1,0 +1,166 @@
+"""A replica of a task's model on one rank: its timed steps, and its parameters as other ranks see them."""
+
+import hashlib
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mpicomp.bench.tasks import Task
+from mpicomp.bench.tasks.updating import Updater, plain
+
+from mpicomp.rounds import Group
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Loss of a step, and when its parts ended, by ``time.perf_counter``.
+
+    Attributes
+    ----------
+    loss : float
+        On this rank's batch.
+    start, forward, backward, compared, synchronized, end : float
+        Ranks' gradients are compared after backward, which is no part of the step.
+    """
+
+    loss: float
+    start: float
+    forward: float
+    backward: float
+    compared: float
+    synchronized: float
+    end: float
+
+
+class Replica:
+    """Model, optimizer and data of one rank.
+
+    Parameters
+    ----------
+    task : Task
+        The task that is trained.
+    group : Group
+        All ranks.
+    steps : int
+        Steps of the whole training, for a task whose rate follows them.
+    device : torch.device
+        Device of the model.
+    is_sgd : bool
+        Whether it steps by plain gradient descent in place of the task's optimizer.
+    lr_scale : float
+        Factor of the task's learning rate.
+
+    Attributes
+    ----------
+    model, network : torch.nn.Module
+        The model, and what computes the loss: the model or a wrapper of it.
+    optimizer : torch.optim.Optimizer
+        The task's, or a wrapper that exchanges gradients.
+    updater : Updater
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        group: Group,
+        steps: int,
+        device: torch.device = CPU,
+        *,
+        is_sgd: bool = False,
+        lr_scale: float = 1.0,
+    ) -> None:
+        self.task = task
+        self.group = group
+        self.device = device
+        self.model = task.model().to(device)
+        self.parameters = list(self.model.parameters())
+        self.network = self.model
+        self.optimizer: Any = task.optimizer(self.model)
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] *= lr_scale
+        if is_sgd:
+            self.optimizer = plain(self.optimizer)
+        self.updater = Updater(task, self.optimizer, steps)
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters of the model."""
+        return sum(parameter.numel() for parameter in self.parameters)
+
+    def step(
+        self,
+        step: int,
+        synchronize: Callable[[], None],
+        compare: Callable[[], None] | None = None,
+        *,
+        set_to_none: bool = True,
+        wait_for_forward: bool = True,
+    ) -> StepTimes:
+        """Train one step.
+
+        Parameters
+        ----------
+        step : int
+            Its number, which chooses the batch.
+        synchronize : callable
+            Waits until gradients are their mean.
+        compare : callable or None
+            Looks at gradients before that.
+        set_to_none : bool
+            Whether gradients are released, or cleared.
+        wait_for_forward : bool
+            Whether backward begins after forward has ended on the device, so that the seconds of both are known.
+        """
+        start = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        loss = self.task.loss(self.network, self.task.batch(step, self.group.rank, self.group.size))
+        if wait_for_forward:
+            self.finish()
+        forward = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.finish()
+        backward = compared = time.perf_counter()
+        if compare is not None:
+            compare()
+            compared = time.perf_counter()
+        synchronize()
+        self.finish()
+        synchronized = time.perf_counter()
+        self.updater.update()
+        value = float(loss.detach())
+        self.finish()
+        return StepTimes(value, start, forward, backward, compared, synchronized, time.perf_counter())
+
+    def digest(self) -> bytes:
+        """Return eight bytes that differ where parameters do."""
+        digest = hashlib.blake2b(digest_size=8)
+        for parameter in self.parameters:
+            digest.update(parameter.detach().cpu().contiguous().numpy().data)
+        return digest.digest()
+
+    def finish(self) -> None:
+        """Wait for the work of a GPU, so that seconds are those of the work in them."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def threads_of_rank(cores: float) -> int:
+    """Return the number of threads of a rank: the user's setting, else its share of this host's cores.
+
+    Parameters
+    ----------
+    cores : float
+        For each rank where they are fewest, see `Transport`. Ranks may all be allowed to run on all of them.
+    """
+    if os.environ.get("OMP_NUM_THREADS"):
+        return torch.get_num_threads()
+    # Slurm's limit of a task binds no process where its plugin for binding is off.
+    slurm = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    task = int(slurm) if slurm.isascii() and slurm.isdigit() else math.inf
+    return max(1, int(min(cores, task, len(os.sched_getaffinity(0)))))

@@ -1,0 +1,248 @@
+"""Kernels that are timed: copies, compressors, decoding, codes of indices, spectra, and other libraries' top-k."""
+
+# ruff: noqa: D102, overrides of `Kernel`
+import contextlib
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from mpicomp.bench.measure.feedback import DTYPE, Selecting
+from mpicomp.bench.measure.gradients import Gradients, Settled, steps_to_settle
+from mpicomp.bench.measure.interleaved import Kernel
+from mpicomp.kernels import cpu
+from numpy.typing import NDArray
+
+from mpicomp import kernels
+from mpicomp.collectives.sparse_mean import SparseMean
+from mpicomp.compressors import Quantiser
+from mpicomp.compressors.message import look_at, read_message
+from mpicomp.places import Place, numbers
+from mpicomp.reducer.bucket import Bucket
+from mpicomp.workspace import Workspace
+
+_WARM_STEPS = 20  # of a compressor at full length that are not timed: it finds its bounds and stages
+
+
+@dataclass
+class Copy(Kernel):
+    """A copy of the array."""
+
+    gradients: Gradients
+
+    def __post_init__(self) -> None:
+        self._out = self.gradients.place.zeros(self.gradients.numel, DTYPE)
+        self._source = self.gradients.fresh()
+
+    def prepare(self) -> None:
+        self._source = self.gradients.fresh()
+
+    def run(self) -> None:
+        np.copyto(self._out, self._source)
+
+
+@dataclass
+class Compress(Kernel):
+    """The step of a reducer without its exchange: sum, selection, message, and the residual that follows."""
+
+    selecting: Selecting
+    bucket: Bucket
+    gradients: Gradients
+    settled: Settled | None = None
+    """The residual of a bucket that other compressors use in turn; None for a bucket of this one alone."""
+
+    def __post_init__(self) -> None:
+        self._kept: list[int] = []
+        self.gradient = self.gradients.fresh()
+
+    def warm(self) -> None:
+        for _ in range(steps_to_settle(self.selecting.compressor) if self.settled is None else _WARM_STEPS):
+            self.prepare()
+            self.run()
+
+    def reset(self) -> None:
+        super().reset()
+        self._kept.clear()
+
+    def prepare(self) -> None:
+        if self.settled is not None:
+            self.settled.advance()
+            self.settled.give(self.bucket)
+        self.gradient = self.gradients.fresh()
+
+    def run(self) -> None:
+        self._kept.append(self.selecting.step(self.bucket, self.gradient, message=True))
+
+    def facts(self) -> dict[str, Any]:
+        reached = float(np.mean(self._kept)) / self.gradients.numel
+        return {"ratio_reached": reached, "config": self.selecting.compressor.get_config()}
+
+
+@dataclass
+class Pack(Kernel):
+    """A fresh array in few bits, and what receivers will see."""
+
+    compressor: Quantiser
+    gradients: Gradients
+    workspace: Workspace
+
+    def __post_init__(self) -> None:
+        self.message = np.zeros(self.compressor.packed_bytes(self.gradients.numel), np.uint8)
+        self._calls = 0
+        self._array = self.gradients.fresh()
+        self.run()
+
+    def prepare(self) -> None:
+        self._array = self.gradients.fresh()
+
+    def run(self) -> None:
+        self._calls += 1
+        sent = self.workspace.array("sent", self._array.size, DTYPE)
+        self.compressor.pack(self._array, self.message, sent, key=self._calls)
+
+    def facts(self) -> dict[str, Any]:
+        return {"config": self.compressor.get_config()}
+
+
+@dataclass
+class Unpack(Kernel):
+    """One rank's packed array, added to a mean."""
+
+    packing: Pack
+    ranks: int
+
+    def warm(self) -> None:
+        self.packing.workspace.array("mean", self.packing.gradients.numel, DTYPE)[:] = 0
+        super().warm()
+
+    def run(self) -> None:
+        mean = self.packing.workspace.array("mean", self.packing.gradients.numel, DTYPE)
+        self.packing.compressor.unpack_add(self.packing.message, 1 / self.ranks, mean)
+
+    def facts(self) -> dict[str, Any]:
+        return self.packing.facts()
+
+
+@dataclass
+class Decode(Kernel):
+    """Messages with their headers, added to a mean."""
+
+    messages: Sequence[Any]
+    numel: int
+
+    def __post_init__(self) -> None:
+        self._workspace = Workspace()
+
+    def run(self) -> None:
+        mean = SparseMean.cleared(self._workspace, self.numel, DTYPE)
+        for message in self.messages:
+            selection = read_message(message, self.numel, DTYPE, self._workspace).selection
+            mean.add(selection.indices, selection.values, 1 / len(self.messages))
+
+
+@dataclass
+class DecodeOnGpu(Kernel):
+    """Decoding of messages whose headers the host has read before they reach the GPU."""
+
+    messages: Sequence[Any]
+    numel: int
+    place: Place
+
+    def __post_init__(self) -> None:
+        self._workspace = Workspace(self.place)
+        bounds = list(pairwise(accumulate((message.size for message in self.messages), initial=0)))
+        self._all = self.place.empty(bounds[-1][1], np.uint8)
+        for (start, stop), message in zip(bounds, self.messages, strict=True):
+            self._all[start:stop] = message
+        self._headers = [look_at(self._all[start:stop], self.numel, DTYPE, start=start) for start, stop in bounds]
+
+    def run(self) -> None:
+        mean = SparseMean.cleared(self._workspace, self.numel, DTYPE)
+        numbers(mean.add_messages(self._all, self._headers, 1 / len(self._headers)))  # whether indices were right
+
+
+@dataclass
+class Indices(Kernel):
+    """Encoding of the indices of a selection, or the way back."""
+
+    indices: NDArray[np.uint32]
+    numel: int
+    back: bool
+
+    def __post_init__(self) -> None:
+        self._code = np.zeros(cpu.index_bytes(self.indices.size, self.numel), np.uint8)
+        self._out = np.zeros_like(self.indices)
+        cpu.encode_indices(self.indices, self.numel, self._code)
+
+    def run(self) -> None:
+        if self.back:
+            cpu.decode_indices(self._code, self.indices.size, self.numel, self._out)
+        else:
+            cpu.encode_indices(self.indices, self.numel, self._code)
+
+    def facts(self) -> dict[str, Any]:
+        return {"bits_per_index": 8 * self._code.size / self.indices.size}
+
+
+@dataclass
+class Spectrum(Kernel):
+    """Counts and energies of magnitudes."""
+
+    array: Any
+    stride: int
+    place: Place
+
+    def __post_init__(self) -> None:
+        self._counts, self._energies = self.place.zeros(cpu.BINS, np.int64), self.place.zeros(cpu.BINS, np.float64)
+
+    def run(self) -> None:
+        kernels.spectrum(self.array, self._counts, self._energies, self.stride, self.threads or 1)
+
+
+@dataclass
+class Argpartition(Kernel):
+    """Selection of the largest elements by `numpy.argpartition`, for comparison."""
+
+    array: NDArray[np.float32]
+    k: int
+    magnitudes: NDArray[np.float32]
+
+    def run(self) -> None:
+        np.abs(self.array, out=self.magnitudes)
+        indices = np.argpartition(self.magnitudes, self.array.size - self.k)[self.array.size - self.k :]
+        self.array[indices]
+
+
+@dataclass
+class TorchTopk(Kernel):
+    """Selection of the largest elements by `torch.topk`, for comparison; on a GPU in the same stream."""
+
+    array: Any
+    k: int
+    place: Any
+
+    def __post_init__(self) -> None:
+        self._torch = importlib.import_module("torch")  # where it is installed; nothing else here needs it
+        with self._stream():
+            self._array = self._torch.from_dlpack(self.array)
+            self._magnitudes = self._torch.empty_like(self._array)
+
+    @contextlib.contextmanager
+    def _stream(self) -> Iterator[None]:
+        """Have torch compute with the threads of the row, or in the stream of a GPU."""
+        if self.place.device is not None:
+            with self._torch.cuda.stream(self._torch.cuda.ExternalStream(self.place.stream, device=self.place.device)):
+                yield
+            return
+        before = self._torch.get_num_threads()
+        self._torch.set_num_threads(self.threads)
+        yield
+        self._torch.set_num_threads(before)
+
+    def run(self) -> None:
+        with self._stream():
+            self._torch.abs(self._array, out=self._magnitudes)
+            _, indices = self._torch.topk(self._magnitudes, self.k, sorted=False)
+            self._array[indices]
