@@ -70,7 +70,7 @@ def _student(random: np.random.Generator, numel: int) -> NDArray[np.floating]:
     return random.standard_t(3, numel).astype(np.float32)
 
 
-_DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int], NDArray[np.floating]]] = {
+DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int], NDArray[np.floating]]] = {
     "laplace": _laplace,
     "gamma": _gamma,
     "normal": _normal,
@@ -97,7 +97,7 @@ class Data:
 def drawn(name: str, numel: int, seed: int) -> Data:
     """Return gradients drawn from a distribution, without error feedback."""
     random = np.random.default_rng(seed)
-    return Data((_DISTRIBUTIONS[name](random, numel) for _ in itertools.count()), False)
+    return Data((DISTRIBUTIONS[name](random, numel) for _ in itertools.count()), False)
 
 
 def trained(name: str, feedback: bool) -> Data:
@@ -109,7 +109,7 @@ def trained(name: str, feedback: bool) -> Data:
         Where there is no such task, or it cannot be trained here.
     """
     if name not in list_tasks():
-        raise UnknownNameError(f"{_STUDY}: --data", name, [*_DISTRIBUTIONS, *list_tasks()])
+        raise UnknownNameError(f"{_STUDY}: --data", name, [*DISTRIBUTIONS, *list_tasks()])
     try:
         from mpicomp.bench.tasks.gradients import gradients_of  # loads torch
 
@@ -300,13 +300,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.data is not None:
         names = list(dict.fromkeys(read_list(arguments.data)))
     elif arguments.gradients is None:
-        names, tasks = list(_DISTRIBUTIONS), list(list_tasks())
+        names, tasks = list(DISTRIBUTIONS), list(list_tasks())
         if all(importlib.util.find_spec(name) is not None for name in ("torch", "sklearn")):
             names += tasks
         else:
             print(f"left out: {', '.join(tasks)}; they need pip install 'mpicomp[torch,bench]'")
     data = {
-        name: drawn(name, arguments.numel, seed) if name in _DISTRIBUTIONS else trained(name, feedback)
+        name: drawn(name, arguments.numel, seed) if name in DISTRIBUTIONS else trained(name, feedback)
         for seed, name in enumerate(names)
     }
     if arguments.gradients is not None:

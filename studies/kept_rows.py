@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 from mpicomp.bench.tasks import list_tasks
 
 from mpicomp.cli.options import check_least, check_writable, read_list
+from mpicomp.errors import MpicompError
 
 
 def add_arguments(parser: argparse.ArgumentParser, task: str) -> None:
@@ -25,29 +28,49 @@ def add_arguments(parser: argparse.ArgumentParser, task: str) -> None:
 
 @dataclass
 class Rows:
-    """Rows of trainings, in a file if there is one.
+    """Rows in the order in which they were made, in a file of JSON lines if there is one.
 
-    Parameters
-    ----------
-    key : sequence of str
-        Fields that tell one training from another.
-    path : Path or None
-        Of JSON lines.
+    ``key`` are the fields that tell one row from another. From ``end`` on, a time on the monotonic clock, no more are
+    measured: ``late`` names those, and those that failed.
     """
 
     key: Sequence[str]
     path: Path | None = None
     made: list[dict[str, Any]] = field(default_factory=list)
+    end: float = math.inf
+    late: list[str] = field(default_factory=list)
 
-    def complete(self, train: Callable[..., dict[str, Any]], *training: Any) -> dict[str, Any] | None:
-        """Train with these values of the key and keep the row; None where there is one already."""
-        if any(tuple(row[name] for name in self.key) == training for row in self.made):
-            return None
-        self.made.append(train(*training))
+    def find(self, *key: Any) -> dict[str, Any] | None:
+        return next((row for row in self.made if tuple(row[name] for name in self.key) == key), None)
+
+    def keep(self, row: dict[str, Any]) -> dict[str, Any]:
+        self.made.append(row)
         if self.path is not None:
             with self.path.open("a") as file:
-                file.write(json.dumps(self.made[-1]) + "\n")
-        return self.made[-1]
+                file.write(json.dumps(row) + "\n")
+        return row
+
+    def train(self, train: Callable[..., dict[str, Any]], *key: Any) -> dict[str, Any] | None:
+        """Train with these values of the key and keep the row; None where there is one already."""
+        return None if self.find(*key) is not None else self.keep(train(*key))
+
+    def measure(self, key: Sequence[Any], make: Callable[..., dict[str, Any]], *arguments: Any) -> None:
+        """Make the row of this key, unless it is there; one that fails is printed and left out."""
+        name = ", ".join(map(str, key))
+        if self.find(*key) is not None:
+            return
+        if time.monotonic() > self.end:
+            self.late.append(name)
+            return
+        begin = time.monotonic()
+        try:
+            row = make(*arguments)
+        except MpicompError as error:
+            print(f"{name}: failed: {error}", flush=True)
+            self.late.append(name)
+            return
+        self.keep(dict(zip(self.key, key, strict=True)) | row)
+        print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
 
 
 def read(
@@ -60,10 +83,10 @@ def read(
     return read_list(arguments.task), [int(word) for word in read_list(arguments.seeds)], rows
 
 
-def open_rows(study: str, name: str | None, key: Sequence[str]) -> Rows:
+def open_rows(study: str, name: str | None, key: Sequence[str], end: float = math.inf) -> Rows:
     """Return the rows in a file, which new ones are appended to; those of no file are kept nowhere."""
     path = None if name is None else Path(name)
     if path is not None:
         check_writable(study, str(path))
     there = path.read_text().splitlines() if path is not None and path.exists() else []
-    return Rows(key, path, [json.loads(line) for line in there])
+    return Rows(key, path, [json.loads(line) for line in there], end)
