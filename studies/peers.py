@@ -24,7 +24,6 @@ _BLOCKS = 8
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/peers.py",
         description="Train with all exchanges, block by block in turn in one job, so that what else the machine does "
@@ -67,10 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def rows_of(folder: Path, arguments: argparse.Namespace, network: Network, task: str) -> list[dict[str, Any]]:
     """Return the rows of all exchanges that were asked for, in their order."""
-    asked, apart = read_list(arguments.exchange), read_list(arguments.alone)
-    in_turn = [name for name in asked if name not in apart]
-    groups = [in_turn, *([name] for name in asked if name in apart)]
-    rows = [row for own in groups if own for row in rows_of_job(folder, arguments, network, task, own)]
+    asked, alone = read_list(arguments.exchange), read_list(arguments.alone)
+    in_turn = [name for name in asked if name not in alone]
+    groups = [in_turn, *([name] for name in asked if name in alone)]
+    rows = [row for names in groups if names for row in rows_of_job(folder, arguments, network, task, names)]
     return sorted(rows, key=lambda row: asked.index(row["exchange"]))
 
 
@@ -79,10 +78,7 @@ def rows_of_job(
 ) -> list[dict[str, Any]]:
     """Return the rows of exchanges that share a job, from the folder or from a job in a lab.
 
-    Returns
-    -------
-    list of dict
-        Those of `mpicomp bench training`, with ``problem`` None; or ``exchange`` and ``problem`` alone, what happened.
+    They are those of `mpicomp bench training`, with ``problem`` None; or ``exchange`` and ``problem``, what happened.
     """
     name = "-".join((task, str(arguments.hosts), str(network), "+".join(exchanges))).replace("/", "-").replace(":", "-")
     kept, log = folder / f"{name}.json", folder / f"{name}.log"
@@ -103,7 +99,7 @@ def rows_of_job(
     else:
         end = f"no end within {arguments.limit:.0f} s" if status is None else f"ended with status {status}"
         last = thrown(log) or ("" if status is None else jobs.last_words(log).removeprefix("mpicomp: "))
-        rows = [{"exchange": own, "problem": f"{end}: {last}".removesuffix(": ")} for own in exchanges]
+        rows = [{"exchange": name, "problem": f"{end}: {last}".removesuffix(": ")} for name in exchanges]
     kept.write_text(json.dumps({"words": words, "rows": rows}, indent=1) + "\n")
     return rows
 
@@ -115,7 +111,7 @@ def thrown(log: Path) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of a table in Markdown, with quality beside seconds and bytes.
+    """Return the lines of a table in Markdown, with quality next to seconds and bytes.
 
     Of DDP's step is that over the step of ``ddp``, and throughput that of ``none`` which is left.
     """
@@ -130,7 +126,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if row["problem"] is not None:
             lines.append(f"| {row['exchange']} | {row['problem'].replace('|', '/')} | | | | | |")
             continue
-        phases = "" if row["phases_s"] is None else ", ".join(f"{1e3 * own:.1f}" for own in row["phases_s"].values())
+        phases = ", ".join(f"{1e3 * seconds:.1f}" for seconds in (row["phases_s"] or {}).values())
         share = "" if ddp is None or not row["in_turn"] else f"{row['median_s'] / ddp:.2f}"
         left = "" if row["of_none"] is None else f"{row['of_none']:.2f}"
         link = "" if row["link_bytes"] is None else f"{row['link_bytes'] / 1e6:.3g}"

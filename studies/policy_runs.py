@@ -209,7 +209,7 @@ class Trainings(Comparison):
         try:
             if isinstance(run, Timing):
                 rows = {Path(row["exchange"]).name: row for row in outcome["rows"]}  # of a path the file
-                names = {own.arm: DENSE if own.arm == DENSE else f"{own.name}.jsonl" for own in run.sources}
+                names = {source.arm: DENSE if source.arm == DENSE else f"{source.name}.jsonl" for source in run.sources}
                 timed = {policy: rows[name] for policy, name in names.items() if name in rows}
                 return {"timed": timed} if timed else None
             lines = read_lines(self.folder.path(run.name, "jsonl"))

@@ -227,14 +227,14 @@ def run(arguments: argparse.Namespace) -> int:
             rows.measure(("probe", task, _BASE, 0), _probe, task, ranks)
             probe = rows.find("probe", task, _BASE, 0)
             for arm in names if probe is not None else ():
-                key, network = (task, arm, seed), _network(probe or {})
+                trained, network = (task, arm, seed), _network(probe or {})
                 if arm.startswith("GraVAC"):
-                    rows.measure(("train", *key), train, *key, ranks, steps, network)
+                    rows.measure(("train", *trained), train, *trained, ranks, steps, network)
                     continue
-                rows.measure(("train", *key), train, *key, ranks, steps)
+                rows.measure(("train", *trained), train, *trained, ranks, steps)
                 if seed == seeds[0]:  # steps of Accordion are not all the same
                     timed = steps if arm == "Accordion" else _TIMED
-                    rows.measure(("step", *key), train, *key, ranks, timed, network)
+                    rows.measure(("step", *trained), train, *trained, ranks, timed, network)
     _print(rows.made, ranks)
     gravac_gains.show(rows.made)
     paper_runs.print_late(rows)

@@ -56,10 +56,11 @@ def arms(steps: int) -> dict[str, paper_runs.Arm]:
 
 def ablations(steps: int) -> dict[str, paper_runs.Arm]:
     """Return those of the ring with a phase or a part changed."""
-    base, published = {**_HERE, **_phases(steps)}, LGC(published=True)
+    phases, published = _phases(steps), LGC(published=True)
+    base = {**_HERE, **phases}
     changed: dict[str, dict[str, Any]] = {
         "no dense phase": {"dense_steps": 0},
-        "a quarter of learning": {"training_steps": max(1, base["training_steps"] // 4)},
+        "a quarter of learning": {"training_steps": max(1, phases["training_steps"] // 4)},
         "never coded": {"training_steps": steps},
         "error of what was selected": {"error": "selected"},
         "linear code": {"code": "linear"},

@@ -58,7 +58,7 @@ def programs(task, ranks, way):
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
 @pytest.mark.parametrize("name", ["allreduce", "allgatherv", "gatherv", "bcast"])
-def test_formulas_count_the_fewest_messages_and_the_fewest_bytes_one_after_the_other(name, ranks):
+def test_formulas_count_the_fewest_messages_and_bytes(name, ranks):
     task = operation(name, ranks)
     expected = terms(task, layout_groups(range(ranks), 0)[0])
     # Where all send at once they share the root's link, which is not followed here.
@@ -67,14 +67,14 @@ def test_formulas_count_the_fewest_messages_and_the_fewest_bytes_one_after_the_o
     assert min(followed(own, 0, 1) for own in made) == pytest.approx(expected.volume)
 
 
-def test_what_all_send_to_one_rank_takes_one_step():
+def test_gatherv_at_once_takes_one_step():
     made = programs(operation("gatherv", 4), 4, "at once")
     assert made == [[([(1, 96)], [])], [([], [0, 2, 3])], [([(1, 96)], [])], [([(1, 96)], [])]]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
 @pytest.mark.parametrize("way", messages.ways("alltoallv"))
-def test_all_ranks_send_a_part_to_all_others(way, ranks):
+def test_alltoallv_sends_a_part_to_each_rank(way, ranks):
     task = operation("alltoallv", ranks)
     made = programs(task, ranks, way)
     for rank, steps in enumerate(made):
@@ -121,11 +121,11 @@ def test_a_case_has_the_bytes_of_its_rounds(title, config, collective, per_host)
         assert followed(made, 1e-6, 1e-9) > 0  # all messages are taken
 
 
-def test_halves_of_a_ring_may_wait_for_each_other_and_what_is_behind_the_array_goes_apart():
+def test_halves_of_a_ring_may_wait_for_each_other():
     [doubling, ring] = study.cases_of(bind(get_compressor({"id": "dense"}), "ring"), 4, 1, WIRES)
     when = [task["when"] for task in doubling["tasks"][0]]
     assert when.count("next") == 2 * 2 * 3
-    assert when.count("apart") == 1
+    assert when.count("background") == 1
     assert (doubling["way"], ring["way"]) == ("allgatherv doubling", "allgatherv ring")
 
 
@@ -145,7 +145,7 @@ def test_a_python_without_simgrid_is_told_how_to_get_it():
 
 
 def test_a_table_has_the_median_and_the_worst():
-    row = {"plan": "x", "ranks": 2, "per_host": 1, "wires": "w", "told_s": 1.0, "simgrid_s": 1.0, "way": "a b"}
+    row = {"plan": "x", "ranks": 2, "per_host": 1, "wires": "w", "predicted_s": 1.0, "simgrid_s": 1.0, "way": "a b"}
     lines = study.table([row | {"ratio": ratio} for ratio in (0.9, 1.0, 1.5)])
     assert lines[2] == "| x | 2 | 1 | w | 1.000000 | 1.000000 | 0.900 | a b |"
     assert lines[-3] == "| x | 1 | 1.000 (0.900 to 1.500) |"
