@@ -1,6 +1,6 @@
 """What the constants of the joint choice are worth: ``python studies/constants.py --rows rows.jsonl``.
 
-Nothing is trained: predictions are made again, with other constants, from the rows of ``studies/behind.py``, and the
+Nothing is trained: predictions are made again, with other constants, from the rows of ``studies/penalties.py``, and the
 plans that would be chosen by them are judged by how far training was behind.
 """
 
@@ -16,10 +16,10 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from behind import exchange_of, predict, steps_behind
 from mpicomp.bench.lab.units import parse_bandwidth, parse_latency
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import get_task
+from penalties import exchange_of, predict, steps_behind
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
@@ -201,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
         prog=f"studies/{_STUDY}.py",
         description="Show what other values of the constants of the joint choice would have come to.",
     )
-    parser.add_argument("--rows", required=True, metavar="F.jsonl[,..]", help="that studies/behind.py has written")
+    parser.add_argument("--rows", required=True, metavar="F.jsonl[,..]", help="that studies/penalties.py has written")
     parser.add_argument("--networks", default=_NETWORKS, metavar="B/L[,..]", help="(%(default)s)")
     parser.set_defaults(alone=True)
     return parser

@@ -44,7 +44,9 @@ class Jobs:
         rate, steps = self.rates.get(name, RATES.get(arm, 0.5)), int(words.get("--steps", STEPS[words["--task"]]))
         qualities = [quality_of(task, rate * (step + 1) / steps) for step in range(steps)]
         every = int(words["--evaluate-every"])
-        lines = [{"step": step, "quality": None if (step + 1) % every else own} for step, own in enumerate(qualities)]
+        lines = [
+            {"step": step, "quality": None if (step + 1) % every else quality} for step, quality in enumerate(qualities)
+        ]
         Path(words["--metrics"]).write_text("".join(json.dumps(line) + "\n" for line in lines))
         found = {"steps": steps, "median_step_s": median_s, "wire_bytes": 1_000_000 * steps, "choosing_s": CHOOSING_S}
         return found | {"quality": {"value": qualities[-1]}}

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from statistics import median
 
-import flexible
+import flexible_tables
 import numpy as np
 import paper_runs
 from mpicomp.bench.measure.exchanges import share
@@ -32,7 +32,7 @@ def ways(nbytes: int, group: Group) -> dict[str, list[Round]]:
     neighbours = [Round(one.operation, one.counts, _BYTE, peers=one.peers) for _ in range(group.size - 1)]
     whole = Round("allgatherv", [nbytes] * group.size, _BYTE)
     filled = {"allgather of MPI": [whole], "by neighbours, in segments": neighbours}
-    return {name: [flexible.filled(task, group) for task in tasks] for name, tasks in filled.items()}
+    return {name: [flexible_tables.filled(task, group) for task in tasks] for name, tasks in filled.items()}
 
 
 def timed(tasks: Sequence[Round], transport: Transport, turns: int) -> float:
@@ -41,7 +41,7 @@ def timed(tasks: Sequence[Round], transport: Transport, turns: int) -> float:
     for turn in range(turns + 1):
         share(np.zeros(1), transport)
         start = transport.clock()
-        transport.run(flexible.communicate(tasks))
+        transport.run(flexible_tables.communicate(tasks))
         clocks = share(np.array([start, transport.clock()]), transport)
         if turn > 0:  # the first makes connections
             seconds.append(float(clocks[:, 1].max() - clocks[:, 0].max()))

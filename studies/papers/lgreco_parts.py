@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-import lgreco
+import lgreco_tables
 import numpy as np
 import paper_runs
 from numpy.typing import NDArray
@@ -43,8 +43,8 @@ def adjustments(family: str, ranks: int, steps: int) -> list[dict[str, float]]:
         })  # fmt: skip
         return chosen
 
-    compressor, collective = lgreco.FAMILIES[family]
-    arm = paper_runs.Arm(compressor, collective, lgreco.arms(steps)["as published"])
+    compressor, collective = lgreco_tables.FAMILIES[family]
+    arm = paper_runs.Arm(compressor, collective, lgreco_tables.arms(steps)["as published"])
     with mock.patch.object(policy, "least_total", solve):
         paper_runs.train(arm, "resnet20", steps, ranks)
     return found[::ranks]  # every rank solves the same
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="studies/papers/lgreco_parts.py", description="Show what rounding errors up costs L-GreCo as published."
     )
-    parser.add_argument("--family", default="top-k", choices=list(lgreco.FAMILIES), help="(%(default)s)")
+    parser.add_argument("--family", default="top-k", choices=list(lgreco_tables.FAMILIES), help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=160, metavar="S", help="of a training (%(default)s)")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="(%(default)s)")
     parser.set_defaults(alone=True)

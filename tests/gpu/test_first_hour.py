@@ -93,7 +93,7 @@ def numbers(rank, step, numel):
 
 
 def reduced(ranks, arrays, scale=1.0):
-    rounds = [reducer.rounds({"w": own}, scale=scale) for reducer, own in zip(ranks.reducers, arrays, strict=True)]
+    rounds = [reducer.rounds({"w": array}, scale=scale) for reducer, array in zip(ranks.reducers, arrays, strict=True)]
     return [means["w"] for means in ranks.world.run(rounds)]
 
 
@@ -207,7 +207,9 @@ def routes_of(routes):
         return "staged"
     times = zip(routes.sizes, zip(*routes.seconds.values(), strict=True), strict=True)
     by = "/".join(routes.seconds)
-    return ", ".join(f"{size:,} B {'/'.join(f'{1e6 * own:.3g}' for own in took)} us {by}" for size, took in times)
+    return ", ".join(
+        f"{size:,} B {'/'.join(f'{1e6 * seconds:.3g}' for seconds in took)} us {by}" for size, took in times
+    )
 
 
 @NEEDS_GPU

@@ -144,7 +144,7 @@ def test_hindsight_chooses_on_some_seeds_and_tests_others(study, jobs):
     assert [name for name in jobs.names if "topk1" in name] == ["text-lstm-host-topk1-0"]
     assert "text-lstm-host-qsgd4-1" in jobs.names
     assert sorted(name[-1] for name in jobs.names if "-auto-" in name) == ["2", "2", "3", "3"]
-    timings = [f"text-lstm-{own}-timing-{seed}" for seed in (0, 2) for own in ("50mbit-1ms", "1gbit-0us")]
+    timings = [f"text-lstm-{place}-timing-{seed}" for seed in (0, 2) for place in ("50mbit-1ms", "1gbit-0us")]
     assert [name for name in jobs.names if "timing" in name] == timings
     slow = written["rows"][0]
     assert (slow["plan"], slow["dense"], slow["reached"], slow["error"]) == ("qsgd4", "dense-bf16", 2, None)

@@ -53,7 +53,9 @@ def test_variants_are_estimators():
             assert {label: getattr(entry, parameter) for label, entry in variants.items()} == {
                 f"{name}.{value}{form}": value for value in values for form in forms
             }
-            assert all(own.corrections != label.endswith(".published") for label, own in variants.items() if forms[1:])
+            assert all(
+                entry.corrections != label.endswith(".published") for label, entry in variants.items() if forms[1:]
+            )
 
 
 def test_topk_reaches_its_ratio_exactly(rows):
@@ -115,8 +117,8 @@ def test_gradients_of_a_task_are_those_of_training():
     for step in range(3):
         optimizer.zero_grad()
         task.loss(model, task.batch(step, 0, 1)).backward()
-        own = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-        np.testing.assert_array_equal(next(recorded), own.numpy())
+        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        np.testing.assert_array_equal(next(recorded), gradient.numpy())
         optimizer.step()
 
 
@@ -129,7 +131,7 @@ def test_sidco_stays_near_its_ratio_on_real_gradients(task, monkeypatch):
     monkeypatch.setattr(
         estimators,
         "estimators",
-        lambda ratio: {name: get_compressor(own.get_config() | {"ratio": ratio}) for name, own in chosen.items()},
+        lambda ratio: {name: get_compressor(entry.get_config() | {"ratio": ratio}) for name, entry in chosen.items()},
     )
     rows = estimators.measure(task, estimators.trained(task, True), (0.1, 0.01, 0.001), 50)
     assert len(rows) == 9

@@ -46,7 +46,7 @@ def test_regret_prediction_errors_are_those_of_the_cell():
         row("topk", "star-topk", None, 9.0),
         auto(1.0, 0.0, 1.0),
     ]
-    *others, last = [own["prediction_error"] for own in regret.judged(rows)]
+    *others, last = [row["prediction_error"] for row in regret.judged(rows)]
     assert (others, last) == ([None] * 5, pytest.approx(0.1))
     assert regret.prediction_errors(rows) == pytest.approx([0.5, 0.1, 6.0, 7.0, 0.0])
 
@@ -192,7 +192,7 @@ def test_simulated_links_are_those_of_the_lab_and_what_it_adds():
     gradient = Gradient("w", (1 << 10, 1 << 10), 0.1)
     measured = Measured("some", 5, 5, CostModel(network), 0.1, 0.1, 0.0, [Bucket((gradient,))])
     rows = simulated.predict(measured, 4, Network("200mbit", "500us"))
-    [predicted] = [own["predicted_s"] for own in rows if own["plan"] == "dense ring" and not own["overlap"]]
+    [predicted] = [row["predicted_s"] for row in rows if row["plan"] == "dense ring" and not row["overlap"]]
     # 4 MiB among 4 ranks are parts of 1 MiB, in 6 steps of a neighbour's latency and 100 Mbit/s.
     least = 0.2 + 6 * (700e-6 + (1 << 20) * 8 / 100e6)
     assert least < predicted < least + 0.1

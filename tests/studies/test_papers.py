@@ -8,16 +8,16 @@ import sys
 import time
 from pathlib import Path
 
-import flexible
 import flexible_messages
 import flexible_schedules
+import flexible_tables
 import gravac_gains
 import lgc_models
 import lgreco_parts
 import numpy as np
 import paper_runs
 import pytest
-import sidco
+import sidco_tables
 
 import mpicomp
 from mpicomp.errors import MpicompError
@@ -29,22 +29,22 @@ PAPERS = Path(__file__).resolve().parents[2] / "studies" / "papers"
 
 def test_flexible_formulas_are_those_of_the_printed_table():
     checked = 0
-    for cell in flexible.cells(20):
-        printed = flexible.PRINTED_VI.get((cell.model, cell.gbps))
+    for cell in flexible_tables.cells(20):
+        printed = flexible_tables.PRINTED_VI.get((cell.model, cell.gbps))
         if cell.table != "VI" or cell.latency_ms != 1 or printed is None:
             continue
-        told = flexible.formula_ms(cell, 8)
-        for name, row in zip(flexible.PUBLISHED, printed, strict=True):
-            # The paper's own figures are up to an eighth from its own formulas.
-            assert told[name] == pytest.approx(row[flexible.RATIOS.index(cell.ratio)], rel=0.125), (cell, name)
+        told = flexible_tables.formula_ms(cell, 8)
+        for name, row in zip(flexible_tables.PUBLISHED, printed, strict=True):
+            # The printed figures are up to an eighth from the paper's formulas.
+            assert told[name] == pytest.approx(row[flexible_tables.RATIOS.index(cell.ratio)], rel=0.125), (cell, name)
             checked += 1
     assert checked == 72
 
 
 def test_crossing_is_between_the_ratios_or_nowhere():
     ratios = [0.1, 0.01, 0.001]
-    assert flexible.crossing(ratios, [40, 4, 2], [10, 8, 7]) == pytest.approx(10 ** (-1 - 2 / 3))
-    assert flexible.crossing(ratios, [4, 3, 2], [10, 8, 7]) is None
+    assert flexible_tables.crossing(ratios, [40, 4, 2], [10, 8, 7]) == pytest.approx(10 ** (-1 - 2 / 3))
+    assert flexible_tables.crossing(ratios, [4, 3, 2], [10, 8, 7]) is None
 
 
 def test_rows_that_fail_or_come_late_are_named(tmp_path, capsys):
@@ -75,7 +75,7 @@ def test_simulated_clock_has_network_and_work_of_a_rank():
     link = paper_runs.Link(1.0, 8.0)  # an allgather among two: a latency, and one byte
     world = LocalWorld(2, hosts=2, network=link)
     works = [paper_runs._ComputeClock(end) for end in world.transports]
-    ends = world.run([own.counted(exchange(end)) for own, end in zip(works, world.transports, strict=True)])
+    ends = world.run([each.counted(exchange(end)) for each, end in zip(works, world.transports, strict=True)])
     assert min(ends) >= 2.02
     assert world.transports[0].clock() == world.transports[0].seconds  # nothing passes between steps
 
@@ -111,8 +111,8 @@ def test_lgc_step_bytes_are_those_that_are_sent(config, collective, monkeypatch)
             {name: rng.standard_normal(size, np.float32) for name, size in reversed(lgc_models.parameters("small"))}
             for _ in range(ranks)
         ]
-        world.run([own.rounds(given) for own, given in zip(reducers, gradients, strict=True)])
-        sent.append([sum(bucket.sent_bytes for bucket in own.last_step.buckets) for own in reducers])
+        world.run([reducer.rounds(given) for reducer, given in zip(reducers, gradients, strict=True)])
+        sent.append([sum(bucket.sent_bytes for bucket in reducer.last_step.buckets) for reducer in reducers])
     told, least = lgc_models.step_bytes("small", config, collective, ranks, 4)
     assert told == pytest.approx(np.mean(sent[4:]))
     assert least == np.min(sent[4:])
@@ -134,9 +134,10 @@ def test_both_ways_of_an_allgather_send_the_same_bytes():
     world = LocalWorld(3)
     for name in ("allgather of MPI", "by neighbours, in segments"):
         tasks = [flexible_messages.ways(1000, end.group)[name] for end in world.transports]
-        world.run([flexible.communicate(own) for own in tasks])
+        world.run([flexible_tables.communicate(of_rank) for of_rank in tasks])
         assert [
-            sum(task.wire_bytes(end.group) for task in own) for own, end in zip(tasks, world.transports, strict=True)
+            sum(task.wire_bytes(end.group) for task in of_rank)
+            for of_rank, end in zip(tasks, world.transports, strict=True)
         ] == [2000] * 3
 
 
@@ -144,19 +145,19 @@ def test_gravac_gains_are_those_of_sorted_layers():
     rng = np.random.default_rng(0)
     gradient = [rng.standard_normal((20, 10)).astype(np.float32), rng.standard_normal(30).astype(np.float32)]
     residual = [rng.standard_normal((20, 10)).astype(np.float32), np.zeros(30, np.float32)]
-    before = [own.copy() for own in residual]
+    before = [layer.copy() for layer in residual]
     told = gravac_gains.compress(gradient, residual, 10)
-    whole = [own + left for own, left in zip(gradient, before, strict=True)]
-    kept = [np.sort(np.abs(own), axis=None)[-own.size // 10 :] for own in whole]
-    alone = [np.sort(np.abs(own), axis=None)[-own.size // 10 :] for own in gradient]
-    energy = [sum((own**2).sum() for own in arrays) for arrays in (kept, whole, alone, gradient)]
-    norms = [sum(np.sqrt((own**2).sum()) for own in arrays) for arrays in (kept, gradient)]
+    whole = [layer + left for layer, left in zip(gradient, before, strict=True)]
+    kept = [np.sort(np.abs(layer), axis=None)[-layer.size // 10 :] for layer in whole]
+    alone = [np.sort(np.abs(layer), axis=None)[-layer.size // 10 :] for layer in gradient]
+    energy = [sum((layer**2).sum() for layer in arrays) for arrays in (kept, whole, alone, gradient)]
+    norms = [sum(np.sqrt((layer**2).sum()) for layer in arrays) for arrays in (kept, gradient)]
     assert told["gains"]["text"] == pytest.approx(energy[0] / energy[1], rel=1e-5)
     assert told["gains"]["alone"] == pytest.approx(energy[2] / energy[3], rel=1e-5)
     assert told["gains"]["code"] == pytest.approx(norms[0] / norms[1], rel=1e-5)
-    for own, sent, left in zip(whole, told["layers"], residual, strict=True):
-        np.testing.assert_array_equal(sent + left, own)
-        assert np.count_nonzero(sent) == own.size // 10
+    for layer, sent, left in zip(whole, told["layers"], residual, strict=True):
+        np.testing.assert_array_equal(sent + left, layer)
+        assert np.count_nonzero(sent) == layer.size // 10
 
 
 def twice(name, words, folder, count):
@@ -186,9 +187,9 @@ def images():
 @pytest.mark.parametrize(
     ("name", "words", "count", "printed"),
     [
-        ("sidco", ["--data", "laplace", "--estimates", "2", "--tasks", ""], 1, "redsync.binary"),
-        ("lgc", ["--ranks", "2", "--steps", "18", "--arms", "top-k;ring as published"], 2, "ring as published"),
-        ("gravac", ["--ranks", "2", "--steps", "12", "--models", "", "--gains", "", "--arms",
+        ("sidco_tables", ["--data", "laplace", "--estimates", "2", "--tasks", ""], 1, "redsync.binary"),
+        ("lgc_tables", ["--ranks", "2", "--steps", "18", "--arms", "top-k;ring as published"], 2, "ring as published"),
+        ("gravac_tables", ["--ranks", "2", "--steps", "12", "--models", "", "--gains", "", "--arms",
                     "dense;top-k 10x;GraVAC here"], 6, "GraVAC here"),
     ],
 )  # fmt: skip
@@ -200,9 +201,9 @@ def test_papers_tables_resume_from_rows(name, words, count, printed, images, tmp
 @pytest.mark.timeout(300)
 def test_sidco_times_are_over_seeds_on_a_simulated_network(images, tmp_path):
     words = ["--data", "", "--tasks", "digits", "--ratio", "0.05", "--seeds", "0,1", "--steps", "4", "--ranks", "2"]
-    rows, printed = twice("sidco", words, tmp_path, 1 + 2 * 5)  # how long it computes, and five exchanges
+    rows, printed = twice("sidco_tables", words, tmp_path, 1 + 2 * 5)  # how long it computes, and five exchanges
     [probe] = [row for row in rows if row["table"] == "probe"]
-    least = probe["compute_s"] / (1 - sidco._SHARE)  # of what a dense step takes, nearly all is communication
+    least = probe["compute_s"] / (1 - sidco_tables._SHARE)  # of what a dense step takes, nearly all is communication
     assert all(row["step_s"] >= 0.99 * least for row in rows if row["name"] == "dense" and row["table"] == "train")
     lines = [line.split() for line in printed.splitlines() if line.startswith("digits")]
     assert [words[1] for words in lines] == ["0.05"] * 5
@@ -213,7 +214,7 @@ def test_sidco_times_are_over_seeds_on_a_simulated_network(images, tmp_path):
 @pytest.mark.timeout(300)
 def test_lgreco_bytes_fall_with_alpha(images, tmp_path):
     words = ["--tasks", "digits", "--families", "QSGD", "--arms", "uniform;here, alpha 4", "--steps", "48"]
-    rows, printed = twice("lgreco", words, tmp_path, 3)
+    rows, printed = twice("lgreco_tables", words, tmp_path, 3)
     sizes = {row["arm"]: row["late_bytes"] for row in rows}
     assert sizes["here, alpha 4"] < sizes["uniform"] < sizes[""]
     assert "uniform over" in printed
@@ -244,7 +245,7 @@ def test_flexible_schedule_has_all_steps_and_trials(images):
 @pytest.mark.timeout(300)
 def test_flexible_cell_takes_a_latency_at_least(tmp_path):
     words = ["--hosts", "2", "--parts", "VI", "--scale", "1000", "--cells", '[["VI", "ResNet18", 10, 1, 0.01, 0]]']
-    rows, printed = twice("flexible", words, tmp_path, 1)
-    assert {*flexible.PUBLISHED, "var-topk:ring"} <= rows[0]["ms"].keys()
+    rows, printed = twice("flexible_tables", words, tmp_path, 1)
+    assert {*flexible_tables.PUBLISHED, "var-topk:ring"} <= rows[0]["ms"].keys()
     assert min(rows[0]["ms"].values()) >= 1.0
     assert "rule costs" in printed

@@ -63,8 +63,8 @@ def test_formulas_count_the_fewest_messages_and_bytes(name, ranks):
     expected = terms(task, layout_groups(range(ranks), 0)[0])
     # Where all send at once they share the root's link, which is not followed here.
     made = [programs(task, ranks, way) for way in messages.ways(name) if way != "at once"]
-    assert min(followed(own, 1, 0) for own in made) == pytest.approx(expected.latency)
-    assert min(followed(own, 0, 1) for own in made) == pytest.approx(expected.volume)
+    assert min(followed(steps, 1, 0) for steps in made) == pytest.approx(expected.latency)
+    assert min(followed(steps, 0, 1) for steps in made) == pytest.approx(expected.volume)
 
 
 def test_gatherv_at_once_takes_one_step():
@@ -78,7 +78,7 @@ def test_alltoallv_sends_a_part_to_each_rank(way, ranks):
     task = operation("alltoallv", ranks)
     made = programs(task, ranks, way)
     for rank, steps in enumerate(made):
-        leaving = [own for step in steps for own in step[0]]
+        leaving = [message for step in steps for message in step[0]]
         assert sorted(leaving) == [(other, 96) for other in range(ranks) if other != rank]
     turns = ranks - 1 if way == "in turn" else 1
     assert followed(made, 1, 0) == turns
@@ -96,7 +96,7 @@ def test_every_way_of_every_operation_is_tried():
 
 
 @pytest.mark.parametrize(
-    ("title", "config", "collective"), study.PLANS, ids=lambda own: own if isinstance(own, str) else ""
+    ("title", "config", "collective"), study.PLANS, ids=lambda value: value if isinstance(value, str) else ""
 )
 @pytest.mark.parametrize("per_host", [1, 2])
 def test_a_case_has_the_bytes_of_its_rounds(title, config, collective, per_host):
@@ -112,10 +112,10 @@ def test_a_case_has_the_bytes_of_its_rounds(title, config, collective, per_host)
             group = layout_groups(layout, rank)[0]
             rounds = scheme.rounds(study.NUMEL, np.dtype(np.float32), group, 1 << 30)
             assert len(tasks) == len(rounds)
-            for task, own in zip(rounds, tasks, strict=True):
-                assert (own["when"] == "now") == (not task.background)
+            for task, case_task in zip(rounds, tasks, strict=True):
+                assert (case_task["when"] == "now") == (not task.background)
                 if task.operation in ("sendrecv", "alltoallv"):
-                    sent = sum(nbytes for step in own["steps"] for _, nbytes in step[0])
+                    sent = sum(nbytes for step in case_task["steps"] for _, nbytes in step[0])
                     assert sent == task.sent_bytes(group), title
         made = [[step for task in tasks for step in task["steps"]] for tasks in case["tasks"]]
         assert followed(made, 1e-6, 1e-9) > 0  # all messages are taken

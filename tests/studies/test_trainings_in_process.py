@@ -8,10 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
-import behind  # noqa: E402, some need torch
 import constants  # noqa: E402
 import half_precision  # noqa: E402
-import updates  # noqa: E402
+import penalties  # noqa: E402, some need torch
+import update_exchanges  # noqa: E402
 from mpicomp.bench.tasks import get_task  # noqa: E402
 
 from mpicomp.policies import behind as formulas  # noqa: E402
@@ -23,7 +23,9 @@ SLOWER = {"topk:0.1": 0.1, "topk:0.01": 0.4, "qsgd": 0.0}
 
 def observed(signal=0.3):
     elements, random = Elements(4000, 2), np.random.default_rng(0)
-    surveys = [ElementSurvey(4000, [behind.exchange_of(name)[0] for name in ("qsgd", "onebit")]) for _ in range(RANKS)]
+    surveys = [
+        ElementSurvey(4000, [penalties.exchange_of(name)[0] for name in ("qsgd", "onebit")]) for _ in range(RANKS)
+    ]
     for step in range(30):
         grads = random.standard_normal((RANKS, 4000)).astype(np.float32) + np.float32(signal)
         elements.observe(np.array([s.measure(g, None, (4000,), step) for s, g in zip(surveys, grads, strict=True)]))
@@ -44,14 +46,14 @@ def test_steps_behind_are_the_share_by_which_training_is_slower(share):
     steps = np.arange(200)
     noise = np.random.default_rng(0).normal(scale=0.2, size=200)  # of batches, which are the same
     dense, late = (np.exp(2 - 0.02 * done + noise) for done in (steps, (1 - share) * steps))
-    assert behind.steps_behind(dense, late) == pytest.approx(share, abs=0.03)
+    assert penalties.steps_behind(dense, late) == pytest.approx(share, abs=0.03)
 
 
 def test_behind_predicts_more_for_smaller_ratios():
     elements = observed()
-    assert behind.predict(Elements(4000, 2), "topk:0.1", 100) is None
+    assert penalties.predict(Elements(4000, 2), "topk:0.1", 100) is None
     exchanges = ("topk:0.3", "topk:0.1", "qsgd", "powersgd", "topk:0.1:star-topk")
-    few, more, qsgd, powersgd, star = (behind.predict(elements, name, 100) for name in exchanges)
+    few, more, qsgd, powersgd, star = (penalties.predict(elements, name, 100) for name in exchanges)
     assert powersgd is None
     assert 0 <= few < more < 1
     assert more < star
@@ -63,7 +65,7 @@ def test_behind_makes_each_row_once(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     for _ in range(2):
         words = ["--steps", "24", "--exchange", "topk:0.05", "--rows", str(path)]
-        assert behind.run(behind.parser().parse_args(words)) == 0
+        assert penalties.run(penalties.parser().parse_args(words)) == 0
     dense, topk = (json.loads(line) for line in path.read_text().splitlines())
     assert (dense["exchange"], dense["delay"], topk["exchange"]) == ("dense", 0.0, "topk:0.05")
     assert 0 < dense["predicted"]["topk:0.05"] < 1
@@ -74,7 +76,7 @@ def test_constants_predict_again_from_rows():
     assert trained.behind == pytest.approx(SLOWER, abs=0.03)
     elements = Elements(4000, 2)
     elements.give(made[0]["elements"][0])
-    expected = {name: behind.predict(elements, name, 100) for name in SLOWER}
+    expected = {name: penalties.predict(elements, name, 100) for name in SLOWER}
     assert trained.predicted() == pytest.approx(expected)
     before = formulas._FACTOR_OF_SELECTIONS
     with constants.setting(formulas, "_FACTOR_OF_SELECTIONS", before / 2):
@@ -129,37 +131,37 @@ def ended(monkeypatch, arm, rate, steps):
     evaluate = type(get_task("digits")).evaluate
 
     def look(task, model, *arguments):
-        found[:] = [own.detach().clone() for own in model.parameters()]
+        found[:] = [parameter.detach().clone() for parameter in model.parameters()]
         return evaluate(task, model, *arguments)
 
     monkeypatch.setattr(type(get_task("digits")), "evaluate", look)
-    monkeypatch.setattr(updates, "ARMS", {"own": arm})
-    return updates.train("digits", "own", rate, 0, steps, "float32", "cpu"), found
+    monkeypatch.setattr(update_exchanges, "ARMS", {"arm": arm})
+    return update_exchanges.train("digits", "arm", rate, 0, steps, "float32", "cpu"), found
 
 
 def mean_gradients(task, model, step):
     """Return the mean of all ranks' gradients, and of their losses."""
-    losses, sums = [], [torch.zeros_like(own) for own in model.parameters()]
+    losses, sums = [], [torch.zeros_like(parameter) for parameter in model.parameters()]
     for rank in range(RANKS):
         model.zero_grad()
         loss = task.loss(model, task.batch(step, rank, RANKS))
         loss.backward()
         losses.append(float(loss.detach()))
-        for total, own in zip(sums, model.parameters(), strict=True):
-            total += own.grad / RANKS
+        for total, parameter in zip(sums, model.parameters(), strict=True):
+            total += parameter.grad / RANKS
     return sums, np.mean(losses)
 
 
 def test_dense_gradients_train_as_one_rank_with_all_batches(monkeypatch):
-    row, found = ended(monkeypatch, updates.ARMS["gradients"], 0.5, 4)
+    row, found = ended(monkeypatch, update_exchanges.ARMS["gradients"], 0.5, 4)
     task = get_task("digits", 0)
     model = task.model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5 * 8e-3)
     losses = []
     for step in range(4):
         means, loss = mean_gradients(task, model, step)
-        for own, mean in zip(model.parameters(), means, strict=True):
-            own.grad = mean
+        for parameter, mean in zip(model.parameters(), means, strict=True):
+            parameter.grad = mean
         optimizer.step()
         losses.append(loss)
     np.testing.assert_allclose(row["losses"], losses, rtol=1e-4)
@@ -169,8 +171,8 @@ def test_dense_gradients_train_as_one_rank_with_all_batches(monkeypatch):
 
 def test_demo_moves_along_signs_by_the_rate(monkeypatch):
     """With all coefficients the signs are those of the mean gradient."""
-    demo = updates.ARMS["demo-side-16"]
-    arm = updates.Arm({"id": "dcttopk", "ratio": 1.0, "side": 16}, settings=demo.settings, inner=demo.inner)
+    demo = update_exchanges.ARMS["demo-side-16"]
+    arm = update_exchanges.Arm({"id": "dcttopk", "ratio": 1.0, "side": 16}, settings=demo.settings, inner=demo.inner)
     row, found = ended(monkeypatch, arm, 2.0, 1)
     task = get_task("digits", 0)
     model = task.model()
@@ -195,7 +197,7 @@ def test_updates_table_has_the_best_rate_of_most_seeds():
         for (arm, rate), of_seeds in qualities.items()
         for seed, quality in enumerate(of_seeds)
     ]
-    gradients, topk = updates.table(made)
+    gradients, topk = update_exchanges.table(made)
     assert (gradients["rate"], gradients["above"], topk["rate"], topk["seeds"]) == (2.0, 0, 1.0, 2)
     assert (topk["quality"], topk["above"]) == pytest.approx((0.63, -21.25))
 
@@ -204,7 +206,7 @@ def test_updates_make_each_row_once(tmp_path):
     path = tmp_path / "rows.jsonl"
     words = ["--task", "digits", "--steps", "3", "--rates", "1", "--arms", "gradients,demo-side-16", "--rows"]
     for _ in range(2):
-        assert updates.run(updates.parser().parse_args([*words, str(path)])) == 0
+        assert update_exchanges.run(update_exchanges.parser().parse_args([*words, str(path)])) == 0
     gradients, demo = (json.loads(line) for line in path.read_text().splitlines())
     assert (gradients["arm"], demo["arm"]) == ("gradients", "demo-side-16")
     assert demo["wire_less"] > 60

@@ -1,4 +1,4 @@
-"""Dense exchange and gloo's, of one long array: ``mpicomp lab run --hosts 4 .. -- python studies/gloo.py``."""
+"""Dense exchange and gloo's, of one long array: ``mpicomp lab run --hosts 4 .. -- python studies/gloo_sums.py``."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least
 from mpicomp.transport.mpi import MPITransport
 
-_STUDY = "gloo"
+_STUDY = "gloo_sums"
 _WARM = 6  # turns that do not count, in which mpicomp finds its collective
 
 

@@ -1,4 +1,4 @@
-"""Gradients or updates, and what brings exchanges of updates closer to dense gradients: ``python studies/updates.py``.
+"""Gradients or updates, and what brings updates closer to dense gradients: ``python studies/update_exchanges.py``.
 
 Ranks are simulated in this process, with the library's exchange among them, and every exchange is tried at the same
 learning rates.
@@ -16,11 +16,11 @@ from typing import Any
 import kept_rows
 import numpy as np
 import torch
-from behind import steps_behind
 from mpicomp.bench import demo, devices
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task, get_task
 from mpicomp.bench.tasks.updating import plain
+from penalties import steps_behind
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpicomp
@@ -31,7 +31,7 @@ from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import UpdateOptimizer
 from mpicomp.transport import LocalWorld
 
-_STUDY = "updates"
+_STUDY = "update_exchanges"
 _RANKS = 4
 _KEY = ("task", "arm", "rate", "seed", "steps", "precision", "device")
 _PRECISIONS = ("float32", "bfloat16")
@@ -252,7 +252,7 @@ def table(made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     ``above`` is in percent of the quality of dense gradients at their best rate, with the same seeds. ``behind`` is
     the share of its steps by which the training loss runs after that of dense updates at the same rate; see
-    studies/behind.py.
+    studies/penalties.py.
     """
     dense = {
         (row["task"], row["steps"], row["seed"], row["rate"]): row["losses"] for row in made if row["arm"] == "dense"

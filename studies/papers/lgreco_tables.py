@@ -1,4 +1,4 @@
-"""Bytes of L-GreCo at equal quality, for three families: ``python studies/papers/lgreco.py``."""
+"""Bytes of L-GreCo at equal quality, for three families: ``python studies/papers/lgreco_tables.py``."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ import paper_runs
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
 
-_STUDY = "lgreco"
+_STUDY = "lgreco_tables"
 _KEY = ("task", "family", "arm", "seed")
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "top-k": ({"id": "topk", "ratio": 0.01}, "allgather"),

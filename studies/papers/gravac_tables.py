@@ -1,4 +1,4 @@
-"""Tables 2, 3 and 4 of GraVAC and ours: ``python studies/papers/gravac.py``."""
+"""Tables 2, 3 and 4 of GraVAC and ours: ``python studies/papers/gravac_tables.py``."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ from mpicomp.cli.options import check_least, read_list
 from mpicomp.compressors import SharedSparsifier, Sparsifier, get_compressor
 from mpicomp.policies.surveys import SpectrumSurvey
 
-_STUDY = "gravac"
+_STUDY = "gravac_tables"
 _KEY = ("table", "task", "name", "seed")
 _BASE = "top-k 10x"  # what the paper's speed-ups are over
 _RATIO = 3.02  # the paper's speed-up of top-k 1000x over 10x on ResNet-101, from which the bandwidth follows

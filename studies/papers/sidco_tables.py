@@ -1,4 +1,4 @@
-"""SIDCo and its paper: how near estimates come, and time to a quality: ``python studies/papers/sidco.py``."""
+"""SIDCo and its paper: how near estimates come, and time to a quality: ``python studies/papers/sidco_tables.py``."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
 from mpicomp.compressors.base import check_ratio
 
-_STUDY = "sidco"
+_STUDY = "sidco_tables"
 _KEY = ("table", "data", "name", "ratio", "seed")
 _RATIOS = (0.01, 0.001)
 _NUMEL = 1_000_000  # elements that are drawn

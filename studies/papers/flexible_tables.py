@@ -1,4 +1,4 @@
-"""Tables II and VI of Flexible Communication, and its schedules C1 and C2: ``python studies/papers/flexible.py``."""
+"""Tables II and VI of Flexible Communication, and its schedules: ``python studies/papers/flexible_tables.py``."""
 
 import argparse
 import itertools
@@ -31,7 +31,7 @@ from mpicomp.rounds import Asked, Group, Round
 from mpicomp.system import launcher
 from mpicomp.transport import Transport
 
-_STUDY = "flexible"
+_STUDY = "flexible_tables"
 _KEY = ("table", "model", "gbps", "latency_ms", "ratio", "seed")
 _CELL_S = 8.0  # of timing a cell, at least three turns
 _TURNS = 3, 30

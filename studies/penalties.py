@@ -1,4 +1,4 @@
-"""How far compressed training falls behind dense, and what foretells it: ``python studies/behind.py``.
+"""How far compressed training falls behind dense, and what foretells it: ``python studies/penalties.py``.
 
 Ranks are simulated in this process, with the library's exchange among them, so that nothing but the exchange
 differs between the runs of a task.
@@ -26,7 +26,7 @@ from mpicomp.compressors import Quantiser
 from mpicomp.policies.elements import Elements, ElementSurvey
 from mpicomp.transport import LocalWorld
 
-_STUDY = "behind"
+_STUDY = "penalties"
 _RANKS = 4
 _SPAN = (0.6, 0.9)  # shares of a run: the steps whose losses and gradients are compared
 _TINY = 1e-12  # least loss whose logarithm is taken

@@ -1,4 +1,4 @@
-"""Bytes and quality of LGC at 0.001 with 2 to 8 ranks, its phases ablated: ``python studies/papers/lgc.py``."""
+"""Bytes and quality of LGC at 0.001 with 2 to 8 ranks, its phases ablated: ``python studies/papers/lgc_tables.py``."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ from mpicomp import LGC
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
 
-_STUDY = "lgc"
+_STUDY = "lgc_tables"
 _KEY = ("task", "ranks", "arm", "seed")
 _RATIO = 0.001
 _DENSE_PART, _TRAINING_PART = 9, 6  # of a training; the paper's 200 and 300 are 11 % of its shortest, both phases
