@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lab_jobs import Network, check_lab, rows_in_lab, run_in_lab
 from mpicomp.bench.measure.exchanges import Plan, Residuals, Runner, share
 from mpicomp.bench.measure.gradients import Gradients
-from mpicomp.bench.measure.networks import Network, check_lab, rows_in_lab, run_in_lab
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, check_writable, read_compressors, read_list, read_numels, read_ratios

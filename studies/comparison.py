@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lab_jobs
 import numpy as np
-from mpicomp.bench.measure import jobs, results
-from mpicomp.bench.measure.jobs import CUT, DONE, FAILED, Finished
-from mpicomp.bench.measure.networks import Network
+from lab_jobs import CUT, DONE, FAILED, Finished, Network
+from mpicomp.bench.measure import results
 
 from mpicomp.cli.options import check_least, check_writable, read_list
 from mpicomp.errors import ConfigurationError, UnknownNameError
@@ -87,7 +87,7 @@ class Comparison(ABC):
     def __init__(self, folder: Path, ranks: int) -> None:
         self.finished: dict[Any, Finished] = {}
         self.ranks = ranks
-        self.folder = jobs.Folder(folder)
+        self.folder = lab_jobs.Folder(folder)
 
     @abstractmethod
     def run(self, run: Any, left_s: float) -> Finished:
@@ -119,13 +119,13 @@ class Comparison(ABC):
 
     def command(self, run: Any, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Return the command of a run with words after ``mpicomp``, and what is added to the environment."""
-        return jobs.on_one_host(self.ranks, words)
+        return lab_jobs.on_one_host(self.ranks, words)
 
     def run_job(
         self, run: Any, words: Sequence[str], files: Mapping[str, str], mark: Row, left_s: float,
         kept_words: Sequence[str] | None = None,
     ) -> Finished:  # fmt: skip
-        """Run words after ``mpicomp`` and options for files, and keep the result; see `jobs.Job`.
+        """Run words after ``mpicomp`` and options for files, and keep the result; see `lab_jobs.Job`.
 
         Files count as complete while ``mark`` and ``kept_words``, which are ``words`` if not given, are the same.
         """
@@ -135,7 +135,7 @@ class Comparison(ABC):
             finished.outcome = self.read(run) or {}
             return bool(finished.outcome)
 
-        job = jobs.Job(run.name, lambda: self.command(run, words), files, {"words": finished.words, **mark})
+        job = lab_jobs.Job(run.name, lambda: self.command(run, words), files, {"words": finished.words, **mark})
         self.folder.run(job, finished, is_complete, left_s, self.expected_s(run))
         self.finished[run] = finished
         return finished

@@ -14,8 +14,9 @@ import numpy as np
 from comparison import Fields
 from mpicomp.bench.measure import results
 from mpicomp.bench.measure.feedback import Selecting, make_bucket
-from mpicomp.bench.tasks import get_task, list_tasks
+from mpicomp.bench.tasks import Task, get_task, list_tasks
 from numpy.typing import NDArray
+from simulated_ranks import SharedModel
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, check_writable, read_list, read_ratios
@@ -89,8 +90,6 @@ def trained(name: str, feedback: bool) -> Data:
     if name not in list_tasks():
         raise UnknownNameError(f"{_STUDY}: --data", name, [*DISTRIBUTIONS, *list_tasks()])
     try:
-        from mpicomp.bench.tasks.gradients import gradients_of  # loads torch
-
         return Data(gradients_of(get_task(name, 0)), feedback)
     except ImportError as error:
         raise ConfigurationError(
@@ -98,6 +97,24 @@ def trained(name: str, feedback: bool) -> Data:
         ) from error
     except (ValueError, OSError) as error:
         raise ConfigurationError(f"{_STUDY}: {error}") from error
+
+
+def gradients_of(task: Task) -> Iterator[NDArray[np.float32]]:
+    """Train a task without compression, and yield each step's gradients, one after the other in an array.
+
+    A schedule is that of the steps for which the task was tuned. The array is overwritten by the next step's.
+    """
+    shared = SharedModel(task, task.steps)
+    flat = np.zeros(sum(parameter.numel() for parameter in shared.parameters.values()), np.float32)
+    for step in itertools.count():
+        shared.backward(step, 0, 1)
+        place = 0
+        for parameter in shared.parameters.values():
+            if parameter.grad is not None:
+                flat[place : place + parameter.numel()] = parameter.grad.numpy().reshape(-1)
+            place += parameter.numel()
+        yield flat
+        shared.updater.update()
 
 
 def load_gradients(path: str, steps: int) -> dict[str, NDArray[np.floating]]:

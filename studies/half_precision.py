@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from mpicomp.bench.measure import results
+from mpicomp.bench.tasks import get_task
 from simulated_ranks import SharedModel
 
 from mpicomp.cli import run_program
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def train(name: str, seed: int, steps: int, ranks: int, means: str) -> dict[str, object]:
     """Return the held-out quality of a training, and the shares of elements that are lost or shortened."""
-    shared = SharedModel(name, seed, steps)
+    shared = SharedModel(get_task(name, seed), steps)
     parameters = list(shared.parameters.values())
     kind, _, draw = means.partition(":")
     generator = torch.Generator().manual_seed(int(draw or 0))

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import comparison
+import lab_jobs
 import numpy as np
 from comparison import DENSE, Column, Fields, Row, Training, mean
-from mpicomp.bench.measure import networks
-from mpicomp.bench.measure.jobs import DONE, Finished
-from mpicomp.bench.measure.networks import Network
+from lab_jobs import DONE, Finished, Network
 from policies import LINK_FIELDS
 from policy_runs import GOALS, LOOKING, NETWORKS, PLANS, Run, Timing, Trainings
 from scipy import stats
@@ -237,10 +236,10 @@ def run(arguments: argparse.Namespace) -> int:
     test = comparison.read_seeds(_STUDY, arguments.tasks, arguments.seeds or _TEST, GOALS)
     if arguments.seeds is None:
         test = {task: list(range(seeds[0], seeds[0] + _MANY.get(task, len(seeds)))) for task, seeds in test.items()}
-    links = networks.read(_STUDY, arguments.networks)
+    links = lab_jobs.read_networks(_STUDY, arguments.networks)
     hosts = check_least(_STUDY, "--hosts", arguments.hosts, 2)
     comparison.check(_STUDY, arguments)
-    networks.check_lab(_STUDY)
+    lab_jobs.check_lab(_STUDY)
     comparison.check_tasks(_STUDY)
     with comparison.folder_of(arguments) as folder:
         study = Hindsight(folder, hosts, links, arguments.steps, choose, test)

@@ -11,7 +11,7 @@ from typing import Any
 import comparison
 import numpy as np
 from comparison import DENSE, Column, Comparison, Fields, Goal, Row, Training, finite, mean
-from mpicomp.bench.measure.jobs import DONE, Finished, read_json, read_lines
+from lab_jobs import DONE, Finished, read_json, read_lines
 
 from mpicomp import LGC
 from mpicomp.cli import run_program

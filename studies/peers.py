@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpicomp.bench.measure import jobs, networks
-from mpicomp.bench.measure.networks import Network
+import lab_jobs
+from lab_jobs import Network
 from mpicomp.bench.training import DDP, DDP_BF16, DDP_POWERSGD, OTHERS
 
 from mpicomp.cli import run_program
@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     if launcher.detect() is not None:
         raise ConfigurationError(f"{_STUDY}: starts its own labs; run it without mpiexec")
     check_least(_STUDY, "--hosts", arguments.hosts)
-    links = networks.read(_STUDY, arguments.networks)
-    networks.check_lab(_STUDY)
+    links = lab_jobs.read_networks(_STUDY, arguments.networks)
+    lab_jobs.check_lab(_STUDY)
     folder = Path(arguments.folder)
     folder.mkdir(parents=True, exist_ok=True)
     for network in links:
@@ -85,20 +85,25 @@ def rows_of_job(
     words = ["bench", "training", "--task", task, "--exchange", ",".join(exchanges), "--ratio", str(arguments.ratio)]
     words += ["--steps", str(arguments.steps), "--blocks", str(_BLOCKS), "--warm-up", str(arguments.warm_up)]
     words += ["--every", str(arguments.every)]
-    before = jobs.read_json(kept)
+    before = lab_jobs.read_json(kept)
     if before.get("words") == words:
         return list(before["rows"])
     print(f"# {name}", file=sys.stderr, flush=True)
-    links = ["--hosts", str(arguments.hosts), "--bandwidth", network.bandwidth, "--latency", network.latency]
     written = folder / f"{name}.rows"
-    command = [*jobs.MPICOMP, "lab", "run", *links, "--", *jobs.MPICOMP, *words, "--json", str(written.resolve())]
-    status = jobs.execute(command, os.environ, log, arguments.limit)
+    command = [
+        *lab_jobs.lab_words(arguments.hosts, network),
+        *lab_jobs.MPICOMP,
+        *words,
+        "--json",
+        str(written.resolve()),
+    ]
+    status = lab_jobs.execute(command, os.environ, log, arguments.limit)
     if status == 0:
         in_turn = len(exchanges) > 1
         rows = [{**row, "problem": None, "in_turn": in_turn} for row in json.loads(written.read_text())["rows"]]
     else:
         end = f"no end within {arguments.limit:.0f} s" if status is None else f"ended with status {status}"
-        last = thrown(log) or ("" if status is None else jobs.last_words(log).removeprefix("mpicomp: "))
+        last = thrown(log) or ("" if status is None else lab_jobs.last_words(log).removeprefix("mpicomp: "))
         rows = [{"exchange": name, "problem": f"{end}: {last}".removesuffix(": ")} for name in exchanges]
     kept.write_text(json.dumps({"words": words, "rows": rows}, indent=1) + "\n")
     return rows

@@ -84,7 +84,7 @@ def train(task_name: str, seed: int, exchange: str, steps: int, exchanges: Seque
     The row has losses of all steps, the quality in the end, how far each exchange was predicted to be behind, and of
     the dense training the elements that predictions were made from.
     """
-    shared = SharedModel(task_name, seed, steps)
+    shared = SharedModel(get_task(task_name, seed), steps)
     compressor, collective = exchange_of(exchange)
     world = LocalWorld(_RANKS)
     reducers = [mpicomp.Reducer(compressor, collective, comm=end, warmup=0) for end in world.transports]

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import comparison
+import lab_jobs
 from comparison import DENSE, Column, Fields, Row, Training, finite, mean
-from mpicomp.bench.measure import networks
-from mpicomp.bench.measure.jobs import DONE, Finished
+from lab_jobs import DONE, Finished
 from policy_runs import ARMS, GOALS, LOOKING, NETWORKS, QUICK_NETWORKS, Timing, Trainings, runs_of
 
 from mpicomp.cli import run_program
@@ -213,12 +213,12 @@ def run(arguments: argparse.Namespace) -> int:
     seeds = "0" if arguments.quick and arguments.seeds is None else arguments.seeds
     seeds_of = comparison.read_seeds(_STUDY, arguments.tasks, seeds, GOALS)
     default = ",".join(QUICK_NETWORKS if arguments.quick else NETWORKS)
-    links = networks.read(_STUDY, default if arguments.networks is None else arguments.networks)
+    links = lab_jobs.read_networks(_STUDY, default if arguments.networks is None else arguments.networks)
     hosts = check_least(_STUDY, "--hosts", arguments.hosts, 2)
     if arguments.keep is not None and "," in str(Path(arguments.keep).resolve()):
         raise ConfigurationError(f"{_STUDY}: --keep must be a folder without commas, got '{arguments.keep}'")
     comparison.check(_STUDY, arguments)
-    networks.check_lab(_STUDY)
+    lab_jobs.check_lab(_STUDY)
     comparison.check_tasks(_STUDY)
 
     minutes = arguments.limit or (_QUICK_MINUTES if arguments.quick else _MINUTES)

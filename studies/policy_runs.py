@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 from comparison import DENSE, Comparison, Goal, Training, finite, place_of
+from lab_jobs import CUT, DONE, MPICOMP, Finished, Network, lab_words, read_json, read_lines
 from mpicomp.bench.lab.units import parse_bandwidth
-from mpicomp.bench.measure.jobs import CUT, DONE, MPICOMP, Finished, read_json, read_lines
-from mpicomp.bench.measure.networks import Network
 
 NETWORKS = ("50mbit/1ms", "200mbit/1ms", "1gbit/0us", "2.5gbit/0us")
 QUICK_NETWORKS = ("200mbit/1ms", "2.5gbit/0us")
@@ -223,8 +222,7 @@ class Trainings(Comparison):
     def command(self, run: Run, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         if run.network is None:
             return super().command(run, words)
-        links = ["--bandwidth", run.network.bandwidth, "--latency", run.network.latency]
-        return [*MPICOMP, "lab", "run", "--hosts", str(self.ranks), *links, "--", *MPICOMP, *words], {}
+        return [*lab_words(self.ranks, run.network), *MPICOMP, *words], {}
 
     def summary(self, finished: Finished) -> str:
         outcome = finished.outcome

@@ -6,9 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import lab_jobs
 import numpy as np
 from comparison import Fields
-from mpicomp.bench.measure import networks, results
+from mpicomp.bench.measure import results
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, check_writable, read_compressors, read_list, read_numels, read_ratios
@@ -59,13 +60,13 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the labs one after the other, and print a table."""
-    links = networks.read(_STUDY, arguments.networks)
+    links = lab_jobs.read_networks(_STUDY, arguments.networks)
     check_least(_STUDY, "--hosts", arguments.hosts)
     read_numels(_STUDY, arguments.numel)
     read_compressors(_STUDY, read_list(arguments.compressor), read_ratios(_STUDY, arguments.ratio))
     if arguments.json is not None:
         check_writable(_STUDY, arguments.json)
-    networks.check_lab(_STUDY)
+    lab_jobs.check_lab(_STUDY)
 
     options = ["--numel", arguments.numel, "--ratio", arguments.ratio, "--compressor", arguments.compressor]
     options += ["--limit", str(arguments.limit)]
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = []
     for network in links:
-        rows, job = networks.rows_in_lab(arguments.hosts, network, options, watch)
+        rows, job = lab_jobs.rows_in_lab(arguments.hosts, network, options, watch)
         found += judged(rows)
         if arguments.json is not None:
             results.write(arguments.json, found, 1, job=job)

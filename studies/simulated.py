@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lab_jobs import Network, check_lab, run_in_lab
 from mpicomp.bench.lab.units import parse_bandwidth, parse_latency
-from mpicomp.bench.measure.networks import Network, check_lab, run_in_lab
 from mpicomp.bench.simulate.measured import Measured, read
 from mpicomp.bench.simulate.own_work import OwnWork
 from mpicomp.bench.simulate.rows import Plan, Simulation

@@ -4,19 +4,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.tasks import get_task
+from mpicomp.bench.tasks import Task
 from mpicomp.bench.tasks.updating import Updater
 
 
 class SharedModel:
     """The model of a task, with its optimizer, that all ranks compute their gradients with."""
 
-    def __init__(self, task: str, seed: int, steps: int) -> None:
-        self.task = get_task(task, seed)
-        self.model = self.task.model()
+    def __init__(self, task: Task, steps: int) -> None:
+        self.task = task
+        self.model = task.model()
         self.parameters = dict(self.model.named_parameters())
-        self.optimizer = self.task.optimizer(self.model)
-        self.updater = Updater(self.task, self.optimizer, steps)
+        self.optimizer = task.optimizer(self.model)
+        self.updater = Updater(task, self.optimizer, steps)
 
     def backward(self, step: int, rank: int, ranks: int) -> float:
         """Compute the gradients of a rank's batch, and return its loss."""

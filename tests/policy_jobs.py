@@ -4,7 +4,7 @@ import itertools
 import json
 from pathlib import Path
 
-from mpicomp.bench.measure.networks import Network
+from lab_jobs import Network
 
 import mpicomp
 

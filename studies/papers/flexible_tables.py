@@ -16,10 +16,10 @@ import flexible_schedules
 import numpy as np
 import paper_runs
 from kept_rows import Rows
+from lab_jobs import Network, check_lab, run_in_lab
 from mpicomp.bench.measure.exchanges import share
 from mpicomp.bench.measure.feedback import Selecting, make_bucket
 from mpicomp.bench.measure.gradients import Gradients
-from mpicomp.bench.measure.networks import Network, check_lab, run_in_lab
 
 from mpicomp import TopK
 from mpicomp.cli import run_program

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import paper_runs
+from mpicomp.bench.tasks import get_task
 from numpy.typing import NDArray
 from simulated_ranks import SharedModel
 
@@ -23,7 +24,7 @@ def train(task_name: str, factor: int, ranks: int, steps: int, seed: int = 0) ->
     """Train with top-k of each layer and error feedback, as the paper's code has it; return means of the last third."""
     import resnet  # noqa: F401, registers its task
 
-    shared = SharedModel(task_name, seed, steps)
+    shared = SharedModel(get_task(task_name, seed), steps)
     shapes = {name: tuple(parameter.shape) for name, parameter in shared.parameters.items()}
     residuals = [[np.zeros(shape, np.float32) for shape in shapes.values()] for _ in range(ranks)]
     found = []

@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parent.parent))  # where the other studies ar
 
 from kept_rows import Rows, open_rows
 from mpicomp.bench.measure import results
+from mpicomp.bench.tasks import get_task
 from simulated_ranks import SharedModel
 
 import mpicomp
@@ -149,7 +150,7 @@ def train(
 
     from mpicomp.torch.trials import trial_hooks  # loads torch
 
-    shared = SharedModel(task_name, seed, steps)
+    shared = SharedModel(get_task(task_name, seed), steps)
     now, compute_s = 0, 0.0 if simulated is None else simulated.compute_s
     if simulated is None:
         world = LocalWorld(ranks)

@@ -289,7 +289,7 @@ def test_bad_options_are_refused_before_anything_runs(name, words, text, jobs, c
 
 PARENT = """
 import os, signal, sys
-from mpicomp.bench.measure.jobs import execute
+from lab_jobs import execute
 from comparison import terminated
 from pathlib import Path
 CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"

@@ -108,12 +108,11 @@ def test_gradients_of_a_task_are_those_of_training():
     torch = pytest.importorskip("torch")
     pytest.importorskip("sklearn")
     from mpicomp.bench.tasks import get_task
-    from mpicomp.bench.tasks.gradients import gradients_of
 
     task = get_task("digits", 0)
     model = task.model()
     optimizer = task.optimizer(model)
-    recorded = gradients_of(task)
+    recorded = estimators.gradients_of(task)
     for step in range(3):
         optimizer.zero_grad()
         task.loss(model, task.batch(step, 0, 1)).backward()

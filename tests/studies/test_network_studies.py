@@ -13,7 +13,7 @@ import regret
 import simulated
 from change import Step, lines_of, phases_of, run_steps, seen_at
 from inside import Inside, instead
-from mpicomp.bench.measure.networks import Network
+from lab_jobs import Network
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured
 from study_words import call
 
@@ -176,7 +176,7 @@ def test_peers_run_each_job_once_and_say_why_one_fails(tmp_path, monkeypatch):
         Path(words["--json"]).write_text(json.dumps({"rows": rows}))
         return 0
 
-    monkeypatch.setattr(peers.jobs, "execute", execute)
+    monkeypatch.setattr(peers.lab_jobs, "execute", execute)
     words = ["--hosts", "2", "--exchange", "ddp,ddp-bf16,dense,topk", "--alone", "ddp-bf16", "--limit", "5"]
     for more in ([], [], ["--steps", "64"]):
         options = peers.parser().parse_args([*words, *more])
