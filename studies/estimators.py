@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 from comparison import Fields
+from in_process import SharedModel
 from mpicomp.bench.measure import results
 from mpicomp.bench.measure.feedback import Selecting, make_bucket
 from mpicomp.bench.tasks import Task, get_task, list_tasks
 from numpy.typing import NDArray
-from simulated_ranks import SharedModel
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, check_writable, read_list, read_ratios
@@ -73,7 +73,7 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int], NDArray[np.floatin
 
 @dataclass(frozen=True)
 class Data:
-    """Gradients of one length that estimators select from, one for every step: drawn anew, or those of a training."""
+    """Gradients of one length that estimators select from, one for every step: drawn, or those of a training."""
 
     gradients: Iterator[NDArray[np.floating]]
     feedback: bool

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from in_process import SharedModel
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import get_task
-from simulated_ranks import SharedModel
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list

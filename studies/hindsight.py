@@ -13,7 +13,7 @@ import numpy as np
 from comparison import DENSE, Column, Fields, Row, Training, mean
 from lab_jobs import DONE, Finished, Network
 from policies import LINK_FIELDS
-from policy_runs import GOALS, LOOKING, NETWORKS, PLANS, Run, Timing, Trainings
+from policy_runs import GOALS, NETWORK_AWARE, NETWORKS, PLANS, Run, Timing, Trainings
 from scipy import stats
 
 from mpicomp.cli import run_program
@@ -37,10 +37,7 @@ def _interval(name: str, meaning: str) -> Fields:
 ROW: Fields = {
     **LINK_FIELDS,
     "seeds": ("integer", "that are tested"),
-    "plan": (
-        "string or null",
-        "the best fixed plan; null where no plan reached the target with all seeds that choose",
-    ),
+    "plan": ("string or null", "the best fixed plan; null where no plan reached the target with all seeds that choose"),
     "dense": ("string", "the faster one of dense in 32 and in 16 bits"),
     "auto_s": ("number or null", "mean time to quality"),
     "plan_s": ("number or null", "of the best plan"),
@@ -162,7 +159,7 @@ class Hindsight(Trainings):
         return row
 
     def _result(self, task: str, network: Network, arm: str, seed: int, timed: int) -> dict[str, Any] | None:
-        one = self.finished.get(Training(task, arm, seed, network if arm in LOOKING else None))
+        one = self.finished.get(Training(task, arm, seed, network if arm in NETWORK_AWARE else None))
         if one is None or one.status != DONE:
             return None
         return self.result(one, self.timed_on(task, network, timed).get(arm))

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import kept_rows
+import in_process
 import numpy as np
+from in_process import SharedModel
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import get_task
 from numpy.typing import NDArray
-from simulated_ranks import SharedModel
 
 import mpicomp
 from mpicomp.cli import run_program
@@ -155,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="X[,..]",
         help="NAME, NAME:RATIO or NAME:RATIO:COLLECTIVE (%(default)s)",
     )
-    kept_rows.add_arguments(parser, "digits")
+    in_process.add_arguments(parser, "digits")
     return parser
 
 
@@ -164,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
     exchanges = ["dense", *read_list(arguments.exchange)]
     for exchange in exchanges:
         exchange_of(exchange)  # raises before hours of work
-    tasks, seeds, there = kept_rows.read(_STUDY, arguments, _KEY, 20)
+    tasks, seeds, there = in_process.read(_STUDY, arguments, _KEY, 20)
     for task, seed, exchange in itertools.product(tasks, seeds, exchanges):
         steps = arguments.steps or get_task(task).steps
         row = there.train(functools.partial(train, exchanges=exchanges), task, seed, exchange, steps)

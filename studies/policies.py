@@ -11,7 +11,7 @@ import comparison
 import lab_jobs
 from comparison import DENSE, Column, Fields, Row, Training, finite, mean
 from lab_jobs import DONE, Finished
-from policy_runs import ARMS, GOALS, LOOKING, NETWORKS, QUICK_NETWORKS, Timing, Trainings, runs_of
+from policy_runs import ARMS, GOALS, NETWORK_AWARE, NETWORKS, QUICK_NETWORKS, Timing, Trainings, runs_of
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least
@@ -69,10 +69,7 @@ RUN: Fields = {
     "target": ("number or null", "of the curve: likewise, from its last point"),
     "steps_to_quality": ("number or null", "null where it is not reached"),
     "mean_quality": ("number or null", "the curve averaged over steps"),
-    "curve": (
-        "list of objects or null",
-        "`step`, how many were done, and `quality` after them on some held-out data",
-    ),
+    "curve": ("list of objects or null", "`step`, how many were done, and `quality` after them on some held-out data"),
 }
 
 
@@ -140,7 +137,7 @@ class Policies(Trainings):
 
     def notes(self, rows: Sequence[Row]) -> list[str]:
         policies = list(dict.fromkeys(run.arm for run in self.finished if isinstance(run, Training)))
-        looking = [name for name in policies if name in LOOKING]
+        looking = [name for name in policies if name in NETWORK_AWARE]
         tasks = dict.fromkeys(row["task"] for row in rows)
         targets = "; ".join(f"{task}: {GOALS[task].words} of the same seed" for task in tasks)
         counts = [row["steps"] for one in self.finished.values() for row in one.outcome.get("timed", {}).values()]
@@ -156,7 +153,7 @@ class Policies(Trainings):
             + timed,
             "equal: whether the mean of final qualities is within the mean target; mean_curve: held-out quality "
             "averaged over steps",
-            f"shared: {', '.join(name for name in policies if name not in LOOKING)} do not look at the network: "
+            f"shared: {', '.join(name for name in policies if name not in NETWORK_AWARE)} do not look at the network: "
             "trained on one host, once a seed, for all networks",
         ]
         not_shared = f"not shared: {', '.join(looking)} are trained in each lab with every seed"
@@ -168,7 +165,7 @@ def _row(policy: str, task: str, done: Sequence[Row], dense: Sequence[Row]) -> d
     judged = [result for result in done if result["target"] is not None]
     row: dict[str, Any] = {
         "policy": policy,
-        "shared": policy not in LOOKING,
+        "shared": policy not in NETWORK_AWARE,
         "steps": done[0]["steps"] if done else None,
         "seeds": len(done),
         "reached": sum(result["steps_to_quality"] is not None for result in judged),

@@ -1,6 +1,6 @@
 """Policies compared by the seconds that a training takes to a quality: which runs that needs, in which order.
 
-A policy that does not look at the network takes the same plans on every network: it is trained once a seed, on one
+A policy that does not depend on the network takes the same plans on every network: it is trained once a seed, on one
 host. What a step takes is timed for all policies in one job on each network, which runs their recorded plans in turn.
 """
 
@@ -73,7 +73,7 @@ PLANS: dict[str, tuple[str, ...]] = {
     "star3": _fixed("star-topk", id="topk", ratio=0.03),
 }
 """Words for `mpicomp train` by fixed plan."""
-LOOKING = ("gravac", "flexible", "auto")
+NETWORK_AWARE = ("gravac", "flexible", "auto")
 """Policies whose plans depend on the measured network."""
 
 GOALS = {
@@ -111,7 +111,8 @@ class Timing:
     def sources(self) -> list[Training]:
         """The trainings whose plans it runs."""
         return [
-            Training(self.task, name, self.seed, self.network if name in LOOKING else None) for name in self.policies
+            Training(self.task, name, self.seed, self.network if name in NETWORK_AWARE else None)
+            for name in self.policies
         ]
 
     def __str__(self) -> str:
@@ -131,9 +132,9 @@ def runs_of(policies: Sequence[str], networks: Sequence[Network], seeds: Mapping
         for task, of_task in seeds.items():
             if seed not in of_task:
                 continue
-            runs += [Training(task, name, seed, None) for name in policies if name not in LOOKING]
+            runs += [Training(task, name, seed, None) for name in policies if name not in NETWORK_AWARE]
             for network in networks:
-                runs += [Training(task, name, seed, network) for name in policies if name in LOOKING]
+                runs += [Training(task, name, seed, network) for name in policies if name in NETWORK_AWARE]
                 if seed == min(of_task):
                     runs.append(Timing(task, tuple(policies), seed, network))
     return runs
@@ -252,7 +253,7 @@ class Trainings(Comparison):
         found["mean_quality"] = mean_over_steps(curve)
         dense = self.finished.get(Training(run.task, DENSE, run.seed, None))
         if dense is not None and dense.status == DONE:
-            # On the way fewer held-out data are looked at than in the end: each is compared with its like.
+            # On the way fewer held-out data are evaluated than in the end: each is compared with its like.
             found["quality_limit"] = finite(goal.target(dense.outcome["quality"]))
             found["target"] = target = finite(goal.target(dense.outcome["curve"][-1][1]))
             if target is not None:

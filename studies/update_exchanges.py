@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import kept_rows
+import in_process
 import numpy as np
 import torch
 from mpicomp.bench import demo, devices
@@ -298,7 +298,7 @@ def parser() -> argparse.ArgumentParser:
         "to rank attempts with (%(default)s)",
     )  # fmt: skip
     add_device(parser, "where all ranks train; a row of the other kind has other bits")
-    kept_rows.add_arguments(parser, "text-gpt")
+    in_process.add_arguments(parser, "text-gpt")
     return parser
 
 
@@ -309,7 +309,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arm not in ARMS:
             raise UnknownNameError(f"{_STUDY}: --arms", arm, list(ARMS))
     rates = [float(word) for word in read_list(arguments.rates)]
-    tasks, seeds, there = kept_rows.read(_STUDY, arguments, _KEY, 1)
+    tasks, seeds, there = in_process.read(_STUDY, arguments, _KEY, 1)
     precision, device = arguments.precision, "cpu"
     if arguments.device == "gpu":
         device = devices.torch_device(_STUDY, devices.find()).type

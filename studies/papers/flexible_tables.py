@@ -15,7 +15,7 @@ from typing import Any
 import flexible_schedules
 import numpy as np
 import paper_runs
-from kept_rows import Rows
+from in_process import Rows
 from lab_jobs import Network, check_lab, run_in_lab
 from mpicomp.bench.measure.exchanges import share
 from mpicomp.bench.measure.feedback import Selecting, make_bucket

@@ -89,7 +89,7 @@ NUMELS = {"ResNet-101": 42_500_000, "VGG-16": 132_000_000, "LSTM": 63_000_000}
 def train(
     task: str, arm: str, seed: int, ranks: int, steps: int, simulated: paper_runs.Simulated | None = None
 ) -> dict[str, Any]:
-    """Train, on a simulated network or, with what does not look at it, without one."""
+    """Train, on a simulated network or, with what does not depend on it, without one."""
     row = paper_runs.train(arms(steps)[arm], task, steps, ranks, seed, simulated)
     plans = row.pop("plans")
     thirds = [plans[len(plans) * part // 3 : len(plans) * (part + 1) // 3] for part in range(3)]

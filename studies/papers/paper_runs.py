@@ -12,10 +12,9 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent))  # where the other studies are
 
-from kept_rows import Rows, open_rows
+from in_process import Rows, SharedModel, open_rows
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import get_task
-from simulated_ranks import SharedModel
 
 import mpicomp
 from mpicomp.cost.formulas import terms

@@ -1,15 +1,17 @@
-"""Studies whose trainings run in this process: the options that they share, and rows that a later run goes on from."""
+"""Studies whose trainings run in this process: options, the model of simulated ranks, rows that a later run keeps."""
 
 import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpicomp.bench.tasks import list_tasks
+import numpy as np
+from mpicomp.bench.tasks import Task, list_tasks
+from numpy.typing import NDArray
 
 from mpicomp.cli.options import check_least, check_writable, read_list
 from mpicomp.errors import MpicompError
@@ -24,6 +26,39 @@ def add_arguments(parser: argparse.ArgumentParser, task: str) -> None:
         "--rows", metavar="F.jsonl", help="append each training's row to F; what is there is not run again"
     )
     parser.set_defaults(alone=True)
+
+
+class SharedModel:
+    """The model of a task, with its optimizer, that all ranks compute their gradients with."""
+
+    def __init__(self, task: Task, steps: int) -> None:
+        from mpicomp.bench.tasks.updating import Updater  # loads torch
+
+        self.task = task
+        self.model = task.model()
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = task.optimizer(self.model)
+        self.updater = Updater(task, self.optimizer, steps)
+
+    def backward(self, step: int, rank: int, ranks: int) -> float:
+        """Compute the gradients of a rank's batch, and return its loss."""
+        self.model.zero_grad()
+        loss = self.task.loss(self.model, self.task.batch(step, rank, ranks))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def gradients(self) -> dict[str, NDArray[np.float32]]:
+        """Return copies of the gradients of the last backward."""
+        grads = {name: parameter.grad for name, parameter in self.parameters.items()}
+        return {name: grad.numpy().copy() for name, grad in grads.items() if grad is not None}
+
+    def set_gradients(self, means: Mapping[str, NDArray[np.float32]]) -> None:
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                parameter.grad.numpy()[...] = means[name]
+
+    def quality(self) -> float:
+        return self.task.evaluate(self.model)
 
 
 @dataclass
