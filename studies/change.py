@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lab_jobs import Network, check_lab, rows_in_lab, run_in_lab
 from mpicomp.bench.measure.exchanges import Plan, Residuals, Runner, share
 from mpicomp.bench.measure.gradients import Gradients
-from mpicomp.bench.measure.networks import Network, check_lab, rows_in_lab, run_in_lab
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, check_writable, read_compressors, read_list, read_numels, read_ratios
@@ -30,59 +30,31 @@ _BEFORE = 10  # steps before the change whose median is compared
 _AFTER = 5  # steps after it
 _CHANGED = 1.5  # times longer or shorter: the network has changed
 _WINDOW_S = 5.0  # before and after a change is due: the lab's clock began with the launcher, this one with the steps
-_AS_GOOD = 1.05  # times the best plan's median: measuring does not tell them apart
+_AS_GOOD = 1.05  # times the best plan's median: measuring cannot separate them
 _CLOSE = (5, 15)  # steps before and after a change that are shown one by one
-_TOGETHER = 200  # steps that are shown in one line elsewhere
+_STEPS_OF_LINE = 200  # steps that are shown in one line elsewhere
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of ``auto``.
+    """One step of ``auto``."""
 
-    Attributes
-    ----------
-    at_s : float
-        When it began, in seconds since rank 0 began with the steps.
-    seconds : float
-        Of the slowest rank.
-    plan : str
-        What was run.
-    """
-
-    at_s: float
-    seconds: float
+    at_s: float  # when it began, since rank 0 began with the steps
+    seconds: float  # of the slowest rank
     plan: str
 
 
 @dataclass(frozen=True)
 class Phase:
-    """The steps after a change of the network, or after the start, and the plans that they ran.
-
-    Attributes
-    ----------
-    bandwidth : str
-        Bandwidth of the links.
-    first : int or None
-        The first step that showed it; None where none did.
-    best : str
-        The fixed plan that is best there.
-    as_good : tuple of str
-        All plans within 5 % of it, itself among them.
-    steps : int or None
-        Number of steps after which one of these was run first; None where none was.
-    share : float
-        Share of the steps of the phase's second half that ran one of these.
-    mostly : str or None
-        The plan that most steps of that half ran; None where the change was not seen.
-    """
+    """The steps after a change of the network, or after the start, and the plans that they ran."""
 
     bandwidth: str
-    first: int | None
-    best: str
-    as_good: tuple[str, ...]
-    steps: int | None
-    share: float
-    mostly: str | None
+    first: int | None  # the first step that showed it
+    best: str  # fixed plan
+    as_good: tuple[str, ...]  # plans within 5 % of it, itself among them
+    steps: int | None  # after which one of these was run first
+    share: float  # of the steps of the phase's second half that ran one of these
+    mostly: str | None  # the plan that most steps of that half ran
 
 
 def run_steps(compressor: Compressor, numel: int, seconds: float, transport: Transport) -> list[Step]:
@@ -96,7 +68,7 @@ def run_steps(compressor: Compressor, numel: int, seconds: float, transport: Tra
         runner.step()
     runner.catch_up()
     runner.close()
-    return [Step(*own) for own in zip(times, runner.slowest(), runner.ran, strict=True)]
+    return [Step(*step) for step in zip(times, runner.slowest(), runner.ran, strict=True)]
 
 
 def seen_at(steps: Sequence[Step], due_s: float) -> int | None:
@@ -127,18 +99,9 @@ def seen_at(steps: Sequence[Step], due_s: float) -> int | None:
 def phases_of(
     steps: Sequence[Step], bandwidths: Sequence[str], phase_s: float, fixed: Mapping[str, Mapping[str, float]]
 ) -> list[Phase]:
-    """Return the phases of a run, with the steps after which ``auto`` ran the best plan in each.
+    """Return the phases of a run, of ``phase_s`` seconds each, with the steps after which ``auto`` ran the best plan.
 
-    Parameters
-    ----------
-    steps : sequence of Step
-        Of the whole run.
-    bandwidths : sequence of str
-        Of the phases, each of which lasts ``phase_s`` seconds.
-    phase_s : float
-        Seconds.
-    fixed : mapping
-        Of each bandwidth: the median seconds of every fixed plan, by name.
+    ``fixed`` has, of each bandwidth, the median seconds of every fixed plan by name.
     """
     firsts = [0 if place == 0 else seen_at(steps, place * phase_s) for place in range(len(bandwidths))]
     phases = []
@@ -147,21 +110,13 @@ def phases_of(
         best = min(medians, key=lambda name: medians[name])
         as_good = tuple(name for name in medians if medians[name] <= _AS_GOOD * medians[best])
         later = [other for other in firsts[place + 1 :] if other is not None]
-        own = [] if first is None else steps[first : later[0] if later else None]
-        right = [step.plan in as_good for step in own]
+        of_phase = [] if first is None else steps[first : later[0] if later else None]
+        right = [step.plan in as_good for step in of_phase]
         half = right[len(right) // 2 :]
-        ran = Counter(step.plan for step in own[len(own) // 2 :]).most_common(1)
-        phases.append(
-            Phase(
-                bandwidth,
-                first,
-                best,
-                as_good,
-                right.index(True) if True in right else None,
-                sum(half) / len(half) if half else 0.0,
-                ran[0][0] if ran else None,
-            )
-        )
+        ran = Counter(step.plan for step in of_phase[len(of_phase) // 2 :]).most_common(1)
+        after = right.index(True) if True in right else None
+        share_of_half = sum(half) / len(half) if half else 0.0
+        phases.append(Phase(bandwidth, first, best, as_good, after, share_of_half, ran[0][0] if ran else None))
     return phases
 
 
@@ -171,16 +126,15 @@ def lines_of(steps: Sequence[Step], changes: Sequence[int]) -> Iterator[str]:
     start = 0
     while start < len(steps):
         stop = start + 1
-        while start not in close and stop < len(steps) and stop - start < _TOGETHER and stop not in close:
+        while start not in close and stop < len(steps) and stop - start < _STEPS_OF_LINE and stop not in close:
             stop += 1
-        own = steps[start:stop]
-        ran = ", ".join(
-            name if stop - start == 1 else f"{name} ({times})"
-            for name, times in Counter(step.plan for step in own).most_common()
-        )
-        number = f"step {start}" if stop - start == 1 else f"steps {start} to {stop - 1}"
+        part, single = steps[start:stop], stop - start == 1
+        counts = Counter(step.plan for step in part).most_common()
+        ran = ", ".join(name if single else f"{name} ({times})" for name, times in counts)
+        number = f"step {start}" if single else f"steps {start} to {stop - 1}"
         mark = "  <- the change is seen" if start in changes else ""
-        yield f"{own[0].at_s:8.3f} s  {number}: {1e3 * np.median([s.seconds for s in own]):.4g} ms  {ran}{mark}"
+        median_ms = 1e3 * np.median([step.seconds for step in part])
+        yield f"{part[0].at_s:8.3f} s  {number}: {median_ms:.4g} ms  {ran}{mark}"
         start = stop
 
 
@@ -190,11 +144,10 @@ def medians_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/change.py",
         description="Run auto step after step in a lab whose bandwidth changes, and show what it ran; then time the "
-        "fixed plans that it may choose at each bandwidth, and tell after how many steps auto ran the best. It needs "
+        "fixed plans that it may choose at each bandwidth, and show after how many steps auto ran the best. It needs "
         "root. Started with mpiexec or srun it makes no lab: it runs auto among these ranks for as long, while you "
         "change their network.",
     )
@@ -250,7 +203,7 @@ def _in_labs(arguments: argparse.Namespace, compressor: Compressor) -> int:
     with tempfile.TemporaryDirectory(prefix="mpicomp-study-") as folder:
         schedule, path = Path(folder) / "schedule", Path(folder) / "steps.json"
         times = [arguments.seconds * place for place in range(len(networks))]
-        lines = [f"{at_s} {own.bandwidth} {own.latency}" for at_s, own in zip(times, networks, strict=True)]
+        lines = [f"{at_s} {network.bandwidth} {network.latency}" for at_s, network in zip(times, networks, strict=True)]
         schedule.write_text("\n".join(lines) + "\n")
         words = [*options, "--seconds", str(arguments.seconds), "--bandwidths", arguments.bandwidths]
         words += ["--json", str(path)]
@@ -262,12 +215,8 @@ def _in_labs(arguments: argparse.Namespace, compressor: Compressor) -> int:
     # Auto chooses among these and dense ones, which are timed in any case.
     names = ",".join(names_for(compressor, Group(0, arguments.hosts), whole=True))
     for network in dict.fromkeys(networks):
-        found, _ = rows_in_lab(
-            arguments.hosts,
-            network,
-            [*options, "--limit", str(arguments.limit), "--collective", names],
-            lambda line: None,
-        )
+        words = [*options, "--limit", str(arguments.limit), "--collective", names]
+        found, _ = rows_in_lab(arguments.hosts, network, words, lambda line: None)
         fixed[network.bandwidth] = medians_of(found)
     phases = phases_of(steps, [network.bandwidth for network in networks], arguments.seconds, fixed)
     print("\n".join(lines_of(steps, [phase.first for phase in phases[1:] if phase.first is not None])))
@@ -287,12 +236,8 @@ def _in_labs(arguments: argparse.Namespace, compressor: Compressor) -> int:
             slower = "not timed" if took is None else f"{took / best_s - 1:+.1%} by its own timing"
             print(f"  mostly it ran {phase.mostly} there: {slower}")
     if arguments.json is not None:
-        written = {
-            "schema": 1,
-            "steps": [asdict(step) for step in steps],
-            "phases": [asdict(phase) for phase in phases],
-            "fixed": fixed,
-        }
+        written: dict[str, Any] = {"schema": 1, "steps": [asdict(step) for step in steps]}
+        written |= {"phases": [asdict(phase) for phase in phases], "fixed": fixed}
         Path(arguments.json).write_text(json.dumps(written) + "\n")
     return 0
 

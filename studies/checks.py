@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from inside import Inside, instead
-from mpicomp.bench.measure.intervals import block_interval, ratio_interval
+from inside import Inside, instead, largest_share, of_all_ranks
+from mpicomp.bench.measure.intervals import ratio_interval
 from mpicomp.bench.replica import threads_of_rank
 from mpicomp.bench.tasks import get_task
 from mpicomp.bench.tasks.updating import Updater
-from numpy.typing import NDArray
 
 from mpicomp.arrays import Describer
 from mpicomp.cli import run_program
@@ -23,17 +22,15 @@ from mpicomp.collectives import allgather, is_finite, packed_allgather, paramete
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.reducer.layout import Layout
 from mpicomp.reducer.pace import Pace
-from mpicomp.rounds import Round
 from mpicomp.system.files import whole_file
 
 _STUDY = "checks"
 _FIRST = 10  # steps that compile, agree and grow buffers
-_LOOKS = 20  # comparisons of replicas that are timed
-_CHECKED = allgather, packed_allgather, parameter_server  # what delivers a mean that is looked at
+_COMPARISONS = 20  # of replicas, that are timed
+_CHECKED = allgather, packed_allgather, parameter_server  # what delivers a mean that is checked
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/checks.py",
         description="Train, with the checks on and off from step to step, and print the ratio of the medians: the "
@@ -76,10 +73,10 @@ def _without(reducer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _counted(reducer: Any, inside: Inside) -> Iterator[None]:
-    """Count the seconds inside of the same checks, and of the look at the mean."""
+    """Count the seconds inside of the same checks, and of the check of the mean."""
 
     def finite(accumulated: Accumulated) -> bool:
-        accumulated.untold  # noqa: B018, the sum is made whether or not it is looked at
+        accumulated.untold  # noqa: B018, the sum is made whether or not it is checked
         with inside.counted():
             return accumulated.moments.finite
 
@@ -114,15 +111,9 @@ def run(arguments: argparse.Namespace) -> int:
     model = task.model()
     broadcast_parameters(model, comm=transport)
     optimizer = DistributedOptimizer(
-        task.optimizer(model),
-        model.named_parameters(),
-        arguments.compressor,
-        arguments.collective,
-        comm=transport,
-        warmup=0,
-        overlap=False,
-        compare_every=0,
-    )
+        task.optimizer(model), model.named_parameters(), arguments.compressor, arguments.collective,
+        comm=transport, warmup=0, overlap=False, compare_every=0,
+    )  # fmt: skip
     updater = Updater(task, optimizer, 3 * arguments.steps + _FIRST)
     inside = Inside()
     kinds: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
@@ -149,57 +140,35 @@ def run(arguments: argparse.Namespace) -> int:
                     checked.append(inside.seconds - before)
     fingerprint, named = Fingerprint(1, _STUDY, same_batches=True), dict(model.named_parameters())
     transport.run(fingerprint.look(named, group))  # before the first step nothing is compared
-    looks = []
-    for _ in range(_LOOKS):
+    comparisons = []
+    for _ in range(_COMPARISONS):
         begin = time.perf_counter()
         transport.run(fingerprint.look(named, group))
-        looks.append(time.perf_counter() - begin)
-    rows = np.array([*seconds["on"], *seconds["off"], *seconds["counted"], *checked, *looks])
-    recv = np.empty(group.size * rows.size)
-    everyones = transport.perform(Round("allgatherv", [rows.size] * group.size, rows.dtype, send=rows, recv=recv))
-    everyones = everyones.reshape(group.size, -1)
-    on, off, counted, calls = np.split(everyones[:, :-_LOOKS], 4, axis=1)
+        comparisons.append(time.perf_counter() - begin)
+    rows = np.array([*seconds["on"], *seconds["off"], *seconds["counted"], *checked, *comparisons])
+    rows = of_all_ranks(rows, transport)
+    on, off, counted, calls = np.split(rows[:, :-_COMPARISONS], 4, axis=1)
     transport.close()
     if group.rank == 0:
-        replicas_s = float(np.median(everyones[:, -_LOOKS:].max(axis=0))) / COMPARE_EVERY
+        replicas_s = float(np.median(rows[:, -_COMPARISONS:].max(axis=0))) / COMPARE_EVERY
         on_s, off_s = on.max(axis=0).tolist(), off.max(axis=0).tolist()
-        _tell(arguments, group.size, on_s, off_s, replicas_s, *_most(counted, calls))
+        _print(arguments, group.size, on_s, off_s, replicas_s, *largest_share(calls, counted))
     return 0
 
 
-def _most(seconds: NDArray[np.float64], inside: NDArray[np.float64]) -> tuple[float, tuple[float, float] | None]:
-    """Return the share of steps inside of checks, and its interval, of the rank that has the largest."""
-    shares = inside.sum(axis=1) / seconds.sum(axis=1)
-    rank = int(shares.argmax())
-    return float(shares[rank]), block_interval(lambda own, all_: own.sum() / all_.sum(), inside[rank], seconds[rank])
-
-
-def _tell(
-    arguments: argparse.Namespace,
-    ranks: int,
-    on: list[float],
-    off: list[float],
-    replicas_s: float,
-    inside: float,
+def _print(
+    arguments: argparse.Namespace, ranks: int, on: list[float], off: list[float], replicas_s: float, inside: float,
     inside_interval: tuple[float, float] | None,
-) -> None:
+) -> None:  # fmt: skip
     step_s = float(np.median(off))
     share, interval = replicas_s / step_s, ratio_interval(on, off)
-    outcome = {
-        "schema": 1,
-        "task": arguments.task,
-        "compressor": arguments.compressor,
-        "collective": arguments.collective,
-        "ranks": ranks,
-        "steps": arguments.steps,
-        "off_s": step_s,
-        "on_s": float(np.median(on)) + replicas_s,
-        "ratio": float(np.median(on)) / step_s + share,
-        "interval": None if interval is None else [own + share for own in interval],
-        "replicas": share,
-        "inside": inside + share,
-        "inside_interval": None if inside_interval is None else [own + share for own in inside_interval],
-    }
+    outcome: dict[str, Any] = {"schema": 1}
+    outcome |= {name: getattr(arguments, name) for name in ("task", "compressor", "collective")}
+    outcome |= {"ranks": ranks, "steps": arguments.steps, "off_s": step_s, "on_s": float(np.median(on)) + replicas_s}
+    outcome["ratio"] = float(np.median(on)) / step_s + share
+    outcome["interval"] = None if interval is None else [end + share for end in interval]
+    outcome |= {"replicas": share, "inside": inside + share}
+    outcome["inside_interval"] = None if inside_interval is None else [end + share for end in inside_interval]
     between = "" if interval is None else f" (95 %: {interval[0] + share:.4f} to {interval[1] + share:.4f})"
     print(
         f"{arguments.task}, {arguments.compressor} by {arguments.collective}, {ranks} ranks: a step takes "
@@ -208,7 +177,7 @@ def _tell(
         flush=True,
     )
     around = "" if inside_interval is None else f" (95 %: {inside_interval[0]:.3%} to {inside_interval[1]:.3%})"
-    print(f"inside of the checks' own calls: {inside:.3%} of a step{around}, and {share:.3%} of replicas", flush=True)
+    print(f"inside of the checks' calls: {inside:.3%} of a step{around}, and {share:.3%} of replicas", flush=True)
     if arguments.json is not None:
         with whole_file(arguments.json) as file:
             json.dump(outcome, file, indent=1)

@@ -1,20 +1,22 @@
-"""The base of studies that train: their options, their jobs one after the other, and their tables."""
+"""The frame of studies that start trainings: runs as jobs one after the other, rows over seeds, and tables of these."""
 
 import argparse
 import contextlib
 import importlib.util
+import math
 import signal
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpicomp.bench.measure import jobs, results, seed_means
-from mpicomp.bench.measure.jobs import CUT, DONE, FAILED, Finished
-from mpicomp.bench.measure.networks import Network
+import lab_jobs
+import numpy as np
+from lab_jobs import CUT, DONE, FAILED, Finished, Network
+from mpicomp.bench.measure import results
 
 from mpicomp.cli.options import check_least, check_writable, read_list
 from mpicomp.errors import ConfigurationError, UnknownNameError
@@ -22,54 +24,37 @@ from mpicomp.errors import ConfigurationError, UnknownNameError
 DENSE = "dense"
 """The arm that all others are compared with."""
 
+Fields = dict[str, tuple[str, str]]
+"""Type in JSON and meaning of each field of a row, as the documentation shows them."""
+Row = Mapping[str, Any]
+Column = tuple[str, str] | tuple[str, str, float] | Callable[[Row], str]
+"""A column of a table: the row's field, its format, and what it is divided by; or what makes the cell of a row."""
+
 
 @dataclass(frozen=True)
 class Goal:
-    """The target quality of a task, derived from the quality of dense training.
+    """The target quality of a task: ``factor * last quality of dense + offset``, in ``words`` for people."""
 
-    Attributes
-    ----------
-    lower : bool
-        Whether a lower quality is the better one.
-    factor, offset : float
-        The target is ``factor * last quality of dense + offset``.
-    seeds : tuple of int
-        Default seeds.
-    words : str
-        The target, for people.
-    """
-
-    lower: bool
+    lower: bool  # a lower quality is the better one
     factor: float
     offset: float
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...]  # unless others are named
     words: str
 
     def target(self, dense: float) -> float:
-        """Return the quality that is to be reached, from that of dense in the end with the same seed."""
         return self.factor * dense + self.offset
 
     def reaches(self, quality: float, target: float) -> bool:
-        """Return whether a quality is at least as good as the target."""
         return quality <= target if self.lower else quality >= target
 
     @property
     def better(self) -> str:
-        """Which quality is the better one, for people."""
         return f"quality: {'lower' if self.lower else 'higher'} is better"
 
 
 @dataclass(frozen=True)
 class Training:
-    """A call of `mpicomp train`.
-
-    Attributes
-    ----------
-    arm : str
-        The name of the policy or exchange that is compared.
-    network : Network or None
-        Of the lab; None is one host.
-    """
+    """A call of `mpicomp train` with an arm of the comparison, in a lab or, without a network, on one host."""
 
     task: str
     arm: str
@@ -83,11 +68,9 @@ class Training:
 
     @property
     def kind(self) -> str:
-        """Kind of the run, for people: its seed."""
         return f"seed {self.seed}"
 
     def __str__(self) -> str:
-        """Describe the run for people."""
         return f"{self.task}, {self.network or 'one host'}, {self.arm}, {self.kind}"
 
 
@@ -96,83 +79,166 @@ def place_of(network: Network | None) -> str:
     return "host" if network is None else f"{network.bandwidth}-{network.latency}"
 
 
-class Runner(ABC):
-    """Runs the jobs of a study one after the other.
+class Comparison(ABC):
+    """The runs of a study, their results in ``finished``, and the table of these."""
 
-    Parameters
-    ----------
-    folder : Path
-        Of their files; see `mpicomp.bench.measure.jobs.Folder`.
-    ranks : int
-        Of each.
-
-    Attributes
-    ----------
-    finished : dict
-        Results of the runs so far.
-    """
+    columns: Mapping[str, Column]
 
     def __init__(self, folder: Path, ranks: int) -> None:
-        self.finished: dict[Any, Any] = {}
+        self.finished: dict[Any, Finished] = {}
         self.ranks = ranks
-        self.folder = jobs.Folder(folder)
+        self.folder = lab_jobs.Folder(folder)
 
     @abstractmethod
     def run(self, run: Any, left_s: float) -> Finished:
-        """Run one, unless its files are complete, in at most ``left_s`` seconds, and return its result."""
+        """Run one, unless its files are complete, in at most ``left_s`` seconds, and keep its result."""
 
     @abstractmethod
-    def fill(self, finished: Any) -> bool:
-        """Read the files of a run, and return whether they are complete."""
+    def read(self, run: Any) -> dict[str, Any] | None:
+        """Return the outcome of a run from its files, None where they are not complete."""
 
     @abstractmethod
-    def summary(self, finished: Any) -> str:
+    def summary(self, finished: Finished) -> str:
         """Return the result of a finished run in a few words."""
-
-    def command(self, run: Any, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """Return the command of a run with words after ``mpicomp``, and what the environment has besides."""
-        return jobs.on_one_host(self.ranks, words)
-
-    def run_job(
-        self, finished: Any, words: Sequence[str], files: Mapping[str, str], mark: Mapping[str, Any], left_s: float
-    ) -> None:
-        """Run one with words after ``mpicomp`` and options for the files that it writes; see `jobs.Job`."""
-        run = finished.run
-        job = jobs.Job(run.name, lambda: self.command(run, words), files, {"words": finished.words, **mark})
-        self.folder.run(job, finished, lambda: self.fill(finished), left_s, self.expected_s(run))
-
-    def expected_s(self, run: Any) -> float:
-        """Return the mean seconds of other seeds of a run, or else of its network, or else of its task; 0 at first."""
-        done = [own for own in self.finished.values() if own.status == DONE]
-        done = [own for own in done if type(own.run) is type(run) and own.run.task == run.task]
-        there = [own for own in done if own.run.network == run.network]
-        same = [own for own in there if isinstance(run, Training) and own.run.arm == run.arm]
-        found = [own.seconds for own in same or there or done]
-        return sum(found) / len(found) if found else 0.0
-
-
-class Table(ABC):
-    """Table of the results of a study."""
 
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for everything that was compared so far; docs/studies.md describes its columns."""
+        """Return a row for everything that was compared so far; docs/studies.md describes its fields."""
 
     @abstractmethod
-    def told(self, finished: Any) -> dict[str, Any]:
-        """Return a run's description and results; docs/studies.md describes the fields."""
+    def describe(self, finished: Finished) -> dict[str, Any]:
+        """Return a run and its results for the file; docs/studies.md describes the fields."""
 
     @abstractmethod
-    def title(self, row: Mapping[str, Any]) -> str:
+    def title(self, row: Row) -> str:
         """Return the heading that a row stands below."""
 
     @abstractmethod
-    def cells(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """Return a row's cells for people, by column."""
-
-    @abstractmethod
-    def explained(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    def notes(self, rows: Sequence[Row]) -> list[str]:
         """Return lines that explain the table."""
+
+    def command(self, run: Any, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """Return the command of a run with words after ``mpicomp``, and what is added to the environment."""
+        return lab_jobs.on_one_host(self.ranks, words)
+
+    def run_job(
+        self, run: Any, words: Sequence[str], files: Mapping[str, str], mark: Row, left_s: float,
+        kept_words: Sequence[str] | None = None,
+    ) -> Finished:  # fmt: skip
+        """Run words after ``mpicomp`` and options for files, and keep the result; see `lab_jobs.Job`.
+
+        Files count as complete while ``mark`` and ``kept_words``, which are ``words`` if not given, are the same.
+        """
+        finished = Finished(run, FAILED, words=list(words if kept_words is None else kept_words))
+
+        def is_complete() -> bool:
+            finished.outcome = self.read(run) or {}
+            return bool(finished.outcome)
+
+        job = lab_jobs.Job(run.name, lambda: self.command(run, words), files, {"words": finished.words, **mark})
+        self.folder.run(job, finished, is_complete, left_s, self.expected_s(run))
+        self.finished[run] = finished
+        return finished
+
+    def expected_s(self, run: Any) -> float:
+        """Return the mean seconds of other seeds of a run, or else of its network, or else of its task; 0 at first."""
+        done = [other for other in self.finished.values() if other.status == DONE]
+        done = [other for other in done if type(other.run) is type(run) and other.run.task == run.task]
+        there = [other for other in done if other.run.network == run.network]
+        same = [other for other in there if isinstance(run, Training) and other.run.arm == run.arm]
+        found = [other.seconds for other in same or there or done]
+        return sum(found) / len(found) if found else 0.0
+
+    def cells(self, row: Row) -> dict[str, str]:
+        """Return a row's cells for people, by column."""
+        return {
+            title: column(row) if callable(column) else cell(row, *column) for title, column in self.columns.items()
+        }
+
+
+# Rows over seeds
+
+
+def means(meanings: Mapping[str, str], deviations: Mapping[str, str] | None = None) -> Fields:
+    """Return the fields of values that a row has mean and deviation of."""
+    return {
+        field: what
+        for name, meaning in meanings.items()
+        for field, what in {
+            name: ("number or null", meaning),
+            f"{name}_deviation": ("number or null", (deviations or {}).get(name, "")),
+        }.items()
+    }
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean, and None where a seed has no value: a mean of the others would flatter."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known and len(known) == len(values) else None
+
+
+def over_seeds(names: Collection[str], seeds: Sequence[Row]) -> dict[str, float | None]:
+    """Return mean and deviation, which takes two seeds, of values that every seed has."""
+    row: dict[str, float | None] = {}
+    for name in names:
+        values = [seed[name] for seed in seeds]
+        row[name] = mean(values)
+        several = row[name] is not None and len(values) > 1
+        row[f"{name}_deviation"] = float(np.std(values, ddof=1)) if several else None
+    return row
+
+
+def finite(value: float) -> float | None:
+    """Return a number that JSON has, None where it is none."""
+    return float(value) if math.isfinite(value) else None
+
+
+def cell(row: Row, name: str, form: str, scale: float = 1.0) -> str:
+    """Return a value of a row, in brackets its deviation or its interval where the row has one.
+
+    Examples
+    --------
+    >>> cell({"wire": 2e6, "wire_deviation": 1e5}, "wire", ".1f", 1e6)
+    '2.0 (0.1)'
+    >>> cell({"ratio": 2.0, "ratio_low": 1.0, "ratio_high": 4.0}, "ratio", ".1f")
+    '2.0 (1.0 to 4.0)'
+    """
+    value, deviation, low = (row.get(field) for field in (name, f"{name}_deviation", f"{name}_low"))
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
+    spread = "" if deviation is None else f" ({deviation / scale:{form}})"
+    spread += "" if low is None else f" ({low / scale:{form}} to {row[f'{name}_high'] / scale:{form}})"
+    return format(value / scale, form) + spread
+
+
+def problem(finished: Sequence[Finished]) -> str | None:
+    """Return the first error among runs; where none failed, how many were cut."""
+    failed = [one for one in finished if one.status == FAILED]
+    if failed:
+        return f"{failed[0].run.kind}: {failed[0].error}"
+    cut = sum(one.status == CUT for one in finished)
+    return f"{cut} of {len(finished)} runs were cut: the time was over" if cut else None
+
+
+RUN_FIELDS: Fields = {
+    "words": ("list of strings", "after `mpicomp`, without files"),
+    "status": ("string", "`done`, `failed` or `cut`"),
+    "error": ("string or null", "last line of the error"),
+    "kept": ("boolean", "whether its files were there before"),
+    "seconds": ("number", "that the run took, when it was run"),
+}
+"""Fields of every run of `Comparison.describe`, from `ending`."""
+
+
+def ending(finished: Finished) -> dict[str, Any]:
+    return {name: getattr(finished, name) for name in RUN_FIELDS}
+
+
+# Options
 
 
 def add_arguments(parser: argparse.ArgumentParser, minutes: float, steps: str = "what the task is tuned for") -> None:
@@ -255,45 +321,47 @@ def folder_of(arguments: argparse.Namespace) -> Iterator[Path]:
         yield Path(folder)
 
 
+# Running
+
+
 def run_all(
-    study: str, where: str, runs: Sequence[Any], runner: Runner, table: Table, minutes: float, path: str | None
+    comparison: Comparison, first_line: str, stages: Iterator[Sequence[Any]], minutes: float, path: str | None
 ) -> int:
-    """Run everything, with a line for each run, and print the tables; return 1 where a run failed, else 0.
+    """Run everything, stage by stage, with a line for each run, and print the tables; return 1 where a run failed.
 
-    Parameters
-    ----------
-    study, where : str
-        For the first line.
-    runs : sequence
-        In their order.
-    runner : Runner
-        Of them.
-    table : Table
-        Of the runner's runs.
-    minutes : float
-        For all of them.
-    path : str or None
-        Of the file that is written after every run.
+    After each run the file at ``path``, if there is one, is written. What has no time left is cut.
     """
-    print(f"{study}: {len(runs)} runs, {where}, at most {minutes:.0f} minutes", flush=True)
+    print(f"{first_line}, at most {minutes:.0f} minutes", flush=True)
+    end = time.monotonic() + 60 * minutes
     with terminated():
-        run_each(runs, runner, table, time.monotonic() + 60 * minutes, path)
-    show(table, runner)
-    return int(any(own.status == FAILED for own in runner.finished.values()))
+        for runs in stages:
+            _run_each(comparison, runs, end, path)
+    rows = comparison.rows()
+    for title in dict.fromkeys(map(comparison.title, rows)):
+        cells = [comparison.cells(row) for row in rows if comparison.title(row) == title]
+        first, *numbers, last = cells[0]
+        print(f"\n{title}")
+        results.show(cells, {first: "", **dict.fromkeys(numbers, ">"), last: ""})
+    print("\n" + "\n".join([*comparison.notes(rows), *unfinished(comparison.finished.values())]))
+    return int(any(one.status == FAILED for one in comparison.finished.values()))
 
 
-def run_each(runs: Sequence[Any], runner: Runner, table: Table, end: float, path: str | None) -> None:
-    """Run everything, with a line for each run; what has no time left before ``end`` on the clock is cut."""
+def _run_each(comparison: Comparison, runs: Sequence[Any], end: float, path: str | None) -> None:
     begin = time.monotonic()
-    for place, own in enumerate(runs, 1):
-        finished = runner.run(own, end - time.monotonic())
-        left = sum(runner.expected_s(other) for other in runs[place:])
-        rest = f"{len(runs) - place} left, about {min(left, max(0.0, end - time.monotonic())) / 60:.0f} minutes"
+    for number, run in enumerate(runs, 1):
+        finished = comparison.run(run, end - time.monotonic())
+        left = sum(comparison.expected_s(other) for other in runs[number:])
+        rest = f"{len(runs) - number} left, about {min(left, max(0.0, end - time.monotonic())) / 60:.0f} minutes"
         passed = time.monotonic() - begin
-        print(f"{passed:6.0f} s  {place}/{len(runs)}  {own}: {_outcome(finished, runner)}; {rest}", flush=True)
+        if finished.error is not None:
+            outcome = f"{finished.status}: {finished.error}"
+        else:
+            how = "there already" if finished.kept else f"{finished.seconds:.0f} s"
+            outcome = f"{how}{comparison.summary(finished)}"
+        print(f"{passed:6.0f} s  {number}/{len(runs)}  {run}: {outcome}; {rest}", flush=True)
         if path is not None:
-            told = [table.told(each) for each in runner.finished.values()]
-            results.write(path, table.rows(), 1, runs=told)
+            described = [comparison.describe(each) for each in comparison.finished.values()]
+            results.write(path, comparison.rows(), 1, runs=described)
 
 
 @contextlib.contextmanager
@@ -310,54 +378,9 @@ def terminated() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _outcome(finished: Finished, runner: Runner) -> str:
-    """Return the result of a run in a few words."""
-    if finished.error is not None:
-        return f"{finished.status}: {finished.error}"
-    how = "there already" if finished.kept else f"{finished.seconds:.0f} s"
-    return f"{how}{runner.summary(finished)}"
-
-
-def show(table: Table, runner: Runner) -> None:
-    """Print the rows below their headings, and their explanation."""
-    rows = table.rows()
-    for title in dict.fromkeys(map(table.title, rows)):
-        cells = [table.cells(row) for row in rows if table.title(row) == title]
-        first, *numbers, last = cells[0]
-        print(f"\n{title}")
-        results.show(cells, {first: "", **dict.fromkeys(numbers, ">"), last: ""})
-    print("\n" + "\n".join([*table.explained(rows), *unfinished(runner.finished.values())]))
-
-
 def unfinished(finished: Collection[Finished]) -> list[str]:
     """Return which runs were cut, and which failed."""
-    lines = []
-    cut = [str(own.run) for own in finished if own.status == CUT]
-    if cut:
-        lines.append(f"cut, since the time was over: {'; '.join(cut)}")
-    failed = [f"{own.run} ({own.error})" for own in finished if own.status == FAILED]
-    if failed:
-        lines.append(f"failed: {'; '.join(failed)}")
-    return lines
-
-
-def problem(finished: Sequence[Finished]) -> str | None:
-    """Return the first error among runs; where none failed, how many were cut."""
-    failed = [own for own in finished if own.status == FAILED]
-    if failed:
-        return f"{failed[0].run.kind}: {failed[0].error}"
-    cut = sum(own.status == CUT for own in finished)
-    return f"{cut} of {len(finished)} runs were cut: the time was over" if cut else None
-
-
-def ending(finished: Finished) -> dict[str, Any]:
-    """Return the results of `Table.told` for every run."""
-    return {name: getattr(finished, name) for name in ("words", "status", "error", "kept", "seconds")}
-
-
-def over_seeds(names: Sequence[str], seeds: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return mean and deviation of values that every seed has."""
-    row: dict[str, float | None] = {}
-    for name in names:
-        row |= seed_means.mean_and_deviation(name, [own[name] for own in seeds])
-    return row
+    cut = [str(one.run) for one in finished if one.status == CUT]
+    failed = [f"{one.run} ({one.error})" for one in finished if one.status == FAILED]
+    lines = [f"cut, since the time was over: {'; '.join(cut)}"] if cut else []
+    return [*lines, f"failed: {'; '.join(failed)}"] if failed else lines

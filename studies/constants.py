@@ -1,6 +1,6 @@
 """What the constants of the joint choice are worth: ``python studies/constants.py --rows rows.jsonl``.
 
-Nothing is trained: predictions are made anew, with other constants, from the rows of ``studies/behind.py``, and the
+Nothing is trained: predictions are made again, with other constants, from the rows of ``studies/penalties.py``, and the
 plans that would be chosen by them are judged by how far training was behind.
 """
 
@@ -16,10 +16,10 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from behind import exchange_of, predict, steps_behind
 from mpicomp.bench.lab.units import parse_bandwidth, parse_latency
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import get_task
+from penalties import exchange_of, predict, steps_behind
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import read_list
@@ -33,7 +33,7 @@ from mpicomp.rounds import WORLD, Group
 _STUDY = "constants"
 _RANKS = 4
 _NETWORKS = "50mbit/1ms,200mbit/1ms,1gbit/0us,2.5gbit/0us"
-_BESIDE_S = {"digits": 0.005, "text-lstm": 0.13, "text-gpt": 0.28}  # of a step without exchange, on such a machine
+_COMPUTE_S = {"digits": 0.005, "text-lstm": 0.13, "text-gpt": 0.28}  # of a step without exchange, on such a machine
 _FIDELITY = 0.7
 _FITTED = {
     "exponent": (behind, "_EXPONENT", (1.0, 1.25, 1.5, 1.75, 2.0)),
@@ -61,44 +61,44 @@ class Trained:
             for row in rows
             if row is not dense
         }
-        self._looks: list[tuple[int, Elements]] = []
-        for look in dense["elements"]:
-            elements = Elements(1, (len(look["sums"]) - 3) // 2)
-            elements.give(look)
-            self._looks.append((look["step"], elements))
+        self._observed: list[tuple[int, Elements]] = []
+        for state in dense["elements"]:
+            elements = Elements(1, (len(state["sums"]) - 3) // 2)
+            elements.give(state)
+            self._observed.append((state["step"], elements))
         self.predicted()
-        self.numel = sum(own.numel() for own in get_task(self.task).model().parameters())
+        self.numel = sum(parameter.numel() for parameter in get_task(self.task).model().parameters())
 
     def predicted(self) -> dict[str, float]:
         """Return what is predicted of each exchange, with the constants as they are now."""
-        told: dict[str, float] = {}
+        predictions: dict[str, float] = {}
         for exchange in self.behind:
-            found = [predict(elements, exchange, step) for step, elements in self._looks]
-            known = [own for own in found if own is not None]
+            found = [predict(elements, exchange, step) for step, elements in self._observed]
+            known = [value for value in found if value is not None]
             if known and exchange != "onebit":  # no candidate of `auto`
-                told[exchange] = float(np.mean(known))
-        return told
+                predictions[exchange] = float(np.mean(known))
+        return predictions
 
     def errors(self) -> list[float]:
         """Return how far predictions are off."""
-        return [abs(own - self.behind[exchange]) for exchange, own in self.predicted().items()]
+        return [abs(value - self.behind[exchange]) for exchange, value in self.predicted().items()]
 
     def regret(self, network: Network, fidelity: float) -> tuple[float, float]:
         """Return by how much longer than with the best exchange training takes, and how far behind it is.
 
-        The exchange is the one that would be chosen by what is predicted; what it takes is told by what was measured.
+        The exchange is the one that would be chosen by what is predicted; what it takes comes from what was measured.
         """
-        told = self.predicted()
-        names = ["dense", *told]
+        predictions = self.predicted()
+        names = ["dense", *predictions]
         seconds = np.array([seconds_of(name, self.numel, network) for name in names])
-        guess = np.array([0.0, *told.values()])
-        truth = np.array([0.0, *(max(0.0, self.behind[name]) for name in told)])
-        balance = Balance([guess], [seconds], [1.0], [0.0], _BESIDE_S[self.task], 1 - fidelity)
+        guess = np.array([0.0, *predictions.values()])
+        truth = np.array([0.0, *(max(0.0, self.behind[name]) for name in predictions)])
+        balance = Balance([guess], [seconds], [1.0], [0.0], _COMPUTE_S[self.task], 1 - fidelity)
         [row] = balance.best()
         if balance.worth([row]) > (1 - joint._PAYS) * balance.worth([0]):
             row = 0
         real = replace(balance, behind=[truth])
-        return real.worth([row]) / min(real.worth([own]) for own in range(len(names))) - 1, float(truth[row])
+        return real.worth([row]) / min(real.worth([other]) for other in range(len(names))) - 1, float(truth[row])
 
 
 def seconds_of(exchange: str, numel: int, network: Network) -> float:
@@ -106,13 +106,11 @@ def seconds_of(exchange: str, numel: int, network: Network) -> float:
     compressor, collective = exchange_of(exchange)
     group = Group(0, _RANKS)
     views = seen_by_some(group)
-    names = [collective] if collective != "auto" else [own for own in variants(compressor) if "hierarchical" not in own]
-    schemes = [bind(compressor, name) for name in names]
-    rounds = [
-        [own.rounds(numel, np.dtype(np.float32), view) for view in views] for own in schemes if not own.leaves_out
-    ]
-    rounds = rounds or [[own.rounds(numel, np.dtype(np.float32), view) for view in views] for own in schemes]
-    return min(network.seconds(network.coefficients(own, views)) for own in rounds)
+    names = [name for name in variants(compressor) if "hierarchical" not in name]
+    schemes = [bind(compressor, name) for name in ([collective] if collective != "auto" else names)]
+    schemes = [scheme for scheme in schemes if not scheme.leaves_out] or schemes
+    rounds = [[scheme.rounds(numel, np.dtype(np.float32), view) for view in views] for scheme in schemes]
+    return min(network.seconds(network.coefficients(of_views, views)) for of_views in rounds)
 
 
 def network_of(words: str) -> Network:
@@ -125,7 +123,7 @@ def network_of(words: str) -> Network:
 
 @contextlib.contextmanager
 def setting(module: ModuleType, name: str, value: float) -> Iterator[None]:
-    """Give a constant another value for a while."""
+    """Set a constant to another value for the block."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -136,7 +134,7 @@ def setting(module: ModuleType, name: str, value: float) -> Iterator[None]:
 
 def left_out(trained: Sequence[Trained]) -> list[dict[str, Any]]:
     """Return a row for each task: the fitted constants that are best on the others, and how far off it is with them."""
-    tasks = list(dict.fromkeys(own.task for own in trained))
+    tasks = list(dict.fromkeys(training.task for training in trained))
     errors: dict[tuple[float, ...], dict[str, float]] = {}
     for values in itertools.product(*(values for *_, values in _FITTED.values())):
         with contextlib.ExitStack() as stack:
@@ -146,7 +144,7 @@ def left_out(trained: Sequence[Trained]) -> list[dict[str, Any]]:
     now = tuple(float(getattr(module, name)) for module, name, _ in _FITTED.values())
     made = []
     for task in tasks:
-        others = {values: np.mean([own[name] for name in tasks if name != task]) for values, own in errors.items()}
+        others = {values: np.mean([of[name] for name in tasks if name != task]) for values, of in errors.items()}
         best = min(others, key=lambda values: float(others[values]))
         row: dict[str, Any] = {"left out": task} | dict(zip(_FITTED, best, strict=True))
         made.append(row | {"error": errors[best][task], "as they are": errors[now][task]})
@@ -154,7 +152,7 @@ def left_out(trained: Sequence[Trained]) -> list[dict[str, Any]]:
 
 
 def _error(trained: Sequence[Trained], task: str) -> float:
-    return float(np.mean([error for own in trained if own.task == task for error in own.errors()]))
+    return float(np.mean([error for one in trained if one.task == task for error in one.errors()]))
 
 
 def sensitivities(trained: Sequence[Trained], networks: Sequence[Network]) -> list[dict[str, Any]]:
@@ -169,8 +167,8 @@ def sensitivities(trained: Sequence[Trained], networks: Sequence[Network]) -> li
 
 
 def _judged(trained: Sequence[Trained], networks: Sequence[Network], fidelity: float) -> dict[str, float]:
-    found = np.array([own.regret(network, fidelity) for own in trained for network in networks])
-    errors = [error for own in trained for error in own.errors()]
+    found = np.array([one.regret(network, fidelity) for one in trained for network in networks])
+    errors = [error for one in trained for error in one.errors()]
     return {
         "error": float(np.mean(errors)), "regret": float(found[:, 0].mean()), "worst": float(found[:, 0].max()),
         "behind": float(found[:, 1].mean()),
@@ -183,11 +181,11 @@ def parts() -> list[dict[str, Any]]:
 
     def worths(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
         with setting(tradeoff, "_BINS", count):
-            return np.array([own.worth(own.best()) for own in problems])
+            return np.array([problem.worth(problem.best()) for problem in problems])
 
     least = worths(20_000)
     found = {count: worths(count) / least - 1 for count in _PARTS}
-    return [{"parts": count, "mean": float(own.mean()), "worst": float(own.max())} for count, own in found.items()]
+    return [{"parts": count, "mean": float(over.mean()), "worst": float(over.max())} for count, over in found.items()]
 
 
 def _problem(seed: int) -> Balance:
@@ -199,12 +197,11 @@ def _problem(seed: int) -> Balance:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog=f"studies/{_STUDY}.py",
         description="Show what other values of the constants of the joint choice would have come to.",
     )
-    parser.add_argument("--rows", required=True, metavar="F.jsonl[,..]", help="that studies/behind.py has written")
+    parser.add_argument("--rows", required=True, metavar="F.jsonl[,..]", help="that studies/penalties.py has written")
     parser.add_argument("--networks", default=_NETWORKS, metavar="B/L[,..]", help="(%(default)s)")
     parser.set_defaults(alone=True)
     return parser
@@ -212,10 +209,11 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a table of the tasks left out, one of the constants, and one of the parts."""
-    lines = [line for name in read_list(arguments.rows) for line in Path(name).read_text().splitlines()]
-    rows = [json.loads(line) for line in lines]
-    alike = dict.fromkeys((row["task"], row["seed"], row["steps"]) for row in rows)
-    trained = [Trained([row for row in rows if (row["task"], row["seed"], row["steps"]) == own]) for own in alike]
+    by_training: dict[Any, list[Row]] = {}
+    for name in read_list(arguments.rows):
+        for row in map(json.loads, Path(name).read_text().splitlines()):
+            by_training.setdefault((row["task"], row["seed"], row["steps"]), []).append(row)
+    trained = list(map(Trained, by_training.values()))
     networks = [network_of(words) for words in read_list(arguments.networks)]
     results.show(
         left_out(trained), {"left out": "", **dict.fromkeys(_FITTED, "g"), "error": ".2f", "as they are": ".2f"}

@@ -24,8 +24,8 @@ from mpicomp.transport import LocalWorld
 _STUDY = "dynamics"
 _RANKS, _NUMEL = 4, 50_000
 _COMPUTING_S = 2e-3  # of a step
-_LEARNS, _LOOKS, _AFTER = 60, 60, 40  # steps before those that are compared, these, and after a change
-_FACTORS = {"allgatherv": 2.0, "bcast": 3.0, "allreduce": 1.5}  # times what formulas say: it has to be learnt
+_LEARNING, _COMPARED, _AFTER = 60, 60, 40  # steps before those that are compared, these, and after a change
+_FACTORS = {"allgatherv": 2.0, "bcast": 3.0, "allreduce": 1.5}  # times what formulas predict: it has to be learnt
 _NOISE = 0.5  # mean of what is added to a round, exponential, as a share of it
 _SCALES = 0.25, 4.0
 _CONSTANTS: dict[ModuleType, tuple[str, ...]] = {
@@ -69,7 +69,9 @@ class Ranks:
         for end in ends:
             end.seconds += _COMPUTING_S
         before = max(end.clock() for end in ends)
-        self._world.run([own.rounds({"w": grad}) for own, grad in zip(self._reducers, next(self._turn), strict=True)])
+        self._world.run(
+            [reducer.rounds({"w": grad}) for reducer, grad in zip(self._reducers, next(self._turn), strict=True)]
+        )
         record = self._reducers[0].last_step
         assert record is not None
         [bucket] = record.buckets
@@ -93,10 +95,10 @@ def judge(seeds: int, fast: float, slow: float) -> dict[str, float]:
     over, steps = [], []
     for seed in range(seeds):
         ranks = Ranks(Links(fast, seed))
-        for _ in range(_LEARNS):
+        for _ in range(_LEARNING):
             ranks.step()
         best = _least(fast)
-        over.append(np.mean([fixed(fast)[ranks.step()[0]] for _ in range(_LOOKS)]) / best - 1)
+        over.append(np.mean([fixed(fast)[ranks.step()[0]] for _ in range(_COMPARED)]) / best - 1)
         ranks.links.bits = slow
         after = [fixed(slow)[ranks.step()[0]] <= 1.05 * _least(slow) for _ in range(_AFTER)]
         steps.append(after.index(True) if True in after else _AFTER)
@@ -108,7 +110,6 @@ def _least(bits: float) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog=f"studies/{_STUDY}.py",
         description="Show, for constants of the cost model and of the choice with a quarter and four times their "

@@ -1,4 +1,4 @@
-"""Study of the ratio that estimated thresholds reach against the ratio asked for: ``python studies/estimators.py``."""
+"""The ratio that estimated thresholds reach against the ratio asked for: ``python studies/estimators.py``."""
 
 import argparse
 import importlib.util
@@ -8,12 +8,14 @@ import sys
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, TypedDict
+from typing import Any
 
 import numpy as np
+from comparison import Fields
+from in_process import SharedModel
 from mpicomp.bench.measure import results
 from mpicomp.bench.measure.feedback import Selecting, make_bucket
-from mpicomp.bench.tasks import get_task, list_tasks
+from mpicomp.bench.tasks import Task, get_task, list_tasks
 from numpy.typing import NDArray
 
 from mpicomp.cli import run_program
@@ -29,26 +31,25 @@ _COLUMNS = {"name": "", "data": "", "ratio": "g", "mean": ".3f", "min": ".3f", "
 WARM = 25
 """Steps in which estimators adapt and nothing is counted."""
 
-# Parameters that make another estimator of a compressor.
-_VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
+VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sidco": ("distribution", ("exponential", "gamma", "pareto")),
     "redsync": ("search", ("trimmed", "binary")),
 }
+"""Parameters that make another estimator of a compressor."""
 
 
-class EstimatorRow(TypedDict):
-    """A row of ``estimators``."""
-
-    name: Annotated[str, "the compressor, with its variant behind a dot"]
-    data: Annotated[str, "what it selected from"]
-    numel: Annotated[int, "length of the array"]
-    ratio: Annotated[float, "kept fraction that was asked for"]
-    feedback: Annotated[bool, "whether with error feedback"]
-    steps: Annotated[int, "that are counted"]
-    mean: Annotated[float, "selected elements over those asked for, averaged over steps"]
-    min: Annotated[float, "the least in a step"]
-    max: Annotated[float, "the most in a step"]
-    config: Annotated[dict[str, Any], "the compressor's configuration"]
+ROW: Fields = {
+    "name": ("string", "the compressor, with its variant behind a dot"),
+    "data": ("string", "what it selected from"),
+    "numel": ("integer", "length of the array"),
+    "ratio": ("number", "kept fraction that was asked for"),
+    "feedback": ("boolean", "whether with error feedback"),
+    "steps": ("integer", "that are counted"),
+    "mean": ("number", "selected elements over those asked for, averaged over steps"),
+    "min": ("number", "the least in a step"),
+    "max": ("number", "the most in a step"),
+    "config": ("object", "the compressor's configuration"),
+}
 
 
 def _laplace(random: np.random.Generator, numel: int) -> NDArray[np.floating]:
@@ -62,33 +63,17 @@ def _gamma(random: np.random.Generator, numel: int) -> NDArray[np.floating]:
     return np.where(random.integers(0, 2, numel, dtype=np.int8) > 0, array, -array)
 
 
-def _normal(random: np.random.Generator, numel: int) -> NDArray[np.floating]:
-    return random.standard_normal(numel, dtype=np.float32)
-
-
-def _student(random: np.random.Generator, numel: int) -> NDArray[np.floating]:
-    return random.standard_t(3, numel).astype(np.float32)
-
-
-_DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int], NDArray[np.floating]]] = {
+DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int], NDArray[np.floating]]] = {
     "laplace": _laplace,
     "gamma": _gamma,
-    "normal": _normal,
-    "student": _student,
+    "normal": lambda random, numel: random.standard_normal(numel, dtype=np.float32),
+    "student": lambda random, numel: random.standard_t(3, numel).astype(np.float32),
 }
 
 
 @dataclass(frozen=True)
 class Data:
-    """Gradients that estimators select from, one for every step: drawn anew at each step, or those of a training.
-
-    Attributes
-    ----------
-    gradients : iterator of array
-        Gradients of one length.
-    feedback : bool
-        Whether estimators select with error feedback.
-    """
+    """Gradients of one length that estimators select from, one for every step: drawn, or those of a training."""
 
     gradients: Iterator[NDArray[np.floating]]
     feedback: bool
@@ -97,22 +82,14 @@ class Data:
 def drawn(name: str, numel: int, seed: int) -> Data:
     """Return gradients drawn from a distribution, without error feedback."""
     random = np.random.default_rng(seed)
-    return Data((_DISTRIBUTIONS[name](random, numel) for _ in itertools.count()), False)
+    return Data((DISTRIBUTIONS[name](random, numel) for _ in itertools.count()), False)
 
 
 def trained(name: str, feedback: bool) -> Data:
-    """Return the gradients of a task's training.
-
-    Raises
-    ------
-    ConfigurationError
-        Where there is no such task, or it cannot be trained here.
-    """
+    """Return the gradients of a task's training."""
     if name not in list_tasks():
-        raise UnknownNameError(f"{_STUDY}: --data", name, [*_DISTRIBUTIONS, *list_tasks()])
+        raise UnknownNameError(f"{_STUDY}: --data", name, [*DISTRIBUTIONS, *list_tasks()])
     try:
-        from mpicomp.bench.tasks.gradients import gradients_of  # loads torch
-
         return Data(gradients_of(get_task(name, 0)), feedback)
     except ImportError as error:
         raise ConfigurationError(
@@ -122,21 +99,26 @@ def trained(name: str, feedback: bool) -> Data:
         raise ConfigurationError(f"{_STUDY}: {error}") from error
 
 
-def load_gradients(path: str, steps: int) -> dict[str, NDArray[np.floating]]:
-    """Read gradients of one's own.
+def gradients_of(task: Task) -> Iterator[NDArray[np.float32]]:
+    """Train a task without compression, and yield each step's gradients, one after the other in an array.
 
-    Parameters
-    ----------
-    path : str
-        An ``.npz`` file with arrays of shape (steps, elements).
-    steps : int
-        Fewest steps that the arrays must have.
-
-    Raises
-    ------
-    ConfigurationError
-        Where the file is not like that.
+    A schedule is that of the steps for which the task was tuned. The array is overwritten by the next step's.
     """
+    shared = SharedModel(task, task.steps)
+    flat = np.zeros(sum(parameter.numel() for parameter in shared.parameters.values()), np.float32)
+    for step in itertools.count():
+        shared.backward(step, 0, 1)
+        place = 0
+        for parameter in shared.parameters.values():
+            if parameter.grad is not None:
+                flat[place : place + parameter.numel()] = parameter.grad.numpy().reshape(-1)
+            place += parameter.numel()
+        yield flat
+        shared.updater.update()
+
+
+def load_gradients(path: str, steps: int) -> dict[str, NDArray[np.floating]]:
+    """Read gradients of a user's: an ``.npz`` file with arrays of shape (steps, elements), of ``steps`` at least."""
     expected = "an .npz file with arrays of shape (steps, elements) is needed"
     try:
         with open(path, "rb") as file:
@@ -178,13 +160,13 @@ def estimators(ratio: float) -> dict[str, Sparsifier]:
         parameters = {entry.name for entry in fields(cls)}
         if not issubclass(cls, Sparsifier) or "ratio" not in parameters:
             continue
-        variant, values = _VARIANTS.get(name, ("", ()))
+        variant, values = VARIANTS.get(name, ("", ()))
         if variant not in parameters:
             configs: dict[str, dict[str, Any]] = {name: {}}
         else:
             configs = {f"{name}.{value}": {variant: value} for value in values}
         if "published" in parameters:
-            configs |= {f"{label}.published": own | {"published": True} for label, own in configs.items()}
+            configs |= {f"{label}.published": config | {"published": True} for label, config in configs.items()}
         for label, config in configs.items():
             compressor = get_compressor({"id": name, "ratio": ratio} | config)
             assert isinstance(compressor, Sparsifier)
@@ -194,8 +176,6 @@ def estimators(ratio: float) -> dict[str, Sparsifier]:
 
 @dataclass
 class _Estimator:
-    """An estimator at one ratio, and how many elements it selected."""
-
     name: str
     ratio: float
     selecting: Selecting
@@ -206,25 +186,9 @@ class _Estimator:
 def measure(
     name: str, data: Data, ratios: Sequence[float], steps: int, only: Collection[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Let all estimators select from the same data, with a residual for each where there is error feedback.
+    """Let estimators, all or ``only`` these, select from the same data, with a residual each if there is feedback.
 
-    Parameters
-    ----------
-    name : str
-        Of the data.
-    data : Data
-        Of `WARM` steps and those that are counted.
-    ratios : sequence of float
-        Asked of every estimator.
-    steps : int
-        That are counted.
-    only : collection of str or None
-        Names of the estimators that select; None is all.
-
-    Returns
-    -------
-    list of dict
-        The rows; docs/studies.md says what is in them.
+    Data are of `WARM` steps and those that are counted. docs/studies.md describes the rows.
     """
     gradient = np.ascontiguousarray(next(data.gradients), np.float32)
     running: list[_Estimator] = []
@@ -264,7 +228,6 @@ def _row(entry: _Estimator, data: str, numel: int) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/estimators.py",
         description="Show how near every threshold estimator comes to the ratio it was asked for.",
@@ -300,22 +263,22 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.data is not None:
         names = list(dict.fromkeys(read_list(arguments.data)))
     elif arguments.gradients is None:
-        names, tasks = list(_DISTRIBUTIONS), list(list_tasks())
+        names, tasks = list(DISTRIBUTIONS), list(list_tasks())
         if all(importlib.util.find_spec(name) is not None for name in ("torch", "sklearn")):
             names += tasks
         else:
             print(f"left out: {', '.join(tasks)}; they need pip install 'mpicomp[torch,bench]'")
     data = {
-        name: drawn(name, arguments.numel, seed) if name in _DISTRIBUTIONS else trained(name, feedback)
+        name: drawn(name, arguments.numel, seed) if name in DISTRIBUTIONS else trained(name, feedback)
         for seed, name in enumerate(names)
     }
     if arguments.gradients is not None:
         arrays = load_gradients(arguments.gradients, WARM + arguments.steps)
         data |= {name: Data(iter(array), feedback) for name, array in arrays.items()}
     found = []
-    for name, own in data.items():
+    for name, source in data.items():
         print(f"{name}: {WARM + arguments.steps} steps", flush=True)
-        found += measure(name, own, ratios, arguments.steps)
+        found += measure(name, source, ratios, arguments.steps)
     results.show(found, _COLUMNS)
     if arguments.json is not None:
         results.write(arguments.json, found, 1)

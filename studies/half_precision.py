@@ -1,7 +1,7 @@
 """What a sum of gradients in float16 loses, as PyTorch's hook for it sums: ``python studies/half_precision.py``.
 
-Ranks are simulated in this process. What training makes of rounding errors is told apart from what float16 does to
-small gradients: errors of the same size, drawn at random, are added to means in float32.
+Ranks are simulated in this process. To separate what training makes of rounding errors from what float16 does to
+small gradients, errors of the same size, drawn at random, are added to means in float32.
 """
 
 import argparse
@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from in_process import SharedModel
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import get_task
-from mpicomp.bench.tasks.updating import Updater
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
@@ -25,7 +25,6 @@ _SCALE = 2.0**8  # with which gradients of text-gpt do not overflow
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/half_precision.py",
         description="Train with means of gradients in float32; as PyTorch's float16 hook makes them; as it makes them "
@@ -48,48 +47,40 @@ def run(arguments: argparse.Namespace) -> int:
     check_least(_STUDY, "--steps", arguments.steps, 1)
     check_least(_STUDY, "--ranks", arguments.ranks, 1)
     means = read_list(arguments.means)
-    for own in means:
-        if own.partition(":")[0] not in _MEANS:
-            raise UnknownNameError(f"{_STUDY}: --means", own, _MEANS)
-    for own in means:
-        row = train(arguments.task, arguments.seed, arguments.steps, arguments.ranks, own)
+    for name in means:
+        if name.partition(":")[0] not in _MEANS:
+            raise UnknownNameError(f"{_STUDY}: --means", name, _MEANS)
+    for name in means:
+        row = train(arguments.task, arguments.seed, arguments.steps, arguments.ranks, name)
         results.show([row], {"means": "", "quality": ".3f", "zero": ".4f", "small": ".4f"})
     return 0
 
 
 def train(name: str, seed: int, steps: int, ranks: int, means: str) -> dict[str, object]:
-    """Return the held-out quality of a training, and the shares of elements that are lost or shortened.
-
-    Parameters
-    ----------
-    name, seed, steps, ranks, means
-        See `parser`.
-    """
-    task = get_task(name, seed)
-    model = task.model()
-    parameters = list(model.parameters())
-    updater = Updater(task, task.optimizer(model), steps)
-    generator = torch.Generator().manual_seed(int(means.partition(":")[2] or 0))
+    """Return the held-out quality of a training, and the shares of elements that are lost or shortened."""
+    shared = SharedModel(get_task(name, seed), steps)
+    parameters = list(shared.parameters.values())
+    kind, _, draw = means.partition(":")
+    generator = torch.Generator().manual_seed(int(draw or 0))
     elements = zeros = small = 0
     for step in range(steps):
         shares = []
         for rank in range(ranks):
-            model.zero_grad()
-            task.loss(model, task.batch(step, rank, ranks)).backward()  # type: ignore[no-untyped-call]
-            own = torch.cat([parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None])
-            shares.append(share_of(own, ranks, means.partition(":")[0], generator))
-            there = own != 0
+            shared.backward(step, rank, ranks)
+            grad = torch.cat([parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None])
+            shares.append(share_of(grad, ranks, kind, generator))
+            there = grad != 0
             elements += int(there.sum())
             zeros += int((there & (shares[-1] == 0)).sum())
             small += int((there & (shares[-1].abs() < _NORMAL)).sum())
-        mean = summed(shares).float() / (_SCALE if means == "float16-scaled" else 1)
+        mean = summed(shares).float() / (_SCALE if kind == "float16-scaled" else 1)
         start = 0
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.copy_(mean[start : start + parameter.numel()].view_as(parameter))
                 start += parameter.numel()
-        updater.update()
-    return {"means": means, "quality": task.evaluate(model), "zero": zeros / elements, "small": small / elements}
+        shared.updater.update()
+    return {"means": means, "quality": shared.quality(), "zero": zeros / elements, "small": small / elements}
 
 
 def share_of(gradient: torch.Tensor, ranks: int, means: str, generator: torch.Generator) -> torch.Tensor:

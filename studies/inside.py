@@ -8,6 +8,13 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+from mpicomp.bench.measure.intervals import block_interval
+from numpy.typing import NDArray
+
+from mpicomp.rounds import Round
+from mpicomp.transport import Transport
+
 
 class Inside:
     """Counts the seconds that calls take, on all threads: those of a call within another one once.
@@ -24,8 +31,7 @@ class Inside:
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """Count what happens until the end of the block."""
-        thread = self._thread
-        outer, thread.within = thread.within, True
+        outer, self._thread.within = self._thread.within, True
         begin = time.perf_counter()
         try:
             yield
@@ -67,15 +73,31 @@ class Inside:
 
 
 class _Thread(threading.local):
-    """What is known of a thread: whether it is within a call that is counted."""
-
-    within = False
+    within = False  # a call that is counted
 
 
 @contextlib.contextmanager
 def instead(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Put something else in the place of attributes, until the end of the block."""
+    """Replace attributes until the end of the block."""
     with contextlib.ExitStack() as stack:
         for owner, name, other in changes:
             stack.enter_context(patch.object(owner, name, other))
         yield
+
+
+def of_all_ranks(rows: NDArray[np.float64], transport: Transport) -> NDArray[np.float64]:
+    """Return the arrays of all ranks, a rank each. Collective."""
+    size = transport.group.size
+    recv = np.empty((size, *rows.shape))
+    counts = [rows.size] * size
+    transport.perform(Round("allgatherv", counts, rows.dtype, send=rows.reshape(-1), recv=recv.reshape(-1)))
+    return recv
+
+
+def largest_share(
+    inside: NDArray[np.float64], seconds: NDArray[np.float64]
+) -> tuple[float, tuple[float, float] | None]:
+    """Return the share of seconds, shape (ranks, turns), inside of calls on the rank with the largest; its interval."""
+    shares = inside.sum(axis=1) / seconds.sum(axis=1)
+    rank = int(shares.argmax())
+    return float(shares[rank]), block_interval(lambda part, all_: part.sum() / all_.sum(), inside[rank], seconds[rank])

@@ -32,21 +32,7 @@ def ways_of(operations: Iterator[str]) -> list[dict[str, str]]:
 
 
 def steps(task: Round, rank: int, size: int, way: str) -> list[Step]:
-    """Return what a rank of a round's group does, step by step, those of nobody left out.
-
-    Parameters
-    ----------
-    task : Round
-        Its shape, as this rank sees it.
-    rank, size : int
-        Of the round's group.
-    way : str
-        One of `ways`.
-
-    Raises
-    ------
-    ConfigurationError
-        Where the number of ranks is no power of two.
+    """Return what a rank of a round's group does by one of `ways`, step by step, those of nobody left out.
 
     Examples
     --------
@@ -97,9 +83,9 @@ def _gather_ring(task: Round, rank: int, size: int) -> list[Step]:
 def _in_turn(task: Round, rank: int, size: int) -> list[Step]:
     """Return a message to the rank that is one farther away each time, and from the one on the other side."""
     made: list[Step] = []
-    for apart in range(1, size):
-        target = (rank + apart) % size
-        made.append(([(target, task.counts[target] * task.dtype.itemsize)], [(rank - apart) % size]))
+    for distance in range(1, size):
+        target = (rank + distance) % size
+        made.append(([(target, task.counts[target] * task.dtype.itemsize)], [(rank - distance) % size]))
     return made
 
 
@@ -113,7 +99,7 @@ def _gather_tree(task: Round, rank: int, size: int) -> list[Step]:
     place, made = (rank - task.root) % size, list[Step]()
     for distance in _distances(size):
         if place & distance:
-            parts = [task.counts[(task.root + own) % size] for own in range(place, place + distance)]
+            parts = [task.counts[(task.root + part) % size] for part in range(place, place + distance)]
             return [*made, ([((rank - distance) % size, sum(parts) * task.dtype.itemsize)], [])]
         made.append(([], [(rank + distance) % size]))
     return made

@@ -1,4 +1,4 @@
-"""Study of what it costs to be watched: ``mpiexec -n 2 python studies/observing.py``."""
+"""What traces and metrics cost: ``mpiexec -n 2 python studies/observing.py``."""
 
 import argparse
 import contextlib
@@ -10,22 +10,20 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
-from inside import Inside, instead
-from mpicomp.bench.measure.intervals import block_interval, median_interval
+from inside import Inside, instead, largest_share, of_all_ranks
+from mpicomp.bench.measure.intervals import median_interval
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.tasks import get_task
 
 import mpicomp
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least
-from mpicomp.rounds import Round
 from mpicomp.transport.mpi import MPITransport
 
 _WARM = 10  # steps that compile and agree
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/observing.py",
         description="Train a task, in turns with a trace and metrics that are written and without, and compare the "
@@ -95,37 +93,35 @@ def run(arguments: argparse.Namespace) -> int:
                         calls.append(inside.seconds - noted)
             if watched and group.rank == 0:
                 size = os.path.getsize(path)
-    own = np.array([*seconds[False], *seconds[True], *([own, 0.0] for own in calls)])
-    own = own.reshape(3, -1, 2) / arguments.steps  # alone, watched and inside; turn; seconds and those of a processor
-    recv = np.empty((group.size, *own.shape))
-    task_ = Round("allgatherv", [own.size] * group.size, own.dtype, send=own.reshape(-1), recv=recv.reshape(-1))
-    transport.perform(task_)
-    alone, watched_, _ = recv.max(axis=0)  # the slowest rank's
-    shares = recv[:, 2, :, 0].sum(axis=1) / recv[:, 1, :, 0].sum(axis=1)
-    most = int(shares.argmax())
+    rows = np.array([*seconds[False], *seconds[True], *([inside_s, 0.0] for inside_s in calls)])
+    rows = rows.reshape(3, -1, 2) / arguments.steps  # alone, watched and inside; turn; seconds and those of a processor
+    rows = of_all_ranks(rows, transport)
     optimizer.close()
     transport.close()
     if group.rank == 0:
+        alone, watched_, _ = rows.max(axis=0)  # the slowest rank's
+        share, between = largest_share(rows[:, 2, :, 0], rows[:, 1, :, 0])
         costs = watched_ / alone - 1
-        low, high = median_interval(costs[:, 0].tolist()) or (None, None)
-        between = block_interval(lambda own, all_: own.sum() / all_.sum(), recv[most, 2, :, 0], recv[most, 1, :, 0])
-        told = {
+        row = {
             "task": arguments.task,
             "ranks": group.size,
             "steps": alone.shape[0] * arguments.steps,
             "median_step_s": np.median(alone[:, 0]),
             "median_watched_step_s": np.median(watched_[:, 0]),
             "cost": np.median(costs[:, 0]),
-            "cost_low": low,
-            "cost_high": high,
+            **_ends("cost", median_interval(costs[:, 0].tolist())),
             "cost_of_processor": np.median(costs[:, 1]),
-            "inside": shares[most],  # of the rank that has the largest share
-            "inside_low": None if between is None else between[0],
-            "inside_high": None if between is None else between[1],
+            "inside": share,
+            **_ends("inside", between),
             "trace_bytes_a_step_and_rank": size / arguments.steps / group.size,
         }
-        print(json.dumps(told))
+        print(json.dumps(row))
     return 0
+
+
+def _ends(name: str, interval: tuple[float, float] | None) -> dict[str, float | None]:
+    low, high = interval or (None, None)
+    return {f"{name}_low": low, f"{name}_high": high}
 
 
 if __name__ == "__main__":

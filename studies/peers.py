@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpicomp.bench.measure import jobs, networks
-from mpicomp.bench.measure.networks import Network
+import lab_jobs
+from lab_jobs import Network
 from mpicomp.bench.training import DDP, DDP_BF16, DDP_POWERSGD, OTHERS
 
 from mpicomp.cli import run_program
@@ -24,7 +24,6 @@ _BLOCKS = 8
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/peers.py",
         description="Train with all exchanges, block by block in turn in one job, so that what else the machine does "
@@ -53,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     if launcher.detect() is not None:
         raise ConfigurationError(f"{_STUDY}: starts its own labs; run it without mpiexec")
     check_least(_STUDY, "--hosts", arguments.hosts)
-    links = networks.read(_STUDY, arguments.networks)
-    networks.check_lab(_STUDY)
+    links = lab_jobs.read_networks(_STUDY, arguments.networks)
+    lab_jobs.check_lab(_STUDY)
     folder = Path(arguments.folder)
     folder.mkdir(parents=True, exist_ok=True)
     for network in links:
@@ -67,10 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def rows_of(folder: Path, arguments: argparse.Namespace, network: Network, task: str) -> list[dict[str, Any]]:
     """Return the rows of all exchanges that were asked for, in their order."""
-    asked, apart = read_list(arguments.exchange), read_list(arguments.alone)
-    in_turn = [name for name in asked if name not in apart]
-    groups = [in_turn, *([name] for name in asked if name in apart)]
-    rows = [row for own in groups if own for row in rows_of_job(folder, arguments, network, task, own)]
+    asked, alone = read_list(arguments.exchange), read_list(arguments.alone)
+    in_turn = [name for name in asked if name not in alone]
+    groups = [in_turn, *([name] for name in asked if name in alone)]
+    rows = [row for names in groups if names for row in rows_of_job(folder, arguments, network, task, names)]
     return sorted(rows, key=lambda row: asked.index(row["exchange"]))
 
 
@@ -79,31 +78,33 @@ def rows_of_job(
 ) -> list[dict[str, Any]]:
     """Return the rows of exchanges that share a job, from the folder or from a job in a lab.
 
-    Returns
-    -------
-    list of dict
-        Those of `mpicomp bench training`, with ``problem`` None; or ``exchange`` and ``problem`` alone, what happened.
+    They are those of `mpicomp bench training`, with ``problem`` None; or ``exchange`` and ``problem``, what happened.
     """
     name = "-".join((task, str(arguments.hosts), str(network), "+".join(exchanges))).replace("/", "-").replace(":", "-")
     kept, log = folder / f"{name}.json", folder / f"{name}.log"
     words = ["bench", "training", "--task", task, "--exchange", ",".join(exchanges), "--ratio", str(arguments.ratio)]
     words += ["--steps", str(arguments.steps), "--blocks", str(_BLOCKS), "--warm-up", str(arguments.warm_up)]
     words += ["--every", str(arguments.every)]
-    before = jobs.read_json(kept)
+    before = lab_jobs.read_json(kept)
     if before.get("words") == words:
         return list(before["rows"])
     print(f"# {name}", file=sys.stderr, flush=True)
-    links = ["--hosts", str(arguments.hosts), "--bandwidth", network.bandwidth, "--latency", network.latency]
     written = folder / f"{name}.rows"
-    command = [*jobs.MPICOMP, "lab", "run", *links, "--", *jobs.MPICOMP, *words, "--json", str(written.resolve())]
-    status = jobs.execute(command, os.environ, log, arguments.limit)
+    command = [
+        *lab_jobs.lab_words(arguments.hosts, network),
+        *lab_jobs.MPICOMP,
+        *words,
+        "--json",
+        str(written.resolve()),
+    ]
+    status = lab_jobs.execute(command, os.environ, log, arguments.limit)
     if status == 0:
         in_turn = len(exchanges) > 1
         rows = [{**row, "problem": None, "in_turn": in_turn} for row in json.loads(written.read_text())["rows"]]
     else:
         end = f"no end within {arguments.limit:.0f} s" if status is None else f"ended with status {status}"
-        last = thrown(log) or ("" if status is None else jobs.last_words(log).removeprefix("mpicomp: "))
-        rows = [{"exchange": own, "problem": f"{end}: {last}".removesuffix(": ")} for own in exchanges]
+        last = thrown(log) or ("" if status is None else lab_jobs.last_words(log).removeprefix("mpicomp: "))
+        rows = [{"exchange": name, "problem": f"{end}: {last}".removesuffix(": ")} for name in exchanges]
     kept.write_text(json.dumps({"words": words, "rows": rows}, indent=1) + "\n")
     return rows
 
@@ -115,7 +116,7 @@ def thrown(log: Path) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of a table in Markdown, with quality beside seconds and bytes.
+    """Return the lines of a table in Markdown, with quality next to seconds and bytes.
 
     Of DDP's step is that over the step of ``ddp``, and throughput that of ``none`` which is left.
     """
@@ -130,7 +131,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if row["problem"] is not None:
             lines.append(f"| {row['exchange']} | {row['problem'].replace('|', '/')} | | | | | |")
             continue
-        phases = "" if row["phases_s"] is None else ", ".join(f"{1e3 * own:.1f}" for own in row["phases_s"].values())
+        phases = ", ".join(f"{1e3 * seconds:.1f}" for seconds in (row["phases_s"] or {}).values())
         share = "" if ddp is None or not row["in_turn"] else f"{row['median_s'] / ddp:.2f}"
         left = "" if row["of_none"] is None else f"{row['of_none']:.2f}"
         link = "" if row["link_bytes"] is None else f"{row['link_bytes'] / 1e6:.3g}"

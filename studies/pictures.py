@@ -19,7 +19,6 @@ _MARGINS = 52, 118, 30, 26  # pixels left, right, above and below axes
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(prog="studies/pictures.py", description=__doc__)
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the pages; its pictures are overwritten")
     parser.set_defaults(alone=True)
@@ -62,7 +61,7 @@ def four_networks(page: str) -> Figure:
         networks, rows = table(page, f"`{task}`: time to quality in seconds")
         labels = {"dense": "dense", "auto": "mpicomp auto", "static`, top-k at 1 %": "top-k at 1 %"}
         lines = {label: list(map(number, rows[name])) for name, label in labels.items() if name in rows}
-        panels.append((f"{task}: time to the quality of dense", [own.split(",")[0] for own in networks], lines))
+        panels.append((f"{task}: time to the quality of dense", [network.split(",")[0] for network in networks], lines))
     return _draw(panels, "x")
 
 
@@ -116,10 +115,10 @@ def _heights(axes: Axes, values: Sequence[float], unit: str) -> None:
 
 
 def _ends(axes: Axes, lines: dict[str, list[float]]) -> None:
-    """Write each line's name at its end, apart from the others."""
+    """Write each line's name at its end, clear of the others."""
     low, high = axes.transData.transform([(0, limit) for limit in axes.get_ylim()])[:, 1]
     at = sorted((axes.transData.transform((0, heights[-1]))[1], place) for place, heights in enumerate(lines.values()))
-    for height, (_, place) in zip(spread([own for own, _ in at], TALL, low, high), at, strict=True):
+    for height, (_, place) in zip(spread([height for height, _ in at], TALL, low, high), at, strict=True):
         name, heights = list(lines.items())[place]
         y = axes.transData.inverted().transform((0, height))[1]
         axes.annotate(

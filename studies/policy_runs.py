@@ -1,22 +1,21 @@
 """Policies compared by the seconds that a training takes to a quality: which runs that needs, in which order.
 
-A policy that does not look at the network takes the same plans on every network: it is trained once a seed, on one
+A policy that does not depend on the network takes the same plans on every network: it is trained once a seed, on one
 host. What a step takes is timed for all policies in one job on each network, which runs their recorded plans in turn.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import comparison
-from comparison import DENSE, Goal, Training, place_of
+import numpy as np
+from comparison import DENSE, Comparison, Goal, Training, finite, place_of
+from lab_jobs import CUT, DONE, MPICOMP, Finished, Network, lab_words, read_json, read_lines
 from mpicomp.bench.lab.units import parse_bandwidth
-from mpicomp.bench.measure import jobs
-from mpicomp.bench.measure.jobs import CUT, DONE, FAILED, MPICOMP, read_json, read_lines
-from mpicomp.bench.measure.networks import Network
 
 NETWORKS = ("50mbit/1ms", "200mbit/1ms", "1gbit/0us", "2.5gbit/0us")
 QUICK_NETWORKS = ("200mbit/1ms", "2.5gbit/0us")
@@ -28,7 +27,6 @@ LONGEST_BLOCK, SHORTEST_BLOCK = 8, 3
 _TIMING_S = 150.0  # seconds that timing may take, as long as blocks are not too short
 _COMPUTING_S = 0.2  # assumed seconds of computation in a step, from which the number of steps that fit is taken
 _EVALUATIONS = 20  # evaluations of a training, at least, where the number of steps was given
-
 
 _PINNED = ("--compressor", "topk", "--ratio", "0.01", "--collective", "allgather")
 _TWICE = ("--compressor", "topk", "--ratio", "0.02", "--collective", "allgather")  # it halves the bytes of that
@@ -75,9 +73,8 @@ PLANS: dict[str, tuple[str, ...]] = {
     "star3": _fixed("star-topk", id="topk", ratio=0.03),
 }
 """Words for `mpicomp train` by fixed plan."""
-LOOKING = ("gravac", "flexible", "auto")
+NETWORK_AWARE = ("gravac", "flexible", "auto")
 """Policies whose plans depend on the measured network."""
-
 
 GOALS = {
     "digits": Goal(False, 1.0, -0.015, (0, 1, 2, 3, 4), "the last held-out accuracy of dense less 0.015"),
@@ -88,25 +85,22 @@ GOALS = {
 EVALUATE_EVERY = {"digits": 5, "digits-shards": 5, "text-lstm": 10, "text-gpt": 10}
 """Steps from one measurement of quality to the next."""
 _STEPS = {"text-gpt": 120}  # of a training, where those that a task is tuned for take too long
-_SHARDS = "-shards"  # behind the name of a task whose ranks have samples of their own
+_SHARDS = "-shards"  # ends the name of a task whose ranks have samples of their own
+
+Curve = Sequence[tuple[int, float]]
+"""Number of steps done, ascending, and the quality after them on the held-out data of looks on the way."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A call of `mpicomp bench training`: the recorded plans of all policies in turn, for the seconds of a step.
-
-    Attributes
-    ----------
-    policies : tuple of str
-        Of `ARMS`.
-    seed : int
-        Of the trainings whose plans are run.
-    """
+    """A call of `mpicomp bench training`: the plans that a seed's trainings recorded, in turn, for step seconds."""
 
     task: str
-    policies: tuple[str, ...]
+    policies: tuple[str, ...]  # arms
     seed: int
     network: Network
+
+    kind = "timing"
 
     @property
     def name(self) -> str:
@@ -114,19 +108,14 @@ class Timing:
         return f"{self.task}-{place_of(self.network)}-timing-{self.seed}"
 
     @property
-    def kind(self) -> str:
-        """Kind of the run, for people."""
-        return "timing"
-
-    @property
     def sources(self) -> list[Training]:
         """The trainings whose plans it runs."""
         return [
-            Training(self.task, name, self.seed, self.network if name in LOOKING else None) for name in self.policies
+            Training(self.task, name, self.seed, self.network if name in NETWORK_AWARE else None)
+            for name in self.policies
         ]
 
     def __str__(self) -> str:
-        """Describe the run for people."""
         return f"{self.task}, {self.network}, {self.kind}"
 
 
@@ -136,38 +125,23 @@ Run = Training | Timing
 def runs_of(policies: Sequence[str], networks: Sequence[Network], seeds: Mapping[str, Sequence[int]]) -> list[Run]:
     """Return all runs in their order: a seed after the other, and steps are timed as soon as there are plans.
 
-    Parameters
-    ----------
-    policies : sequence of str
-        Of `ARMS`.
-    networks : sequence of Network
-        Of the labs.
-    seeds : mapping of str to sequence of int
-        By task. Steps are timed with the plans of the first one.
+    ``seeds`` are by task. Steps are timed with the plans of the first one.
     """
     runs: list[Run] = []
-    for seed in sorted({seed for own in seeds.values() for seed in own}):
-        for task, own in seeds.items():
-            if seed not in own:
+    for seed in sorted({seed for of_task in seeds.values() for seed in of_task}):
+        for task, of_task in seeds.items():
+            if seed not in of_task:
                 continue
-            runs += [Training(task, name, seed, None) for name in policies if name not in LOOKING]
+            runs += [Training(task, name, seed, None) for name in policies if name not in NETWORK_AWARE]
             for network in networks:
-                runs += [Training(task, name, seed, network) for name in policies if name in LOOKING]
-                if seed == min(own):
+                runs += [Training(task, name, seed, network) for name in policies if name in NETWORK_AWARE]
+                if seed == min(of_task):
                     runs.append(Timing(task, tuple(policies), seed, network))
     return runs
 
 
 def words_of_training(run: Training, steps: int | None) -> list[str]:
-    """Return the words after ``mpicomp`` for a training, but for the files that it writes.
-
-    Parameters
-    ----------
-    run : Training
-        The training.
-    steps : int or None
-        None is what the task is tuned for.
-    """
+    """Return the words after ``mpicomp`` for a training, but for the files that it writes."""
     every = EVALUATE_EVERY[run.task]
     if steps is not None:
         every = min(every, max(1, steps // _EVALUATIONS))
@@ -185,131 +159,174 @@ def _words_of_task(task: str) -> list[str]:
 def words_of_timing(run: Timing, traces: Mapping[str, str], step_bytes: Mapping[str, float]) -> list[str]:
     """Return the words after ``mpicomp`` for timing steps, but for the file that it writes.
 
-    Parameters
-    ----------
-    run : Timing
-        The timing.
-    traces : mapping of str to str
-        By policy, the path of its recorded plans: only those of them are timed.
-    step_bytes : mapping of str to float
-        By policy, how many leave a rank in a step.
+    By policy there are the path of its recorded plans, ``traces``, and how many bytes leave a rank in a step: where
+    that takes long, blocks have fewer steps.
     """
-    block = _block(step_bytes, run.network)
+    round_s = len(step_bytes) * _COMPUTING_S + 8 * sum(step_bytes.values()) / parse_bandwidth(run.network.bandwidth)
+    block = min(LONGEST_BLOCK, max(SHORTEST_BLOCK, int(_TIMING_S / round_s / (BLOCKS + 1))))
     # Collectives of dense differ in nothing but time, and which is fastest depends on the network: it chooses there.
     exchanges = ",".join(DENSE if name == DENSE else f"replay:{trace}" for name, trace in traces.items())
     words = ["bench", "training", *_words_of_task(run.task), "--seed", str(run.seed), "--exchange", exchanges]
     return [*words, "--steps", str(BLOCKS * block), "--blocks", str(BLOCKS), "--warm-up", str(block)]
 
 
-def _block(step_bytes: Mapping[str, float], network: Network) -> int:
-    """Return the number of steps of a block: fewer where they take long."""
-    bits = 8 * sum(step_bytes.values())
-    round_s = len(step_bytes) * _COMPUTING_S + bits / parse_bandwidth(network.bandwidth)
-    return min(LONGEST_BLOCK, max(SHORTEST_BLOCK, int(_TIMING_S / round_s / (BLOCKS + 1))))
+class Trainings(Comparison):
+    """Trainings and timings with as many hosts as ranks.
 
-
-@dataclass
-class Finished(jobs.Finished):
-    """Result of a training or a timing.
-
-    Attributes
-    ----------
-    curve : list of tuple
-        Of a training: number of steps done, and the quality after them on the share of the held-out data that the task
-        has for looks on the way.
-    timed : mapping
-        Of a timing: by policy, the object that ``bench training --json`` wrote.
+    The outcome of a training is the object of ``train --json``, with its ``curve``; of a timing ``timed``, by policy
+    the row of ``bench training --json``.
     """
 
-    curve: list[tuple[int, float]] = field(default_factory=list)
-    timed: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-class Runner(comparison.Runner):
-    """Runs trainings and timings one after the other.
-
-    Parameters
-    ----------
-    folder, ranks
-        See `comparison.Runner`; a lab has as many hosts.
-    steps : int or None
-        Steps of a training; None takes the number that each task is tuned for.
-    """
-
-    finished: dict[Run, Finished]
-
-    def __init__(self, folder: Path, ranks: int, steps: int | None) -> None:
-        super().__init__(folder, ranks)
-        self._steps = steps
+    def __init__(self, folder: Path, hosts: int, networks: Sequence[Network], steps: int | None) -> None:
+        super().__init__(folder, hosts)
+        self.networks = networks
+        self._steps = steps  # None: what each task is tuned for
 
     def run(self, run: Run, left_s: float) -> Finished:
-        """See `comparison.Runner`."""
-        finished = self._train(run, left_s) if isinstance(run, Training) else self._time(run, left_s)
-        self.finished[run] = finished
-        return finished
-
-    def _train(self, run: Training, left_s: float) -> Finished:
-        words = words_of_training(run, self._steps)
-        files = {"--json": "json", "--metrics": "jsonl"}
-        finished = Finished(run, FAILED, words=words)
-        self.run_job(finished, words, files, {"hosts": self.ranks}, left_s)
-        return finished
+        if isinstance(run, Timing):
+            return self._time(run, left_s)
+        words, files = words_of_training(run, self._steps), {"--json": "json", "--metrics": "jsonl"}
+        return self.run_job(run, words, files, {"hosts": self.ranks}, left_s)
 
     def _time(self, run: Timing, left_s: float) -> Finished:
-        sources = [self.finished[own] for own in run.sources if own in self.finished]
-        done = {own.run.arm: own for own in sources if isinstance(own.run, Training) and own.status == DONE}
-        if not done:  # why is said there
-            return Finished(run, CUT, "there are no trainings whose plans could be run")
-        paths = {name: self.folder.path(own.run.name, "jsonl") for name, own in done.items()}
-        step_bytes = {name: own.outcome["wire_bytes"] / own.outcome["steps"] for name, own in done.items()}
+        sources = [self.finished[source] for source in run.sources if source in self.finished]
+        done = {source.run.arm: source for source in sources if source.status == DONE}
+        if not done:  # their errors say why
+            self.finished[run] = Finished(run, CUT, "there are no trainings whose plans could be run")
+            return self.finished[run]
+        paths = {name: self.folder.path(source.run.name, "jsonl") for name, source in done.items()}
+        step_bytes = {name: source.outcome["wire_bytes"] / source.outcome["steps"] for name, source in done.items()}
         words = words_of_timing(run, {name: str(path) for name, path in paths.items()}, step_bytes)
-        told = words_of_timing(run, {name: path.name for name, path in paths.items()}, step_bytes)  # folders are moved
         digest = hashlib.blake2b(digest_size=8)
         for path in paths.values():
             digest.update(path.read_bytes())
-        finished = Finished(run, FAILED, words=told)
         mark = {"hosts": self.ranks, "traces": digest.hexdigest()}
-        self.run_job(finished, words, {"--json": "json"}, mark, left_s)
-        return finished
+        kept = words_of_timing(run, {name: path.name for name, path in paths.items()}, step_bytes)  # folders are moved
+        return self.run_job(run, words, {"--json": "json"}, mark, left_s, kept)
 
-    def fill(self, finished: Finished) -> bool:
-        """See `comparison.Runner`."""
-        name = finished.run.name
-        outcome = read_json(self.folder.path(name, "json"))
-        if isinstance(finished.run, Training):
-            return _fill_training(finished, outcome, read_lines(self.folder.path(name, "jsonl")))
-        return _fill_timing(finished, finished.run, outcome)
+    def read(self, run: Run) -> dict[str, Any] | None:
+        outcome = read_json(self.folder.path(run.name, "json"))
+        try:
+            if isinstance(run, Timing):
+                rows = {Path(row["exchange"]).name: row for row in outcome["rows"]}  # of a path the file
+                names = {source.arm: DENSE if source.arm == DENSE else f"{source.name}.jsonl" for source in run.sources}
+                timed = {policy: rows[name] for policy, name in names.items() if name in rows}
+                return {"timed": timed} if timed else None
+            lines = read_lines(self.folder.path(run.name, "jsonl"))
+            measured = [(int(line["step"]) + 1, line.get("quality")) for line in lines]
+            curve = [(step, float(quality)) for step, quality in measured if quality is not None]
+            outcome |= {"curve": curve, "quality": float(outcome["quality"]["value"])}
+            return outcome if len(lines) == int(outcome["steps"]) and curve else None
+        except (ValueError, KeyError, TypeError):
+            return None
 
     def command(self, run: Run, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """See `comparison.Runner`."""
         if run.network is None:
             return super().command(run, words)
-        links = ["--bandwidth", run.network.bandwidth, "--latency", run.network.latency]
-        return [*MPICOMP, "lab", "run", "--hosts", str(self.ranks), *links, "--", *MPICOMP, *words], {}
+        return [*lab_words(self.ranks, run.network), *MPICOMP, *words], {}
 
     def summary(self, finished: Finished) -> str:
-        """See `comparison.Runner`."""
-        if finished.timed:
-            return "; s a step: " + ", ".join(f"{name} {row['median_s']:.4g}" for name, row in finished.timed.items())
-        return f", {float(finished.outcome['median_step_s']):.4g} s a step, quality {finished.quality:.4f}"
+        outcome = finished.outcome
+        if "timed" in outcome:
+            return "; s a step: " + ", ".join(f"{name} {row['median_s']:.4g}" for name, row in outcome["timed"].items())
+        return f", {float(outcome['median_step_s']):.4g} s a step, quality {outcome['quality']:.4f}"
+
+    # Results
+
+    def of(self, task: str, network: Network) -> list[Finished]:
+        """Return the runs of a task that count on a network."""
+        return [one for run, one in self.finished.items() if run.task == task and run.network in (None, network)]
+
+    def timed_on(self, task: str, network: Network, seed: int | None = None) -> dict[str, dict[str, Any]]:
+        """Return, by policy, the rows of steps that were timed on a network, with the plans of a seed or of any."""
+        for run, one in self.finished.items():
+            asked = isinstance(run, Timing) and seed in (None, run.seed)
+            if asked and (run.task, run.network, one.status) == (task, network, DONE):
+                return one.outcome["timed"]  # type: ignore[no-any-return]
+        return {}
+
+    def learned(self, one: Finished) -> dict[str, Any]:
+        """Return the quality of a finished training, and its targets where dense ended with the same seed."""
+        run, curve, goal = one.run, one.outcome["curve"], GOALS[one.run.task]
+        found: dict[str, Any] = {"quality": finite(one.outcome["quality"])}
+        found |= dict.fromkeys(("quality_limit", "target", "steps_to_quality"))
+        found["mean_quality"] = mean_over_steps(curve)
+        dense = self.finished.get(Training(run.task, DENSE, run.seed, None))
+        if dense is not None and dense.status == DONE:
+            # On the way fewer held-out data are evaluated than in the end: each is compared with its like.
+            found["quality_limit"] = finite(goal.target(dense.outcome["quality"]))
+            found["target"] = target = finite(goal.target(dense.outcome["curve"][-1][1]))
+            if target is not None:
+                found["steps_to_quality"] = steps_to(curve, target, goal.lower)
+        return found
+
+    def result(self, one: Finished, timed: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the results of a finished training, with the row of its plans where they were timed on the network."""
+        choosing_s = float(one.outcome["choosing_s"])
+        result: dict[str, Any] = {"seed": one.run.seed, "steps": int(one.outcome["steps"])}
+        result |= {"wire_bytes": float(one.outcome["wire_bytes"]), **self.learned(one), "choosing_s": choosing_s}
+        result |= dict.fromkeys(("median_step_s", "time_to_quality_s", "summed_s"))
+        if timed is not None:
+            # Plans that are run again are not chosen again.
+            result["median_step_s"] = median_s = float(timed["median_s"]) + choosing_s
+            steps = result["steps_to_quality"]
+            if steps is not None:
+                result["time_to_quality_s"] = steps * median_s
+                result["summed_s"] = steps * (float(timed["mean_s"]) + choosing_s)
+        return result
 
 
-def _fill_training(finished: Finished, outcome: dict[str, Any], lines: Sequence[Mapping[str, Any]]) -> bool:
-    try:
-        steps, finished.quality = int(outcome["steps"]), float(outcome["quality"]["value"])
-        measured = [(int(line["step"]) + 1, line.get("quality")) for line in lines]
-    except (ValueError, KeyError, TypeError):
-        return False
-    finished.outcome = outcome
-    finished.curve = [(step, float(quality)) for step, quality in measured if quality is not None]
-    return len(lines) == steps and len(finished.curve) > 0
+def smoothed(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return the centred moving mean over three values; the first and the last one stay as they are.
+
+    So the last one reaches a target exactly when the final quality does.
+
+    Examples
+    --------
+    >>> smoothed([4.0, 1.0, 1.0, 7.0]).tolist()
+    [4.0, 2.0, 3.0, 7.0]
+    """
+    found = np.array(values, float)
+    found[1:-1] = (found[:-2] + found[1:-1] + found[2:]) / 3
+    return found
 
 
-def _fill_timing(finished: Finished, run: Timing, outcome: Mapping[str, Any]) -> bool:
-    try:
-        rows = {Path(row["exchange"]).name: row for row in outcome["rows"]}  # of a path the file
-    except (KeyError, TypeError):
-        return False
-    names = {own.arm: DENSE if own.arm == DENSE else f"{own.name}.jsonl" for own in run.sources}
-    finished.timed = {policy: rows[name] for policy, name in names.items() if name in rows}
-    return len(finished.timed) > 0
+def steps_to(curve: Curve, target: float, lower: bool) -> float | None:
+    """Return the first step at which a curve reaches a target; None where it does not.
+
+    The curve is smoothed, made monotone (the best so far), and linear between measurements. Its first measurement is
+    returned where that is good enough: what was before is not known. Values that are not finite are the worst.
+
+    Examples
+    --------
+    >>> steps_to([(10, 4.0), (20, 3.0), (30, 2.0)], 2.5, lower=True)
+    25.0
+    """
+    sign = 1.0 if lower else -1.0
+    values = np.array([sign * quality for _, quality in curve])
+    values[~np.isfinite(values)] = np.inf
+    best = np.minimum.accumulate(smoothed(values.tolist()))
+    reached = np.flatnonzero(best <= sign * target)
+    if reached.size == 0:
+        return None
+    place = int(reached[0])
+    if place == 0 or math.isinf(best[place - 1]):
+        return float(curve[place][0])
+    share = (best[place - 1] - sign * target) / (best[place - 1] - best[place])
+    return float(curve[place - 1][0] + share * (curve[place][0] - curve[place - 1][0]))
+
+
+def mean_over_steps(curve: Curve) -> float | None:
+    """Return the mean of a curve over steps, from its first measurement to the last: the area under it over its width.
+
+    Examples
+    --------
+    >>> mean_over_steps([(10, 4.0), (20, 2.0), (40, 2.0)])
+    2.3333333333333335
+    """
+    steps, values = np.array([step for step, _ in curve], float), np.array([quality for _, quality in curve])
+    if not np.isfinite(values).all():
+        return None
+    if steps.size == 1:
+        return float(values[0])
+    return float(((values[1:] + values[:-1]) / 2 * np.diff(steps)).sum() / (steps[-1] - steps[0]))

@@ -4,10 +4,12 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypedDict
+from typing import Any
 
+import lab_jobs
 import numpy as np
-from mpicomp.bench.measure import networks, results
+from comparison import Fields
+from mpicomp.bench.measure import results
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, check_writable, read_compressors, read_list, read_numels, read_ratios
@@ -15,37 +17,25 @@ from mpicomp.cli.options import check_least, check_writable, read_compressors, r
 _STUDY = "regret"
 _NETWORKS = "50mbit/0us,50mbit/1ms,50mbit/10ms,200mbit/0us,200mbit/1ms,200mbit/10ms,1gbit/0us,2.5gbit/0us"
 _COLUMNS = {
-    "bandwidth": "",
-    "latency": "",
-    "numel": "d",
-    "ratio": "g",
-    "best": "",
-    "best_s": ".4g",
-    "chosen": "",
-    "median_s": ".4g",
-    "regret": "+.1%",
-    "regret_low": "+.1%",
-    "regret_high": "+.1%",
-    "best_dense_s": ".4g",
-    "behind_dense": "+.1%",
-    "prediction_error": ".1%",
-}
+    "bandwidth": "", "latency": "", "numel": "d", "ratio": "g", "best": "", "best_s": ".4g", "chosen": "",
+    "median_s": ".4g", "regret": "+.1%", "regret_low": "+.1%", "regret_high": "+.1%", "best_dense_s": ".4g",
+    "behind_dense": "+.1%", "prediction_error": ".1%",
+}  # fmt: skip
 _SHORT_S = 5e-3  # seconds: a share of a shorter cell is too little to be measured
 _BEHIND_S = 200e-6  # seconds by which a dense choice may be behind the best dense plan
 _BEHIND = 0.03  # share by which another choice may be behind the best one
 
 
-class RegretFields(TypedDict):
-    """What a row of ``regret`` has beside that of ``bench collectives``."""
-
-    bandwidth: Annotated[str, "of each link"]
-    latency: Annotated[str, "one way between hosts"]
-    prediction_error: Annotated[float | None, "of a row of `auto`: median over its cell's plans, above"]
-    is_behind: Annotated[bool | None, "of a row of `auto`: whether it is behind the best dense plan, as above"]
+FIELDS: Fields = {
+    "bandwidth": ("string", "of each link"),
+    "latency": ("string", "one way between hosts"),
+    "prediction_error": ("number or null", "of a row of `auto`: median over its cell's plans, above"),
+    "is_behind": ("boolean or null", "of a row of `auto`: whether it is behind the best dense plan, as above"),
+}
+"""What a row has besides that of ``bench collectives``."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/regret.py",
         description="Run `mpicomp bench collectives` with all plans and auto in one lab a network, and show for every "
@@ -70,13 +60,13 @@ def parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the labs one after the other, and print a table."""
-    links = networks.read(_STUDY, arguments.networks)
+    links = lab_jobs.read_networks(_STUDY, arguments.networks)
     check_least(_STUDY, "--hosts", arguments.hosts)
     read_numels(_STUDY, arguments.numel)
     read_compressors(_STUDY, read_list(arguments.compressor), read_ratios(_STUDY, arguments.ratio))
     if arguments.json is not None:
         check_writable(_STUDY, arguments.json)
-    networks.check_lab(_STUDY)
+    lab_jobs.check_lab(_STUDY)
 
     options = ["--numel", arguments.numel, "--ratio", arguments.ratio, "--compressor", arguments.compressor]
     options += ["--limit", str(arguments.limit)]
@@ -88,8 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     found = []
     for network in links:
-        own, job = networks.rows_in_lab(arguments.hosts, network, options, watch)
-        found += judged(own)
+        rows, job = lab_jobs.rows_in_lab(arguments.hosts, network, options, watch)
+        found += judged(rows)
         if arguments.json is not None:
             results.write(arguments.json, found, 1, job=job)
     cells = [row for row in found if row["chosen"] is not None]
@@ -100,28 +90,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def judged(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows with the results of their cells.
+    """Return rows of one network with the results of their cells.
 
-    Parameters
-    ----------
-    rows : sequence of mapping
-        Of one network.
-
-    Returns
-    -------
-    list of dict
-        The rows; those of ``auto`` have ``prediction_error``, the median over all plans of the cell, and ``is_behind``,
-        whether it is behind the best dense plan by more than the measurement explains. None elsewhere.
+    Those of ``auto`` have ``prediction_error``, the median over all plans of the cell, and ``is_behind``, whether it is
+    behind the best dense plan by more than the measurement explains. None elsewhere.
     """
     found = []
     for row in rows:
-        own: dict[str, Any] = {"prediction_error": None, "is_behind": None}
+        more: dict[str, Any] = {"prediction_error": None, "is_behind": None}
         if row["chosen"] is not None:
             errors = prediction_errors([other for other in rows if _same_cell(other, row)])
             behind_s = row["median_s"] - row["best_dense_s"]
             most_s = _BEHIND_S if row["median_s"] < _SHORT_S else _BEHIND * row["best_dense_s"]
-            own = {"prediction_error": float(np.median(errors)) if errors else None, "is_behind": behind_s > most_s}
-        found.append(dict(row) | own)
+            more = {"prediction_error": float(np.median(errors)) if errors else None, "is_behind": behind_s > most_s}
+        found.append(dict(row) | more)
     return found
 
 
@@ -137,23 +119,15 @@ def prediction_errors(rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
     Examples
     --------
-    >>> prediction_errors([{"predicted_s": said, "span_s": 1.0} for said in (0.5, 1.25, None)])
+    >>> prediction_errors([{"predicted_s": value, "span_s": 1.0} for value in (0.5, 1.25, None)])
     [0.5, 0.25]
     """
     pairs = [(row["predicted_s"], row["span_s"]) for row in rows]
-    return [abs(said / took - 1) for said, took in pairs if said is not None and took is not None]
+    return [abs(value / took - 1) for value, took in pairs if value is not None and took is not None]
 
 
 def summary(cells: Sequence[Mapping[str, Any]], errors: Sequence[float]) -> list[str]:
-    """Return lines that summarise a grid.
-
-    Parameters
-    ----------
-    cells : sequence of mapping
-        Rows of ``auto`` from `judged`, of all networks.
-    errors : sequence of float
-        From `prediction_errors`, of all rows.
-    """
+    """Return lines that summarise a grid, by the rows of ``auto`` from `judged` and the errors of all rows."""
     regrets = [cell["regret"] for cell in cells]
     worst = max(cells, key=lambda cell: float(cell["regret"]))
     sure = max((cell["regret_low"] for cell in cells if cell["regret_low"] is not None), default=None)

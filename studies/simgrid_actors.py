@@ -50,7 +50,7 @@ def _places(case: dict[str, Any]) -> list[Host]:
     """Return where each rank runs.
 
     Ranks of a host share its link of full duplex to the switch. What a rank sends to others of its host passes one
-    after the other through a memory of its own. SimGrid has one way from a host to itself, so that each rank is a host.
+    after the other through the rank's memory. SimGrid has one way from a host to itself, so that each rank is a host.
     """
     zone = NetZone.create_full_zone("cluster")
     switch = []
@@ -76,29 +76,29 @@ def _places(case: dict[str, Any]) -> list[Host]:
 
 
 def _rank(name: str, tasks: list[dict[str, Any]], ended: list[float]) -> None:
-    """Make a rank's tasks: ``now``, when all before are done; ``next``, in the window; or ``apart`` from all others."""
+    """Make a rank's tasks: ``now``, when all before are done; ``next``, in the window; or in the ``background``."""
     under_way: deque[Started] = deque()
-    apart: list[Actor] = []
+    background: list[Actor] = []
     for place, task in enumerate(tasks):
         steps = task["steps"]
         if task["when"] == "now":
-            _wait_for(under_way, apart)
+            _wait_for(under_way, background)
             _make(name, steps)
         elif task["when"] == "next":
             if len(under_way) == _WINDOW:
                 _wait(under_way.popleft())
             under_way.append(_start(name, steps[0]))
         else:
-            apart.append(Actor.create(f"{name}.{place}", this_actor.get_host(), _make, name, steps, f".{place}"))
-    _wait_for(under_way, apart)
+            background.append(Actor.create(f"{name}.{place}", this_actor.get_host(), _make, name, steps, f".{place}"))
+    _wait_for(under_way, background)
     ended.append(Engine.clock)
 
 
-def _wait_for(under_way: deque[Started], apart: list[Actor]) -> None:
+def _wait_for(under_way: deque[Started], background: list[Actor]) -> None:
     while under_way:
         _wait(under_way.popleft())
-    while apart:
-        apart.pop().join()
+    while background:
+        background.pop().join()
 
 
 def _make(name: str, steps: list[Any], lane: str = "") -> None:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lab_jobs import Network, check_lab, run_in_lab
 from mpicomp.bench.lab.units import parse_bandwidth, parse_latency
-from mpicomp.bench.measure.networks import Network, check_lab, run_in_lab
 from mpicomp.bench.simulate.measured import Measured, read
 from mpicomp.bench.simulate.own_work import OwnWork
 from mpicomp.bench.simulate.rows import Plan, Simulation
@@ -59,23 +59,19 @@ _STEPS = 2  # timed steps of each plan in a turn, with and without overlap
 _BUCKET_BYTES = 8 << 20  # so that there is something to overlap
 
 
-def main() -> int:
-    """Run the study, or the part of it that runs in a lab."""
-    return run_program(_arguments, _run)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"studies/{_STUDY}.py", description=__doc__)
     parser.add_argument("--folder", default="simulated", help="where results are kept; what is there is not run again")
     parser.add_argument("--pieces", type=int, metavar="N", help="stop after N of those that are not there yet")
     parser.add_argument("--task", default="text-lstm", help="what backward is recorded of (%(default)s)")
     parser.add_argument("--steps", type=int, default=24, help="steps of the recorded run (%(default)s)")
     parser.add_argument("--replay", metavar="F", help=argparse.SUPPRESS)  # the part that runs in a lab
     parser.add_argument("--json", metavar="F", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Make pieces, and print the table when all are there; or, in a lab, make the steps."""
     if arguments.replay is not None:
         return _replay(read(arguments.replay).cut(_BUCKET_BYTES), arguments.json)
     if arguments.pieces is not None:
@@ -156,9 +152,8 @@ def predict(measured: Measured, hosts: int, network: Network) -> list[dict[str, 
         plan = Plan(get_compressor(config), collective)
         for overlap in (False, True):
             row = simulation.row(plan, overlap)
-            rows.append(
-                {"plan": plan.title, "overlap": overlap, "predicted_s": row["step_s"], "own_work_s": row["own_work_s"]}
-            )
+            seconds = {"predicted_s": row["step_s"], "own_work_s": row["own_work_s"]}
+            rows.append({"plan": plan.title, "overlap": overlap, **seconds})
     return rows
 
 
@@ -173,19 +168,19 @@ def _replay(measured: Measured, path: str) -> int:
     transport = MPITransport()
     rank = transport.group.rank
     random = np.random.default_rng(rank)
-    gradients = [own for bucket in measured.buckets for own in bucket.gradients]
-    arrays = {own.name: random.laplace(size=own.shape).astype(np.float32) for own in gradients}
+    gradients = [gradient for bucket in measured.buckets for gradient in bucket.gradients]
+    arrays = {gradient.name: random.laplace(size=gradient.shape).astype(np.float32) for gradient in gradients}
     thread = ProgressThread(transport, lanes=1).start()
 
     def step(reducer: Reducer, overlap: bool) -> float:
-        share(np.zeros(1), transport)  # all ranks begin together
+        share(np.zeros(1), transport)  # all ranks begin at once
         began = time.perf_counter()
         if overlap:
             stream = reducer.stream(thread)
             assert stream is not None, "the first step has no overlap"
-            for own in sorted(gradients, key=lambda own: own.ready_s):
-                _sleep_until(began + measured.forward_s + own.ready_s)
-                stream.put(own.name, arrays[own.name])
+            for gradient in sorted(gradients, key=lambda gradient: gradient.ready_s):
+                _sleep_until(began + measured.forward_s + gradient.ready_s)
+                stream.put(gradient.name, arrays[gradient.name])
             _sleep_until(began + measured.forward_s + measured.backward_s)
             stream.finish(arrays)
         else:
@@ -203,11 +198,11 @@ def _replay(measured: Measured, path: str) -> int:
             for overlap in (False, True):
                 step(reducer, overlap)  # agrees, compiles, grows buffers
             for overlap in (False, True):
-                own = [step(reducer, overlap) for _ in range(_STEPS)]
-                seconds.setdefault((place, overlap), []).extend(own)
+                took = [step(reducer, overlap) for _ in range(_STEPS)]
+                seconds.setdefault((place, overlap), []).extend(took)
             reducer.close()
             if rank == 0:
-                print(f"{config['id']} {collective}: {own[-1]:.3f} s", flush=True)
+                print(f"{config['id']} {collective}: {took[-1]:.3f} s", flush=True)
     thread.stop()
     if rank == 0:
         Path(path).write_text(json.dumps(list(seconds.values())) + "\n")
@@ -227,13 +222,12 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
             f"| {row['hosts']} | {row['network']} | {row['plan']} | {'yes' if row['overlap'] else 'no'} | "
             f"{row['predicted_s']:.3f} | {row['measured_s']:.3f} | {row['error']:+.1%} |"
         )
-    for hosts in dict.fromkeys(row["hosts"] for row in rows):
-        errors = [abs(row["error"]) for row in rows if row["hosts"] == hosts]
-        lines.append(f"\n{hosts} hosts: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}")
-    errors = [abs(row["error"]) for row in rows]
-    lines.append(f"\nall: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+    for hosts in [*dict.fromkeys(row["hosts"] for row in rows), None]:
+        errors = [abs(row["error"]) for row in rows if hosts in (None, row["hosts"])]
+        name = "all" if hosts is None else f"{hosts} hosts"
+        lines.append(f"\n{name}: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}")
     return lines
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(parser().parse_args, run))

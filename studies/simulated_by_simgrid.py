@@ -1,8 +1,8 @@
-"""The simulator's clock beside SimGrid, both given the same rounds: ``python studies/simulated_by_simgrid.py``.
+"""The simulator's clock and SimGrid, with the same rounds: ``python studies/simulated_by_simgrid.py``.
 
 SimGrid (Casanova, Giersch, Legrand, Quinson and Suter 2014, doi:10.1016/j.jpdc.2014.06.008) simulates each message of
 each rank, and shares links among those that are on them. It comes with Debian's ``python3-simgrid``, for the system's
-own Python.
+Python.
 """
 
 import argparse
@@ -67,26 +67,21 @@ class Wires:
 WIRES = (Wires(100e-6, 100e6), Wires(20e-6, 10e9), Wires(100e-6, 100e6, 400e6))
 
 
-def main() -> int:
-    """Run the study."""
-    return run_program(_arguments, _run)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"studies/{_STUDY}.py", description=__doc__)
     parser.add_argument("--python", default="/usr/bin/python3", help="that has SimGrid (%(default)s)")
     parser.add_argument("--rounds", metavar="F", help="keep the file of rounds")
     parser.add_argument("--ranks", help="some of %(default)s", default=",".join(map(str, RANKS)))
-    return parser.parse_args()
+    return parser
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate by both, and print the tables."""
     ranks = [int(word) for word in arguments.ranks.split(",")]
     check_simgrid(arguments.python)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(arguments.rounds or Path(folder) / "rounds.json")
-        rows = compare(ranks, path, arguments.python)
-    print("\n".join(table(rows)))
+        print("\n".join(table(compare(ranks, path, arguments.python))))
     return 0
 
 
@@ -103,15 +98,15 @@ def check_simgrid(python: str) -> None:
 
 
 def compare(ranks: Sequence[int], path: Path, python: str) -> list[dict[str, Any]]:
-    """Return a row for each plan, number of ranks and network: what the clock tells, and what SimGrid does."""
+    """Return a row for each plan, number of ranks and network: what the clock predicts, and what SimGrid does."""
     rows, cases = [], []
     for row, tried in plans(ranks):
         rows.append(row)
-        cases += [own | {"row": len(rows) - 1} for own in tried]
+        cases += [case | {"row": len(rows) - 1} for case in tried]
     for case, seconds in zip(cases, simulate(cases, path, python), strict=True):
         row = rows[case["row"]]
         if seconds < row.get("simgrid_s", math.inf):
-            row |= {"simgrid_s": seconds, "way": case["way"], "ratio": row["told_s"] / seconds}
+            row |= {"simgrid_s": seconds, "way": case["way"], "ratio": row["predicted_s"] / seconds}
     return rows
 
 
@@ -131,8 +126,14 @@ def plans(ranks: Sequence[int]) -> Iterator[tuple[dict[str, Any], list[dict[str,
         for size in ranks:
             for per_host in PER_HOST:
                 for wires in WIRES if size > per_host else WIRES[:1]:
-                    told = Clock(_topology(size, per_host, wires)).seconds(scheme, NUMEL, np.dtype(np.float32))
-                    row = {"plan": title, "ranks": size, "per_host": per_host, "wires": str(wires), "told_s": told}
+                    predicted_s = Clock(_topology(size, per_host, wires)).seconds(scheme, NUMEL, np.dtype(np.float32))
+                    row = {
+                        "plan": title,
+                        "ranks": size,
+                        "per_host": per_host,
+                        "wires": str(wires),
+                        "predicted_s": predicted_s,
+                    }
                     yield row, cases_of(scheme, size, per_host, wires)
 
 
@@ -150,7 +151,7 @@ def cases_of(scheme: Scheme[Any], ranks: int, per_host: int, wires: Wires) -> li
     ``layout`` is the host of each rank; ``between`` and ``inside`` are a latency and bytes a second of messages
     between two hosts and in one, ``switch`` bytes a second of all between hosts, or null. ``tasks`` are each rank's.
     A task has ``steps``, of messages that leave (``[rank, bytes]``) and ranks from whom some come. It is made
-    ``now``, when all before are done; ``next``, when but one of those before is not; or ``apart`` from all others.
+    ``now``, when all before are done; ``next``, when but one of those before is not; or in the ``background``.
     """
     layout = [rank // per_host for rank in range(ranks)]
     rounds = [
@@ -164,7 +165,7 @@ def cases_of(scheme: Scheme[Any], ranks: int, per_host: int, wires: Wires) -> li
     }
     cases = []
     for way in ways_of(task.operation for task in rounds[0]):
-        tasks = [[_task(task, layout, rank, way) for task in own] for rank, own in enumerate(rounds)]
+        tasks = [[_task(task, layout, rank, way) for task in of_rank] for rank, of_rank in enumerate(rounds)]
         words = [f"{operation} {name}" for operation, name in way.items() if operation != "sendrecv"]
         cases.append(shared | {"way": ", ".join(words), "tasks": tasks})
     return cases
@@ -173,7 +174,7 @@ def cases_of(scheme: Scheme[Any], ranks: int, per_host: int, wires: Wires) -> li
 def _task(task: Round, layout: Sequence[int], rank: int, way: dict[str, str]) -> dict[str, Any]:
     members = layout_groups(layout, rank)[1][task.group]
     made = steps(task, members.index(rank), len(members), way[task.operation])
-    when = "now" if not task.background else "next" if task.operation == "sendrecv" else "apart"
+    when = "now" if not task.background else "next" if task.operation == "sendrecv" else "background"
     in_all = [
         [[[members[peer], nbytes] for peer, nbytes in leaving], [members[peer] for peer in coming]]
         for leaving, coming in made
@@ -182,38 +183,32 @@ def _task(task: Round, layout: Sequence[int], rank: int, way: dict[str, str]) ->
 
 
 def read_seconds(text: str, number: int) -> list[float]:
-    """Read what `simgrid_actors` prints.
-
-    Raises
-    ------
-    MpicompError
-        Where it is not so many numbers above zero.
-    """
+    """Read what `simgrid_actors` prints: so many numbers above zero."""
     try:
         seconds = [float(json.loads(line)) for line in text.splitlines()]
     except (TypeError, ValueError) as error:
         raise MpicompError(f"{_STUDY}: SimGrid's results cannot be read: {error}") from None
-    if len(seconds) != number or not all(0 < own < math.inf for own in seconds):
+    if len(seconds) != number or not all(0 < value < math.inf for value in seconds):
         raise MpicompError(f"{_STUDY}: {number} cases gave {len(seconds)} results, from {min(seconds, default=None)} s")
     return seconds
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines of two tables in Markdown: all rows, and how many times more is told than SimGrid takes."""
+    """Return the lines of two tables in Markdown: all rows, and the ratio of predicted seconds to SimGrid's."""
     lines = [
-        "| plan | ranks | a host | links | told s | SimGrid s | ratio | operations as |",
+        "| plan | ranks | a host | links | predicted s | SimGrid s | ratio | operations as |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         lines.append(
-            f"| {row['plan']} | {row['ranks']} | {row['per_host']} | {row['wires']} | {row['told_s']:.6f} | "
+            f"| {row['plan']} | {row['ranks']} | {row['per_host']} | {row['wires']} | {row['predicted_s']:.6f} | "
             f"{row['simgrid_s']:.6f} | {row['ratio']:.3f} | {row['way']} |"
         )
     wires = list(dict.fromkeys(row["wires"] for row in rows))
     lines += ["", f"| plan | a host | {' | '.join(wires)} |", "|---|---|" + "---|" * len(wires)]
     for plan, per_host in dict.fromkeys((row["plan"], row["per_host"]) for row in rows):
         alike = [row for row in rows if (row["plan"], row["per_host"]) == (plan, per_host)]
-        cells = [_ratios([row["ratio"] for row in alike if row["wires"] == own]) for own in wires]
+        cells = [_ratios([row["ratio"] for row in alike if row["wires"] == links]) for links in wires]
         lines.append(f"| {plan} | {per_host} | {' | '.join(cells)} |")
     return [*lines, "", f"all {len(rows)}: ratio {_ratios([row['ratio'] for row in rows])}"]
 
@@ -224,4 +219,4 @@ def _ratios(ratios: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program(parser().parse_args, run))

@@ -1,76 +1,96 @@
-"""Stands in for the jobs of the study of policies."""
+"""Stands in for the processes of studies that start trainings: what `mpicomp` would write, and what it was told."""
 
 import itertools
 import json
 from pathlib import Path
 
-from mpicomp.bench.measure.networks import Network
-from policy_runs import Runner, runs_of
+from lab_jobs import Network
+
+import mpicomp
 
 SLOW, FAST = Network("50mbit", "1ms"), Network("1gbit", "0us")
 STEPS = {"digits": 200, "text-lstm": 300, "text-gpt": 300}
-RATE = {"dense": 1.0, "bf16": 1.0, "static": 0.9, "auto": 0.95, "gravac": 0.8}  # how fast a policy learns
+RATES = {"dense": 1.0, "bf16": 1.0, "static": 0.9, "auto": 0.999, "qsgd4": 0.995}  # how fast an arm learns
+STEP_S = {"qsgd4": 0.5, "topk1": 0.1, "dense-bf16": 0.9}  # of a plan, over that of dense
 MEDIAN_S = {None: 0.1, SLOW: 2.0, FAST: 0.5}
 CHOOSING_S = 0.125
+LAYERS = [("last.weight", 100), ("middle.weight", 20_000), ("middle.bias", 80), ("first.weight", 20)]
+"""Of learned codes: the first one travels dense, and of the last one no values are coded."""
+LEARNT = 200  # step from which codes travel
 
 
 class Jobs:
-    """Stands in for processes: writes what `mpicomp` would, and remembers what it was told."""
+    def __init__(self, rates=()):
+        self.commands, self.failing, self.rates = [], {}, dict(rates)
 
-    def __init__(self):
-        self.commands = []
-        self.failing = {}
-        self.endless = set()
-        self.rates = {}  # of runner by name, where they are not those of their policy
+    @property
+    def names(self):
+        return [Path(command[command.index("--json") + 1]).stem for command in self.commands]
 
     def __call__(self, command, environment, log, limit_s):
         self.commands.append(command)
         words = dict(itertools.pairwise(command))
         name = Path(words["--json"]).stem
-        if name in self.endless:
-            return None
         log.write_text("begin\n" + self.failing.get(name, ""))
         if name in self.failing:
             return 3
         network = Network(words["--bandwidth"], words["--latency"]) if "lab" in command else None
-        write = self.time if "bench" in command else self.train
+        write = self.time if "bench" in command else self.learn if "--correlation" in words else self.train
         Path(words["--json"]).write_text(json.dumps(write(words, name, MEDIAN_S.get(network, 1.0))))
         return 0
 
     def train(self, words, name, median_s):
-        task, policy = words["--task"], name.split("-")[-2]
-        rate = self.rates.get(name, RATE.get(policy, 0.5))
-        steps, every = int(words.get("--steps", STEPS[task])), int(words["--evaluate-every"])
-        lines = []
-        for step in range(steps):
-            quality = quality_of(task, rate, step + 1, steps) if (step + 1) % every == 0 else None
-            lines.append({"step": step, "quality": quality})
+        task, arm = words["--task"], name.split("-")[-2]
+        rate, steps = self.rates.get(name, RATES.get(arm, 0.5)), int(words.get("--steps", STEPS[words["--task"]]))
+        qualities = [quality_of(task, rate * (step + 1) / steps) for step in range(steps)]
+        every = int(words["--evaluate-every"])
+        lines = [
+            {"step": step, "quality": None if (step + 1) % every else quality} for step, quality in enumerate(qualities)
+        ]
         Path(words["--metrics"]).write_text("".join(json.dumps(line) + "\n" for line in lines))
         found = {"steps": steps, "median_step_s": median_s, "wire_bytes": 1_000_000 * steps, "choosing_s": CHOOSING_S}
-        return found | {"quality": {"value": quality_of(task, rate, steps, steps)}}
+        return found | {"quality": {"value": qualities[-1]}}
 
     def time(self, words, name, median_s):
-        seconds = {"median_s": median_s, "low_s": None, "high_s": None, "mean_s": 1.5 * median_s}
         rows = []
         for exchange in words["--exchange"].split(","):
-            if exchange != "dense":
-                assert Path(exchange.removeprefix("replay:")).read_text()
+            own_s = median_s * next((share for arm, share in STEP_S.items() if f"-{arm}-" in exchange), 1.0)
+            seconds = {"median_s": own_s, "low_s": None, "high_s": None, "mean_s": 1.5 * own_s}
             rows.append({"exchange": exchange, "ran": "topk allgather", "steps": int(words["--steps"]), **seconds})
         return {"rows": rows}
 
+    def learn(self, words, name, median_s):
+        exchange = name.removeprefix(f"{words['--task']}-host-").removesuffix(f"-{words['--seed']}")
+        config = mpicomp.get_compressor(json.loads(words["--compressor"])).get_config()
+        lines = [line_of(exchange, config, words["--collective"], step) for step in range(int(words["--steps"]))]
+        Path(words["--metrics"]).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        common = {"correlation": 0.25, "information": 0.5, "control": 0.1, "entropy": 2.0}
+        common |= {"share": 0.25, "control_share": 0.05}
+        quality = {"dense": 0.95, "topk": 0.94}.get(exchange, 0.93) + 0.01 * int(words["--seed"])
+        return {
+            "steps": len(lines),
+            "quality": {"value": quality},
+            "compressor_config": config,
+            "once_bytes": 700 + 5000 * exchange.startswith("lgc"),
+            "correlation": {"every": 5, "looks": 2, "bins": 16, "whole": common, "layers": []},
+        }
 
-def quality_of(task, rate, step, steps):
+
+def quality_of(task, share):
     """A loss that falls along a line, or an accuracy that rises along one."""
-    share = rate * step / steps
     return 6 - 3 * share if task.startswith("text") else 0.5 + 0.4 * share
 
 
-def all_of(folder, policies=("dense", "static", "auto"), networks=(SLOW, FAST), seeds=(0, 1), steps=None, left_s=1e6):
-    runner = Runner(folder, 4, steps)
-    for run in runs_of(policies, networks, {"text-lstm": list(seeds)}):
-        runner.run(run, left_s)
-    return runner
-
-
-def names_of(jobs):
-    return [Path(command[command.index("--json") + 1]).stem for command in jobs.commands]
+def line_of(exchange, config, collective, step):
+    late = step >= LEARNT
+    coded = exchange.startswith("lgc") and step >= 10
+    layers = [{"name": name, "numel": numel, "ratio": 0.05, "gain": None} for name, numel in LAYERS]
+    error = (0.25 if late else 0.9 - 0.001 * step) if coded else None
+    return {
+        "step": step,
+        "seconds": 0.02 + 0.01 * (step % 3),
+        "wire_bytes": 1000 + step if late else 10**6,
+        "sent_bytes": 500 if late else 10**6,
+        "phases_s": {"compress": 0.003 if late else 0.5, "decode": 0.001 * (1 + step % 3 // 2), "exchange": 9.0},
+        "buckets": [{"compressor": config, "collective": collective, "layers": layers, "code_error": error}],
+    }

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpicomp.cli.options import add_plugin
@@ -63,11 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bucket-bytes", type=int, metavar="N", help="cut gradients anew for named compressors (default: as recorded)"
     )
-    parser.add_argument(
-        "--what-if",
-        action="store_true",
-        help="also tell how training would scale if the network were used to the full (Zhang et al. 2020)",
-    )
     parser.add_argument("--json", metavar="F", help="write the rows to F as one JSON object")
     parser.add_argument("-o", "--output", metavar="F.svg", help="draw speed-ups against ranks and bandwidth")
 
@@ -103,15 +98,6 @@ def run(arguments: argparse.Namespace) -> int:
     rows = list(simulate(measured, places, plans, overlaps))
     show(rows, _COLUMNS)
     written: dict[str, Any] = {"schema": SCHEMA, "rows": rows}
-    if arguments.what_if:
-        from mpicomp.bench.simulate.what_if import what_if
-
-        written["what_if"] = what_if(measured, ranks)
-        print(
-            "\nif the network were used to the full, without latency and at no cost of compression: seconds of a step "
-            "alone over those among ranks, with so many times fewer bytes"
-        )
-        _show_what_if(written["what_if"])
     if arguments.output is not None:
         written["grid"] = _draw(arguments, measured, plans, ranks, links)
         print(f"drawn: {arguments.output}")
@@ -122,19 +108,6 @@ def run(arguments: argparse.Namespace) -> int:
             json.dump(written, file, indent=1)
             file.write("\n")
     return 0
-
-
-def _show_what_if(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a line for each number of ranks and bandwidth, with a column for each compression."""
-    from mpicomp.bench.measure.results import show
-
-    lines: dict[tuple[int, float], dict[str, Any]] = {}
-    for row in rows:
-        key = row["ranks"], row["bandwidth"]
-        line = lines.setdefault(key, {"ranks": row["ranks"], "gbit/s": row["bandwidth"] / 1e9})
-        line[f"{row['compression']}x"] = row["scaling"]
-    columns = [f"{times}x" for times in dict.fromkeys(row["compression"] for row in rows)]
-    show(list(lines.values()), {"ranks": "d", "gbit/s": "g"} | dict.fromkeys(columns, ".1%"))
 
 
 def _draw(

@@ -1,4 +1,4 @@
-"""What an allgather of large messages takes beside its formula, among the ranks of a lab.
+"""What an allgather of large messages takes and what its formula says, among the ranks of a lab.
 
 ``mpicomp lab run --hosts 8 --bandwidth 500mbit --latency 10ms -- python studies/papers/flexible_messages.py --gbps 0.5
 --latency-ms 10``; with ``UCX_RNDV_THRESH=inf`` before it UCX sends large messages at once, without asking the receiver.
@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from statistics import median
 
-import beside
-import flexible
+import flexible_tables
 import numpy as np
+import paper_runs
 from mpicomp.bench.measure.exchanges import share
 
 from mpicomp.cli import run_program
@@ -32,7 +32,7 @@ def ways(nbytes: int, group: Group) -> dict[str, list[Round]]:
     neighbours = [Round(one.operation, one.counts, _BYTE, peers=one.peers) for _ in range(group.size - 1)]
     whole = Round("allgatherv", [nbytes] * group.size, _BYTE)
     filled = {"allgather of MPI": [whole], "by neighbours, in segments": neighbours}
-    return {name: [flexible.filled(task, group) for task in own] for name, own in filled.items()}
+    return {name: [flexible_tables.filled(task, group) for task in tasks] for name, tasks in filled.items()}
 
 
 def timed(tasks: Sequence[Round], transport: Transport, turns: int) -> float:
@@ -41,18 +41,17 @@ def timed(tasks: Sequence[Round], transport: Transport, turns: int) -> float:
     for turn in range(turns + 1):
         share(np.zeros(1), transport)
         start = transport.clock()
-        transport.run(flexible.communicate(tasks))
-        told = share(np.array([start, transport.clock()]), transport)
+        transport.run(flexible_tables.communicate(tasks))
+        clocks = share(np.array([start, transport.clock()]), transport)
         if turn > 0:  # the first makes connections
-            seconds.append(float(told[:, 1].max() - told[:, 0].max()))
+            seconds.append(float(clocks[:, 1].max() - clocks[:, 0].max()))
     return median(seconds)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/papers/flexible_messages.py",
-        description="Time an allgather of large messages beside its formula.",
+        description="Time an allgather of large messages, and show what its formula says.",
     )
     parser.add_argument("--gbps", type=float, required=True, metavar="G", help="of the lab's links")
     parser.add_argument("--latency-ms", type=float, required=True, metavar="M", help="of the lab's links")
@@ -74,12 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
     formula_s = cost.seconds(arguments.latency_ms / 1e3, 8e-9 / arguments.gbps)
     found = []
     for name, tasks in ways(arguments.bytes, group).items():
-        own_s = timed(tasks, transport, arguments.turns)
-        found.append({"way": name, "formula": 1e3 * formula_s, "here": 1e3 * own_s, "over": own_s / formula_s})
+        here_s = timed(tasks, transport, arguments.turns)
+        found.append({"way": name, "formula": 1e3 * formula_s, "here": 1e3 * here_s, "over": here_s / formula_s})
     if group.rank == 0:
         asks = os.environ.get("UCX_RNDV_THRESH", "as UCX sets it")
         title = f"{group.size} hosts, {arguments.gbps:g} Gbit/s, {arguments.latency_ms:g} ms, UCX_RNDV_THRESH {asks}"
-        beside.show(f"Milliseconds of an allgather of {arguments.bytes} bytes a rank: {title}", found, {
+        paper_runs.show(f"Milliseconds of an allgather of {arguments.bytes} bytes a rank: {title}", found, {
             "way": "", "formula": ".0f", "here": ".0f", "over": ".2f",
         })  # fmt: skip
     transport.close()

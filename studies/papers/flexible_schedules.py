@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from statistics import fmean, median
 from typing import Any
 
-import beside
 import numpy as np
+import paper_runs
 from numpy.typing import NDArray
 
 from mpicomp.policies import pareto
@@ -23,22 +23,22 @@ _COMPUTE_S = 0.01
 """What the ring's formula leaves of a dense step of the paper's ResNet-18."""
 
 
-def arms(steps: int) -> dict[str, beside.Arm]:
+def arms(steps: int) -> dict[str, paper_runs.Arm]:
     """Return the exchanges of schedules; as five of the paper's fifty epochs, a tenth of the steps is a ramp."""
     published = {"id": "flexible", "published": True, "ramp": steps // 10}
     here = {"id": "flexible", "every": 50}
     return {
-        "dense": beside.DENSE,
-        **{f"top-k {ratio:g} by allgather": beside.Arm({"id": "topk", "ratio": ratio}, "allgather")
+        "dense": paper_runs.DENSE,
+        **{f"top-k {ratio:g} by allgather": paper_runs.Arm({"id": "topk", "ratio": ratio}, "allgather")
            for ratio in (0.01, 0.033)},
-        **{f"ramp, then 0.011 by {name}": beside.Arm({"id": "topk"}, name, {
+        **{f"ramp, then 0.011 by {name}": paper_runs.Arm({"id": "topk"}, name, {
             "id": "schedule", "begin": 1.0, "end": 0.011, "steps": steps // 10, "shape": "linear",
         }) for name in ("allgather", "star-topk:ring")},
-        "as published": beside.Arm(policy=published),
-        "as published, averages left": beside.Arm(policy=published, buffers=False),
-        "here": beside.Arm(policy=here),
-        "here, NSGA-II": beside.Arm(policy=here | {"solver": "nsga2"}),
-        "here, a ramp first": beside.Arm(policy=here | {"ramp": steps // 10}),
+        "as published": paper_runs.Arm(policy=published),
+        "as published, averages left": paper_runs.Arm(policy=published, buffers=False),
+        "here": paper_runs.Arm(policy=here),
+        "here, NSGA-II": paper_runs.Arm(policy=here | {"solver": "nsga2"}),
+        "here, a ramp first": paper_runs.Arm(policy=here | {"ramp": steps // 10}),
     }  # fmt: skip
 
 
@@ -46,7 +46,7 @@ _PRINTED_TOP1 = {"dense": 90.8, "C1": 89.88, "C2": 90.1}  # ResNet18 on CIFAR100
 _SCALE = 43  # ResNet-18 has so many times the parameters of ResNet-20
 
 
-def phases(schedule: str, steps: int) -> list[tuple[str, beside.Link]]:
+def phases(schedule: str, steps: int) -> list[tuple[str, paper_runs.Link]]:
     """Return the network of each step, with a name.
 
     Examples
@@ -56,7 +56,7 @@ def phases(schedule: str, steps: int) -> list[tuple[str, beside.Link]]:
     """
     of_epoch = []
     for epochs, latency_ms, gbps in SCHEDULES[schedule]:
-        link = beside.Link(latency_ms / 1e3, gbps * 1e9 / _SCALE)
+        link = paper_runs.Link(latency_ms / 1e3, gbps * 1e9 / _SCALE)
         of_epoch += [(f"{latency_ms:g} ms, {gbps:g} Gbit/s", link)] * epochs
     return [of_epoch[step * len(of_epoch) // steps] for step in range(steps)]
 
@@ -64,28 +64,28 @@ def phases(schedule: str, steps: int) -> list[tuple[str, beside.Link]]:
 def train(schedule: str, arm: str, steps: int, ranks: int, seed: int = 0) -> dict[str, Any]:
     """Train ResNet-20 on a simulated network that changes; return the row."""
     networks = phases(schedule, steps)
-    simulated = beside.Simulated(lambda step: networks[step][1], _COMPUTE_S)
-    row = beside.train(arms(steps)[arm], "resnet20", steps, ranks, seed, simulated)
-    told: dict[str, dict[str, Any]] = {}
+    simulated = paper_runs.Simulated(lambda step: networks[step][1], _COMPUTE_S)
+    row = paper_runs.train(arms(steps)[arm], "resnet20", steps, ranks, seed, simulated)
+    found: dict[str, dict[str, Any]] = {}
     done = 0
     for seconds, kept, collective, reason in row.pop("plans"):
         name, _ = networks[done]
-        phase = told.setdefault(name, {"trials": 0, "seconds": 0.0, "ratios": [], "ran": Counter[str]()})
+        phase = found.setdefault(name, {"trials": 0, "seconds": 0.0, "ratios": [], "ran": Counter[str]()})
         phase["seconds"] += seconds
-        if beside.TRIAL in reason:
+        if paper_runs.TRIAL in reason:
             phase["trials"] += 1
         else:
             done += 1
             phase["ratios"].append(kept)
             phase["ran"][collective] += 1
-    for phase in told.values():
+    for phase in found.values():
         ratios = phase.pop("ratios")
         phase["ratio"] = float(np.median(ratios)) if ratios else None
-    return row | {"phases": told, "ranks": ranks}
+    return row | {"phases": found, "ranks": ranks}
 
 
 def search_ms() -> dict[str, float]:
-    """Return milliseconds of a core that a choice takes: by NSGA-II, and by looking at sixteen options."""
+    """Return milliseconds of a core that a choice takes: by NSGA-II, and by comparing sixteen options."""
     table = np.random.default_rng(0).random((16, 3))
     grid = np.arange(16.0)
 
@@ -102,35 +102,35 @@ def search_ms() -> dict[str, float]:
             start = time.thread_time()
             way()
             found[name].append(1e3 * (time.thread_time() - start))
-    return {name: median(own[1:]) for name, own in found.items()}
+    return {name: median(times[1:]) for name, times in found.items()}
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the tables of those rows that are of schedules, means over seeds."""
     found, parts = [], []
     rows = [row for row in rows if row["table"] == "schedule"]
-    for schedule, arm in dict.fromkeys((row["model"], row["ratio"]) for row in rows):
-        same = [row for row in rows if (row["model"], row["ratio"]) == (schedule, arm)]
-        dense = {row["seed"]: _whole(row) for row in rows if (row["model"], row["ratio"]) == (schedule, "dense")}
+    by_arm = paper_runs.grouped(rows, "model", "ratio")
+    for (schedule, arm), same in by_arm.items():
+        dense = {row["seed"]: _whole(row) for row in by_arm.get((schedule, "dense"), ())}
         over = [dense[row["seed"]] / _whole(row) for row in same if row["seed"] in dense]
         found.append({
             "schedule": schedule, "arm": arm, "seeds": len(same),
-            "accuracy": beside.of_seeds([100 * row["quality"] for row in same], ".1f"),
+            "accuracy": paper_runs.of_seeds([100 * row["quality"] for row in same], ".1f"),
             "seconds": fmean(_whole(row) for row in same), "over dense": fmean(over) if over else None,
-            "trials": ", ".join(str(sum(own["trials"] for own in row["phases"].values())) for row in same),
+            "trials": ", ".join(str(sum(phase["trials"] for phase in row["phases"].values())) for row in same),
             "paper": _PRINTED_TOP1[arm if arm == "dense" else schedule] if arm in ("dense", "as published") else None,
         })  # fmt: skip
         for name in same[0]["phases"]:
-            of_phase = [row["phases"][name] for row in same]
-            ran = sum((Counter[str](own["ran"]) for own in of_phase), Counter[str]())
-            trials, ratios = sum(own["trials"] for own in of_phase), [own["ratio"] for own in of_phase]
+            of_seeds = [row["phases"][name] for row in same]
+            ran = sum((Counter[str](phase["ran"]) for phase in of_seeds), Counter[str]())
+            trials, steps = sum(phase["trials"] for phase in of_seeds), sum(ran.values())
             parts.append({
-                "schedule": schedule, "arm": arm, "network": name, "steps": sum(ran.values()), "trials": trials,
-                "step": 1e3 * sum(own["seconds"] for own in of_phase) / (trials + sum(ran.values())),
-                "ratio": beside.of_seeds(ratios, ".3g"),
+                "schedule": schedule, "arm": arm, "network": name, "steps": steps, "trials": trials,
+                "step": 1e3 * sum(phase["seconds"] for phase in of_seeds) / (trials + steps),
+                "ratio": paper_runs.of_seeds([phase["ratio"] for phase in of_seeds], ".3g"),
                 "by": ", ".join(f"{other} {count}" for other, count in ran.most_common()),
             })  # fmt: skip
-    beside.show("Schedules C1 and C2, means over seeds, with the range", found, {
+    paper_runs.show("Schedules C1 and C2, means over seeds, with the range", found, {
         "schedule": "", "arm": "", "seeds": "d", "paper": ".2f", "accuracy": "", "seconds": ".1f",
         "over dense": ".2f", "trials": "",
     }, [
@@ -141,10 +141,10 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     ])  # fmt: skip
     if find_spec("pymoo") is not None and rows:
         print("\n" + ", ".join(f"a choice by {name}: {ms:.2g} ms of a core" for name, ms in search_ms().items()))
-    beside.show("Schedules C1 and C2 by network: mean milliseconds of a step, median ratio, collectives", parts, {
+    paper_runs.show("Schedules C1 and C2 by network: mean milliseconds of a step, median ratio, collectives", parts, {
         "schedule": "", "arm": "", "network": "", "step": ".0f", "ratio": "", "steps": "d", "trials": "d", "by": "",
     })  # fmt: skip
 
 
 def _whole(row: Mapping[str, Any]) -> float:
-    return float(sum(own["seconds"] for own in row["phases"].values()))
+    return float(sum(phase["seconds"] for phase in row["phases"].values()))

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-import beside
 import numpy as np
+import paper_runs
+from in_process import SharedModel
 from mpicomp.bench.tasks import get_task
-from mpicomp.bench.tasks.updating import Updater
 from numpy.typing import NDArray
 
 FACTORS = (10, 20, 40, 160, 1000)
@@ -24,35 +24,28 @@ def train(task_name: str, factor: int, ranks: int, steps: int, seed: int = 0) ->
     """Train with top-k of each layer and error feedback, as the paper's code has it; return means of the last third."""
     import resnet  # noqa: F401, registers its task
 
-    task = get_task(task_name, seed)
-    model = task.model()
-    optimizer = task.optimizer(model)
-    updater = Updater(task, optimizer, steps)
-    parameters = list(model.parameters())
-    residuals = [[np.zeros(tuple(own.shape), np.float32) for own in parameters] for _ in range(ranks)]
+    shared = SharedModel(get_task(task_name, seed), steps)
+    shapes = {name: tuple(parameter.shape) for name, parameter in shared.parameters.items()}
+    residuals = [[np.zeros(shape, np.float32) for shape in shapes.values()] for _ in range(ranks)]
     found = []
     for step in range(steps):
-        sums = [np.zeros(tuple(own.shape), np.float32) for own in parameters]
-        told = []
+        sums = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        gains = []
         for rank in range(ranks):
-            model.zero_grad()
-            task.loss(model, task.batch(step, rank, ranks)).backward()  # type: ignore[no-untyped-call]
-            gradient = [own.grad.numpy() for own in parameters if own.grad is not None]
-            sent = compress(gradient, residuals[rank], factor)
-            told.append(sent.pop("gains"))
-            for total, own in zip(sums, sent["layers"], strict=True):
-                total += own / ranks
-        for parameter, mean in zip(parameters, sums, strict=True):
-            assert parameter.grad is not None
-            parameter.grad.numpy()[...] = mean
-        updater.update()
-        found.append({name: fmean(own[name] for own in told) for name in told[0]})
+            shared.backward(step, rank, ranks)
+            sent = compress(list(shared.gradients().values()), residuals[rank], factor)
+            gains.append(sent["gains"])
+            for total, layer in zip(sums.values(), sent["layers"], strict=True):
+                total += layer / ranks
+        shared.set_gradients(sums)
+        shared.updater.update()
+        found.append({name: fmean(of_rank[name] for of_rank in gains) for name in gains[0]})
     late = found[2 * steps // 3 :]
-    return {name: fmean(own[name] for own in late) for name in late[0]} | {"quality": task.evaluate(model)}
+    return {name: fmean(of_step[name] for of_step in late) for name in late[0]} | {"quality": shared.quality()}
 
 
 def compress(gradient: Layers, residual: Layers, factor: int) -> dict[str, Any]:
-    """Select from each layer, leave the rest in the residual, and tell what is sent and the three gains of a rank.
+    """Select from each layer, leave the rest in the residual, and return what is sent and the three gains of a rank.
 
     Examples
     --------
@@ -64,14 +57,14 @@ def compress(gradient: Layers, residual: Layers, factor: int) -> dict[str, Any]:
     [3.0, 0.0, 0.0, 4.0]
     """
     sent, energies, norms = [], [0.0] * 4, [0.0] * 2
-    for own, left in zip(gradient, residual, strict=True):
-        whole = own + left
-        selected, alone = _largest(whole, factor), _largest(own, factor)
+    for plain, left in zip(gradient, residual, strict=True):
+        whole = plain + left
+        selected, alone = _largest(whole, factor), _largest(plain, factor)
         left[...] = whole - selected
         sent.append(selected)
-        for place, array in enumerate((selected, whole, alone, own)):
+        for place, array in enumerate((selected, whole, alone, plain)):
             energies[place] += float(np.square(array).sum())
-        for place, array in enumerate((selected, own)):
+        for place, array in enumerate((selected, plain)):
             norms[place] += float(np.linalg.norm(array))
     text, alone_gain = energies[0] / energies[1], energies[2] / energies[3]
     return {"layers": sent, "gains": {"text": text, "code": norms[0] / norms[1], "alone": alone_gain}}
@@ -89,13 +82,13 @@ def _largest(array: NDArray[np.float32], factor: int) -> NDArray[np.float32]:
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print those rows that are of gains."""
-    own = []
-    for task, name in dict.fromkeys((row["task"], row["name"]) for row in rows if row["table"] == "gains"):
-        same = [row for row in rows if (row["table"], row["task"], row["name"]) == ("gains", task, name)]
-        gains = {key: beside.of_seeds([row[key] for row in same], ".2f") for key in ("text", "code", "alone")}
-        quality = beside.of_seeds([row["quality"] for row in same])
-        own.append({"task": task, "name": name, "seeds": len(same), **gains, "quality": quality})
-    beside.show("Gains at fixed factors, in the last third of the steps", own, {
+    lines = []
+    gains = [row for row in rows if row["table"] == "gains"]
+    for (task, name), same in paper_runs.grouped(gains, "task", "name").items():
+        means = {key: paper_runs.of_seeds([row[key] for row in same], ".2f") for key in ("text", "code", "alone")}
+        quality = paper_runs.of_seeds([row["quality"] for row in same])
+        lines.append({"task": task, "name": name, "seeds": len(same), **means, "quality": quality})
+    paper_runs.show("Gains at fixed factors, in the last third of the steps", lines, {
         "task": "", "name": "", "seeds": "d", "text": "", "code": "", "alone": "", "quality": "",
     }, [
         "text: squared norms of what is sent and of the gradient with the residual; code: sums of layers' norms, of "

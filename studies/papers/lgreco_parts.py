@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-import beside
-import lgreco
+import lgreco_tables
 import numpy as np
+import paper_runs
 from numpy.typing import NDArray
 
 from mpicomp.cli import run_program
@@ -32,31 +32,29 @@ def adjustments(family: str, ranks: int, steps: int) -> list[dict[str, float]]:
         errors: Sequence[NDArray[np.float64]], sizes: Sequence[NDArray[np.float64]], limit: float, default: Choice,
         published: bool = False,
     ) -> Choice:  # fmt: skip
-        own = least_total(errors, sizes, limit, default, published=published)
+        chosen = least_total(errors, sizes, limit, default, published=published)
         finer = least_total(errors, sizes, limit, default, bins=_FINER * 10_000, published=published)
         here = least_total(errors, sizes, limit, default)
         uniform = total(sizes, default)
-        least = [float(error.min()) for error in errors]
         found.append({
-            "layers": len(errors), "published": total(sizes, own) / uniform, "finer": total(sizes, finer) / uniform,
+            "layers": len(errors), "published": total(sizes, chosen) / uniform, "finer": total(sizes, finer) / uniform,
             "here": total(sizes, here) / uniform, "above": total(errors, here) / limit - 1,
-            "most to gain": 1 - sum(least) / limit,
+            "most to gain": 1 - sum(float(error.min()) for error in errors) / limit,
         })  # fmt: skip
-        return own
+        return chosen
 
-    compressor, collective = lgreco.FAMILIES[family]
-    arm = beside.Arm(compressor, collective, lgreco.arms(steps)["as published"])
+    compressor, collective = lgreco_tables.FAMILIES[family]
+    arm = paper_runs.Arm(compressor, collective, lgreco_tables.arms(steps)["as published"])
     with mock.patch.object(policy, "least_total", solve):
-        beside.train(arm, "resnet20", steps, ranks)
+        paper_runs.train(arm, "resnet20", steps, ranks)
     return found[::ranks]  # every rank solves the same
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="studies/papers/lgreco_parts.py", description="Show what rounding errors up costs L-GreCo as published."
     )
-    parser.add_argument("--family", default="top-k", choices=list(lgreco.FAMILIES), help="(%(default)s)")
+    parser.add_argument("--family", default="top-k", choices=list(lgreco_tables.FAMILIES), help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=160, metavar="S", help="of a training (%(default)s)")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="(%(default)s)")
     parser.set_defaults(alone=True)
@@ -66,10 +64,9 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Train and print the table."""
     steps, ranks = check_least(_STUDY, "--steps", arguments.steps, 24), check_least(_STUDY, "--ranks", arguments.ranks)
-    rows: list[dict[str, Any]] = [
-        {"adjustment": number} | own for number, own in enumerate(adjustments(arguments.family, ranks, steps), 1)
-    ]
-    beside.show(f"Sizes over those of the uniform setting, {arguments.family}", rows, {
+    found = adjustments(arguments.family, ranks, steps)
+    rows: list[dict[str, Any]] = [{"adjustment": number} | sizes for number, sizes in enumerate(found, 1)]
+    paper_runs.show(f"Sizes over those of the uniform setting, {arguments.family}", rows, {
         "adjustment": "d", "layers": "d", "published": ".2f", "finer": ".2f", "here": ".2f", "above": ".2%",
         "most to gain": ".1%",
     }, [

@@ -1,4 +1,4 @@
-"""SIDCo's smaller deviations from its paper, each by itself: ``python studies/papers/sidco_parts.py``."""
+"""SIDCo's smaller deviations from its paper, one by one: ``python studies/papers/sidco_parts.py``."""
 
 import argparse
 import math
@@ -9,7 +9,9 @@ from statistics import fmean, median, stdev
 from typing import Any
 from unittest import mock
 
-import beside
+import paper_runs  # first, since it has Python find the studies of the folder above
+
+# isort: split
 import estimators
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +25,12 @@ from mpicomp.compressors.base import kept
 
 _STUDY = "sidco_parts"
 _NUMEL = 1_000_000
-_LARGE = 16_777_216  # elements, eight times those that are looked at
-_FEW = 1_000  # elements, of which an exact top-k is taken
+_LARGE = 16_777_216  # elements, eight times those of a sample
+_FEW = 1_000  # elements, of which SIDCo takes an exact top-k
 _SHAPE = 0.6  # of the gamma distribution
 
 
 def select(compressor: SIDCo, array: NDArray[np.float32], context: Context) -> tuple[int, float]:
-    """Return the number of elements that are selected, and the seconds that it takes."""
     accumulated = Accumulated(np.empty(array.size + TAIL, array.dtype), None, [Piece(0, array)])
     start = time.thread_time()
     count = compressor.select(accumulated, context).indices.size
@@ -70,7 +71,7 @@ def of_few(turns: int) -> list[dict[str, Any]]:
 
 
 def of_many(turns: int) -> list[dict[str, Any]]:
-    """Select from an array that is sampled, and from the same where all of it is looked at, in turn."""
+    """Select from an array that is sampled, and from the same in whole, in turn."""
     array = laplace(np.random.default_rng(2), _LARGE)
     rows = []
     for distribution in ("exponential", "gamma"):
@@ -81,27 +82,27 @@ def of_many(turns: int) -> list[dict[str, Any]]:
             for sample, context in contexts.items():
                 with mock.patch.object(sidco, "_SAMPLE", sample):
                     found[sample].append(select(compressor, array, context))
-        for sample, own in found.items():
+        for sample, selected in found.items():
             rows.append({"distribution": distribution, "sample": sample < _LARGE,
-                         "share": fmean(count for count, _ in own) / kept(0.001, _LARGE),
-                         "ms": 1e3 * median(seconds for _, seconds in own[1:])})  # fmt: skip
+                         "share": fmean(count for count, _ in selected) / kept(0.001, _LARGE),
+                         "ms": 1e3 * median(seconds for _, seconds in selected[1:])})  # fmt: skip
     return rows
 
 
 def adapting(turns: int) -> list[dict[str, Any]]:
-    """Let stages adapt to arrays of three kinds by the paper's rule: for all of them together, and for each."""
-    kinds = {"laplace": estimators._laplace, "normal": estimators._normal, "student": estimators._student}
+    """Let stages adapt to arrays of three kinds by the paper's rule: one number for all kinds, and one for each."""
+    kinds = {kind: estimators.DISTRIBUTIONS[kind] for kind in ("laplace", "normal", "student")}
     rows = []
-    for together in (True, False):
+    for shared in (True, False):
         random, one = np.random.default_rng(3), Context()
-        contexts = {kind: one if together else Context() for kind in kinds}
+        contexts = {kind: one if shared else Context() for kind in kinds}
         found: dict[str, list[float]] = {kind: [] for kind in kinds}
         compressor = SIDCo(ratio=0.001, published=True)
         for _ in range(4 * turns):
             for kind, draw in kinds.items():
                 array = draw(random, _NUMEL).astype(np.float32)
                 found[kind].append(select(compressor, array, contexts[kind])[0] / kept(0.001, _NUMEL))
-        rows.append({"together": together} | {kind: fmean(own[2 * turns :]) for kind, own in found.items()})
+        rows.append({"together": shared} | {kind: fmean(shares[2 * turns :]) for kind, shares in found.items()})
     return rows
 
 
@@ -121,27 +122,26 @@ def gamma_quantiles() -> list[dict[str, Any]]:
 def _tables(
     zeros: Sequence[Any], few: Sequence[Any], many: Sequence[Any], stages: Sequence[Any], quantiles: Sequence[Any]
 ) -> None:
-    beside.show("Nine in ten elements are zero: selected over those asked for, at 0.001", zeros, {
+    paper_runs.show("Nine in ten elements are zero: selected over those asked for, at 0.001", zeros, {
         "distribution": "", "published": "", "share": ".2f",
     }, ["Laplace noise; here zeros are left out of the fit"])  # fmt: skip
-    beside.show(f"Of {_FEW} elements, at 0.01", few, {
+    paper_runs.show(f"Of {_FEW} elements, at 0.01", few, {
         "published": "", "share": ".2f", "deviation": ".2f", "us": ".0f",
     }, ["deviation: of the share from step to step; here it is an exact top-k"])  # fmt: skip
-    beside.show(f"Of {_LARGE} elements, at 0.001, three stages and corrections", many, {
+    paper_runs.show(f"Of {_LARGE} elements, at 0.001, three stages and corrections", many, {
         "distribution": "", "sample": "", "share": ".3f", "ms": ".1f",
     }, ["sample: two million elements are looked at, otherwise all; of one array, in turn"])  # fmt: skip
-    beside.show("Stages that adapt, as published: selected over those asked for, at 0.001", stages, {
+    paper_runs.show("Stages that adapt, as published: selected over those asked for, at 0.001", stages, {
         "together": "", "laplace": ".2f", "normal": ".2f", "student": ".2f",
     }, ["together: one number of stages for arrays of all three kinds; otherwise one for each kind"])  # fmt: skip
-    beside.show(f"Gamma quantile: elements above it over those asked for, at a shape of {_SHAPE}", quantiles, {
+    paper_runs.show(f"Gamma quantile: elements above it over those asked for, at a shape of {_SHAPE}", quantiles, {
         "ratio": "g", "approximate": ".2f", "exact": ".2f",
     })  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
-        prog="studies/papers/sidco_parts.py", description="Show SIDCo's smaller deviations, each by itself."
+        prog="studies/papers/sidco_parts.py", description="Show SIDCo's smaller deviations, one by one."
     )
     parser.add_argument("--turns", type=int, default=10, metavar="N", help="of each (%(default)s)")
     parser.set_defaults(alone=True)

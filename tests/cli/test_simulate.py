@@ -27,7 +27,7 @@ def run(source, *words):
 
 def test_rows_are_as_documented(source, tmp_path, capsys):
     path = tmp_path / "rows.json"
-    words = ["--compressor", "qsgd", "--bandwidth", "100mbit", "--overlap", "both", "--what-if", "--json", path]
+    words = ["--compressor", "qsgd", "--bandwidth", "100mbit", "--overlap", "both", "--json", path]
     assert run(source, *words) == 0
     written = json.loads(path.read_text())
     fields = documented("simulate.md", "What comes out")
@@ -37,11 +37,8 @@ def test_rows_are_as_documented(source, tmp_path, capsys):
     assert [(row["ranks"], row["plan"], row["overlap"]) for row in written["rows"]] == [
         (ranks, plan, overlap) for ranks in (2, 16) for plan in ("dense", "qsgd") for overlap in (True, False)
     ]
-    assert len(written["what_if"]) == 2 * 5 * 6
-    assert all(0 < row["scaling"] <= 1 for row in written["what_if"])
     text = capsys.readouterr().out
     assert "500,000 elements in 2 buckets, 0.05 s a step without exchange" in text
-    assert "gbit/s" in text
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from mpicomp.bench.measure.jobs import read_json, read_lines
+from lab_jobs import read_json, read_lines
 from mpicomp.bench.replay import Replay
 
 import mpicomp

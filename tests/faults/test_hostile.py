@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from faults import fuzz
 from faults.decoders import decoders, exchanges
-from mpicomp.bench.measure.jobs import read_json, read_lines
+from lab_jobs import read_json, read_lines
 from mpicomp.bench.replay import Replay
 from mpicomp.kernels import cpu
 

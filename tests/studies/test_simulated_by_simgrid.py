@@ -58,27 +58,27 @@ def programs(task, ranks, way):
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
 @pytest.mark.parametrize("name", ["allreduce", "allgatherv", "gatherv", "bcast"])
-def test_formulas_count_the_fewest_messages_and_the_fewest_bytes_one_after_the_other(name, ranks):
+def test_formulas_count_the_fewest_messages_and_bytes(name, ranks):
     task = operation(name, ranks)
     expected = terms(task, layout_groups(range(ranks), 0)[0])
     # Where all send at once they share the root's link, which is not followed here.
     made = [programs(task, ranks, way) for way in messages.ways(name) if way != "at once"]
-    assert min(followed(own, 1, 0) for own in made) == pytest.approx(expected.latency)
-    assert min(followed(own, 0, 1) for own in made) == pytest.approx(expected.volume)
+    assert min(followed(steps, 1, 0) for steps in made) == pytest.approx(expected.latency)
+    assert min(followed(steps, 0, 1) for steps in made) == pytest.approx(expected.volume)
 
 
-def test_what_all_send_to_one_rank_takes_one_step():
+def test_gatherv_at_once_takes_one_step():
     made = programs(operation("gatherv", 4), 4, "at once")
     assert made == [[([(1, 96)], [])], [([], [0, 2, 3])], [([(1, 96)], [])], [([(1, 96)], [])]]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
 @pytest.mark.parametrize("way", messages.ways("alltoallv"))
-def test_all_ranks_send_a_part_to_all_others(way, ranks):
+def test_alltoallv_sends_a_part_to_each_rank(way, ranks):
     task = operation("alltoallv", ranks)
     made = programs(task, ranks, way)
     for rank, steps in enumerate(made):
-        leaving = [own for step in steps for own in step[0]]
+        leaving = [message for step in steps for message in step[0]]
         assert sorted(leaving) == [(other, 96) for other in range(ranks) if other != rank]
     turns = ranks - 1 if way == "in turn" else 1
     assert followed(made, 1, 0) == turns
@@ -96,7 +96,7 @@ def test_every_way_of_every_operation_is_tried():
 
 
 @pytest.mark.parametrize(
-    ("title", "config", "collective"), study.PLANS, ids=lambda own: own if isinstance(own, str) else ""
+    ("title", "config", "collective"), study.PLANS, ids=lambda value: value if isinstance(value, str) else ""
 )
 @pytest.mark.parametrize("per_host", [1, 2])
 def test_a_case_has_the_bytes_of_its_rounds(title, config, collective, per_host):
@@ -112,20 +112,20 @@ def test_a_case_has_the_bytes_of_its_rounds(title, config, collective, per_host)
             group = layout_groups(layout, rank)[0]
             rounds = scheme.rounds(study.NUMEL, np.dtype(np.float32), group, 1 << 30)
             assert len(tasks) == len(rounds)
-            for task, own in zip(rounds, tasks, strict=True):
-                assert (own["when"] == "now") == (not task.background)
+            for task, case_task in zip(rounds, tasks, strict=True):
+                assert (case_task["when"] == "now") == (not task.background)
                 if task.operation in ("sendrecv", "alltoallv"):
-                    sent = sum(nbytes for step in own["steps"] for _, nbytes in step[0])
+                    sent = sum(nbytes for step in case_task["steps"] for _, nbytes in step[0])
                     assert sent == task.sent_bytes(group), title
         made = [[step for task in tasks for step in task["steps"]] for tasks in case["tasks"]]
         assert followed(made, 1e-6, 1e-9) > 0  # all messages are taken
 
 
-def test_halves_of_a_ring_may_wait_for_each_other_and_what_is_behind_the_array_goes_apart():
+def test_halves_of_a_ring_may_wait_for_each_other():
     [doubling, ring] = study.cases_of(bind(get_compressor({"id": "dense"}), "ring"), 4, 1, WIRES)
     when = [task["when"] for task in doubling["tasks"][0]]
     assert when.count("next") == 2 * 2 * 3
-    assert when.count("apart") == 1
+    assert when.count("background") == 1
     assert (doubling["way"], ring["way"]) == ("allgatherv doubling", "allgatherv ring")
 
 
@@ -145,7 +145,7 @@ def test_a_python_without_simgrid_is_told_how_to_get_it():
 
 
 def test_a_table_has_the_median_and_the_worst():
-    row = {"plan": "x", "ranks": 2, "per_host": 1, "wires": "w", "told_s": 1.0, "simgrid_s": 1.0, "way": "a b"}
+    row = {"plan": "x", "ranks": 2, "per_host": 1, "wires": "w", "predicted_s": 1.0, "simgrid_s": 1.0, "way": "a b"}
     lines = study.table([row | {"ratio": ratio} for ratio in (0.9, 1.0, 1.5)])
     assert lines[2] == "| x | 2 | 1 | w | 1.000000 | 1.000000 | 0.900 | a b |"
     assert lines[-3] == "| x | 1 | 1.000 (0.900 to 1.500) |"

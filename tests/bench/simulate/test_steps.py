@@ -12,9 +12,9 @@ from mpicomp.bench.simulate.own_work import OwnWork, received_bytes
 from mpicomp.bench.simulate.rows import Plan, Simulation
 from mpicomp.bench.simulate.step import ends, step_seconds
 from mpicomp.bench.simulate.topology import Links, Topology
-from mpicomp.bench.simulate.what_if import buffers, scaling
 from networks import Link
 from trainings import Training
+from what_if import buffers, scaling
 
 import mpicomp
 from mpicomp.cost import CostModel, Network

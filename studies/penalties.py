@@ -1,6 +1,6 @@
-"""How far compressed training falls behind dense, and what foretells it: ``python studies/behind.py``.
+"""How far compressed training falls behind dense, and what foretells it: ``python studies/penalties.py``.
 
-Ranks are simulated in this process, with the library's own exchange among them, so that nothing but the exchange
+Ranks are simulated in this process, with the library's exchange among them, so that nothing but the exchange
 differs between the runs of a task.
 """
 
@@ -11,11 +11,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import kept_rows
+import in_process
 import numpy as np
+from in_process import SharedModel
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import get_task
-from mpicomp.bench.tasks.updating import Updater
 from numpy.typing import NDArray
 
 import mpicomp
@@ -26,9 +26,9 @@ from mpicomp.compressors import Quantiser
 from mpicomp.policies.elements import Elements, ElementSurvey
 from mpicomp.transport import LocalWorld
 
-_STUDY = "behind"
+_STUDY = "penalties"
 _RANKS = 4
-_SPAN = (0.6, 0.9)  # shares of a run: the steps whose losses are compared, and whose gradients are looked at
+_SPAN = (0.6, 0.9)  # shares of a run: the steps whose losses and gradients are compared
 _TINY = 1e-12  # least loss whose logarithm is taken
 _EVERY = 5  # steps from one prediction to the next
 _QUANTISERS = ("qsgd", "onebit")  # among the exchanges of these names: four bits, rounded to the nearest, and signs
@@ -41,14 +41,10 @@ _COLUMNS = {
 
 
 def steps_behind(dense: NDArray[np.floating], late: NDArray[np.floating]) -> float:
-    """Return the share of its steps by which the losses of ``late`` run after those of ``dense``.
+    """Return the share of its steps by which the losses of ``late`` run after those of ``dense``, of the same batches.
 
-    Parameters
-    ----------
-    dense, late : arrays, shape (steps,)
-        Losses of training, of the same batches. Their ratio is averaged over the steps that are compared, since batches
-        differ more than steps do; a cubic through the logarithms of ``dense`` says how many steps before the middle
-        they were as much higher.
+    Their ratio is averaged over the steps that are compared, since batches differ more than steps do; a cubic through
+    the logarithms of ``dense`` shows how many steps before the middle they were as much higher.
     """
     first, last = (int(share * len(dense)) for share in _SPAN)
     middle = (first + last) // 2
@@ -61,7 +57,7 @@ def steps_behind(dense: NDArray[np.floating], late: NDArray[np.floating]) -> flo
 
 
 def predict(elements: Elements, exchange: str, age: int) -> float | None:
-    """Return the share of steps by which training would fall behind with an exchange; None where that is not told."""
+    """Return the share of steps by which training would fall behind with an exchange; None where that is unknown."""
     compressor, collective = exchange_of(exchange)
     if not elements.known:
         return None
@@ -69,9 +65,9 @@ def predict(elements: Elements, exchange: str, age: int) -> float | None:
         return elements.behind_with(_QUANTISERS.index(exchange), _RANKS, age) if exchange in _QUANTISERS else None
     if not compressor.selects_by_ratio:
         return None
-    together = collective != "auto" and bind(compressor, collective).leaves_out
+    leaves_out = collective != "auto" and bind(compressor, collective).leaves_out
     ratio = np.array([compressor.ratio])  # type: ignore[attr-defined]
-    return float(elements.behind(ratio, _RANKS, age, compressor.by_magnitude)[together][0])
+    return float(elements.behind(ratio, _RANKS, age, compressor.by_magnitude)[leaves_out][0])
 
 
 def exchange_of(words: str) -> tuple[mpicomp.Compressor, str]:
@@ -85,40 +81,30 @@ def exchange_of(words: str) -> tuple[mpicomp.Compressor, str]:
 def train(task_name: str, seed: int, exchange: str, steps: int, exchanges: Sequence[str]) -> dict[str, Any]:
     """Train a task with simulated ranks, and predict meanwhile what some exchanges would cost.
 
-    Returns
-    -------
-    dict
-        Losses of all steps, the quality in the end, how far each exchange was predicted to be behind, and of the dense
-        training the elements that predictions were made from.
+    The row has losses of all steps, the quality in the end, how far each exchange was predicted to be behind, and of
+    the dense training the elements that predictions were made from.
     """
-    task = get_task(task_name, seed)
-    model = task.model()
-    parameters = dict(model.named_parameters())
-    updater = Updater(task, task.optimizer(model), steps)
+    shared = SharedModel(get_task(task_name, seed), steps)
     compressor, collective = exchange_of(exchange)
     world = LocalWorld(_RANKS)
     reducers = [mpicomp.Reducer(compressor, collective, comm=end, warmup=0) for end in world.transports]
-    numel = sum(parameter.numel() for parameter in parameters.values())
+    numel = sum(parameter.numel() for parameter in shared.parameters.values())
     quantisers = [cast(Quantiser, exchange_of(name)[0]) for name in _QUANTISERS]
     surveys = [ElementSurvey(numel, quantisers) for _ in range(_RANKS)]
     elements = Elements(numel, len(quantisers))
     first, last = (int(share * steps) for share in _SPAN)
     losses, sent, lost, signals = [], 0.0, 0.0, []
-    told: dict[str, list[float]] = {name: [] for name in exchanges}
-    looks: list[dict[str, Any]] = []
+    predicted: dict[str, list[float]] = {name: [] for name in exchanges}
+    states: list[dict[str, Any]] = []
     for step in range(steps):
         gradients, loss_of_ranks = [], []
         for rank in range(_RANKS):
-            model.zero_grad()
-            loss = task.loss(model, task.batch(step, rank, _RANKS))
-            loss.backward()  # type: ignore[no-untyped-call]
-            loss_of_ranks.append(float(loss.detach()))
-            own = ((name, parameter.grad) for name, parameter in parameters.items())
-            gradients.append({name: grad.numpy().copy() for name, grad in own if grad is not None})
-        whole = [np.concatenate([grad.reshape(-1) for grad in own.values()]) for own in gradients]
+            loss_of_ranks.append(shared.backward(step, rank, _RANKS))
+            gradients.append(shared.gradients())
+        whole = [np.concatenate([grad.reshape(-1) for grad in arrays.values()]) for arrays in gradients]
         pairs = zip(surveys, whole, strict=True)
-        elements.observe(np.array([survey.measure(own, None, (numel,), step) for survey, own in pairs]))
-        means = world.run([reducer.rounds(own) for reducer, own in zip(reducers, gradients, strict=True)])
+        elements.observe(np.array([survey.measure(array, None, (numel,), step) for survey, array in pairs]))
+        means = world.run([reducer.rounds(arrays) for reducer, arrays in zip(reducers, gradients, strict=True)])
         losses.append(float(np.mean(loss_of_ranks)))
         if first <= step <= last:
             record = reducers[0].last_step
@@ -127,22 +113,20 @@ def train(task_name: str, seed: int, exchange: str, steps: int, exchanges: Seque
                 sent, lost = sent + gain * energy, lost + (1 - gain) * energy
             signals.append(elements.signal)
             if exchange == "dense" and step % _EVERY == 0:
-                looks.append({"step": step, **elements.state()})
+                states.append({"step": step, **elements.state()})
             for name in exchanges if step % _EVERY == 0 else ():
                 prediction = predict(elements, name, step)
                 if prediction is not None:
-                    told[name].append(prediction)
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                parameter.grad.numpy()[...] = means[0][name]
-        updater.update()
+                    predicted[name].append(prediction)
+        shared.set_gradients(means[0])
+        shared.updater.update()
     for reducer in reducers:
         reducer.close()
     return {
-        "task": task_name, "seed": seed, "exchange": exchange, "steps": steps, "quality": task.evaluate(model),
+        "task": task_name, "seed": seed, "exchange": exchange, "steps": steps, "quality": shared.quality(),
         "delay": lost / sent, "signal": float(np.mean(signals)),
-        "predicted": {name: float(np.mean(own)) for name, own in told.items() if own}, "losses": losses,
-        "elements": looks,
+        "predicted": {name: float(np.mean(values)) for name, values in predicted.items() if values},
+        "losses": losses, "elements": states,
     }  # fmt: skip
 
 
@@ -154,17 +138,16 @@ def table(trainings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         base = dense.get((row["task"], row["seed"], row["steps"]))
         if base is not None:
             behind = 0.0 if base is row else steps_behind(np.array(base["losses"]), np.array(row["losses"]))
-            of_row, of_dense = (own["predicted"].get(row["exchange"]) for own in (row, base))
-            kept = {name: own for name, own in row.items() if name not in ("losses", "elements")}
+            of_row, of_dense = (each["predicted"].get(row["exchange"]) for each in (row, base))
+            kept = {name: value for name, value in row.items() if name not in ("losses", "elements")}
             made.append(kept | {"behind": behind, "predicted": of_row, "by_dense": of_dense})
     return made
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog=f"studies/{_STUDY}.py",
-        description="Show how far compressed training falls behind dense, beside what may foretell it.",
+        description="Show how far compressed training falls behind dense, and what may foretell it.",
     )
     parser.add_argument(
         "--exchange",
@@ -172,7 +155,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="X[,..]",
         help="NAME, NAME:RATIO or NAME:RATIO:COLLECTIVE (%(default)s)",
     )
-    kept_rows.add_arguments(parser, "digits")
+    in_process.add_arguments(parser, "digits")
     return parser
 
 
@@ -180,11 +163,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Train what is not there yet, and print a table."""
     exchanges = ["dense", *read_list(arguments.exchange)]
     for exchange in exchanges:
-        exchange_of(exchange)  # says what is wrong before hours of work
-    tasks, seeds, there = kept_rows.read(_STUDY, arguments, _KEY, 20)
+        exchange_of(exchange)  # raises before hours of work
+    tasks, seeds, there = in_process.read(_STUDY, arguments, _KEY, 20)
     for task, seed, exchange in itertools.product(tasks, seeds, exchanges):
         steps = arguments.steps or get_task(task).steps
-        row = there.complete(functools.partial(train, exchanges=exchanges), task, seed, exchange, steps)
+        row = there.train(functools.partial(train, exchanges=exchanges), task, seed, exchange, steps)
         if row is not None:
             print(f"{task}, seed {seed}, {exchange}: {row['quality']:.4f}", flush=True)
     results.show(table(there.made), _COLUMNS)

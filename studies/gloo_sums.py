@@ -1,4 +1,4 @@
-"""Dense exchange beside gloo's, of one long array: ``mpicomp lab run --hosts 4 .. -- python studies/gloo.py``."""
+"""Dense exchange and gloo's, of one long array: ``mpicomp lab run --hosts 4 .. -- python studies/gloo_sums.py``."""
 
 import argparse
 import json
@@ -18,12 +18,11 @@ from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least
 from mpicomp.transport.mpi import MPITransport
 
-_STUDY = "gloo"
+_STUDY = "gloo_sums"
 _WARM = 6  # turns that do not count, in which mpicomp finds its collective
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog=f"studies/{_STUDY}.py",
         description="Sum an array of float32 by mpicomp's dense exchange and by gloo's allreduce, in turn.",
@@ -50,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         for turn in range(-_WARM, arguments.turns):
             took = []
             for call in calls:
-                share(np.zeros(1), transport)  # all begin together
+                share(np.zeros(1), transport)  # all begin at once
                 begin = time.perf_counter()
                 call()
                 took.append(time.perf_counter() - begin)
@@ -63,10 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     ratios = seconds[:, 0] / seconds[:, 1]
     if transport.group.rank == 0:
         median_s, gloo_s = np.median(seconds, axis=0)
-        told = {"numel": arguments.numel, "ranks": transport.group.size, "collective": record.buckets[0].collective}
-        told |= {"median_s": median_s, "gloo_s": gloo_s, "ratio": np.median(ratios)}
-        told["interval"] = median_interval(ratios.tolist())
-        print(json.dumps(told))
+        row = {"numel": arguments.numel, "ranks": transport.group.size, "collective": record.buckets[0].collective}
+        row |= {"median_s": median_s, "gloo_s": gloo_s, "ratio": np.median(ratios)}
+        print(json.dumps(row | {"interval": median_interval(ratios.tolist())}))
     reducer.close()
     transport.close()
     return 0

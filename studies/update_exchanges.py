@@ -1,6 +1,6 @@
-"""Gradients or updates, and what brings exchanges of updates closer to dense gradients: ``python studies/updates.py``.
+"""Gradients or updates, and what brings updates closer to dense gradients: ``python studies/update_exchanges.py``.
 
-Ranks are simulated in this process, with the library's own exchange among them, and every exchange is tried at the same
+Ranks are simulated in this process, with the library's exchange among them, and every exchange is tried at the same
 learning rates.
 """
 
@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import kept_rows
+import in_process
 import numpy as np
 import torch
-from behind import steps_behind
 from mpicomp.bench import demo, devices
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task, get_task
 from mpicomp.bench.tasks.updating import plain
+from penalties import steps_behind
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpicomp
@@ -31,7 +31,7 @@ from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import UpdateOptimizer
 from mpicomp.transport import LocalWorld
 
-_STUDY = "updates"
+_STUDY = "update_exchanges"
 _RANKS = 4
 _KEY = ("task", "arm", "rate", "seed", "steps", "precision", "device")
 _PRECISIONS = ("float32", "bfloat16")
@@ -39,6 +39,7 @@ _BATCHES = 4  # gradients in a row whose mean is squared, in the attempt of that
 _LONG_ENOUGH = 20  # steps of a run whose losses can be compared
 _TOPK = {"id": "topk", "ratio": 0.01, "wire": "q4"}
 _HELD = {"moments": "shared"}  # averaged now and then, and held in between
+_OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 _COLUMNS = {
     "task": "", "steps": "d", "arm": "", "rate": "g", "quality": ".4f", "above": "+.2f", "behind": ".2f",
     "sent_less": ".0f", "wire_less": ".0f", "seeds": "d",
@@ -49,26 +50,15 @@ _COLUMNS = {
 class Arm:
     """An exchange, and what is done about second moments.
 
-    Attributes
-    ----------
-    compressor : str or dict
-        Of mpicomp's.
-    updates : bool
-        Whether what ranks' optimizers change is exchanged, in place of gradients.
-    settings : dict
-        Of `mpicomp.torch.UpdateOptimizer`.
-    moments : str or None
-        Attempts that the library has no setting for. ``"b2"``: with a memory as many times longer as there are ranks;
-        ``"batches"``: of the mean of some gradients in a row; ``"arrived"``: of the mean that arrives.
-    inner : str
-        ``"task"``: the task's optimizer; ``"sgd"``: plain gradient descent.
+    ``moments`` are attempts that the library has no setting for. ``"b2"``: with a memory as many times longer as there
+    are ranks; ``"batches"``: of the mean of some gradients in a row; ``"arrived"``: of the mean that arrives.
     """
 
     compressor: Any
-    updates: bool = True
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    updates: bool = True  # what ranks' optimizers change is exchanged, in place of gradients
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of `mpicomp.torch.UpdateOptimizer`
     moments: str | None = None
-    inner: str = "task"
+    inner: str = "task"  # the task's optimizer, or "sgd": plain gradient descent
 
 
 ARMS = {
@@ -93,15 +83,10 @@ ARMS = {
         {"id": "chunktopk", "ratio": 64 / 4096, "wire": "q2"},
         settings={"every": 15, "outer": {"lr": 1.0}, "feedback_decay": 0.95},
     ),
-    "diloco": Arm("dense", settings={"every": 10, "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True}}),
+    "diloco": Arm("dense", settings={"every": 10, "outer": _OUTER}),
     "streaming-diloco": Arm(
         {"id": "qsgd", "bits": 4},
-        settings={
-            "every": 10,
-            "fragments": 3,
-            "late": 1,
-            "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True},
-        },
+        settings={"every": 10, "fragments": 3, "late": 1, "outer": _OUTER},
     ),
     "demo": Arm({"id": "dcttopk"}, settings=demo.SETTINGS, inner="sgd"),
     **{
@@ -116,7 +101,6 @@ class Batches(torch.optim.AdamW):
     """AdamW whose second moments are of the mean of some gradients in a row, in place of each gradient."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See `torch.optim.Optimizer.step`."""
         with torch.no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:
@@ -155,32 +139,25 @@ def inner_of(task: Task, model: torch.nn.Module, arm: Arm, rate: float) -> torch
     return optimizer
 
 
-def take_what_arrived(
+def set_arrived_moments(
     optimizers: Sequence[Any], before: Mapping[str, torch.Tensor], names: Mapping[torch.nn.Parameter, str]
 ) -> None:
-    """Make second moments those of the mean that has moved the shared parameters, on all ranks.
+    """Make second moments those of the mean that has moved the shared parameters from ``before``, on all ranks.
 
-    Parameters
-    ----------
-    optimizers : sequence of torch.optim.Optimizer
-        Of all ranks.
-    before : mapping of str to torch.Tensor
-        The shared parameters as they were.
-    names : mapping of torch.Tensor to str
-        Of the first rank's parameters.
+    ``names`` are those of the first rank's parameters.
     """
     now = optimizers[0].shared()
     for place, group in enumerate(optimizers[0].param_groups):
         for index, parameter in enumerate(group["params"]):
-            of_ranks = [own.state[own.param_groups[place]["params"][index]] for own in optimizers]
+            of_ranks = [each.state[each.param_groups[place]["params"][index]] for each in optimizers]
             lr, b2 = max(group["lr"], 1e-12), group["betas"][1]
-            told = of_ranks[0].get("arrived", of_ranks[0]["exp_avg_sq"] / (1 - b2))
+            moment = of_ranks[0].get("arrived", of_ranks[0]["exp_avg_sq"] / (1 - b2))
             # A change of lr m / sqrt(v) is undone to m.
-            mean = (now[names[parameter]] - before[names[parameter]]) * told.sqrt() / lr
-            told = b2 * told + (1 - b2) * mean * mean
+            mean = (now[names[parameter]] - before[names[parameter]]) * moment.sqrt() / lr
+            moment = b2 * moment + (1 - b2) * mean * mean
             for state in of_ranks:
-                state["arrived"] = told
-                state["exp_avg_sq"].copy_(told)
+                state["arrived"] = moment
+                state["exp_avg_sq"].copy_(moment)
 
 
 @contextmanager
@@ -188,7 +165,7 @@ def computing(precision: str, device: str) -> Iterator[None]:
     """Return a context for forward, backward and evaluation.
 
     Products of matrices take operands in the precision that is named, and attention is made of such products, which
-    between 64 tokens is faster than torch's own kernel and differs in rounding. Parameters, gradients and exchanges are
+    between 64 tokens is faster than torch's kernel and differs in rounding. Parameters, gradients and exchanges are
     float32 in any case.
     """
     with sdpa_kernel(SDPBackend.MATH), torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
@@ -202,21 +179,21 @@ def train(
     arm, task, world = ARMS[arm_name], get_task(task_name, seed), LocalWorld(_RANKS)
     models = [task.model().to(device) for _ in range(_RANKS if arm.updates else 1)]
     inner = [inner_of(task, model, arm, rate) for model in models]
-    schedules = [task.schedule(own, steps) for own in inner]
+    schedules = [task.schedule(optimizer, steps) for optimizer in inner]
     settings: dict[str, Any] = {"warmup": 0, "seed": seed} | dict(arm.settings)
     if arm.updates:
         optimizers = [
-            UpdateOptimizer(own, model.named_parameters(), compressor=arm.compressor, comm=end, **settings)
-            for own, model, end in zip(inner, models, world.transports, strict=True)
+            UpdateOptimizer(optimizer, model.named_parameters(), compressor=arm.compressor, comm=end, **settings)
+            for optimizer, model, end in zip(inner, models, world.transports, strict=True)
         ]
         names = {parameter: name for name, parameter in models[0].named_parameters()}
         reducers = optimizers[0].reducers
     else:
         of_ranks = [mpicomp.Reducer(arm.compressor, comm=end, **settings) for end in world.transports]
         reducers = of_ranks[:1]
-    numel = sum(own.numel() for own in models[0].parameters())
+    numel = sum(parameter.numel() for parameter in models[0].parameters())
     sent = wire = 0.0
-    losses, told = [], [-1] * len(reducers)
+    losses, counted = [], [-1] * len(reducers)
     for step in range(steps):
         gradients, of_step = [], []
         for rank in range(_RANKS):
@@ -227,21 +204,21 @@ def train(
                 loss.backward()  # type: ignore[no-untyped-call]
             of_step.append(float(loss.detach()))
             if not arm.updates:
-                own = ((name, parameter.grad) for name, parameter in model.named_parameters())
-                gradients.append({name: grad.clone() for name, grad in own if grad is not None})
+                grads = ((name, parameter.grad) for name, parameter in model.named_parameters())
+                gradients.append({name: grad.clone() for name, grad in grads if grad is not None})
         losses.append(float(np.mean(of_step)))
         if arm.updates:
             for model in models:
                 clip(task, model)
             arrives = arm.moments == "arrived"
-            before = {name: own.clone() for name, own in optimizers[0].shared().items()} if arrives else {}
-            world.run([own.rounds() for own in optimizers])
+            before = {name: array.clone() for name, array in optimizers[0].shared().items()} if arrives else {}
+            world.run([optimizer.rounds() for optimizer in optimizers])
             if step + 1 == steps and steps % int(settings.get("every", 1)) + int(settings.get("late", 0)):
-                world.run([own.synchronizing() for own in optimizers])
+                world.run([optimizer.synchronizing() for optimizer in optimizers])
             if arrives:
-                take_what_arrived(optimizers, before, names)
+                set_arrived_moments(optimizers, before, names)
         else:
-            means = world.run([own.rounds(given) for own, given in zip(of_ranks, gradients, strict=True)])
+            means = world.run([reducer.rounds(arrays) for reducer, arrays in zip(of_ranks, gradients, strict=True)])
             for name, parameter in models[0].named_parameters():
                 if parameter.grad is not None:
                     parameter.grad.copy_(means[0][name])
@@ -252,8 +229,8 @@ def train(
                 schedule.step()
         for place, reducer in enumerate(reducers):
             record = reducer.last_step
-            if record is not None and record.step != told[place]:
-                told[place] = record.step
+            if record is not None and record.step != counted[place]:
+                counted[place] = record.step
                 sent, wire = sent + record.sent_bytes, wire + record.wire_bytes
     with computing(precision, device):
         quality = task.evaluate(models[0])
@@ -273,9 +250,9 @@ def clip(task: Task, model: torch.nn.Module) -> None:
 def table(made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return, for each task, number of steps and arm, the rate that is best on the average over seeds.
 
-    ``above`` is in percent of the quality of dense gradients at their own best rate, with the same seeds. ``behind`` is
+    ``above`` is in percent of the quality of dense gradients at their best rate, with the same seeds. ``behind`` is
     the share of its steps by which the training loss runs after that of dense updates at the same rate; see
-    studies/behind.py.
+    studies/penalties.py.
     """
     dense = {
         (row["task"], row["steps"], row["seed"], row["rate"]): row["losses"] for row in made if row["arm"] == "dense"
@@ -287,15 +264,15 @@ def table(made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             return float("nan")
         return 0.0 if base is row["losses"] else steps_behind(np.array(base), np.array(row["losses"]))
 
+    by_rate: dict[tuple[str, int, str, float], list[Mapping[str, Any]]] = {}
+    for row in made:
+        by_rate.setdefault((row["task"], row["steps"], row["arm"], row["rate"]), []).append(row)
     means: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-    for task, steps, arm, rate in dict.fromkeys((row["task"], row["steps"], row["arm"], row["rate"]) for row in made):
-        own = [row for row in made if (row["task"], row["steps"], row["arm"], row["rate"]) == (task, steps, arm, rate)]
-        mean = {name: float(np.mean([row[name] for row in own])) for name in ("quality", "sent_less", "wire_less")}
-        mean["behind"] = float(np.mean([behind(row) for row in own]))
-        seeds = sorted(row["seed"] for row in own)
-        means.setdefault((task, steps, arm), []).append(
-            {"task": task, "arm": arm, "steps": steps, "rate": rate, "seeds": len(seeds), "of": seeds} | mean
-        )
+    for (task, steps, arm, rate), rows in by_rate.items():
+        mean = {name: float(np.mean([row[name] for row in rows])) for name in ("quality", "sent_less", "wire_less")}
+        mean["behind"] = float(np.mean([behind(row) for row in rows]))
+        entry = {"task": task, "arm": arm, "steps": steps, "rate": rate, "seeds": len(rows)}
+        means.setdefault((task, steps, arm), []).append(entry | mean)
     best = {}
     for key, entries in means.items():
         most = max(entry["seeds"] for entry in entries)
@@ -304,11 +281,10 @@ def table(made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for (task, steps, _), entry in best.items():
         base = best.get((task, steps, "gradients"))
         entry["above"] = 100 * (entry["quality"] / base["quality"] - 1) if base is not None else float("nan")
-    return [{name: own for name, own in entry.items() if name != "of"} for entry in best.values()]
+    return list(best.values())
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog=f"studies/{_STUDY}.py",
         description="Train with exchanges of gradients and of updates, each at the same learning rates, and print for "
@@ -322,7 +298,7 @@ def parser() -> argparse.ArgumentParser:
         "to rank attempts with (%(default)s)",
     )  # fmt: skip
     add_device(parser, "where all ranks train; a row of the other kind has other bits")
-    kept_rows.add_arguments(parser, "text-gpt")
+    in_process.add_arguments(parser, "text-gpt")
     return parser
 
 
@@ -333,13 +309,13 @@ def run(arguments: argparse.Namespace) -> int:
         if arm not in ARMS:
             raise UnknownNameError(f"{_STUDY}: --arms", arm, list(ARMS))
     rates = [float(word) for word in read_list(arguments.rates)]
-    tasks, seeds, there = kept_rows.read(_STUDY, arguments, _KEY, 1)
+    tasks, seeds, there = in_process.read(_STUDY, arguments, _KEY, 1)
     precision, device = arguments.precision, "cpu"
     if arguments.device == "gpu":
         device = devices.torch_device(_STUDY, devices.find()).type
     torch.set_num_threads(1)  # rows of different machines are to have the same bits
     for task, seed, arm, rate in itertools.product(tasks, seeds, arms, rates):
-        row = there.complete(train, task, arm, rate, seed, arguments.steps or get_task(task).steps, precision, device)
+        row = there.train(train, task, arm, rate, seed, arguments.steps or get_task(task).steps, precision, device)
         if row is not None:
             print(f"{task}, seed {seed}, {arm} at {rate:g} times the rate: {row['quality']:.4f}", flush=True)
     made = [row for row in there.made if (row["precision"], row["device"]) == (precision, device)]

@@ -1,4 +1,4 @@
-"""Bytes of L-GreCo at equal quality, for three families: ``python studies/papers/lgreco.py``."""
+"""Bytes of L-GreCo at equal quality, for three families: ``python studies/papers/lgreco_tables.py``."""
 
 import argparse
 import sys
@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-import beside
+import paper_runs
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
 
-_STUDY = "lgreco"
+_STUDY = "lgreco_tables"
 _KEY = ("task", "family", "arm", "seed")
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "top-k": ({"id": "topk", "ratio": 0.01}, "allgather"),
@@ -36,41 +36,37 @@ def arms(steps: int) -> dict[str, dict[str, Any]]:
 
 
 def train(task: str, family: str, arm: str, seed: int, ranks: int, steps: int) -> dict[str, Any]:
-    """Train; return the row."""
-    exchange = beside.DENSE
+    exchange = paper_runs.DENSE
     if family != "dense":
         compressor, collective = FAMILIES[family]
-        exchange = beside.Arm(compressor, collective, arms(steps)[arm])
-    row = beside.train(exchange, task, steps, ranks, seed)
+        exchange = paper_runs.Arm(compressor, collective, arms(steps)[arm])
+    row = paper_runs.train(exchange, task, steps, ranks, seed)
     row.pop("plans")
     return row
 
 
-def _tables(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
-    found = []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        own = [row for row in rows if row["task"] == task]
-        dense = [row for row in own if row["family"] == "dense"]
-        lower = task.startswith("text")
+def _print(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
+    lines: list[dict[str, Any]] = []
+    for task, of_task in paper_runs.grouped(rows, "task").items():
+        families, lower = paper_runs.grouped(of_task, "family"), task.startswith("text")
+        dense = families.get("dense", [])
+        dense_bytes, best = (fmean(row[name] for row in dense or [{name: 0}]) for name in ("late_bytes", "quality"))
         for family in FAMILIES:
-            uniform = [row for row in own if (row["family"], row["arm"]) == (family, "uniform")]
-            for arm in dict.fromkeys(row["arm"] for row in own if row["family"] == family):
-                same = [row for row in own if (row["family"], row["arm"]) == (family, arm)]
-                quality = fmean(row["quality"] for row in same)
-                late = fmean(row["late_bytes"] for row in same)
-                line = {"task": task, "family": family, "arm": arm, "quality": quality, "KB": late / 1e3,
-                        "of dense": None, "uniform over": None, "equal": ""}  # fmt: skip
-                if dense:
-                    line["of dense"] = fmean(row["late_bytes"] for row in dense) / late
-                    best = fmean(row["quality"] for row in dense)
-                    line["equal"] = "yes" if (quality <= 1.01 * best if lower else quality >= best - 0.01) else "no"
-                if uniform:
-                    line["uniform over"] = fmean(row["late_bytes"] for row in uniform) / late
-                found.append(line)
-        found += [{"task": task, "family": "dense", "arm": "", "quality": fmean(row["quality"] for row in dense),
-                   "KB": fmean(row["late_bytes"] for row in dense) / 1e3, "of dense": 1.0, "uniform over": None,
-                   "equal": ""}] if dense else []  # fmt: skip
-    beside.show("Bytes that a rank hands to the transport in a step, and quality", found, {
+            by_arm = paper_runs.grouped(families.get(family, []), "arm")
+            for arm, same in by_arm.items():
+                quality, late = (fmean(row[name] for row in same) for name in ("quality", "late_bytes"))
+                uniform = by_arm.get("uniform")
+                equal = quality <= 1.01 * best if lower else quality >= best - 0.01
+                lines.append({
+                    "task": task, "family": family, "arm": arm, "quality": quality, "KB": late / 1e3,
+                    "of dense": dense_bytes / late if dense else None,
+                    "uniform over": fmean(row["late_bytes"] for row in uniform) / late if uniform else None,
+                    "equal": ("yes" if equal else "no") if dense else "",
+                })  # fmt: skip
+        if dense:
+            lines.append({"task": task, "family": "dense", "arm": "", "quality": best, "KB": dense_bytes / 1e3,
+                          "of dense": 1.0, "uniform over": None, "equal": ""})  # fmt: skip
+    paper_runs.show("Bytes that a rank hands to the transport in a step, and quality", lines, {
         "task": "", "family": "", "arm": "", "quality": ".4f", "KB": ".1f", "of dense": ".1f", "uniform over": ".2f",
         "equal": "",
     }, [
@@ -84,33 +80,25 @@ def _tables(rows: Sequence[Mapping[str, Any]], ranks: int) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
-    parser = argparse.ArgumentParser(
-        prog="studies/papers/lgreco.py", description="Show L-GreCo's bytes beside those of uniform settings."
-    )
-    parser.add_argument("--tasks", default="resnet20", metavar="T[,..]", help="(%(default)s)")
+    description = "Show L-GreCo's bytes next to those of uniform settings."
+    parser = paper_runs.parser_of(_STUDY, description, "resnet20", 160, 4)
     parser.add_argument("--families", default=",".join(FAMILIES), metavar="F[,..]", help="(%(default)s)")
-    parser.add_argument("--seeds", default="0", metavar="K[,..]", help="(%(default)s)")
-    parser.add_argument("--steps", type=int, default=160, metavar="S", help="of a training (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="(%(default)s)")
-    beside.add_arms(parser)
-    beside.add_arguments(parser)
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train what is not there yet, and print the table."""
     steps, ranks = check_least(_STUDY, "--steps", arguments.steps, 24), check_least(_STUDY, "--ranks", arguments.ranks)
-    rows = beside.begin(_STUDY, arguments, _KEY)
-    names = beside.read_arms(_STUDY, arguments.arms, arms(steps))
+    rows = paper_runs.begin(_STUDY, arguments, _KEY)
+    names = paper_runs.read_arms(_STUDY, arguments.arms, arms(steps))
     for seed in map(int, read_list(arguments.seeds)):
         for task in read_list(arguments.tasks):
             for family in ("dense", *read_list(arguments.families)):
                 for arm in [""] if family == "dense" else names:
                     key = (task, family, arm, seed)
-                    rows.complete(key, train, *key, ranks, steps)
-    _tables(rows.made, ranks)
-    beside.late(rows)
+                    rows.measure(key, train, *key, ranks, steps)
+    _print(rows.made, ranks)
+    paper_runs.print_late(rows)
     return 0
 
 

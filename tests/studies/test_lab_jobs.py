@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
-from mpicomp.bench.measure.jobs import execute, last_words
+from lab_jobs import execute, last_words
 
 
-def test_a_command_is_run_to_its_end_or_until_the_time_is_over(tmp_path):
+def test_execute_ends_with_the_command_or_the_time(tmp_path):
     log = tmp_path / "log"
     words = "import sys; print('here', flush=True); print('ValueError: there', file=sys.stderr); sys.exit(5)"
     assert execute([sys.executable, "-c", words], {}, log, 60.0) == 5
@@ -35,7 +35,7 @@ def test_a_command_is_run_to_its_end_or_until_the_time_is_over(tmp_path):
         ("mpicomp: train: no\nsome more\n", "mpicomp: train: no"),
     ],
 )
-def test_the_last_line_of_an_error(text, last, tmp_path):
+def test_last_words_are_the_last_line_of_an_error(text, last, tmp_path):
     (tmp_path / "log").write_text(text)
     assert last_words(tmp_path / "log").startswith(last)
     assert last_words(tmp_path / "none") == ""

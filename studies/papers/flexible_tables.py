@@ -1,6 +1,7 @@
-"""Tables II and VI of Flexible Communication, and its schedules C1 and C2: ``python studies/papers/flexible.py``."""
+"""Tables II and VI of Flexible Communication, and its schedules: ``python studies/papers/flexible_tables.py``."""
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -11,13 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import beside
 import flexible_schedules
 import numpy as np
+import paper_runs
+from in_process import Rows
+from lab_jobs import Network, check_lab, run_in_lab
 from mpicomp.bench.measure.exchanges import share
 from mpicomp.bench.measure.feedback import Selecting, make_bucket
 from mpicomp.bench.measure.gradients import Gradients
-from mpicomp.bench.measure.networks import Network, check_lab, run_in_lab
 
 from mpicomp import TopK
 from mpicomp.cli import run_program
@@ -29,12 +31,12 @@ from mpicomp.rounds import Asked, Group, Round
 from mpicomp.system import launcher
 from mpicomp.transport import Transport
 
-_STUDY = "flexible"
+_STUDY = "flexible_tables"
 _KEY = ("table", "model", "gbps", "latency_ms", "ratio", "seed")
 _CELL_S = 8.0  # of timing a cell, at least three turns
 _TURNS = 3, 30
 _LONG_S = 60.0  # after which a cell has been timed enough with fewer turns
-_SLOW_S = 2.0  # beside which it does not matter that connections are made
+_SLOW_S = 2.0  # compared with which connections take no time to be made
 
 MODELS = {"ResNet18": 11_689_512, "ResNet50": 25_557_032, "AlexNet": 61_100_840, "ViT": 133_000_000}
 """Parameters; of ViT those that the printed figures imply."""
@@ -66,42 +68,25 @@ PRINTED_II: dict[tuple[str, float, float], tuple[int, int, int]] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A place in a table: what is sent over which network.
+    """A place in a table: what is sent over which of the paper's networks."""
 
-    Attributes
-    ----------
-    table : str
-        ``"II"`` or ``"VI"``.
-    model : str
-        Or the number of parameters.
-    gbps, latency_ms : float
-        Of the paper's network.
-    ratio : float
-        1 for dense.
-    scale : int
-        Elements and bandwidth are so many times fewer here.
-    """
-
-    table: str
-    model: str
+    table: str  # "II" or "VI"
+    model: str  # or the number of parameters
     gbps: float
     latency_ms: float
-    ratio: float
-    scale: int
+    ratio: float  # 1 for dense
+    scale: int  # elements and bandwidth are so many times fewer here
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The row's key."""
         return self.table, self.model, self.gbps, self.latency_ms, self.ratio, 0
 
     @property
     def parameters(self) -> int:
-        """Of the paper's model."""
         return MODELS.get(self.model) or int(float(self.model))
 
     @property
     def network(self) -> Network:
-        """Of the lab."""
         return Network(f"{1000 * self.gbps / self.scale:g}mbit", f"{self.latency_ms:g}ms")
 
 
@@ -126,7 +111,7 @@ def formula_ms(cell: Cell, hosts: int) -> dict[str, float]:
         indices = formulas.broadcast(hosts, size)
         ring, tree = indices + formulas.ring(hosts, size), indices + formulas.tree(hosts, size)
         found = {_AG: formulas.allgather(hosts, 2 * size), _RING: ring, _TREE: tree}
-    return {name: 1e3 * own.seconds(cell.latency_ms / 1e3, 8e-9 / cell.gbps) for name, own in found.items()}
+    return {name: 1e3 * cost.seconds(cell.latency_ms / 1e3, 8e-9 / cell.gbps) for name, cost in found.items()}
 
 
 def _plans(cell: Cell) -> dict[str, tuple[Compressor, str]]:
@@ -141,7 +126,7 @@ def _plans(cell: Cell) -> dict[str, tuple[Compressor, str]]:
 
 
 def filled(task: Round, group: Group) -> Round:
-    """Give a round arrays of zeros."""
+    """Return a round with arrays of zeros."""
     counts, rank = task.counts, group.rank
     sent, got = counts[0], counts[0]
     if task.operation == "allgatherv":
@@ -169,7 +154,7 @@ def communicate(tasks: Sequence[Round]) -> Generator[Asked, Any, None]:
 
 
 def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any]:
-    """Time the communication of all plans of a cell, in turn, and apart from it the selection on one rank. Collective.
+    """Time the communication of all plans of a cell, in turn, and then the selection on one rank. Collective.
 
     What is sent are the rounds that the schemes announce, so nothing else is computed meanwhile. A time is that from
     when the last rank begins to when the last one ends; medians.
@@ -187,16 +172,16 @@ def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any
             share(np.zeros(1), transport)
             start = transport.clock()
             transport.run(communicate(tasks))
-            told = share(np.array([start, transport.clock(), time.monotonic() - begin]), transport)
-            took = float(told[:, 1].max() - told[:, 0].max())
+            clocks = share(np.array([start, transport.clock(), time.monotonic() - begin]), transport)
+            took = float(clocks[:, 1].max() - clocks[:, 0].max())
             if turn > 0 or took > _SLOW_S:  # the first makes connections
                 found.setdefault(name, []).append(took)
-        passed = float(told[:, 2].max())
+        passed = float(clocks[:, 2].max())
         if len(found) == len(rounds) and passed > (limit_s if turn >= _TURNS[0] else _LONG_S):
             break
     select = _select_s(cell, numel) if group.rank == 0 and cell.ratio < 1 else None
     share(np.zeros(1), transport)
-    times = {name: 1e3 * float(np.median(own)) for name, own in found.items()}
+    times = {name: 1e3 * float(np.median(seconds)) for name, seconds in found.items()}
     turns = min(map(len, found.values()))
     row = {"hosts": group.size, "numel": numel, "ms": times, "turns": turns, "select_ms": select, "seed": 0}
     return asdict(cell) | row
@@ -223,7 +208,7 @@ def crossing(ratios: Sequence[float], ours: Sequence[float], theirs: Sequence[fl
     >>> round(crossing([0.1, 0.01, 0.001], [100, 10, 1], [10, 10, 10]), 4)
     0.01
     """
-    ahead = [math.log(own / other) for own, other in zip(ours, theirs, strict=True)]
+    ahead = [math.log(one / other) for one, other in zip(ours, theirs, strict=True)]
     for place in range(1, len(ahead)):
         if ahead[place - 1] > 0 >= ahead[place]:
             part = ahead[place - 1] / (ahead[place - 1] - ahead[place])
@@ -231,22 +216,12 @@ def crossing(ratios: Sequence[float], ours: Sequence[float], theirs: Sequence[fl
     return None
 
 
-def _tables(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> None:
+def _print(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> None:
     places = {cell.key: cell for cell in cells(scale)}
+    timed = [(places[key], row) for row in rows if (key := tuple(row[name] for name in _KEY)) in places]
     two, six, crossings = [], [], []
-    notes = [
-        f"here: {hosts} hosts of a lab; elements and bandwidth are {scale} times fewer (1e9: {10 * scale} times), "
-        "latency is the paper's, so every term of the cost is what it is at full size",
-        "tree: recursive doubling here, log2(N) rounds of everything; the paper's tree makes twice as many",
-        "milliseconds of communication alone; * is the fastest of a row's three",
-    ]
-    for row in rows:
-        key = tuple(row[name] for name in _KEY)
-        if key not in places:
-            continue
-        cell, ms = places[key], row["ms"]
-        formula = formula_ms(cell, row["hosts"])
-        network = f"{cell.gbps:g} Gbit/s, {cell.latency_ms:g} ms"
+    for cell, row in timed:
+        ms, formula, network = row["ms"], formula_ms(cell, row["hosts"]), _words(cell)
         if cell.table == "II":
             place = (0.1, 0.001, 1.0).index(cell.ratio)
             name = _AG if cell.ratio < 1 else "ring"
@@ -254,12 +229,11 @@ def _tables(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> None:
                 "parameters": cell.model, "network": network, "what": f"{name} {cell.ratio:g}",
                 "paper": float(PRINTED_II[cell.model, cell.gbps, cell.latency_ms][place]),
                 "formula": formula[name], "here": ms[name], "selection": row["select_ms"],
-                "other": min((own, other) for other, own in ms.items())[1] if cell.ratio == 1 else "",
+                "other": min((took, other) for other, took in ms.items())[1] if cell.ratio == 1 else "",
             })  # fmt: skip
             continue
-        printed = PRINTED_VI.get((cell.model, cell.gbps)) if cell.latency_ms == 1 else None
-        place = RATIOS.index(cell.ratio)
-        paper = None if printed is None else dict(zip(PUBLISHED, (own[place] for own in printed), strict=True))
+        printed, place = _printed(cell), RATIOS.index(cell.ratio)
+        paper = None if printed is None else dict(zip(PUBLISHED, (times[place] for times in printed), strict=True))
         here = {name: ms[name] for name in PUBLISHED}
         rule = min(formula, key=lambda name: formula[name])
         six.append({
@@ -268,40 +242,50 @@ def _tables(rows: Sequence[Mapping[str, Any]], hosts: int, scale: int) -> None:
             "here: AG, ring, tree": _three(here), "same best": "yes" if here[rule] == min(here.values()) else "no",
             "rule costs": here[rule] / min(here.values()), **{name: ms[name] for name in _OTHERS},
         })  # fmt: skip
-    columns = {
+    notes = [
+        f"here: {hosts} hosts of a lab; elements and bandwidth are {scale} times fewer (1e9: {10 * scale} times), "
+        "latency is the paper's, so every term of the cost is what it is at full size",
+        "tree: recursive doubling here, log2(N) rounds of everything; the paper's tree makes twice as many",
+        "milliseconds of communication alone; * is the fastest of a row's three",
+    ]
+    paper_runs.show("Table VI: milliseconds of communication", six, {
         "model": "", "network": "", "ratio": "g", "paper: AG, ring, tree": "", "formula": "",
         "here: AG, ring, tree": "", "same best": "", "rule costs": ".2f", **dict.fromkeys(_OTHERS, ".4g"),
-    }  # fmt: skip
-    beside.show("Table VI: milliseconds of communication", six, columns, [
+    }, [
         *notes, "rule costs: time of what the formulas say is best over the fastest of the three",
         "var-topk:ring has indices of 32 bits too; star-topk (the library's sum) and allgather coded send them coded",
     ])  # fmt: skip
-    beside.show("Table II: milliseconds; the paper's have selection in them", two, {
+    paper_runs.show("Table II: milliseconds; the paper's have selection in them", two, {
         "parameters": "", "network": "", "what": "", "paper": ".4g", "formula": ".4g", "here": ".4g",
         "selection": ".3g", "other": "",
     }, [notes[0], "other: the fastest dense collective here"])  # fmt: skip
-    for model in MODELS:
-        for gbps in (10.0, 1.0):
-            for latency_ms in (1.0, 10.0):
-                own = [row for row in rows if (row["table"], row["model"], row["gbps"], row["latency_ms"])
-                       == ("VI", model, gbps, latency_ms)]  # fmt: skip
-                own.sort(key=lambda row: -row["ratio"])
-                if [row["ratio"] for row in own] != list(RATIOS):
-                    continue
-                printed = PRINTED_VI.get((model, gbps)) if latency_ms == 1 else None
-                formula_of = [formula_ms(places[tuple(row[name] for name in _KEY)], row["hosts"]) for row in own]
-                line: dict[str, Any] = {"model": model, "network": f"{gbps:g} Gbit/s, {latency_ms:g} ms"}
-                for title, name in (("ring", _RING), ("tree", _TREE)):
-                    place = PUBLISHED.index(name)
-                    line[f"{title}: paper"] = None if printed is None else crossing(RATIOS, printed[0], printed[place])
-                    both = [([f[_AG] for f in formula_of], [f[name] for f in formula_of]),
-                            ([r["ms"][_AG] for r in own], [r["ms"][name] for r in own])]  # fmt: skip
-                    line[f"{title}: formula"], line[f"{title}: here"] = (crossing(RATIOS, *pair) for pair in both)
-                crossings.append(line)
+    for model, gbps, latency_ms in itertools.product(MODELS, (10.0, 1.0), (1.0, 10.0)):
+        wanted = ("VI", model, gbps, latency_ms)
+        same = [(cell, row) for cell, row in timed if (cell.table, cell.model, cell.gbps, cell.latency_ms) == wanted]
+        same.sort(key=lambda pair: -pair[0].ratio)
+        if [cell.ratio for cell, _ in same] != list(RATIOS):
+            continue
+        printed, formulas_ms = _printed(same[0][0]), [formula_ms(cell, row["hosts"]) for cell, row in same]
+        line: dict[str, Any] = {"model": model, "network": _words(same[0][0])}
+        for title, name in (("ring", _RING), ("tree", _TREE)):
+            place = PUBLISHED.index(name)
+            line[f"{title}: paper"] = None if printed is None else crossing(RATIOS, printed[0], printed[place])
+            for source, times in (("formula", formulas_ms), ("here", [row["ms"] for _, row in same])):
+                pair = ([ms[which] for ms in times] for which in (_AG, name))
+                line[f"{title}: {source}"] = crossing(RATIOS, *pair)
+        crossings.append(line)
     numbers = [f"{title}: {who}" for title in ("ring", "tree") for who in ("paper", "formula", "here")]
-    beside.show("Ratio below which allgather is the faster one than AR-Topk", crossings, {
+    paper_runs.show("Ratio below which allgather is the faster one than AR-Topk", crossings, {
         "model": "", "network": "", **dict.fromkeys(numbers, ".2g"),
     }, ["nothing: allgather is faster, or slower, at all of 0.1, 0.01 and 0.001"])  # fmt: skip
+
+
+def _words(cell: Cell) -> str:
+    return f"{cell.gbps:g} Gbit/s, {cell.latency_ms:g} ms"
+
+
+def _printed(cell: Cell) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]] | None:
+    return PRINTED_VI.get((cell.model, cell.gbps)) if cell.latency_ms == 1 else None
 
 
 def _three(ms: Mapping[str, float]) -> str:
@@ -310,23 +294,15 @@ def _three(ms: Mapping[str, float]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
-    parser = argparse.ArgumentParser(
-        prog="studies/papers/flexible.py",
-        description="Measure tables II and VI of Flexible Communication in labs, and simulate its schedules.",
-    )
+    description = "Measure tables II and VI of Flexible Communication in labs, and simulate its schedules."
+    parser = paper_runs.parser_of(_STUDY, description, steps=400, ranks=4, of="a scheduled training")
     parser.add_argument("--hosts", type=int, default=8, metavar="N", help="of the labs of the tables (%(default)s)")
     parser.add_argument(
         "--scale", type=int, default=20, metavar="X", help="divides lengths and bandwidths (%(default)s)"
     )
     parser.add_argument("--parts", default="VI,II,schedule", metavar="P[,..]", help="(%(default)s)")
-    parser.add_argument("--steps", type=int, default=400, metavar="S", help="of a scheduled training (%(default)s)")
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="of a scheduled training (%(default)s)")
-    parser.add_argument("--seeds", default="0", metavar="K[,..]", help="of scheduled trainings (%(default)s)")
     parser.add_argument("--schedules", default="C1,C2", metavar="C[,..]", help="(%(default)s)")
-    beside.add_arms(parser)
     parser.add_argument("--cells", help=argparse.SUPPRESS)
-    beside.add_arguments(parser)
     parser.set_defaults(alone=False)  # it runs among the ranks of its labs, too
     return parser
 
@@ -338,42 +314,41 @@ def run(arguments: argparse.Namespace) -> int:
     check_least(_STUDY, "--hosts", arguments.hosts, 2)
     check_least(_STUDY, "--scale", arguments.scale)
     steps, ranks = check_least(_STUDY, "--steps", arguments.steps, 50), check_least(_STUDY, "--ranks", arguments.ranks)
-    rows = beside.begin(_STUDY, arguments, _KEY)
+    rows = paper_runs.begin(_STUDY, arguments, _KEY)
     parts = arguments.parts.split(",")
     if parts != ["schedule"]:
         check_lab(_STUDY)
     only = None if arguments.cells is None else [tuple(key) for key in json.loads(arguments.cells)]
-    wanted = [own for own in cells(arguments.scale) if own.table in parts and (only is None or own.key in only)]
-    for network in dict.fromkeys(own.network for own in wanted):
-        own = [own for own in wanted if own.network == network and rows.find(*own.key) is None]
-        if own and time.monotonic() < rows.end:
-            print(f"{network}: {len(own)} cells", flush=True)
-            _in_lab(arguments.hosts, network, own, rows)
-        elif own:
-            rows.late += [str(cell.key) for cell in own]
+    wanted = [cell for cell in cells(arguments.scale) if cell.table in parts and (only is None or cell.key in only)]
+    for network in dict.fromkeys(cell.network for cell in wanted):
+        missing = [cell for cell in wanted if cell.network == network and rows.find(*cell.key) is None]
+        if missing and time.monotonic() < rows.end:
+            print(f"{network}: {len(missing)} cells", flush=True)
+            _in_lab(arguments.hosts, network, missing, rows)
+        elif missing:
+            rows.late += [str(cell.key) for cell in missing]
     if "schedule" in parts:
-        names = beside.read_arms(_STUDY, arguments.arms, flexible_schedules.arms(steps))
+        names = paper_runs.read_arms(_STUDY, arguments.arms, flexible_schedules.arms(steps))
         for seed in map(int, read_list(arguments.seeds)):
-            for schedule in read_list(arguments.schedules):
-                for arm in names:
-                    key = ("schedule", schedule, 0.0, 0.0, arm, seed)
-                    rows.complete(key, flexible_schedules.train, schedule, arm, steps, ranks, seed)
-    _tables(rows.made, arguments.hosts, arguments.scale)
+            for schedule, arm in itertools.product(read_list(arguments.schedules), names):
+                key = ("schedule", schedule, 0.0, 0.0, arm, seed)
+                rows.measure(key, flexible_schedules.train, schedule, arm, steps, ranks, seed)
+    _print(rows.made, arguments.hosts, arguments.scale)
     flexible_schedules.show(rows.made)
-    beside.late(rows)
+    paper_runs.print_late(rows)
     return 0
 
 
-def _in_lab(hosts: int, network: Network, own: Sequence[Cell], rows: beside.Rows) -> None:
+def _in_lab(hosts: int, network: Network, missing: Sequence[Cell], rows: Rows) -> None:
     """Time cells in one lab; every row is kept as it comes."""
 
     def watch(line: str) -> None:
         if line.startswith("{"):
             row = json.loads(line)
-            rows.add([row[name] for name in _KEY], row)
+            rows.keep({name: row[name] for name in _KEY} | row)
             print(f"  {row['model']} {row['ratio']}: {row['ms']}", flush=True)
 
-    words = ["--cells", json.dumps([asdict(cell) for cell in own])]
+    words = ["--cells", json.dumps([asdict(cell) for cell in missing])]
     run_in_lab(hosts, network, words, (), watch, [sys.executable, str(Path(__file__).resolve())])
 
 

@@ -1,25 +1,24 @@
-"""What the tables of papers share: options, rows that a later run goes on from, trainings, and how they are printed."""
+"""The frame of the papers' tables: options, rows that a later run goes on from, trainings, and how they are printed."""
 
 import argparse
 import math
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent.parent))  # where the other studies are
 
-import kept_rows
+from in_process import Rows, SharedModel, open_rows
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import get_task
-from mpicomp.bench.tasks.updating import Updater
 
 import mpicomp
 from mpicomp.cost.formulas import terms
-from mpicomp.errors import ConfigurationError, MpicompError, UnknownNameError
+from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.rounds import Asked, Group, Round, dense_ring_bytes
 from mpicomp.transport import LocalWorld
 from mpicomp.transport.base import Value
@@ -30,16 +29,25 @@ TRIAL = "trial"
 _LOOKS = 10  # at held-out data, in a training
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that all of them have."""
+def parser_of(
+    study: str, description: str, tasks: str = "", steps: int = 0, ranks: int | str = 0, of: str = "a training",
+    arms: bool = True,
+) -> argparse.ArgumentParser:  # fmt: skip
+    """Return a parser with the options of all, and those of trainings that have a default."""
+    parser = argparse.ArgumentParser(prog=f"studies/papers/{study}.py", description=description)
+    if tasks:
+        parser.add_argument("--tasks", default=tasks, metavar="T[,..]", help="trained (%(default)s)")
+    if steps:
+        parser.add_argument("--steps", type=int, default=steps, metavar="S", help=f"of {of} (%(default)s)")
+        parser.add_argument("--seeds", default="0", metavar="K[,..]", help=f"of {of} (%(default)s)")
+    if ranks:
+        parser.add_argument("--ranks", type=type(ranks), default=ranks, metavar="N", help=f"of {of} (%(default)s)")
+    if arms:
+        parser.add_argument("--arms", metavar="A[;..]", help="exchanges, as the table names them (all)")
     parser.add_argument("--rows", metavar="F.jsonl", help="append every row to F; what is there is not measured again")
     parser.add_argument("--limit", type=float, default=90.0, metavar="M", help="minutes; what is begun is ended (90)")
     parser.set_defaults(alone=True)
-
-
-def add_arms(parser: argparse.ArgumentParser) -> None:
-    """Declare which of the exchanges are trained with."""
-    parser.add_argument("--arms", metavar="A[;..]", help="exchanges, as the table names them (all)")
+    return parser
 
 
 def read_arms(study: str, text: str | None, known: Iterable[str]) -> list[str]:
@@ -47,95 +55,36 @@ def read_arms(study: str, text: str | None, known: Iterable[str]) -> list[str]:
     names = list(known)
     if text is None:
         return names
-    asked = [own.strip() for own in text.split(";")]
+    asked = [name.strip() for name in text.split(";")]
     for name in asked:
         if name not in names:
             raise UnknownNameError(f"{study}: --arms", name, names)
     return asked
 
 
+def begin(study: str, arguments: argparse.Namespace, key: Sequence[str]) -> Rows:
+    """Return the rows that are there, and have no more made when the time is over."""
+    if not 0 < arguments.limit < math.inf:
+        raise ConfigurationError(f"{study}: --limit must be minutes above 0, got {arguments.limit}")
+    return open_rows(study, arguments.rows, key, time.monotonic() + 60 * arguments.limit)
+
+
 @dataclass(frozen=True)
 class Arm:
-    """How gradients are exchanged.
-
-    Attributes
-    ----------
-    compressor, policy : mapping or None
-        Configurations; with neither mpicomp chooses.
-    collective : str
-        Its name.
-    warmup : int
-        Dense steps that come first.
-    buffers : bool
-        Whether a trial's end puts back the model's buffers, too.
-    """
+    """How gradients are exchanged; with neither compressor nor policy mpicomp chooses."""
 
     compressor: Mapping[str, Any] | None = None
     collective: str = "auto"
     policy: Mapping[str, Any] | None = None
-    warmup: int = 0
-    buffers: bool = True
+    warmup: int = 0  # dense steps that come first
+    buffers: bool = True  # a trial's end puts back the model's buffers, too
 
 
 DENSE = Arm({"id": "dense"})
 
 
-@dataclass
-class Rows:
-    """Rows of a study, and the time that it has left.
-
-    Attributes
-    ----------
-    made : list of dict
-        All of them, in the order in which they were made.
-    """
-
-    study: str
-    kept: kept_rows.Rows
-    end: float
-    late: list[str] = field(default_factory=list)
-
-    @property
-    def made(self) -> list[dict[str, Any]]:
-        """All rows so far."""
-        return self.kept.made
-
-    def find(self, *key: Any) -> dict[str, Any] | None:
-        """Return the row of this key, None where there is none."""
-        return next((row for row in self.made if tuple(row[name] for name in self.kept.key) == key), None)
-
-    def complete(self, key: Sequence[Any], make: Callable[..., dict[str, Any]], *given: Any) -> None:
-        """Make the row of this key with what is given, unless it is there; one that fails is told and left out."""
-        name = ", ".join(map(str, key))
-        if self.find(*key) is not None:
-            return
-        if time.monotonic() > self.end:
-            self.late.append(name)
-            return
-        begin = time.monotonic()
-        try:
-            row = make(*given)
-        except MpicompError as error:
-            print(f"{name}: failed: {error}", flush=True)
-            self.late.append(name)
-            return
-        self.add(key, row)
-        print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
-
-    def add(self, key: Sequence[Any], row: dict[str, Any]) -> None:
-        """Keep a row."""
-        self.kept.complete(lambda *own: dict(zip(self.kept.key, own, strict=True)) | row, *key)
-
-
-def begin(study: str, arguments: argparse.Namespace, key: Sequence[str]) -> Rows:
-    """Return the rows that are there, and the time until no more are made."""
-    if not 0 < arguments.limit < math.inf:
-        raise ConfigurationError(f"{study}: --limit must be minutes above 0, got {arguments.limit}")
-    return Rows(study, kept_rows.open_rows(study, arguments.rows, key), time.monotonic() + 60 * arguments.limit)
-
-
-class _OwnWork:
-    """Has the processor time of a rank's own work pass on its simulated clock, which other programs cannot prolong."""
+class _ComputeClock:
+    """Has the processor time of a rank's work pass on its simulated clock, which other programs cannot prolong."""
 
     def __init__(self, end: LocalTransport) -> None:
         self._end = end
@@ -143,7 +92,6 @@ class _OwnWork:
         end.clock = self.clock  # type: ignore[method-assign]
 
     def clock(self) -> float:
-        """Return the rank's time."""
         return self._end.seconds + (0.0 if self._since is None else time.thread_time() - self._since)
 
     def counted(self, exchange: Generator[Asked, Any, Value]) -> Generator[Asked, Any, Value]:
@@ -168,21 +116,12 @@ class Link:
     bits: float
 
     def __call__(self, task: Round, group: Group) -> float:
-        """Return the seconds of a round of a group."""
         return terms(task, group).seconds(self.latency_s, 8 / self.bits)
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Clocks that show what is said here, and the processor time of what ranks do for the exchange.
-
-    Attributes
-    ----------
-    link : callable
-        Gives the network of a step.
-    compute_s : float
-        Of each step.
-    """
+    """Clocks that show the seconds of a step's network and of computing, and the processor time of exchanges."""
 
     link: Callable[[int], Link]
     compute_s: float
@@ -193,16 +132,7 @@ def train(
 ) -> dict[str, Any]:
     """Train with ranks that are simulated in this process: what is sent and learnt is what it would be among others.
 
-    Parameters
-    ----------
-    arm : Arm
-        The exchange.
-    task_name : str
-        Of `mpicomp train`, or resnet20.
-    steps, ranks, seed : int
-        Of the training. Steps for a trial come besides, as in papers that have them.
-    simulated : Simulated or None
-        Clocks and a network, on which each rank is a host.
+    Steps for a trial come besides, as in papers that have them. On a simulated network each rank is a host.
 
     Returns
     -------
@@ -219,77 +149,71 @@ def train(
 
     from mpicomp.torch.trials import trial_hooks  # loads torch
 
-    task = get_task(task_name, seed)
-    model = task.model()
-    parameters = dict(model.named_parameters())
-    optimizer = task.optimizer(model)
-    updater = Updater(task, optimizer, steps)
+    shared = SharedModel(get_task(task_name, seed), steps)
     now, compute_s = 0, 0.0 if simulated is None else simulated.compute_s
     if simulated is None:
         world = LocalWorld(ranks)
     else:
         world = LocalWorld(ranks, hosts=ranks, network=lambda task, group: simulated.link(now)(task, group))
-    hooks = trial_hooks(optimizer, model if arm.buffers else None)
+
+    def clock() -> float:
+        return time.monotonic() if simulated is None else max(end.seconds for end in world.transports)
+
+    hooks = trial_hooks(shared.optimizer, shared.model if arm.buffers else None)
     reducers = [
         mpicomp.Reducer(arm.compressor, arm.collective, arm.policy, comm=end, warmup=arm.warmup, **hooks)
         for end in world.transports
     ]
-    works = [_OwnWork(end) for end in world.transports] if simulated is not None else []
+    clocks = [_ComputeClock(end) for end in world.transports] if simulated is not None else []
     lines: list[dict[str, Any]] = []
-    missed: list[float] = []
+    code_errors: list[float] = []
     computed: list[float] = []
     every = max(1, steps // _LOOKS)
     total = 0
     while now < steps:
-        begin = time.monotonic() if simulated is None else max(end.seconds for end in world.transports)
+        begin = clock()
         gradients = []
         for rank in range(ranks):
             start = time.thread_time()
-            model.zero_grad()
-            loss = task.loss(model, task.batch(total, rank, ranks))
-            loss.backward()  # type: ignore[no-untyped-call]
+            shared.backward(total, rank, ranks)
             computed.append(time.thread_time() - start)
-            own = ((name, parameter.grad) for name, parameter in parameters.items())
-            gradients.append({name: grad.numpy().copy() for name, grad in own if grad is not None})
+            gradients.append(shared.gradients())
         for end in world.transports:
             end.seconds += compute_s
-        exchanges = [reducer.rounds(own) for reducer, own in zip(reducers, gradients, strict=True)]
+        exchanges = [reducer.rounds(arrays) for reducer, arrays in zip(reducers, gradients, strict=True)]
         if simulated is not None:
-            exchanges = [own.counted(exchange) for own, exchange in zip(works, exchanges, strict=True)]
-        means = world.run(exchanges)
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                parameter.grad.numpy()[...] = means[0][name]
+            exchanges = [each.counted(exchange) for each, exchange in zip(clocks, exchanges, strict=True)]
+        shared.set_gradients(world.run(exchanges)[0])
         record = reducers[0].last_step
         assert record is not None
-        missed += [own.code_error for own in record.buckets if own.code_error is not None and "learning" in own.reason]
+        learning = [bucket for bucket in record.buckets if "learning" in bucket.reason]
+        code_errors += [bucket.code_error for bucket in learning if bucket.code_error is not None]
         is_trial = TRIAL in record.buckets[0].reason
         if is_trial:
-            optimizer.step()  # the rate stays what it is
+            shared.optimizer.step()  # the rate stays what it is
         else:
-            updater.update()
+            shared.updater.update()
         for reducer in reducers:
             reducer.applied()  # all have one model, and put back the same
-        done = time.monotonic() if simulated is None else max(end.seconds for end in world.transports)
-        line = record.to_json() | {"seconds": done - begin, "quality": None}
+        line = record.to_json() | {"seconds": clock() - begin, "quality": None}
         total += 1
         now += not is_trial
         if now % every == 0 and not is_trial:
-            line["quality"] = task.evaluate(model, task.glance)
+            line["quality"] = shared.task.evaluate(shared.model, shared.task.glance)
         lines.append(line)
     for reducer in reducers:
         reducer.close()
-    row = {"quality": task.evaluate(model), "compute_s": median(computed), "code_error": fmean(missed[-_LOOKS:] or [0])}
-    return _row(lines) | row
+    code_error = fmean(code_errors[-_LOOKS:] or [0])
+    return _row(lines) | {"quality": shared.quality(), "compute_s": median(computed), "code_error": code_error}
 
 
 def _row(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     numel = sum(bucket["numel"] for bucket in lines[0]["buckets"])
-    late = lines[2 * len(lines) // 3 :]
-    kept = [_kept(line["buckets"]) / numel for line in lines]
+    late = [line["buckets"] for line in lines[2 * len(lines) // 3 :]]
+    kept = [sum(bucket["numel"] * bucket["ratio_reached"] for bucket in line["buckets"]) / numel for line in lines]
     return {
-        "late_bytes": fmean(_sum(line, "sent_bytes") for line in late),
-        "late_wire_bytes": fmean(_sum(line, "wire_bytes") for line in late),
+        "late_bytes": fmean(float(sum(bucket["sent_bytes"] for bucket in buckets)) for buckets in late),
+        "late_wire_bytes": fmean(float(sum(bucket["wire_bytes"] for bucket in buckets)) for buckets in late),
         "learned_once_bytes": sum(line["once_wire_bytes"] for line in lines[1:]),
         "dense_bytes": 4 * numel,
         "dense_wire_bytes": lines[0]["dense_wire_bytes"],
@@ -298,19 +222,20 @@ def _row(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "kept": sum(kept) / len(kept),
         "curve": [(line["step"] + 1, line["quality"]) for line in lines if line["quality"] is not None],
         "plans": [
-            (line["seconds"], own, "+".join(sorted({bucket["collective"] for bucket in line["buckets"]})),
+            (line["seconds"], share, "+".join(sorted({bucket["collective"] for bucket in line["buckets"]})),
              line["buckets"][0]["reason"])
-            for line, own in zip(lines, kept, strict=True)
+            for line, share in zip(lines, kept, strict=True)
         ],
     }  # fmt: skip
 
 
-def _sum(line: Mapping[str, Any], name: str) -> float:
-    return float(sum(bucket[name] for bucket in line["buckets"]))
-
-
-def _kept(buckets: Sequence[Mapping[str, Any]]) -> float:
-    return float(sum(bucket["numel"] * bucket["ratio_reached"] for bucket in buckets))
+def grouped(rows: Iterable[Mapping[str, Any]], *names: str) -> dict[Any, list[Mapping[str, Any]]]:
+    """Return rows by their values of one or several fields, in their order."""
+    found: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in names)
+        found.setdefault(key if len(names) > 1 else key[0], []).append(row)
+    return found
 
 
 def steps_to(row: Mapping[str, Any], target: float, lower: bool) -> int | None:
@@ -321,7 +246,7 @@ def steps_to(row: Mapping[str, Any], target: float, lower: bool) -> int | None:
     >>> steps_to({"curve": [(10, 0.5), (20, 0.9), (30, 0.8)]}, 0.8, lower=False)
     20
     """
-    return next((step for step, own in row["curve"] if (own <= target if lower else own >= target)), None)
+    return next((step for step, value in row["curve"] if (value <= target if lower else value >= target)), None)
 
 
 def bits_for(share: float, compute_s: float, numel: int, ranks: int) -> float:
@@ -355,7 +280,7 @@ def of_seeds(values: Sequence[float], form: str = ".4f") -> str:
     return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
 
 
-def late(rows: Rows) -> None:
+def print_late(rows: Rows) -> None:
     """Say what was not measured."""
     if rows.late:
         print(f"\nnot measured, since the time was over or it failed: {'; '.join(rows.late)}")

@@ -1,0 +1,184 @@
+"""Bytes and quality of LGC at 0.001 with 2 to 8 ranks, its phases ablated: ``python studies/papers/lgc_tables.py``."""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import lgc_models
+import paper_runs
+
+from mpicomp import LGC
+from mpicomp.cli import run_program
+from mpicomp.cli.options import check_least, read_list
+
+_STUDY = "lgc_tables"
+_KEY = ("task", "ranks", "arm", "seed")
+_RATIO = 0.001
+_DENSE_PART, _TRAINING_PART = 9, 6  # of a training; the paper's 200 and 300 are 11 % of its shortest, both phases
+PRINTED = {  # CIFAR10, ResNet-50 on 2 nodes and ResNet-101 on 4: accuracy, dense bytes over those of a step
+    2: {"dense": (91.88, 1), "top-k": (91.82, 1000), "DGC": (93.2, 1000), "ring": (91.4, 3193),
+        "server": (93.27, 5709)},
+    4: {"dense": (93.75, 1), "top-k": (92.75, 1000), "DGC": (93.87, 1000), "ring": (93.07, 2297),
+        "server": (93.57, 8095)},
+    8: {"dense": (75.98, 1), "top-k": (75.54, 277), "DGC": (76.01, 277), "ring": (75.91, 202), "server": (75.88, 386)},
+}  # fmt: skip
+"""8: ResNet-50 on ImageNet, top-1."""
+
+_PAPER = {"id": "lgc", "published": True}
+_HERE = {"id": "lgc", "ratio": _RATIO}
+
+
+def _phases(steps: int) -> dict[str, int]:
+    """Return phases that are as large a part of a training as can be."""
+    return {"dense_steps": max(2, steps // _DENSE_PART), "training_steps": max(4, steps // _TRAINING_PART)}
+
+
+def arms(steps: int) -> dict[str, paper_runs.Arm]:
+    """Return every exchange by name."""
+
+    def learned(base: Mapping[str, Any], **settings: Any) -> paper_runs.Arm:
+        return paper_runs.Arm({**base, **phases, **settings}, "learned")
+
+    phases, topk = _phases(steps), {"id": "topk", "ratio": _RATIO}
+    return {
+        "dense": paper_runs.DENSE,
+        "top-k": paper_runs.Arm(topk, "allgather"),
+        "top-k, dense first": paper_runs.Arm(topk, "allgather", warmup=phases["dense_steps"]),
+        "DGC": paper_runs.Arm({"id": "dgc", "ratio": _RATIO}, "allgather"),
+        "ring as published": learned(_PAPER),
+        "ring here": learned(_HERE),
+        "server as published": learned(_PAPER, instance="server"),
+        "server here": learned(_HERE, instance="server"),
+    }
+
+
+def ablations(steps: int) -> dict[str, paper_runs.Arm]:
+    """Return those of the ring with a phase or a part changed."""
+    phases, published = _phases(steps), LGC(published=True)
+    base = {**_HERE, **phases}
+    changed: dict[str, dict[str, Any]] = {
+        "no dense phase": {"dense_steps": 0},
+        "a quarter of learning": {"training_steps": max(1, phases["training_steps"] // 4)},
+        "never coded": {"training_steps": steps},
+        "error of what was selected": {"error": "selected"},
+        "linear code": {"code": "linear"},
+        "no signs": {"signs": False},
+        "channels as published": {name: getattr(published, name) for name in ("encoder", "decoder")},
+        "rate and passes as published": {name: getattr(published, name) for name in ("learning_rate", "passes")},
+    }
+    return {f"ring, {name}": paper_runs.Arm(base | settings, "learned") for name, settings in changed.items()}
+
+
+def train(task: str, ranks: int, arm: str, seed: int, steps: int) -> dict[str, Any]:
+    row = paper_runs.train((arms(steps) | ablations(steps))[arm], task, steps, ranks, seed)
+    row.pop("plans")
+    return row
+
+
+def _print(rows: Sequence[Mapping[str, Any]]) -> None:
+    lines = []
+    for (task, ranks), same_ranks in sorted(paper_runs.grouped(rows, "task", "ranks").items()):
+        by_arm = {
+            arm: {row["seed"]: row for row in same} for arm, same in paper_runs.grouped(same_ranks, "arm").items()
+        }
+        dense, topk = by_arm.get("dense", {}), by_arm.get("top-k", {})
+        for arm, same in by_arm.items():
+            accuracy, fewer = PRINTED.get(ranks, {}).get(_name(arm), (None, None))
+            off = [row["quality"] - dense[seed]["quality"] for seed, row in same.items() if seed in dense]
+            over = [topk[seed]["late_bytes"] / row["late_bytes"] for seed, row in same.items() if seed in topk]
+            lines.append({
+                "task": task, "ranks": ranks, "exchange": arm, "seeds": len(same), "paper": accuracy,
+                "quality": paper_runs.of_seeds([row["quality"] for row in same.values()]),
+                "of dense": fmean(off) if off else None, "paper's fewer": fewer,
+                "fewer": fmean(row["dense_bytes"] / row["late_bytes"] for row in same.values()),
+                "of top-k": fmean(over) if over else None,
+                "code's error": fmean(row["code_error"] for row in same.values()) or None,
+                "wire": fmean(row["late_wire_bytes"] for row in same.values()) / 1e3,
+                "once": fmean(row["learned_once_bytes"] for row in same.values()) / 1e6,
+            })  # fmt: skip
+    paper_runs.show("LGC at a ratio of 0.001", lines, {
+        "task": "", "ranks": "d", "exchange": "", "seeds": "d", "paper": ".2f", "quality": "", "of dense": "+.4f",
+        "paper's fewer": ".4g", "fewer": ".0f", "of top-k": ".2f", "code's error": ".2f", "wire": ".2f", "once": ".2f",
+    }, [
+        "paper: ResNet-50 (2) and ResNet-101 (4) on CIFAR10, ResNet-50 on ImageNet (8); here resnet20 on 5,000 images "
+        "of MNIST, where a code stands for some 270 values",
+        "fewer: bytes of dense over those that rank 0 hands to the transport in a step, in the last third of them, "
+        "when codes travel; of top-k: over those of top-k. The paper does not count what a server sends back",
+        "wire: KB that leave rank 0 in such a step; once: MB that leave it once",
+        "code's error: when it has learnt, as a share of the energy that it codes, of all ranks' mean with the ring",
+        "means over seeds, of accuracy with the range; of dense, of top-k: of the same seeds",
+    ])  # fmt: skip
+
+
+def _name(arm: str) -> str:
+    return arm.removesuffix(" as published").removesuffix(" here")
+
+
+def _print_models() -> None:
+    """Print what the same exchanges send in the paper's own models."""
+    learnt, lines = 18, []
+    for (model, ranks), printed in lgc_models.PRINTED_MB.items():
+        dense, topk = 4 * sum(size for _, size in lgc_models.parameters(model)), 0.0
+        for name, arm in arms(learnt).items():
+            if arm.compressor is None or arm.warmup or name == "dense":
+                continue
+            mean, least = lgc_models.step_bytes(model, arm.compressor, arm.collective, ranks, learnt + 1)
+            topk, paper = topk or mean, printed.get(_name(name))
+            lines.append({
+                "model": model, "ranks": ranks, "exchange": name,
+                "paper's MB": paper, "paper's fewer": None if paper is None else dense / 1e6 / paper,
+                "paper's of top-k": None if paper is None else printed["top-k"] / paper,
+                "MB": mean / 1e6, "least": least / 1e6, "fewer": dense / mean, "of top-k": topk / mean,
+            })  # fmt: skip
+    paper_runs.show("Bytes in the paper's models", lines, {
+        "model": "", "ranks": "d", "exchange": "", "paper's MB": ".3f", "MB": ".3f", "least": ".3f",
+        "paper's fewer": ".0f", "fewer": ".0f", "paper's of top-k": ".2f", "of top-k": ".2f",
+    }, [
+        "not trained: the bytes of the rounds that are announced for these shapes are those that are run",
+        "MB: handed to the transport in a step, mean over ranks and steps; least: of the rank that has least",
+        "the paper's top-k counts no indices, ours does; its server's row is of the rank that sends the common code",
+    ])  # fmt: skip
+    counted = []
+    for (model, ranks), printed in lgc_models.PRINTED_MB.items():
+        parts = {name: size / 1e6 for name, size in lgc_models.parts(model, _RATIO).items()}
+        both = parts["code"] + parts["last"]
+        counted.append({"model": model, "ranks": ranks, "paper": printed["ring"], "code and last": both, **parts})
+    paper_runs.show("What every rank sends by the ring in these models beside indices, MB", counted, {
+        "model": "", "ranks": "d", "first": ".4f", "last": ".4f", "code": ".4f", "code and last": ".4f",
+        "paper": ".3f",
+    }, ["first: the first layer, dense; last: values of the last one; code: a number for four values of the others"],
+    )  # fmt: skip
+    indices = [
+        {"elements": numel, "ratio": ratio, **lgc_models.index_bits(numel, ratio)}
+        for numel, ratio in ((1_000_000, 0.01), (1_000_000, 0.001), (25_000_000, 0.001))
+    ]
+    paper_runs.show("Bits of an index", indices, {
+        "elements": "d", "ratio": "g", "deflate": ".1f", "differences": ".1f", "here": ".1f", "entropy": ".1f",
+    }, ["deflate: of indices of 32 bits as they are; differences: DEFLATE of these; at random places"])  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    description = "Show LGC's bytes and quality at 0.001 and its paper's. Phases are ablated with the first --ranks."
+    return paper_runs.parser_of(_STUDY, description, "resnet20", 240, "4,2,8")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train what is not there yet, and print the table."""
+    steps = check_least(_STUDY, "--steps", arguments.steps, 18)
+    names = paper_runs.read_arms(_STUDY, arguments.arms, [*arms(steps), *ablations(steps)])
+    rows = paper_runs.begin(_STUDY, arguments, _KEY)
+    for seed in map(int, read_list(arguments.seeds)):
+        for task in read_list(arguments.tasks):
+            for place, ranks in enumerate(map(int, read_list(arguments.ranks))):
+                for arm in [name for name in names if place == 0 or name in arms(steps)]:
+                    rows.measure((task, ranks, arm, seed), train, task, ranks, arm, seed, steps)
+    _print(rows.made)
+    _print_models()
+    paper_runs.print_late(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(parser().parse_args, run))

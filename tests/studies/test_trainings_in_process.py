@@ -1,0 +1,212 @@
+"""Studies whose trainings run in this process: behind, constants, half precision and updates."""
+
+import json
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+import constants  # noqa: E402
+import half_precision  # noqa: E402
+import penalties  # noqa: E402, some need torch
+import update_exchanges  # noqa: E402
+from mpicomp.bench.tasks import get_task  # noqa: E402
+
+from mpicomp.policies import behind as formulas  # noqa: E402
+from mpicomp.policies.elements import Elements, ElementSurvey  # noqa: E402
+
+RANKS = 4
+SLOWER = {"topk:0.1": 0.1, "topk:0.01": 0.4, "qsgd": 0.0}
+
+
+def observed(signal=0.3):
+    elements, random = Elements(4000, 2), np.random.default_rng(0)
+    surveys = [
+        ElementSurvey(4000, [penalties.exchange_of(name)[0] for name in ("qsgd", "onebit")]) for _ in range(RANKS)
+    ]
+    for step in range(30):
+        grads = random.standard_normal((RANKS, 4000)).astype(np.float32) + np.float32(signal)
+        elements.observe(np.array([s.measure(g, None, (4000,), step) for s, g in zip(surveys, grads, strict=True)]))
+    return elements
+
+
+def rows(task, signal=0.3):
+    """Rows of trainings that are slower by known shares."""
+    steps, same = np.arange(200), {"task": task, "seed": 0, "steps": 200}
+    elements = [{"step": 100, **observed(signal).state()}]
+    yield same | {"exchange": "dense", "losses": np.exp(2 - 0.02 * steps), "elements": elements}
+    for name, share in SLOWER.items():
+        yield same | {"exchange": name, "losses": np.exp(2 - 0.02 * (1 - share) * steps), "elements": []}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.4])
+def test_steps_behind_are_the_share_by_which_training_is_slower(share):
+    steps = np.arange(200)
+    noise = np.random.default_rng(0).normal(scale=0.2, size=200)  # of batches, which are the same
+    dense, late = (np.exp(2 - 0.02 * done + noise) for done in (steps, (1 - share) * steps))
+    assert penalties.steps_behind(dense, late) == pytest.approx(share, abs=0.03)
+
+
+def test_behind_predicts_more_for_smaller_ratios():
+    elements = observed()
+    assert penalties.predict(Elements(4000, 2), "topk:0.1", 100) is None
+    exchanges = ("topk:0.3", "topk:0.1", "qsgd", "powersgd", "topk:0.1:star-topk")
+    few, more, qsgd, powersgd, star = (penalties.predict(elements, name, 100) for name in exchanges)
+    assert powersgd is None
+    assert 0 <= few < more < 1
+    assert more < star
+    assert 0 <= qsgd < more
+
+
+@pytest.mark.slow
+def test_behind_makes_each_row_once(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    for _ in range(2):
+        words = ["--steps", "24", "--exchange", "topk:0.05", "--rows", str(path)]
+        assert penalties.run(penalties.parser().parse_args(words)) == 0
+    dense, topk = (json.loads(line) for line in path.read_text().splitlines())
+    assert (dense["exchange"], dense["delay"], topk["exchange"]) == ("dense", 0.0, "topk:0.05")
+    assert 0 < dense["predicted"]["topk:0.05"] < 1
+
+
+def test_constants_predict_again_from_rows():
+    trained = constants.Trained(made := list(rows("digits")))
+    assert trained.behind == pytest.approx(SLOWER, abs=0.03)
+    elements = Elements(4000, 2)
+    elements.give(made[0]["elements"][0])
+    expected = {name: penalties.predict(elements, name, 100) for name in SLOWER}
+    assert trained.predicted() == pytest.approx(expected)
+    before = formulas._FACTOR_OF_SELECTIONS
+    with constants.setting(formulas, "_FACTOR_OF_SELECTIONS", before / 2):
+        other = trained.predicted()
+    assert before == formulas._FACTOR_OF_SELECTIONS
+    assert other["qsgd"] == expected["qsgd"]
+    assert other["topk:0.1"] == pytest.approx(expected["topk:0.1"] / 2, rel=1e-6)
+
+
+def test_constants_tell_what_a_choice_costs():
+    """Where links take no time nothing is lost by dense; where they are slow, something else is chosen."""
+    trained, slow = constants.Trained(list(rows("digits"))), constants.network_of("10mbit/0us")
+    assert trained.regret(constants.network_of("10gbit/0us"), 0.7)[1] == 0
+    regret, lost = trained.regret(slow, 0.7)
+    seconds = {name: constants.seconds_of(name, trained.numel, slow) for name in SLOWER}
+    real = {name: (0.005 + took) / (1 - trained.behind[name]) for name, took in seconds.items()}
+    chosen = min(real, key=lambda name: abs(max(0.0, trained.behind[name]) - lost))
+    assert regret == pytest.approx(real[chosen] / min(real.values()) - 1, abs=1e-6)
+
+
+def test_constants_leave_each_task_out_and_gain_by_parts():
+    found = constants.left_out([constants.Trained(list(rows(*of))) for of in (("digits", 0.3), ("text-lstm", 0.1))])
+    assert [row["left out"] for row in found] == ["digits", "text-lstm"]
+    means = [row["mean"] for row in constants.parts()]
+    assert means == sorted(means, reverse=True)
+    assert 0 <= means[-1] < 0.001
+
+
+def test_half_precision_loses_what_is_small_and_scaling_saves_it():
+    generator, gradient = torch.Generator().manual_seed(0), torch.tensor([1.0, 2.0**-20, 2.0**-24, -(2.0**-26)])
+    assert half_precision.share_of(gradient, 4, "float16", generator).tolist() == [0.25, 2.0**-22, 0.0, 0.0]
+    scaled = half_precision.share_of(gradient, 4, "float16-scaled", generator).double() / 2**8
+    assert torch.equal(scaled, gradient.double() / 4)
+    assert half_precision.summed([scaled] * 4).tolist() == gradient.tolist()
+    many = torch.rand(10000, generator=generator) + 1
+    for means in ("noise", "float16"):  # noise has the size of rounding
+        errors = half_precision.share_of(many, 1, means, generator) / many - 1
+        assert errors.abs().max() == pytest.approx(2.0**-11, rel=0.05)
+
+
+@pytest.mark.slow
+def test_half_precision_counts_what_is_lost():
+    exact, plain = (half_precision.train("digits", 0, 4, 2, means) for means in ("float32", "float16"))
+    assert exact["zero"] == 0
+    assert 0 <= plain["zero"] < plain["small"] < 1
+    assert plain["quality"] == pytest.approx(exact["quality"], abs=0.1)
+
+
+def ended(monkeypatch, arm, rate, steps):
+    """Train digits as the study does; return its row, and the parameters in the end."""
+    found = []
+    evaluate = type(get_task("digits")).evaluate
+
+    def look(task, model, *arguments):
+        found[:] = [parameter.detach().clone() for parameter in model.parameters()]
+        return evaluate(task, model, *arguments)
+
+    monkeypatch.setattr(type(get_task("digits")), "evaluate", look)
+    monkeypatch.setattr(update_exchanges, "ARMS", {"arm": arm})
+    return update_exchanges.train("digits", "arm", rate, 0, steps, "float32", "cpu"), found
+
+
+def mean_gradients(task, model, step):
+    """Return the mean of all ranks' gradients, and of their losses."""
+    losses, sums = [], [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for rank in range(RANKS):
+        model.zero_grad()
+        loss = task.loss(model, task.batch(step, rank, RANKS))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        for total, parameter in zip(sums, model.parameters(), strict=True):
+            total += parameter.grad / RANKS
+    return sums, np.mean(losses)
+
+
+def test_dense_gradients_train_as_one_rank_with_all_batches(monkeypatch):
+    row, found = ended(monkeypatch, update_exchanges.ARMS["gradients"], 0.5, 4)
+    task = get_task("digits", 0)
+    model = task.model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5 * 8e-3)
+    losses = []
+    for step in range(4):
+        means, loss = mean_gradients(task, model, step)
+        for parameter, mean in zip(model.parameters(), means, strict=True):
+            parameter.grad = mean
+        optimizer.step()
+        losses.append(loss)
+    np.testing.assert_allclose(row["losses"], losses, rtol=1e-4)
+    for ours, theirs in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-4)
+
+
+def test_demo_moves_along_signs_by_the_rate(monkeypatch):
+    """With all coefficients the signs are those of the mean gradient."""
+    demo = update_exchanges.ARMS["demo-side-16"]
+    arm = update_exchanges.Arm({"id": "dcttopk", "ratio": 1.0, "side": 16}, settings=demo.settings, inner=demo.inner)
+    row, found = ended(monkeypatch, arm, 2.0, 1)
+    task = get_task("digits", 0)
+    model = task.model()
+    means, _ = mean_gradients(task, model, 0)
+    for ours, theirs, mean in zip(found, model.parameters(), means, strict=True):
+        clear = mean.abs() > 1e-6  # where rounding does not decide the sign
+        moved = (ours - theirs.detach())[clear]
+        torch.testing.assert_close(moved, -2 * 8e-3 * mean[clear].sign(), rtol=1e-3, atol=1e-7)
+    assert row["sent_less"] < 2
+
+
+def test_updates_table_has_the_best_rate_of_most_seeds():
+    same = {"task": "digits", "steps": 5, "sent_less": 1.0, "wire_less": 1.0, "losses": [1.0] * 5}  # of accuracies
+    qualities = {
+        ("gradients", 1.0): (0.70, 0.72),
+        ("gradients", 2.0): (0.80, 0.80),
+        ("topk", 1.0): (0.60, 0.66),
+        ("topk", 2.0): (0.99,),
+    }
+    made = [
+        same | {"arm": arm, "rate": rate, "seed": seed, "quality": quality}
+        for (arm, rate), of_seeds in qualities.items()
+        for seed, quality in enumerate(of_seeds)
+    ]
+    gradients, topk = update_exchanges.table(made)
+    assert (gradients["rate"], gradients["above"], topk["rate"], topk["seeds"]) == (2.0, 0, 1.0, 2)
+    assert (topk["quality"], topk["above"]) == pytest.approx((0.63, -21.25))
+
+
+def test_updates_make_each_row_once(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    words = ["--task", "digits", "--steps", "3", "--rates", "1", "--arms", "gradients,demo-side-16", "--rows"]
+    for _ in range(2):
+        assert update_exchanges.run(update_exchanges.parser().parse_args([*words, str(path)])) == 0
+    gradients, demo = (json.loads(line) for line in path.read_text().splitlines())
+    assert (gradients["arm"], demo["arm"]) == ("gradients", "demo-side-16")
+    assert demo["wire_less"] > 60
