@@ -16,6 +16,7 @@ from mpicomp.reducer.reducer import check_settings
 from mpicomp.reducer.stream import Stream
 from mpicomp.torch.named import as_real, check_forward, check_kind
 from mpicomp.torch.overlap import overlap_thread
+from mpicomp.torch.replica_checks import ReplicaChecks
 from mpicomp.torch.states import name_of, to_arrays, to_tensors
 from mpicomp.transport.connect import connect
 
@@ -32,11 +33,13 @@ class DDPState:
     compressor, collective, policy, comm
         See `mpicomp.Reducer`.
     overlap : bool, optional
-        Whether buckets are exchanged while backward goes on; False exchanges all of them with the last one. None has
-        the same meaning as for `mpicomp.torch.DistributedOptimizer`.
+        Whether buckets are exchanged while backward goes on; False exchanges all of them with the last one, and so does
+        None where all ranks are on one host and torch's threads take all of its cores.
     allow_nccl : bool
         Whether the process group may be on NCCL. Its kernels and an MPI call that waits for the same device can wait
         for each other forever; it has to be known that the two never meet.
+    same_batches : bool
+        Whether ranks are meant to draw the same batches: else there is a warning.
     **settings
         Further settings of `mpicomp.Reducer`.
 
@@ -48,6 +51,8 @@ class DDPState:
 
     Raises
     ------
+    DisagreementError
+        In backward, after steps 1, 2, 4, 8 and so on, then after every 500th, where parameters differ between ranks.
     ConfigurationError
         For a model that is not wrapped, one with sparse gradients, a process group of other ranks, or one on NCCL.
 
@@ -66,6 +71,7 @@ class DDPState:
         comm: Any = None,
         overlap: bool | None = None,
         allow_nccl: bool = False,
+        same_batches: bool = False,
         **settings: Any,
     ) -> None:
         transport = connect(comm)
@@ -106,6 +112,8 @@ class DDPState:
             raise
         self._names = {id(parameter): name_of(name) for name, parameter in model.module.named_parameters()}
         self._thread, _ = overlap_thread(self.reducer, overlap)
+        trained = {name_of(name): p for name, p in model.module.named_parameters() if p.requires_grad}
+        self._checks = ReplicaChecks("ddp_comm_hook", lambda: trained, transport.group, same_batches=same_batches)
         self._stream: Stream | None = None
         self._gradients: dict[str, torch.Tensor] = {}
         self._waiting: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
@@ -115,7 +123,7 @@ class DDPState:
         buffer = bucket.buffer()
         pieces = self._pieces(bucket, buffer)
         if not self._gradients and self._thread is not None:
-            self._stream = self.reducer.stream(self._thread)
+            self._stream = self.reducer.stream(self._thread, beside=self._checks)
         # A future whose value is on a device has to know which one, so that torch's streams wait for it.
         future = torch.futures.Future[torch.Tensor](devices=[buffer.device] if buffer.is_cuda else None)
         self._waiting.append((future, buffer))
@@ -169,7 +177,8 @@ class DDPState:
     def _finish(self) -> None:
         gradients, stream, waiting = self._gradients, self._stream, self._waiting
         self._gradients, self._stream, self._waiting = {}, None, []
-        means = self.reducer.reduce(gradients) if stream is None else stream.finish(gradients)
+        self._checks.gradients = gradients.values()
+        means = self.reducer.reduce(gradients, beside=self._checks) if stream is None else stream.finish(gradients)
         for name, gradient in gradients.items():
             gradient.copy_(means[name])
         for future, buffer in waiting:

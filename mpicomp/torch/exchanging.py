@@ -73,7 +73,9 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
                 self._transport.close()
             raise
         who = type(self).__name__
-        self._checks = ReplicaChecks(who, self._parameters, SettingsCheck(self, who), same_batches)
+        self._checks = ReplicaChecks(
+            who, self._parameters, self._transport.group, SettingsCheck(self, who), same_batches
+        )
 
     def rounds(self) -> Generator[Asked, Any, None]:
         """Make a step as a generator of rounds, for ranks that live in one process; under ``torch.no_grad()``."""
@@ -159,7 +161,7 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
 
     def _exchange(self, reducer: Reducer, arrays: Mapping[str, torch.Tensor], lr: float) -> Generator[Asked, Any, Any]:
         """Average arrays, and check that ranks have the same settings and parameters. As rounds."""
-        yield from self._checks.begin(self._transport.group)
+        yield from self._checks.begin()
         return (yield from reducer.rounds(arrays, lr, beside=self._checks))
 
     def _parameters(self) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -134,35 +134,42 @@ class ReplicaChecks(Beside):
         Start of error messages.
     parameters : callable
         Returns the parameters by name, in the model's order.
+    group : Group
+        All ranks.
     settings : SettingsCheck, optional
         Of the optimizer.
     same_batches : bool
         Whether ranks are meant to draw the same batches.
+
+    Attributes
+    ----------
+    gradients : iterable of torch.Tensor or None
+        This rank's in the step; None takes those in ``.grad``.
     """
 
     def __init__(
         self,
         subsystem: str,
         parameters: Callable[[], Mapping[str, torch.Tensor]],
+        group: Group,
         settings: SettingsCheck | None = None,
         same_batches: bool = False,
     ) -> None:
         self.stale = True
+        self.gradients: Iterable[torch.Tensor] | None = None
         self._subsystem = subsystem
         self._parameters = parameters
         self._settings = settings
         self._fingerprint = Fingerprint(COMPARE_EVERY, subsystem, same_batches)
-        self._group: Group | None = None
-
-    def begin(self, group: Group) -> Generator[Asked, Any, None]:
-        """Begin a step. As rounds."""
         self._group = group
-        if self._settings is not None and (yield from self._settings.begin(group)):
+
+    def begin(self) -> Generator[Asked, Any, None]:
+        """Begin a step. As rounds."""
+        if self._settings is not None and (yield from self._settings.begin(self._group)):
             self.stale = True
 
     def agree(self, given: Given) -> Generator[Asked, Any, Given]:
         """Compare settings and parameters, as rounds."""
-        assert self._group is not None
         if self._settings is not None:
             yield from self._settings.compare(self._group)
         yield from check_same(
@@ -176,9 +183,10 @@ class ReplicaChecks(Beside):
 
     def exchange(self) -> Generator[Asked, Any, bool]:
         """Compare parameters, batches and settings where it is time to, as rounds."""
-        assert self._group is not None
         parameters = self._parameters()
-        gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+        gradients = self.gradients
+        if gradients is None:
+            gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
         yield from self._fingerprint.look(parameters, self._group, gradients)
         if self._settings is not None:
             yield from self._settings.finish(self._group)

@@ -174,6 +174,29 @@ def test_ranks_that_draw_the_same_batches_are_told(comm, wrap, same, flag):
     optimizer.close()
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("fault", ["batches", "parameters"])
+def test_ranks_of_a_ddp_hook_are_compared(comm, overlap, fault):
+    with gloo(comm):
+        model = torch.nn.parallel.DistributedDataParallel(network())
+        state = mpicomp.torch.DDPState(model, "dense", comm=comm, overlap=overlap)
+        model.register_comm_hook(state, mpicomp.torch.ddp_comm_hook)
+        optimizer = sgd(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(4):
+                step(model, optimizer, number, 0 if fault == "batches" else comm.rank)
+        told = [warning for warning in caught if "draw the same batches" in str(warning.message)]
+        assert len(told) == (fault == "batches" and comm.rank == 0)
+        if fault == "parameters":
+            with torch.no_grad():
+                model.module[0].bias[0] += comm.rank
+            with pytest.raises(DisagreementError, match=r"ddp_comm_hook: parameter '0.bias' has other values on rank"):
+                step(model, optimizer, 4, comm.rank)
+        state.close()
+
+
 class Frozen(torch.nn.Module):
     def __init__(self):
         super().__init__()
