@@ -49,6 +49,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.agreement import together
 from mpicomp.rounds import dense_ring_bytes
 from mpicomp.torch import DistributedOptimizer, UpdateOptimizer, broadcast_parameters
+from mpicomp.torch.comparing import COMPARE_EVERY
 from mpicomp.transport import Transport
 
 
@@ -165,6 +166,7 @@ class _Mpicomp(NoExchange):
                 policy=replay,
                 overlap=False if exchange.in_line else None,
                 bucket_bytes=None if replay is None else replay.bucket_bytes,
+                compare_every=COMPARE_EVERY if replay is None else 0,  # a replay sends what was recorded, no more
                 **words,
             )
         self._plans: Counter[str] = Counter()

@@ -24,7 +24,8 @@ def twin_of(host: Callable[Parameters, Any]) -> Callable[[Callable[..., Any]], C
     """
 
     def decorate(device: Callable[..., Any]) -> Callable[Parameters, Any]:
-        device.__doc__, device.__annotations__ = host.__doc__, host.__annotations__
+        described, _, _ = (host.__doc__ or "").partition("\n    Examples\n")  # which pass NumPy arrays
+        device.__doc__, device.__annotations__ = described, host.__annotations__
         return device
 
     return decorate
