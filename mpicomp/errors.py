@@ -1,7 +1,11 @@
 """Errors meant for people: each names the subsystem, the rule, the value and the remedy."""
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
+
+_LIBRARIES = ("mpicomp", "torch")
 
 
 class MpicompError(Exception):
@@ -81,3 +85,12 @@ class RankFailedError(MpicompError, RuntimeError):
 
 class ClosedError(MpicompError, RuntimeError):
     """Something was used after ``close()``."""
+
+
+def warn_user(text: str) -> None:
+    """Warn, and show the line of the user's script that has led here."""
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level + 1)

@@ -1,7 +1,6 @@
 """Comparison of tensors that have to have the same values on all ranks."""
 
 import hashlib
-import warnings
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpicomp.errors import ConfigurationError, DisagreementError
+from mpicomp.errors import ConfigurationError, DisagreementError, warn_user
 from mpicomp.rounds import Asked, Group, Round
 from mpicomp.torch.broadcast import as_bytes
 from mpicomp.torch.named import MAX_NORM
@@ -126,12 +125,11 @@ class Fingerprint:
         if tells_batches:
             self._equal_gradients += bool(everyones[0, 1] and (everyones[:, 1] == everyones[0, 1]).all())
             if self._equal_gradients == _BATCH_STEPS and group.rank == 0:
-                warnings.warn(
+                warn_user(
                     f"{self._subsystem}: the gradients of all {group.size} ranks were the same in the first steps, bit "
                     "for bit, so all ranks draw the same batches and their number gains nothing; give each rank a "
                     "share of the data, as by torch.utils.data.DistributedSampler(dataset, ranks, rank), or seed what "
                     "draws batches by the rank. same_batches=True says that it is meant",
-                    stacklevel=2,
                 )
 
 

@@ -187,8 +187,8 @@ class DDPState:
 
 def _no_sparse(name: str) -> str:
     return (
-        f"'{name}' has sparse gradients, which DistributedDataParallel's hooks cannot exchange; make it with "
-        "sparse=False, or use DistributedOptimizer in place of DistributedDataParallel, which serves them"
+        f"'{name or 'the model'}' has sparse gradients, which DistributedDataParallel's hooks cannot exchange; make it "
+        "with sparse=False, or use DistributedOptimizer in place of DistributedDataParallel, which serves them"
     )
 
 

@@ -1,6 +1,5 @@
 """Averaging of the gradients that backward leaves in ``.grad``: while backward goes on, or after it."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
-from mpicomp.errors import ConfigurationError, DisagreementError, MpicompError, RankFailedError
+from mpicomp.errors import ConfigurationError, DisagreementError, MpicompError, RankFailedError, warn_user
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside, Given
@@ -382,11 +381,10 @@ class Gradients(Beside):
             ranks > 1 and residuals.any() and (residuals == residuals[0]).all() and not self._fingerprint.same_batches
         )
         if copied and self.group.rank == 0:
-            warnings.warn(
+            warn_user(
                 f"{_WHO}: all {ranks} ranks have loaded the residuals of one rank, which then count {ranks} times, and "
                 "those of the others are lost; save and load a file of each rank, or delete state['mpicomp'] to start "
                 "residuals at zero",
-                stacklevel=2,
             )
         self._state_was_loaded, self._loaded_residuals = False, np.int64(0)
 
@@ -398,11 +396,10 @@ class Gradients(Beside):
         rank = int(obstacles.argmax())  # of the largest reason: what several ranks saw may differ
         seen, advice = _OBSTACLES[int(obstacles[rank])]
         if self.group.rank == 0:
-            warnings.warn(
+            warn_user(
                 f"{_WHO}: gradients are exchanged in step() from now on, not while backward goes on: {seen} (seen on "
                 f"rank {rank}). What would allow it: {advice}. overlap=False says that it is meant, and overlap=True "
                 "refuses it",
-                stacklevel=2,
             )
 
     def exchange(self) -> Generator[Asked, Any, bool]:

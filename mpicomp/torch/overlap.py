@@ -1,6 +1,5 @@
 """A thread that exchanges gradients while backward goes on."""
 
-import warnings
 from collections.abc import Generator
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpicomp.errors import LaunchError
+from mpicomp.errors import LaunchError, warn_user
 from mpicomp.reducer import Reducer
 from mpicomp.rounds import Asked, Round
 from mpicomp.transport.interleave import ProgressThread
@@ -51,5 +50,5 @@ def overlap_thread(reducer: Reducer, wanted: bool | None) -> tuple[ProgressThrea
     if able and useful:
         return ProgressThread(transport, lanes=1).start(), left_open
     if not able and useful and transport.group.rank == 0:
-        warnings.warn(f"gradients are exchanged after backward, not during it: {problem}", stacklevel=4)
+        warn_user(f"gradients are exchanged after backward, not during it: {problem}")
     return None, left_open

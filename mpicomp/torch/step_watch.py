@@ -1,13 +1,12 @@
 """Notices an optimizer whose parameters are stepped by other methods than ``step``."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from mpicomp.errors import ConfigurationError
+from mpicomp.errors import ConfigurationError, warn_user
 
 _SAMPLED_AT, _REPORTED_AT = 10, 20  # times that backward has filled a gradient since the last step
 _SAMPLE_SIZE = 64  # elements of a parameter that are compared
@@ -87,10 +86,9 @@ class StepWatch:
             )
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"{said}, so nothing was exchanged; if gradients are accumulated, put every backward but the last one "
                 "into `with optimizer.accumulate():`",
-                stacklevel=2,
             )
 
 

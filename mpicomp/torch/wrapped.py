@@ -3,13 +3,12 @@
 import functools
 import gc
 import types
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from mpicomp.errors import ConfigurationError
+from mpicomp.errors import ConfigurationError, warn_user
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Those of a step, without the optimizer itself."""
@@ -128,11 +127,10 @@ def warn_of_nested(optimizer: torch.optim.Optimizer, subsystem: str) -> None:
                     f"{subsystem}: the optimizer inside, optimizer.{name}, exchanges already; leave the outer one as "
                     "it is"
                 )
-            warnings.warn(
+            warn_user(
                 f"{subsystem}: {type(optimizer).__name__} holds another optimizer, optimizer.{name}. step() of the "
                 "outer one exchanges; where other methods step, as in SAM, call optimizer.synchronize() before each, "
                 f"or wrap optimizer.{name} in place of the outer one",
-                stacklevel=3,
             )
 
 
