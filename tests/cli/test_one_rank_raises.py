@@ -35,6 +35,7 @@ if launcher.detect().rank == launcher.detect().size - 1:
     setattr(owner, last, fail)
 if words[0].endswith(".py"):
     sys.argv = words
+    sys.path.insert(0, words[0].rpartition("/")[0])  # as for a script that is called
     runpy.run_path(words[0], run_name="__main__")
 sys.exit(main(words))
 """
