@@ -219,6 +219,8 @@ def _plain(value: Any) -> Any:
 
 def _mark(value: Any) -> Any:
     """Return what tells whether a setting has changed; a tensor's values may be on a device and are not read."""
+    if isinstance(value, tuple | list):
+        return [_mark(each) for each in value]
     return (id(value), value._version) if isinstance(value, torch.Tensor) else value
 
 

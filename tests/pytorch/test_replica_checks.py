@@ -8,6 +8,7 @@ import pytest
 
 import mpicomp
 from mpicomp.errors import ConfigurationError, DisagreementError
+from mpicomp.torch.replica_checks import SettingsCheck
 from mpicomp.transport import LocalWorld
 
 torch = pytest.importorskip("torch")
@@ -80,6 +81,23 @@ def test_a_rate_that_differs_is_an_error_in_that_step(comm, wrap, scheduled, ten
         step(model, optimizer, number, comm.rank)
     assert_replicas(model, comm)
     optimizer.close()
+
+
+def test_settings_in_tensors_that_are_written_to_are_noticed():
+    world, betas = LocalWorld(2), [(torch.tensor(0.9), torch.tensor(0.99)) for _ in range(2)]
+    groups = [end.group for end in world.transports]
+    plain = [torch.optim.Adam(network().parameters(), lr=0.1, betas=each, capturable=True) for each in betas]
+    checks = [SettingsCheck(each, "X") for each in plain]
+
+    def ask(what):
+        return world.run([getattr(check, what)(group) for check, group in zip(checks, groups, strict=True)])
+
+    ask("compare")
+    assert ask("begin") == [False, False]
+    betas[1][1].fill_(0.5)
+    assert ask("begin") == [False, True]
+    with pytest.raises(DisagreementError, match=r"\['betas'\] must be the same on all ranks"):
+        ask("compare")
 
 
 @pytest.mark.mpi(min_size=2, max_size=3)
