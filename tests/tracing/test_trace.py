@@ -316,7 +316,7 @@ def test_while_backward_goes_on(comm, tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(50, 50), torch.nn.ReLU(), torch.nn.Linear(50, 50))
     optimizer = DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), "topk", "allgather",
-        comm=comm, overlap=True, bucket_bytes=4000, warmup=0,
+        comm=comm, overlap=True, bucket_bytes=4000, warmup=0, same_batches=True,
     )  # fmt: skip
     path = shared(comm, tmp_path) + "/trace.json"
     with mpicomp.trace(path, comm=comm):
