@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpicomp.arrays import Described
 from mpicomp.errors import ConfigurationError, DisagreementError, MpicompError, RankFailedError, warn_user
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import Signature, agree
@@ -17,7 +16,7 @@ from mpicomp.reducer.beside import Beside, Given
 from mpicomp.reducer.stream import Stream
 from mpicomp.rounds import Asked, Group
 from mpicomp.torch.comparing import DRIFT_ADVICE, Fingerprint, check_same, ranks_named, share, sum_of_bits
-from mpicomp.torch.named import as_real
+from mpicomp.torch.named import as_real, described
 from mpicomp.torch.overlap import overlap_thread
 from mpicomp.torch.replica_checks import SettingsCheck
 from mpicomp.torch.sparse_gradients import as_sparse, mean_of_sparse
@@ -339,10 +338,10 @@ class Gradients(Beside):
         settings = {"compare_every": self._fingerprint.every, "join()": self.joined}
         if self._meeting:
             settings |= self._settings_at_join or {}
-        yield from agree(Signature(settings, _members(trained)), self._problem, self.group, _WHO)
+        yield from agree(Signature(settings, described(trained)), self._problem, self.group, _WHO)
         if self._meeting:
             return None
-        yield from agree(Signature({}, _members(frozen)), None, self.group, f"{_WHO}: frozen parameters")
+        yield from agree(Signature({}, described(frozen)), None, self.group, f"{_WHO}: frozen parameters")
         if not self.frozen:  # ranks without batches take over the settings of one that has some
             yield from self._settings.compare(self.group)
         flags = [not self._compared, self._obstacle, self._state_was_loaded]
@@ -371,7 +370,7 @@ class Gradients(Beside):
             who += f", which was loaded on {ranks_named(np.flatnonzero(loaded).tolist())} alone"
         advice = "load the same file on all ranks, or call mpicomp.torch.broadcast_optimizer_state(optimizer)"
         try:
-            yield from agree(Signature({}, _members(state)), None, self.group, who)
+            yield from agree(Signature({}, described(state)), None, self.group, who)
         except DisagreementError as error:
             raise DisagreementError(f"{error}; {advice}") from None
         yield from check_same(state, self.group, who, advice)
@@ -591,13 +590,6 @@ class Gradients(Beside):
                     "begun already; call optimizer.synchronize() first, or pass overlap=False"
                 )
         return None
-
-
-def _members(tensors: Mapping[str, torch.Tensor]) -> list[Described]:
-    return [
-        Described(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    ]
 
 
 def _kind_of(gradient: torch.Tensor | None) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from mpicomp.arrays import Described
 from mpicomp.errors import ConfigurationError
 from mpicomp.torch.states import name_of
 
@@ -33,6 +34,14 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_complex():
         return tensor
     return torch.view_as_real(tensor.resolve_conj())
+
+
+def described(tensors: Mapping[str, torch.Tensor]) -> list[Described]:
+    """Return names, dtypes and shapes, for ranks to compare."""
+    return [
+        Described(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
 
 
 def named_of(named: Named, subsystem: str, ranks: int) -> list[tuple[str, torch.Tensor]]:

@@ -6,13 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpicomp.arrays import Described
 from mpicomp.errors import ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.rounds import Asked, Group
 from mpicomp.torch.broadcast import bytes_from_root, check_root, from_root, packed, unpacked
 from mpicomp.torch.exchanging import Exchanging
-from mpicomp.torch.named import is_sharded
+from mpicomp.torch.named import described, is_sharded
 from mpicomp.torch.updating import Updating
 from mpicomp.transport.connect import connect
 
@@ -108,11 +107,7 @@ def _members(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]
 def _signature(optimizer: torch.optim.Optimizer, root: int) -> Signature:
     settings = {"root": root, "class of the optimizer": type(optimizer).__name__}
     sizes = {"len(param_groups)": len(optimizer.param_groups)}
-    members = [
-        Described(name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
-        for name, parameter in _members(optimizer)
-    ]
-    return Signature(settings | sizes, members)
+    return Signature(settings | sizes, described(dict(_members(optimizer))))
 
 
 def _state_of(optimizer: Any) -> dict[str, Any]:
