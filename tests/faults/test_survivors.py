@@ -9,9 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import run
 from marks import slow
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
+JOB_S = 120  # a job takes 9 s on two idle cores, and 24 where two others run
+
+STACKS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1, all_threads=True)\n"
 
 REDUCER = """
 import json, os, pickle, signal, sys
@@ -68,13 +72,20 @@ def openmpi():
 def job(openmpi, clean_environ):
     """Start ranks that may outlive each other; return what they printed."""
 
-    def start(ranks, source, *words, timeout=60, status=0):
-        launcher = [Path(sys.executable).with_name("mpiexec"), "--with-ft", "ulfm", "--oversubscribe"]
-        command = [*launcher, "--allow-run-as-root", "-n", str(ranks), sys.executable, "-c", source, *map(str, words)]
+    def start(ranks, source, *words, status=0):
+        launcher = [str(Path(sys.executable).with_name("mpiexec")), "--with-ft", "ulfm", "--oversubscribe"]
+        python = [sys.executable, "-c", STACKS + source, *map(str, words)]
+        command = [*launcher, "--allow-run-as-root", "-n", str(ranks), *python]
         environ = clean_environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
-        assert done.returncode == status, done.stdout + done.stderr
-        return done.stdout + done.stderr
+        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+            try:
+                printed, _ = job.communicate(timeout=JOB_S)
+            except subprocess.TimeoutExpired:
+                run.kill(job.pid)  # ranks print their stacks first
+                printed, _ = job.communicate()
+                pytest.fail(f"no end after {JOB_S} s:\n{printed}", pytrace=False)
+        assert job.returncode == status, printed
+        return printed
 
     return start
 
