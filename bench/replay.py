@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Delivered, Named, Plan, Policy, Shape
 from mpicomp.policies.policy import feedback_of
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
 
 
@@ -81,7 +81,7 @@ class Replay(Policy):
         self.compressor: Compressor = next((own for own in found if own.id != "dense"), found[0])
         self.feedback = any(feedback_of(own, named.feedback) for own in found)
 
-    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         """See `Policy.start`.
 
         Raises

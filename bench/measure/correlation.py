@@ -13,7 +13,7 @@ Information also counts what two gradients share without pointing in the same di
 large elements of one lie where those of the other are large, whatever their signs. The correlation tells of directions.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ import numpy as np
 from mpicomp.bench.measure.results import plain
 from numpy.typing import NDArray
 
-from mpicomp.rounds import Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 
 BINS = 16
 """Number of bins of each of the two arrays."""
@@ -29,7 +29,6 @@ LEAST = BINS**2
 """Fewest elements of a layer that is looked at: for fewer the control is as high as the information to be found."""
 
 Value = TypeVar("Value")
-Rounds = Generator[Round, Any, Value]
 
 _FIELDS = ("correlation", "information", "control", "entropy")
 

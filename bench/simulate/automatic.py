@@ -13,7 +13,7 @@ from mpicomp.collectives import Scheme
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies import Delivered, Named, Plan, Shape, StepReport, get_policy
-from mpicomp.rounds import Asked, Round, drive
+from mpicomp.rounds import Request, Round, drive
 from mpicomp.transport.local import LocalTransport
 
 _STEPS = 40  # until plans are those of the steady state
@@ -92,7 +92,7 @@ class _Transport(LocalTransport):
         return time.thread_time()
 
 
-def _alike(asked: Asked) -> object:
+def _alike(asked: Request) -> object:
     """Answer a round as if all ranks had sent what this one sends."""
     assert isinstance(asked, Round)
     recv = asked.recv

@@ -1,7 +1,7 @@
 """Seconds that ranks compute in an exchange: as they were measured, and what more ranks add to it."""
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.cost import CostModel
 from mpicomp.cost.kernels import Alone, measure_alone
 from mpicomp.cost.model import scheme_key
-from mpicomp.rounds import Asked, Group, Round, observe
+from mpicomp.rounds import Group, Request, Round, Rounds, observe
 from mpicomp.transport.local import LocalWorld
 from mpicomp.workspace import Workspace
 
@@ -179,14 +179,14 @@ class _Watch:
         self._group = group
         self._since = 0.0
 
-    def over(self, exchange: Generator[Asked, Any, Any]) -> Generator[Asked, Any, Any]:
+    def over(self, exchange: Rounds[Any]) -> Rounds[Any]:
         """Run a generator of rounds, and pass its rounds on."""
         self._since = time.thread_time()
         result = yield from observe(exchange, before=self._ask, after=self._go_on)
         self.seconds += time.thread_time() - self._since
         return result
 
-    def _ask(self, asked: Asked) -> None:
+    def _ask(self, asked: Request) -> None:
         self.seconds += time.thread_time() - self._since
         if isinstance(asked, Round):
             part = self._group.part(asked.group)
@@ -195,7 +195,7 @@ class _Watch:
             if asked.arrived is not None:
                 asked.arrived = self._watched(asked.arrived)
 
-    def _go_on(self, asked: Asked) -> None:
+    def _go_on(self, asked: Request) -> None:
         self._since = time.thread_time()
 
     def _watched(self, arrived: Callable[[int, int], None]) -> Callable[[int, int], None]:

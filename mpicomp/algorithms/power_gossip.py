@@ -1,6 +1,6 @@
 """PowerGossip: ranks average their models with those of their neighbours, by products with a few vectors."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mpicomp.algorithms.matrix_batches import Matrix, multiply, orthonormal, stacked
 from mpicomp.errors import NonFiniteError
-from mpicomp.rounds import Graph, Round
+from mpicomp.rounds import Graph, Round, Rounds
 from mpicomp.workspace import Workspace
 
 _FARTHEST = 2.0**-20  # times the largest number: models further apart are reported, since steps between may overflow
@@ -79,7 +79,7 @@ class Gossip:
         drawn = self._draw(sum(stack.count * stack.first.rows * stack.first.rank for stack in self._stacks))
         self.probes = [orthonormal(part) for part in self._cut(drawn, rows=True)]
 
-    def rounds(self, model: NDArray[np.floating]) -> Generator[Round, Any, None]:
+    def rounds(self, model: NDArray[np.floating]) -> Rounds[None]:
         """Exchange once with all neighbours and move the model towards theirs, in place. Collective, as a round.
 
         Parameters

@@ -3,12 +3,11 @@
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpicomp.arrays import Described
 from mpicomp.checkpoint.file import Header, RankFile, encode, file_name, write_file
@@ -16,11 +15,10 @@ from mpicomp.checkpoint.folder import begin, complete_folder, drop_older, finish
 from mpicomp.checkpoint.shares import STATES, reducers, shared_anew, weights
 from mpicomp.errors import CheckpointError, ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree
-from mpicomp.rounds import Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.transport.connect import connect
 
 Folder = str | os.PathLike[str]
-Rounds = Generator[Round, Any, Any]
 
 
 def save_checkpoint(folder: Folder, state: Any, comm: Any = None, keep: int = 1) -> None:
@@ -91,7 +89,7 @@ def load_checkpoint(folder: Folder, comm: Any = None) -> Any:
     return _run(comm, lambda group: load_rounds(folder, group))
 
 
-def save_rounds(folder: Folder, state: Any, keep: int, group: Group) -> Rounds:
+def save_rounds(folder: Folder, state: Any, keep: int, group: Group) -> Rounds[Any]:
     """Do what `save_checkpoint` does as a generator of rounds, for ranks that live in one process."""
     signature, problem = None, None
     try:
@@ -138,7 +136,7 @@ def save_rounds(folder: Folder, state: Any, keep: int, group: Group) -> Rounds:
         drop_older(path, keep)
 
 
-def load_rounds(folder: Folder, group: Group) -> Rounds:
+def load_rounds(folder: Folder, group: Group) -> Rounds[Any]:
     """Do what `load_checkpoint` does as a generator of rounds, for ranks that live in one process."""
     signature, problem = None, None
     try:
@@ -166,7 +164,7 @@ def load_rounds(folder: Folder, group: Group) -> Rounds:
     return state
 
 
-def _run(comm: Any, rounds: Callable[[Group], Rounds]) -> Any:
+def _run(comm: Any, rounds: Callable[[Group], Rounds[Any]]) -> Any:
     transport = connect(comm)
     try:
         return transport.run(rounds(transport.group))
@@ -189,9 +187,7 @@ def _problem(error: Exception, what: str) -> MpicompError:
     return CheckpointError(f"{what}: {text}")
 
 
-def _from_rank_0(
-    numbers: Sequence[int], problem: MpicompError | None, group: Group
-) -> Generator[Round, NDArray[Any], list[int]]:
+def _from_rank_0(numbers: Sequence[int], problem: MpicompError | None, group: Group) -> Rounds[list[int]]:
     """Return the numbers of rank 0 on all ranks, or raise its problem on all of them."""
     yield from agree(None, problem, group)
     send = np.array(numbers, np.int64)

@@ -1,7 +1,6 @@
 """Dense inside a host, through its shared memory; another collective, compressed, between hosts."""
 
 from collections import Counter
-from collections.abc import Generator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -29,7 +28,7 @@ from mpicomp.compressors.message import DAMAGED
 from mpicomp.errors import MessageError
 from mpicomp.places import here, numbers
 from mpicomp.registry import register
-from mpicomp.rounds import ACROSS, HOST, Asked, Group, Round, observe, parts_of
+from mpicomp.rounds import ACROSS, HOST, Group, Request, Round, Rounds, observe, parts_of
 from mpicomp.workspace import Workspace
 
 _NUMBER = np.dtype(np.float64)
@@ -232,9 +231,7 @@ class Hierarchical(Scheme[Compressor]):
             finite = _differ_finitely(buffer[:owned], accumulated.array()[own], energy_there, hosts)
         return Accumulated.ready(buffer, energy, lost, finite, stale > 0)
 
-    def _between_hosts(
-        self, part: Accumulated, context: Context, across: Group
-    ) -> Generator[Asked, Any, tuple[Result, bool]]:
+    def _between_hosts(self, part: Accumulated, context: Context, across: Group) -> Rounds[tuple[Result, bool]]:
         """Run the inner collective among the owners of a slice, and divide its mean by ranks in place of hosts.
 
         Tell also whether one of them was sent a damaged message, where all of them know.
@@ -246,7 +243,7 @@ class Hierarchical(Scheme[Compressor]):
             workspace=context.workspace.made("hierarchical", lambda: Workspace(here())),
         )
 
-        def address(asked: Asked) -> None:
+        def address(asked: Request) -> None:
             if isinstance(asked, Round):  # not one that was started before and is now waited for
                 asked.group = ACROSS
 

@@ -1,7 +1,6 @@
 """Integers on a grid that all ranks share, which the transport sums."""
 
 import math
-from collections.abc import Generator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +17,7 @@ from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.kernels import sizes
 from mpicomp.places import here, numbers, received
 from mpicomp.registry import register
-from mpicomp.rounds import Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 
 _BYTE, _WORD = np.dtype(np.uint8), np.dtype(np.uint64)
 _MOST = 2**31 - 1
@@ -121,7 +120,7 @@ class IntegerSum(Scheme[SharedQuantiser]):
 
     def _levels(
         self, ask: Round, array: NDArray[np.floating], inverses: NDArray[np.floating], context: Context
-    ) -> Generator[Round, NDArray[np.uint64], NDArray[np.uint8]]:
+    ) -> Rounds[NDArray[np.uint8]]:
         """Return each element's grid."""
         workspace, ranks, limit = context.workspace, context.group.size, self.compressor.scales[0]
         width = sizes.words_of(array.size, ranks)

@@ -1,7 +1,7 @@
 """Ok-Topk: a sparse reduce-scatter over regions of equal load, then an allgather of the largest sums."""
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
@@ -38,7 +38,7 @@ from mpicomp.compressors.message import (
 from mpicomp.errors import MessageError
 from mpicomp.places import here, numbers
 from mpicomp.registry import register
-from mpicomp.rounds import Group, Round, parts_of
+from mpicomp.rounds import Group, Round, Rounds, parts_of
 from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)
@@ -180,9 +180,7 @@ class _Step:
             stale=bool(self.flags & STALE),
         )
 
-    def _scatter(
-        self, selection: Selection, regions: Sequence[_Span]
-    ) -> Generator[Round, NDArray[Any], tuple[int, list[Sparse]]]:
+    def _scatter(self, selection: Selection, regions: Sequence[_Span]) -> Rounds[tuple[int, list[Sparse]]]:
         """Send every region's elements to its owner; return k and the messages received, one a rank."""
         ranks = self.group.size
         inner = np.array([start for start, _ in regions[1:]], np.uint32)
@@ -232,9 +230,7 @@ class _Step:
         first, second = self._sum(parts[:half], f"{name}.0"), self._sum(parts[half:], f"{name}.1")
         return added(first, second, self.workspace, name)
 
-    def _agree(
-        self, sums: Selection, selection: Selection, target: int
-    ) -> Generator[Round, NDArray[Any], tuple[list[int], int, int]]:
+    def _agree(self, sums: Selection, selection: Selection, target: int) -> Rounds[tuple[list[int], int, int]]:
         """Return how many sums of each owner are delivered, the magnitude bits that they reach, and this rank's number.
 
         The last one is that of its own sums, where what it heard of them is damaged.
@@ -303,9 +299,7 @@ class _Step:
         shorter = self._bytes(longest, whole) - self._bytes(even[0], whole)
         return longest * self.group.size > 2 * sum(counts) and shorter > _WORTH
 
-    def _share_out(
-        self, chosen: Selection, counts: Sequence[int], even: Sequence[int]
-    ) -> Generator[Round, NDArray[Any], Selection]:
+    def _share_out(self, chosen: Selection, counts: Sequence[int], even: Sequence[int]) -> Rounds[Selection]:
         """Move consecutive pieces of all ranks' elements so that each rank holds ``even`` of them; return its own."""
         ranks, rank, whole = self.group.size, self.group.rank, (0, self.numel)
         going = overlaps(counts, even, rank)
@@ -321,7 +315,7 @@ class _Step:
 
     def _gather(
         self, held: Selection, counts: Sequence[int], spans: Sequence[_Span], energy: float, kept: float
-    ) -> Generator[Round, NDArray[Any], tuple[Selection, float]]:
+    ) -> Rounds[tuple[Selection, float]]:
         """Return all delivered means, in order, and the energy that owners lost."""
         sizes = [self._bytes(count, span) for count, span in zip(counts, spans, strict=True)]
         message = self.workspace.array("message", sizes[self.group.rank], _BYTE)
@@ -332,7 +326,7 @@ class _Step:
         everything = room(self.workspace, "delivered.all", sum(counts), self.dtype)
         return everything, sum(part.lost for part in messages)
 
-    def _tell_lost(self, sent: Selection) -> Generator[Round, NDArray[Any], float]:
+    def _tell_lost(self, sent: Selection) -> Rounds[float]:
         """Return the energy that all ranks lost, each of which knows its own; NaN where one read what is damaged."""
         [change] = numbers(kernels.norm_change(self.accumulated.array(), sent.indices, sent.values))
         lost = max(0.0, self.accumulated.energy + change) if self.problem is None else math.nan

@@ -3,7 +3,7 @@
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -18,9 +18,9 @@ from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
 from mpicomp.compressors.wire import SHARING
 from mpicomp.errors import MessageError
 from mpicomp.places import here
-from mpicomp.rounds import Asked, Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 
-Exchange = Generator[Asked, Any, "Result"]
+Exchange = Rounds["Result"]
 """Yields rounds, is sent what they received, and returns a `Result`."""
 
 

@@ -1,12 +1,9 @@
 """Rows of a sparse gradient: every rank has some, all ranks get the mean of all."""
 
-from collections.abc import Generator
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.rounds import Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 
 _INDEX = np.dtype(np.int64)
 _NONE = -1  # sent by a rank without a gradient in place of the number of its rows
@@ -14,7 +11,7 @@ _NONE = -1  # sent by a rank without a gradient in place of the number of its ro
 
 def mean_of_rows(
     indices: NDArray[np.int64] | None, rows: NDArray[np.floating], group: Group
-) -> Generator[Round, Any, tuple[NDArray[np.int64], NDArray[np.floating]] | None]:
+) -> Rounds[tuple[NDArray[np.int64], NDArray[np.floating]] | None]:
     """Average rows over all ranks, as rounds; a rank's missing rows are zeros. The same bits on every rank.
 
     Three allgathervs: how many rows each rank has, which, and the rows themselves.

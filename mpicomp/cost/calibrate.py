@@ -1,7 +1,7 @@
 """One cost model for all ranks: given, remembered, or measured."""
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from mpicomp.cost.network import Network
 from mpicomp.cost.probe import QUICK, THOROUGH, Effort, probe
 from mpicomp.errors import ConfigurationError
 from mpicomp.places import HOST, Place
-from mpicomp.rounds import Asked, Round
+from mpicomp.rounds import Round, Rounds
 from mpicomp.rounds.reports import from_one
 from mpicomp.transport.base import Transport
 from mpicomp.transport.clocks import compare_clocks
@@ -52,7 +52,7 @@ def calibrate_for_elsewhere(known: CostModel | None, transport: Transport) -> Co
     return model
 
 
-def share_model(given: CostModel | str | None, transport: Transport) -> Generator[Asked, Any, CostModel]:
+def share_model(given: CostModel | str | None, transport: Transport) -> Rounds[CostModel]:
     """Return a cost model with the state of rank 0 on all ranks. Collective over all ranks, as rounds.
 
     It is a copy of the one that was given, or read from a file; or what an earlier reducer of this process measured
@@ -87,13 +87,13 @@ def share_model(given: CostModel | str | None, transport: Transport) -> Generato
     return model
 
 
-def first_says(flag: bool, transport: Transport) -> Generator[Asked, Any, bool]:
+def first_says(flag: bool, transport: Transport) -> Rounds[bool]:
     """Return rank 0's flag on all ranks. Collective over all ranks, as a round of a byte."""
     [said] = yield from flags_of_first([flag], transport)
     return said
 
 
-def flags_of_first(flags: Sequence[bool], transport: Transport) -> Generator[Asked, Any, list[bool]]:
+def flags_of_first(flags: Sequence[bool], transport: Transport) -> Rounds[list[bool]]:
     """Return rank 0's flags, as many as all ranks have, on all ranks. Collective over all ranks, as a round."""
     send = np.array(flags, _BYTE) if transport.group.rank == 0 else None
     said = yield Round("bcast", (len(flags),), _BYTE, send=send, recv=np.empty(len(flags), _BYTE))
@@ -108,7 +108,7 @@ def measure_kernels(
     ladder: bool = False,
     place: Place = HOST,
     on_device: bool = False,
-) -> Generator[Asked, Any, None]:
+) -> Rounds[None]:
     """Measure the own work of schemes that the model does not know; the slowest rank's counts.
 
     Collective, as rounds.
@@ -171,7 +171,7 @@ def _first_rank_knows(given: CostModel | str | None, transport: Transport) -> di
     return {"probe": wanted == "1" and transport.probes}
 
 
-def _measure(model: CostModel, transport: Transport, effort: Effort = QUICK) -> Generator[Asked, Any, None]:
+def _measure(model: CostModel, transport: Transport, effort: Effort = QUICK) -> Rounds[None]:
     yield from compare_clocks(transport)
     yield from probe(model.network, transport, effort)
 

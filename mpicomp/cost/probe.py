@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mpicomp.cost.formulas import terms
 from mpicomp.cost.network import OPERATIONS, Network
-from mpicomp.rounds import ACROSS, HOST, WORLD, Asked, Group, Round
+from mpicomp.rounds import ACROSS, HOST, WORLD, Group, Round, Rounds
 from mpicomp.transport.base import Transport
 
 _SMALL = 64  # bytes that a rank sends where latency is measured
@@ -24,7 +24,7 @@ _FACTORS = (0.1, 10.0)  # smallest and largest factor, whatever was measured
 
 _BYTE = np.dtype(np.uint8)
 
-Probing = Generator[Asked, Any, None]
+Probing = Rounds[None]
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,7 @@ def probe_link(network: Network, transport: Transport) -> Probing:
     network.set_link(WORLD, latency, _rate(first, latency, _FIRST), _SD)
 
 
-def _look(
-    transport: Transport, busy: Group | None, repeats: int, effort: Effort
-) -> Generator[Asked, Any, tuple[float, float]]:
+def _look(transport: Transport, busy: Group | None, repeats: int, effort: Effort) -> Rounds[tuple[float, float]]:
     """Return the seconds in which all ranks pass a small and a larger message to their neighbours."""
     tasks = [_ring(busy, _SMALL)] * (repeats + 1) + [_ring(busy, _FIRST)] * _FEW
     seconds = yield from _measure(transport, busy, tasks, effort.apart)
@@ -134,7 +132,7 @@ def _probe_group(network: Network, transport: Transport, name: str, effort: Effo
 
 def _measure(
     transport: Transport, group: Group | None, tasks: list[Round], apart: bool = False
-) -> Generator[Asked, Any, NDArray[np.float64]]:
+) -> Rounds[NDArray[np.float64]]:
     """Run rounds one after the other; return the seconds of each, the same numbers on all ranks.
 
     A rank that is done early begins the next round early, which then seems to be shorter; ``apart`` has all ranks meet
@@ -165,7 +163,7 @@ def _as_all_see_it(name: str, size: int, world: Group) -> Group:
     return Group(0, size, name=name, hosts=size, sharing=min(Counter(world.layout).values()))
 
 
-def _largest(size: int, world: Group) -> Generator[Asked, Any, int]:
+def _largest(size: int, world: Group) -> Rounds[int]:
     send, recv = np.array([size]), np.empty(world.size, np.int64)
     sizes = yield Round("allgatherv", [1] * world.size, recv.dtype, send=send, recv=recv)
     return int(sizes.max())

@@ -2,7 +2,7 @@
 
 import glob
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
 from mpicomp.policies.ratio_levels import at_ratio, check_least, check_ratios, ladder
 from mpicomp.policies.surveys import SpectrumSurvey, Survey
 from mpicomp.registry import register
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
 
 _STRIDE = 8  # of a survey: one group of elements in so many
@@ -132,7 +132,7 @@ class Accordion(Adaptive):
         """See `Policy.survey`: norms, at every step."""
         return self._survey
 
-    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         """See `Policy.start`. What is known of parts follows their names; where they are others, a period begins."""
         self._current.clear()
         yield from super().start(shapes, transport)

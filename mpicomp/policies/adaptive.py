@@ -1,7 +1,7 @@
 """The base class of policies that choose settings of one compressor, each with its fastest collective."""
 
 from abc import abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from mpicomp.cost import CostModel
 from mpicomp.policies.plan_selector import PlanSelector, names_for
 from mpicomp.policies.policy import Named, Plan, Policy, Shape, StepReport, feedback_of
 from mpicomp.policies.ratio_levels import default_compressor
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
 
 
@@ -46,7 +46,7 @@ class Adaptive(Policy):
 
     @abstractmethod
     def choose(self, bucket: int) -> tuple[Compressor | None, str]:
-        """Return the compressor of a bucket in this step, None for dense, and the reason. Asked for once a step."""
+        """Return the compressor of a bucket in this step, None for dense, and the reason. Request for once a step."""
 
     def adopt(self, named: Named) -> None:
         """See `Policy.adopt`. Where no compressor was named it is top-k."""
@@ -72,7 +72,7 @@ class Adaptive(Policy):
         """See `Policy.listens`."""
         return self._selector.listens
 
-    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         """See `Policy.start`."""
         self._shapes = list(shapes)
         ladders = []
@@ -93,7 +93,7 @@ class Adaptive(Policy):
         config = level.get_config()
         return get_compressor(config | {"layers": {"*": config[setting]}})
 
-    def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
+    def refresh(self, transport: Transport) -> Rounds[None]:
         """See `Policy.refresh`. Where the network has changed, its links are measured anew."""
         yield from self._selector.refresh(transport)
 

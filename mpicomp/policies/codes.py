@@ -1,7 +1,7 @@
 """Learned codes in the joint choice: taken up where they are predicted to pay for all that they cost."""
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, cast
@@ -14,7 +14,7 @@ from mpicomp.cost import CostModel, measure_kernels, seen_by_some
 from mpicomp.places import HOST
 from mpicomp.policies.policy import Shape, model_of
 from mpicomp.policies.tradeoff import Balance
-from mpicomp.rounds import Asked, Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.transport.base import Transport
 
 _LATER = 3.5  # times the delay of the values themselves, under either code: 2.6 to 4.3 on digits
@@ -131,7 +131,7 @@ class Codes:
         """Return the steps that energy waits under a bucket's code; 0 before it ran."""
         return self._late.get(self._shapes[bucket].names[0], 0.0)
 
-    def ask(self, rivals: Rivals, transport: Transport) -> Generator[Asked, Any, bool]:
+    def ask(self, rivals: Rivals, transport: Transport) -> Rounds[bool]:
         """Take up the code that is predicted to pay most, if one does; return whether it was. Collective, as rounds.
 
         Own work is measured only where a code would pay if it took none.
@@ -172,7 +172,7 @@ class Codes:
         self._learnt = {str(name): int(steps) for name, steps in state["learnt"].items()}
         self._late = {str(name): float(steps) for name, steps in state.get("late", {}).items()}
 
-    def _agree(self, transport: Transport) -> Generator[Asked, Any, None]:
+    def _agree(self, transport: Transport) -> Rounds[None]:
         """Leave out codes that need packages, where some rank lacks one. Collective: a round of two bytes."""
         ranks = transport.group.size
         there = all(find_spec(name) is not None for code in self._templates for name in code.needs)

@@ -1,7 +1,7 @@
 """Flexible communication: one ratio and one kind of collective for the whole model, weighing time against gain."""
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -27,7 +27,7 @@ from mpicomp.policies.ratio_levels import (
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.published import published
 from mpicomp.registry import register
-from mpicomp.rounds import Asked, Group
+from mpicomp.rounds import Group, Rounds
 from mpicomp.transport.base import Transport
 
 _WEIGHTS = (0.6, 0.4)  # weights of seconds and of 1 / gain
@@ -179,7 +179,7 @@ class Flexible(Policy):
         """See `Policy.survey`: spectra, where gains are to be measured."""
         return self._survey if self._asking and not self._ramping else None
 
-    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         """See `Policy.start`. Gains are measured anew."""
         group = transport.group
         self._shapes = list(shapes)
@@ -194,7 +194,7 @@ class Flexible(Policy):
         if self._current not in self._options:
             self._current = None
 
-    def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
+    def refresh(self, transport: Transport) -> Rounds[None]:
         """See `Policy.refresh`. Where the network has changed, it is chosen anew."""
         if (yield from self._selector.refresh(transport)):
             self._solve()

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from mpicomp.policies.flexible import Flexible, Option, candidates
 from mpicomp.policies.policy import Delivered, Named, Plan, Shape, StepReport
 from mpicomp.policies.ratio_levels import at_ratio, ladder
 from mpicomp.policies.surveys import Survey
-from mpicomp.rounds import Asked, Group
+from mpicomp.rounds import Group, Rounds
 from mpicomp.transport.base import Transport
 
 TRIAL = 10
@@ -115,7 +115,7 @@ class FlexibleSearch(Flexible):
         """See `Policy.survey`: gains are those of trials."""
         return None
 
-    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         """See `Policy.start`. A trial that is under way is undone, and all are made anew."""
         self._back = self._back or self._trial is not None
         self._trial, self._candidate_of, self._objectives = None, {}, None
@@ -123,7 +123,7 @@ class FlexibleSearch(Flexible):
         yield from super().start(shapes, transport)
         self._look_at_link()
 
-    def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
+    def refresh(self, transport: Transport) -> Rounds[None]:
         """See `Policy.refresh`. Where the network has changed the formulas tell the seconds in rounds."""
         if (yield from self._selector.refresh(transport)):
             self._look_at_link()

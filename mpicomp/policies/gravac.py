@@ -2,7 +2,7 @@
 
 import statistics
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_least
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.published import published
 from mpicomp.registry import register
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
 
 _SCALINGS = ("exponential", "geometric")
@@ -180,7 +180,7 @@ class GraVAC(Adaptive):
             self._surveys[key] = LevelsSurvey(self.compressor, *(self._ratios[level] for level in key[1:]))
         return self._surveys[key]
 
-    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         """See `Policy.start`. The search goes on, since it is about the whole model."""
         group = transport.group
         self._timed = transport.probes and group.size > 1

@@ -4,7 +4,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -26,7 +26,7 @@ from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, default_com
 from mpicomp.policies.surveys import Survey
 from mpicomp.policies.tradeoff import Balance
 from mpicomp.registry import register
-from mpicomp.rounds import Asked, Group
+from mpicomp.rounds import Group, Rounds
 from mpicomp.transport.base import Transport
 
 _LEAST = 0.001  # lowest ratio among the candidates: below it indices take more than values
@@ -164,7 +164,7 @@ class Joint(Policy):
         looks = self._chooses and (self._step >= self._next or not self._is_known)
         return self._surveys[bucket] if looks else None
 
-    def bucket_limit(self, nbytes: int, transport: Transport) -> Generator[Asked, Any, int | None]:
+    def bucket_limit(self, nbytes: int, transport: Transport) -> Rounds[int | None]:
         """See `Policy.bucket_limit`: as many buckets as make what is left after backward least.
 
         Of k buckets, backward hides all but the last one's share 1/k of the time on the links, and each adds the time
@@ -179,7 +179,7 @@ class Joint(Policy):
         own = _WOKEN_S + ring(ranks, 0).seconds(latency, 0.0)
         return math.ceil(nbytes / max(1, round(math.sqrt(whole / own))))
 
-    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         """See `Policy.start`."""
         self._restored |= self._known()
         self._shapes = list(shapes)
@@ -197,7 +197,7 @@ class Joint(Policy):
             self._dense = [Dense(wire="bf16"), Dense()] if narrow else [Dense()]
         yield from self._begin(transport)
 
-    def _begin(self, transport: Transport) -> Generator[Asked, Any, None]:
+    def _begin(self, transport: Transport) -> Rounds[None]:
         """Set up all plans, from dense ones on. Collective, as rounds."""
         levels = [self._levels(transport.group, bucket) for bucket in range(len(self._shapes))]
         yield from self._selector.start(levels, self._shapes, transport)
@@ -205,7 +205,7 @@ class Joint(Policy):
         self._allowed = [self._dense_rows(bucket) for bucket in range(len(self._shapes))]
         self._renewed = False
 
-    def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
+    def refresh(self, transport: Transport) -> Rounds[None]:
         """See `Policy.refresh`. Better plans are sought after looks, and at once where the network has changed."""
         changed = yield from self._selector.refresh(transport)
         if self._renewed:
@@ -434,7 +434,7 @@ class Joint(Policy):
             choice = now
         return choice
 
-    def _ask_for_codes(self, transport: Transport) -> Generator[Asked, Any, bool]:
+    def _ask_for_codes(self, transport: Transport) -> Rounds[bool]:
         """Take up a learned code where it pays; return whether one was. Collective, as rounds."""
         balance, cost = self._balance(self._local), self._selector.cost
         if balance is None or cost is None or not self._selector.measured:

@@ -1,6 +1,6 @@
 """L-GreCo: a ratio, a rank or bits for each layer: the model's error is what it was, and the bytes are fewest."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from mpicomp.policies.registry import get_policy
 from mpicomp.policies.surveys import Both, SumSurvey, Survey
 from mpicomp.published import published
 from mpicomp.registry import register
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
 
 _SURVEYS = 10  # steps that are looked at before an adjustment
@@ -236,7 +236,7 @@ class LGreCo(Adaptive):
         self._looked[bucket] = other, own
         return Both(other, own) if other is not None and own is not None else other or own
 
-    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         """See `Policy.start`."""
         self._tables = [self._table(shape) for shape in shapes]
         sums = [None if self.error == "mean" else table.survey for table in self._tables]
@@ -263,7 +263,7 @@ class LGreCo(Adaptive):
             found += [at_ratio(family, own) for own in ladder(ratio / span, min(1.0, ratio * span))]
         return found
 
-    def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
+    def refresh(self, transport: Transport) -> Rounds[None]:
         """See `Policy.refresh`: adjusts what is due."""
         if self._inner is not None:
             yield from self._inner.refresh(transport)

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from mpicomp.cost import (
 from mpicomp.cost.network import LEAST_STRANGE
 from mpicomp.places import HOST
 from mpicomp.policies.policy import Plan, Shape, StepReport
-from mpicomp.rounds import Asked, Group
+from mpicomp.rounds import Group, Rounds
 from mpicomp.transport.base import Transport
 
 WORTH = 0.03
@@ -168,7 +168,7 @@ class PlanSelector:
         assert self.cost is not None
         return self.cost.network.suspects or any(not turn.known and turn.steps >= _SETTLED for turn in self._turns)
 
-    def know(self, transport: Transport) -> Generator[Asked, Any, CostModel | None]:
+    def know(self, transport: Transport) -> Rounds[CostModel | None]:
         """Return what is known of links and operations, measured where it is not; None where nothing can be.
 
         Collective over all ranks, as rounds.
@@ -183,7 +183,7 @@ class PlanSelector:
     def start(
         self, ladders: Sequence[Sequence[tuple[Compressor, Sequence[str]]]], shapes: Sequence[Shape],
         transport: Transport,
-    ) -> Generator[Asked, Any, None]:  # fmt: skip
+    ) -> Rounds[None]:  # fmt: skip
         """Take up new buckets; links, operations and kernels are measured where they are not known.
 
         Collective over all ranks, as rounds.
@@ -220,7 +220,7 @@ class PlanSelector:
         self._curious = _CURIOUS[0]
         self._wake()
 
-    def refresh(self, transport: Transport) -> Generator[Asked, Any, bool]:
+    def refresh(self, transport: Transport) -> Rounds[bool]:
         """Measure the links anew where they have changed, and return whether they have. Collective, as rounds."""
         self._count += 1
         if not self._changed:

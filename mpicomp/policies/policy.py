@@ -2,7 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
@@ -15,7 +15,7 @@ from mpicomp.cost import CostModel, Prediction
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.places import HOST, Place
 from mpicomp.policies.surveys import Survey
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
 
 
@@ -210,7 +210,7 @@ class Policy(ABC):
         """Return the survey that ranks are to make of a bucket in this step; its result comes with `learn`."""
         return None
 
-    def bucket_limit(self, nbytes: int, transport: Transport) -> Generator[Asked, Any, int | None]:
+    def bucket_limit(self, nbytes: int, transport: Transport) -> Rounds[int | None]:
         """Return the length at which arrays of ``nbytes`` in all are cut into buckets, the same on all ranks.
 
         None where the policy cannot tell what exchanging takes. Collective over all ranks, as rounds.
@@ -218,12 +218,12 @@ class Policy(ABC):
         return None
         yield
 
-    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         """Take up new buckets. Collective over all ranks, as rounds."""
         return
         yield
 
-    def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
+    def refresh(self, transport: Transport) -> Rounds[None]:
         """Prepare this step's plans. Collective, as rounds; mostly there are none."""
         return
         yield

@@ -1,6 +1,6 @@
 """The ratio as a function of the step."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.policy import Delivered, Named, Shape
 from mpicomp.policies.ratio_levels import at_ratio, check_least, ladder
 from mpicomp.registry import register
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
 
 _SHAPES = ("linear", "exponential", "step", "varco")
@@ -97,7 +97,7 @@ class Schedule(Adaptive):
         self._done = 0
         self._current: dict[int, tuple[float, Compressor]] = {}  # by bucket: the last ratio, and what it gave
 
-    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         """See `Policy.start`."""
         self._current.clear()
         yield from super().start(shapes, transport)

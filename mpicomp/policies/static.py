@@ -1,6 +1,6 @@
 """The compressor that was named, at every step."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from mpicomp.policies.policy import Named, Plan, Policy, Shape, StepReport, feed
 from mpicomp.policies.surveys import Survey
 from mpicomp.policies.watch import Watch
 from mpicomp.registry import register
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
 
 
@@ -55,7 +55,7 @@ class Static(Policy):
         """See `Policy.survey`: some elements in the first steps, to warn where training will fall behind."""
         return None if self._watch is None else self._watch.survey(bucket)
 
-    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         """See `Policy.start`."""
         ladders: list[list[tuple[Compressor, list[str]]]] = []
         model = model_of(shapes)
@@ -70,7 +70,7 @@ class Static(Policy):
         if self._watch is not None and transport.probes:
             self._watch.start(shapes, transport.group.rank, transport.group.size)
 
-    def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
+    def refresh(self, transport: Transport) -> Rounds[None]:
         """See `Policy.refresh`. Where the network has changed, its links are measured anew."""
         yield from self._selector.refresh(transport)
 

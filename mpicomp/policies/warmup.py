@@ -1,7 +1,7 @@
 """The warm-up: what comes before a policy in the first steps of a run, dense exchange or a falling ratio."""
 
 import operator
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from mpicomp.policies.schedule import Schedule
 from mpicomp.policies.static import Static
 from mpicomp.policies.surveys import Survey
 from mpicomp.published import is_published
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
 
 # Measured with top-k at 1 % (docs/policies.md). On `text-lstm` the training loss is 4.0 % above dense in steps 0 to 29
@@ -200,18 +200,18 @@ class WarmUp(Policy):
         """See `Policy.survey`."""
         return self._planning.survey(bucket)
 
-    def bucket_limit(self, nbytes: int, transport: Transport) -> Generator[Asked, Any, int | None]:
+    def bucket_limit(self, nbytes: int, transport: Transport) -> Rounds[int | None]:
         """See `Policy.bucket_limit`."""
         return (yield from self.then.bucket_limit(nbytes, transport))
 
-    def start(self, shapes: Sequence[Shape], transport: Transport) -> Generator[Asked, Any, None]:
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         """See `Policy.start`."""
         yield from self.then.start(shapes, transport)
         if self._warming:
             self._first.load_state_dict(self._first.state_dict(), self.then.cost)  # so that nothing is measured twice
             yield from self._first.start(shapes, transport)
 
-    def refresh(self, transport: Transport) -> Generator[Asked, Any, None]:
+    def refresh(self, transport: Transport) -> Rounds[None]:
         """See `Policy.refresh`."""
         yield from self._active.refresh(transport)
 

@@ -5,7 +5,7 @@ It costs rounds of its own and so happens only at the first step and when some r
 
 import hashlib
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mpicomp import errors
 from mpicomp.arrays import Described
 from mpicomp.errors import DisagreementError, MessageError, MpicompError, OutOfMemoryError
-from mpicomp.rounds import Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.rounds.reports import checked_lengths, read_object
 from mpicomp.transport import Transport
 
@@ -39,7 +39,7 @@ class Signature:
 
 def agree(
     signature: Signature | None, problem: MpicompError | None, group: Group, subsystem: str = "reduce"
-) -> Generator[Round, NDArray[Any], None]:
+) -> Rounds[None]:
     """Compare the ranks' signatures and raise the same error on all of them where they differ.
 
     Parameters

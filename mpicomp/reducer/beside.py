@@ -1,9 +1,9 @@
 """`Beside`: exchanges that belong to a step but to none of its buckets, such as sparse gradients."""
 
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 
 Given = tuple[Mapping[str, Any], Collection[str]]
 """Arrays by name, and those of them that stand for no gradient; see `mpicomp.Reducer.reduce`."""
@@ -27,7 +27,7 @@ class Beside:
     idle = False
     frozen = False
 
-    def agree(self, given: Given) -> Generator[Asked, Any, Given | None]:
+    def agree(self, given: Given) -> Rounds[Given | None]:
         """Compare what only the caller knows of, when ranks agree anew, and return what is to be reduced. As rounds.
 
         None ends the step here, on all ranks alike: nothing was reduced then, and no step is counted.
@@ -35,7 +35,7 @@ class Beside:
         return given
         yield
 
-    def exchange(self) -> Generator[Asked, Any, bool]:
+    def exchange(self) -> Rounds[bool]:
         """Exchange gradients outside buckets; return whether they are finite, the same on all ranks. As rounds."""
         return True
         yield

@@ -1,7 +1,7 @@
 """One bucket's exchange, with all that a record and a policy want to know of it."""
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from mpicomp.reducer.layers import layers_of
 from mpicomp.reducer.ranges import Ranges
 from mpicomp.reducer.record import BucketRecord
 from mpicomp.reducer.trace_notes import Span
-from mpicomp.rounds import Asked, Group, Pending, dense_ring_bytes, observe
+from mpicomp.rounds import Group, Pending, Request, Rounds, dense_ring_bytes, observe
 from mpicomp.transport.routes import at
 
 
@@ -81,13 +81,13 @@ class _Watch:
         self.traced, self.spans = tracing.active is not None, list[Span]()
         self._asked = start
 
-    def before(self, asked: Asked) -> None:
+    def before(self, asked: Request) -> None:
         """Note that a round begins."""
         self._asked = self._clock()
         self.own_s += self._asked - self.last
         self.ranges.show("exchange")
 
-    def after(self, asked: Asked) -> None:
+    def after(self, asked: Request) -> None:
         """Note that it has ended."""
         self.last = self._clock()
         self.waited_s += self.last - self._asked
@@ -108,7 +108,7 @@ class _Watch:
 
 def exchange(
     bucket: Bucket, gradients: Sequence[Any] | None, core: Core, scale: float, frozen: bool, ready: float
-) -> Generator[Asked, Any, Exchanged]:
+) -> Rounds[Exchanged]:
     """Exchange one bucket, as rounds.
 
     Parameters

@@ -1,11 +1,10 @@
 """Which rank is slowest: ranks tell each other now and then how long they work between exchanges."""
 
-from collections.abc import Generator
 from typing import Any
 
 import numpy as np
 
-from mpicomp.rounds import Asked, Pending, Round
+from mpicomp.rounds import Pending, Round, Rounds
 
 EVERY = 16
 """Steps from one time that ranks tell each other to the next: a message to each in so many costs next to nothing."""
@@ -51,7 +50,7 @@ class Pace:
             self._own_s.append(ended - self._ended - waited_s)
         self._ended = ended
 
-    def tell(self, step: int) -> Generator[Asked, Any, None]:
+    def tell(self, step: int) -> Rounds[None]:
         """Hear what was told at the step before, and tell the others after every so many steps. As rounds."""
         if self._under_way is not None:
             own_s = yield self._under_way

@@ -1,12 +1,11 @@
 """Records of a step: plans and their reasons, bytes and seconds, so that every decision can be explained."""
 
 import time
-from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from mpicomp.reducer.layers import Layers
-from mpicomp.rounds import Asked, Group, Round, observe
+from mpicomp.rounds import Group, Request, Round, Rounds, observe
 
 Value = TypeVar("Value")
 
@@ -32,11 +31,11 @@ class Tally:
     wire_bytes: float = 0.0
     waited_s: float = 0.0
 
-    def count(self, exchange: Generator[Asked, Any, Value], group: Group) -> Generator[Asked, Any, Value]:
+    def count(self, exchange: Rounds[Value], group: Group) -> Rounds[Value]:
         """Pass a generator of rounds on, and add the bytes and the seconds of each."""
         began = 0.0
 
-        def begin(asked: Asked) -> None:
+        def begin(asked: Request) -> None:
             nonlocal began
             began = time.perf_counter()
             part = group.part(asked.group) if isinstance(asked, Round) else None
@@ -44,7 +43,7 @@ class Tally:
                 self.sent_bytes += asked.sent_bytes(part)
                 self.wire_bytes += asked.wire_bytes(part)
 
-        def end(asked: Asked) -> None:
+        def end(asked: Request) -> None:
             self.waited_s += time.perf_counter() - began
 
         return (yield from observe(exchange, begin, end))

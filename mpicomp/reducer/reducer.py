@@ -4,7 +4,7 @@ import functools
 import inspect
 import operator
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Self
 
 import numpy as np
@@ -23,11 +23,11 @@ from mpicomp.reducer.layout import LARGE_BUCKET, Layout
 from mpicomp.reducer.pace import Pace
 from mpicomp.reducer.record import StepRecord, Value
 from mpicomp.reducer.rewinding import Rewinding, check_rewinds
-from mpicomp.reducer.step import AGREED, Rounds, Step
+from mpicomp.reducer.step import AGREED, Step
 from mpicomp.reducer.stream import Stream
 from mpicomp.reducer.survivors import common_state, leave_the_dead
 from mpicomp.reducer.telemetry import Telemetry
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
 from mpicomp.transport.interleave import ProgressThread
@@ -341,7 +341,7 @@ class Reducer:
         scale: float = 1.0,
         finite: bool = True,
         beside: Beside | None = None,
-    ) -> Rounds:
+    ) -> Rounds[Any]:
         """Do what `reduce` does as a generator of rounds, for ranks that live in one process.
 
         See `mpicomp.transport.LocalWorld`.
@@ -373,7 +373,7 @@ class Reducer:
         scale: float,
         finite: bool,
         beside: Beside | None,
-    ) -> Rounds:
+    ) -> Rounds[Any]:
         begin = time.perf_counter()
         step = Step(self._core, scale, beside)
         try:
@@ -395,7 +395,7 @@ class Reducer:
         """Whether those that are left go on where a rank dies."""
         return self._core.survives
 
-    def _survive(self, error: RankFailedError) -> Rounds:
+    def _survive(self, error: RankFailedError) -> Rounds[Any]:
         """Go on with the ranks that are left, in the state before the step. As rounds."""
         before, transport = self._core, self._core.transport
         lost = list(before.lost)
@@ -414,7 +414,7 @@ class Reducer:
         if self._on_shrink is not None and lost:
             self._on_shrink(list(lost), transport.group.size)
 
-    def counted(self, exchange: Generator[Asked, Any, Value]) -> Generator[Asked, Any, Value]:
+    def counted(self, exchange: Rounds[Value]) -> Rounds[Value]:
         """Pass on rounds of the caller's own; their bytes are overhead of the step that comes next."""
         return self._core.outside.count(exchange, self._core.transport.group)
 

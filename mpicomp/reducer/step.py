@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,9 @@ from mpicomp.reducer.core import Core
 from mpicomp.reducer.exchange import Exchanged, exchange
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.reducer.record import StepRecord, Tally
-from mpicomp.rounds import Asked, Round
+from mpicomp.rounds import Round, Rounds
 from mpicomp.system import stopping
 from mpicomp.transport.route_probe import choose_routes
-
-Rounds = Generator[Asked, Any, Any]
 
 _FLAG = np.dtype(np.uint8)
 _BFLOAT16_EXPONENT = 0x7F80  # bits that are all set in infinity and NaN
@@ -68,7 +66,7 @@ class Step:
         core.transport.log.clear()
         core.staging.begin()
 
-    def refresh(self) -> Generator[Asked, Any, None]:
+    def refresh(self) -> Rounds[None]:
         """Let the policy prepare the step before the first bucket. As rounds."""
         if self._beside.frozen:
             return
@@ -79,7 +77,7 @@ class Step:
         self._record.once_wire_bytes += tally.wire_bytes
         self._record.choosing_s += time.perf_counter() - begin - tally.waited_s
 
-    def exchange(self, bucket: Bucket, gradients: list[Any] | None, ready: float) -> Generator[Asked, Any, None]:
+    def exchange(self, bucket: Bucket, gradients: list[Any] | None, ready: float) -> Rounds[None]:
         """Exchange one bucket; None for the gradients asks all ranks to agree anew. As rounds, in order.
 
         ``ready`` is when gradients were handed over, on the transport's clock.
@@ -148,7 +146,7 @@ class Step:
         """Return the gradients of a bucket, None where the ranks have to agree first."""
         return None if self._stale else [self._gradients[member.name] for member in bucket.members]
 
-    def conclude(self, finite: bool) -> Rounds:
+    def conclude(self, finite: bool) -> Rounds[Any]:
         """Keep the step or undo it, the same on all ranks, and return the means; none where it was ended. As rounds.
 
         Parameters
@@ -212,7 +210,7 @@ class Step:
             bucket.memory = memory
         self._memories.clear()
 
-    def _tell(self) -> Generator[Asked, Any, None]:
+    def _tell(self) -> Rounds[None]:
         """Let the policy learn from the step's results, and start the ranks' telemetry."""
         core, record = self._core, self._record
         if self._beside.frozen:
@@ -248,7 +246,7 @@ class Step:
             waited_s = record.phases_s["exchange"] if waited_s is None else waited_s
         self._core.pace.note(end, waited_s or 0.0, applied and not record.agreed)
 
-    def _agree(self) -> Generator[Asked, Any, bool]:
+    def _agree(self) -> Rounds[bool]:
         """Compare the ranks' arrays, lay out buckets anew, and exchange them; False where the step ends here."""
         core, record, layout = self._core, self._record, self._core.layout
         log = core.transport.log
@@ -326,14 +324,14 @@ class Step:
             yield from self.exchange(bucket, self.of(bucket), ready)
         return True
 
-    def _absences(self, names: list[str]) -> Generator[Asked, Any, list[str]]:
+    def _absences(self, names: list[str]) -> Rounds[list[str]]:
         """Return those of these names that some rank has no gradient for, and note whether some rank is to stop."""
         own = [name in self._absent and not self._beside.idle for name in sorted(names)]
         stop, *flags = (yield from self._share([stopping.asked(), *own])).T
         self._core.stop = self._core.stop or bool(stop.any())
         return [name for name, own_flags in zip(sorted(names), flags, strict=True) if own_flags.any()]
 
-    def _used(self) -> Generator[Asked, Any, set[str]]:
+    def _used(self) -> Rounds[set[str]]:
         """Return the conditional arrays that some rank has a gradient for, the same on all ranks."""
         conditional = self._core.layout.conditional
         if not conditional:
@@ -341,7 +339,7 @@ class Step:
         flags = yield from self._share([name in self._absent for name in conditional])
         return {name for name, own in zip(conditional, flags.T, strict=True) if not own.all()}
 
-    def _share(self, own: list[bool]) -> Generator[Asked, Any, NDArray[np.uint8]]:
+    def _share(self, own: list[bool]) -> Rounds[NDArray[np.uint8]]:
         """Return everyone's flags, a row for each rank."""
         ranks = self._core.transport.group.size
         send = np.array(own, _FLAG)
@@ -350,7 +348,7 @@ class Step:
         flags: NDArray[np.uint8] = everyones.reshape(ranks, send.size)
         return flags
 
-    def _find_overflow(self) -> Generator[Asked, Any, None]:
+    def _find_overflow(self) -> Rounds[None]:
         """Find out, on all ranks alike, whether gradients are finite, so that the exchange has overflowed."""
         finite = all(_is_finite(to_host(gradient)) for gradient in self._gradients.values())
         self._overflowed = not (yield from self._share([not finite])).any()

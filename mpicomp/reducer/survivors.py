@@ -1,9 +1,9 @@
 """The ranks that are left when one has died: they agree on it, become a smaller group, and go on from one state."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from mpicomp.rounds import Asked, Group
+from mpicomp.rounds import Group, Rounds
 from mpicomp.rounds.reports import from_one
 from mpicomp.transport import Transport
 
@@ -24,7 +24,7 @@ def leave_the_dead(transport: Transport, agreed: bool) -> list[int]:
     return transport.shrink()
 
 
-def common_state(state: Mapping[str, Any], group: Group) -> Generator[Asked, Any, dict[str, Any]]:
+def common_state(state: Mapping[str, Any], group: Group) -> Rounds[dict[str, Any]]:
     """Return a reducer's state, on all ranks with what the first one's policy knows. As rounds.
 
     A report of a step may have reached some ranks and others not, and plans have to follow from the same.

@@ -1,15 +1,13 @@
 """Telemetry: the seconds of a step on each rank, sent to all ranks while the next step goes on."""
 
 import math
-from collections.abc import Generator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.policies import Policy, StepReport
-from mpicomp.rounds import Asked, Pending, Round
+from mpicomp.rounds import Pending, Round, Rounds
 
 _PER_BUCKET = 4  # times that are sent for a bucket: start, end, own work, ready
 
@@ -31,7 +29,7 @@ class Telemetry:
         self._report: StepReport | None = None
         self._under_way: Pending | None = None
 
-    def publish(self, report: StepReport) -> Generator[Asked, Any, int]:
+    def publish(self, report: StepReport) -> Rounds[int]:
         """Send the report of this step in the background and return its bytes; `receive` comes first.
 
         Parameters
@@ -57,7 +55,7 @@ class Telemetry:
         self._under_way = yield task
         return send.nbytes
 
-    def receive(self, policy: Policy) -> Generator[Asked, Any, None]:
+    def receive(self, policy: Policy) -> Rounds[None]:
         """Let the policy learn from the telemetry that is under way."""
         if self._under_way is None:
             return
@@ -75,7 +73,7 @@ class Telemetry:
             surveys[bucket] = everyones[:, begin:end].copy().view(np.float32).reshape(self._ranks, -1)
         policy.learn(replace(report, lr=None if math.isnan(lr) else lr, times=times, surveys=surveys))
 
-    def drop(self) -> Generator[Asked, Any, None]:
+    def drop(self) -> Rounds[None]:
         """Wait for the telemetry that is under way and drop it."""
         if self._under_way is not None:
             yield self._under_way

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mpicomp.reducer.trace_events import TAIL, Events, head
 from mpicomp.reducer.trace_notes import About, NotedBucket, NotedRound, NotedStep, read
-from mpicomp.rounds import Asked, Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 
 _STEPS = 4096  # that are looked at together, over all ranks: some megabytes
 _BYTE = np.dtype(np.uint8)
@@ -33,9 +33,7 @@ def put_together(parts: Sequence[str], path: str) -> None:
         file.end()
 
 
-def merge(
-    part: str, path: str, group: Group, drift: float, error: float, waits: bool = True
-) -> Generator[Asked, Any, None]:
+def merge(part: str, path: str, group: Group, drift: float, error: float, waits: bool = True) -> Rounds[None]:
     """Put the files of all ranks into one, which rank 0 writes. Collective, as rounds.
 
     What a rank was in a round before the last of those had begun it that it hears from becomes a slice of its own on
@@ -94,7 +92,7 @@ def _texts(about: About, steps: Iterator[NotedStep]) -> Iterator[str]:
 
 def _hand_over(
     about: About, steps: Iterator[NotedStep], file: _File | None, group: Group, drift: float, waits: bool
-) -> Generator[Asked, Any, None]:
+) -> Rounds[None]:
     """Give the events of all ranks to the file of the first. As rounds."""
     events = Events(about, 1 + drift)
     while True:
@@ -109,7 +107,7 @@ def _hand_over(
             file.add(everyones)
 
 
-def _last_begun(steps: Sequence[NotedStep], group: Group, clock: float) -> Generator[Asked, Any, list[float]]:
+def _last_begun(steps: Sequence[NotedStep], group: Group, clock: float) -> Rounds[list[float]]:
     """Return for each round when the last of the ranks had begun it that this one hears from. As rounds."""
     begun: dict[int, float] = {}
     heard: list[list[tuple[int, int]]] = []  # of each round: ranks, and what they call their side of it
@@ -153,7 +151,7 @@ def _digest(*words: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _tables(own: dict[int, float], group: Group) -> Generator[Asked, Any, list[dict[int, float]]]:
+def _tables(own: dict[int, float], group: Group) -> Rounds[list[dict[int, float]]]:
     """Return the tables of all ranks. As rounds."""
     counts = yield from _everyones_numbers(len(own), group)
     send = np.array([*own, *np.array(list(own.values()), np.float64).view(np.int64)], np.int64)
@@ -167,7 +165,7 @@ def _tables(own: dict[int, float], group: Group) -> Generator[Asked, Any, list[d
     return tables
 
 
-def _everyones_bytes(text: str, group: Group) -> Generator[Asked, Any, str | None]:
+def _everyones_bytes(text: str, group: Group) -> Rounds[str | None]:
     """Return what all ranks have, on rank 0, and None on all where no rank has any more. As rounds."""
     send = np.frombuffer(text.encode(), _BYTE)
     counts = yield from _everyones_numbers(send.size, group)
@@ -178,7 +176,7 @@ def _everyones_bytes(text: str, group: Group) -> Generator[Asked, Any, str | Non
     return got.tobytes().decode() if group.rank == 0 else ""
 
 
-def _everyones_numbers(own: int, group: Group) -> Generator[Asked, Any, list[int]]:
+def _everyones_numbers(own: int, group: Group) -> Rounds[list[int]]:
     send = np.array([own], np.int64)
     numbers = yield Round("allgatherv", [1] * group.size, send.dtype, send=send, recv=np.empty(group.size, np.int64))
     return [int(number) for number in numbers]

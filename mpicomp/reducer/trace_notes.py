@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicomp.errors import ConfigurationError
-from mpicomp.rounds import WORLD, Asked, Group, Round, layout_groups
+from mpicomp.rounds import WORLD, Group, Request, Round, layout_groups
 
 if TYPE_CHECKING:
     from mpicomp.reducer.exchange import Exchanged
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 OF_ALL = ("allreduce", "allgatherv", "alltoallv")  # every rank hears from every other
 
 
-Span = tuple[Asked, float, float]
+Span = tuple[Request, float, float]
 """What an exchange has asked for, and from when to when it waited for it, on a transport's clock."""
 
 

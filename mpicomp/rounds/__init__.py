@@ -3,18 +3,19 @@
 from mpicomp.rounds.drive import Returned, advance, drive, observe
 from mpicomp.rounds.graph import Graph, make_graph
 from mpicomp.rounds.group import ACROSS, HOST, WORLD, Group, layout_groups, parts_of
-from mpicomp.rounds.round import Asked, Pending, Round, dense_ring_bytes
+from mpicomp.rounds.round import Pending, Request, Round, Rounds, dense_ring_bytes
 
 __all__ = [
     "ACROSS",
     "HOST",
     "WORLD",
-    "Asked",
     "Graph",
     "Group",
     "Pending",
+    "Request",
     "Returned",
     "Round",
+    "Rounds",
     "advance",
     "dense_ring_bytes",
     "drive",

@@ -1,11 +1,11 @@
 """Generators of rounds: taken one round on, run to their end, or looked at on the way."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from mpicomp.errors import RankFailedError
-from mpicomp.rounds.round import Asked
+from mpicomp.rounds.round import Request, Rounds
 
 Value = TypeVar("Value")
 
@@ -17,7 +17,7 @@ class Returned(Generic[Value]):
     value: Value
 
 
-def advance(exchange: Generator[Asked, Any, Value], reply: Any = None) -> Asked | Returned[Value]:
+def advance(exchange: Rounds[Value], reply: Any = None) -> Request | Returned[Value]:
     """Take a generator to its next round with the reply to its last one; ``None`` begins it.
 
     A reply that is a `RankFailedError` is raised in the generator, which may go on with those that are left.
@@ -28,7 +28,7 @@ def advance(exchange: Generator[Asked, Any, Value], reply: Any = None) -> Asked 
         return Returned(stop.value)
 
 
-def drive(exchange: Generator[Asked, Any, Value], answer: Callable[[Asked], Any]) -> Value:
+def drive(exchange: Rounds[Value], answer: Callable[[Request], Any]) -> Value:
     """Run a generator to its end and return its value.
 
     Parameters
@@ -60,10 +60,10 @@ def drive(exchange: Generator[Asked, Any, Value], answer: Callable[[Asked], Any]
 
 
 def observe(
-    exchange: Generator[Asked, Any, Value],
-    before: Callable[[Asked], None] | None = None,
-    after: Callable[[Asked], None] | None = None,
-) -> Generator[Asked, Any, Value]:
+    exchange: Rounds[Value],
+    before: Callable[[Request], None] | None = None,
+    after: Callable[[Request], None] | None = None,
+) -> Rounds[Value]:
     """Pass a generator's rounds on, with a call before each and one after it. As rounds."""
     reply: Any = None
     while not isinstance(asked := advance(exchange, reply), Returned):

@@ -1,7 +1,6 @@
 """Objects that ranks tell each other as JSON."""
 
 import json
-from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -9,16 +8,14 @@ from numpy.typing import NDArray
 
 from mpicomp.errors import MessageError
 from mpicomp.rounds.group import Group
-from mpicomp.rounds.round import Round
+from mpicomp.rounds.round import Round, Rounds
 
 _BYTE, _LENGTH = np.dtype(np.uint8), np.dtype(np.int64)
 _MOST = 1 << 28
 """Bytes of an object: some hundred for each of a million parameters."""
 
 
-def from_one(
-    content: dict[str, Any] | None, group: Group, subsystem: str, root: int = 0
-) -> Generator[Round, NDArray[Any], dict[str, Any]]:
+def from_one(content: dict[str, Any] | None, group: Group, subsystem: str, root: int = 0) -> Rounds[dict[str, Any]]:
     """Return one rank's object on all ranks. As rounds.
 
     Parameters

@@ -1,15 +1,17 @@
 """Rounds: the communication that a scheme asks of the transport."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.rounds.graph import Graph
 from mpicomp.rounds.group import WORLD, Group
+
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -123,8 +125,11 @@ class Pending(ABC):
         """Return whether it is done, and move it on; once True, ``task.recv`` is filled. Not collective."""
 
 
-Asked = Round | Pending
+Request = Round | Pending
 """Values that a generator may yield: a round to run or start, or a started round to wait for."""
+
+Rounds = Generator[Request, Any, Value]
+"""A generator that yields requests, is sent what they received, and returns a value."""
 
 
 def dense_ring_bytes(numel: int, ranks: int, itemsize: int = 4) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpicomp.policies import Policy, get_policy, policy_class
 from mpicomp.reducer import Reducer
-from mpicomp.rounds import Asked, Round, observe
+from mpicomp.rounds import Request, Round, observe
 from mpicomp.testing.ranks import PRECISION, Array, make_reducers
 from mpicomp.transport import LocalWorld
 
@@ -96,7 +96,7 @@ def check_a_step_does_not_wait(policy: Policy) -> None:
     reducers, world = _begin(policy, 2)
     late = 0
     for step in range(_STEPS):
-        asked: list[Asked] = []
+        asked: list[Request] = []
         first, *others = [reducer.rounds(_gradient(step, rank), 0.1) for rank, reducer in enumerate(reducers)]
         world.run([observe(first, before=asked.append), *others])
         record = reducers[0].last_step

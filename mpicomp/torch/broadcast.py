@@ -1,7 +1,7 @@
 """Broadcast of the root's parameters to every rank."""
 
 import io
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mpicomp.arrays import Described
 from mpicomp.errors import ArrayTypeError, ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree
-from mpicomp.rounds import Asked, Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.torch.named import is_sharded, pairs_of
 from mpicomp.transport.connect import connect
 
@@ -60,7 +60,7 @@ def broadcast_parameters(
             transport.close()
 
 
-def _rounds(model: Any, root: int, group: Group) -> Generator[Asked, Any, None]:
+def _rounds(model: Any, root: int, group: Group) -> Rounds[None]:
     problem: MpicompError | None = None
     members: list[Described] | None = None
     try:
@@ -92,7 +92,7 @@ def check_root(root: int, group: Group, subsystem: str) -> ConfigurationError | 
     return ConfigurationError(f"{subsystem}: root must be a rank from 0 to {group.size - 1}, got {root}")
 
 
-def from_root(tensor: torch.Tensor, root: int, group: Group) -> Generator[Asked, Any, None]:
+def from_root(tensor: torch.Tensor, root: int, group: Group) -> Rounds[None]:
     """Overwrite a strided tensor with the root's. As rounds."""
     if tensor.numel() == 0:
         return
@@ -107,7 +107,7 @@ def from_root(tensor: torch.Tensor, root: int, group: Group) -> Generator[Asked,
             tensor.copy_(roots)
 
 
-def bytes_from_root(content: bytes | None, root: int, group: Group) -> Generator[Asked, Any, bytes]:
+def bytes_from_root(content: bytes | None, root: int, group: Group) -> Rounds[bytes]:
     """Return the root's bytes, of which others need not know how many there are. As rounds."""
     leads = group.rank == root
     send = np.frombuffer(content or b"", _BYTE) if leads else None
@@ -209,7 +209,7 @@ def _kind(name: str, tensor: Any) -> str:
 
 
 @torch.no_grad()
-def _sparse_from_root(tensor: torch.Tensor, root: int, group: Group) -> Generator[Asked, Any, None]:
+def _sparse_from_root(tensor: torch.Tensor, root: int, group: Group) -> Rounds[None]:
     """Overwrite a sparse tensor with the root's, which may have another number of elements. As rounds."""
     leads = group.rank == root
     parts = _parts(tensor) if leads else []

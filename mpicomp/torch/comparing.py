@@ -1,7 +1,7 @@
 """Comparison of tensors that have to have the same values on all ranks."""
 
 import hashlib
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.errors import ConfigurationError, DisagreementError, warn_user
-from mpicomp.rounds import Asked, Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.torch.broadcast import as_bytes
 from mpicomp.torch.named import MAX_NORM
 
@@ -26,7 +26,7 @@ DRIFT_ADVICE = (
 )
 
 
-def share(own: Any, group: Group) -> Generator[Asked, Any, NDArray[np.uint8]]:
+def share(own: Any, group: Group) -> Rounds[NDArray[np.uint8]]:
     """Return everyone's bytes, of which all have equally many, a row for each rank. As rounds."""
     send = np.asarray(own, _BYTE)
     everyones = yield Round(
@@ -36,9 +36,7 @@ def share(own: Any, group: Group) -> Generator[Asked, Any, NDArray[np.uint8]]:
     return told
 
 
-def check_same(
-    tensors: Mapping[str, torch.Tensor], group: Group, subsystem: str, advice: str
-) -> Generator[Asked, Any, None]:
+def check_same(tensors: Mapping[str, torch.Tensor], group: Group, subsystem: str, advice: str) -> Rounds[None]:
     """Make sure that all ranks have the same values, bit for bit. As rounds.
 
     Parameters
@@ -98,7 +96,7 @@ class Fingerprint:
         group: Group,
         gradients: Iterable[torch.Tensor] = (),
         advice: str = DRIFT_ADVICE,
-    ) -> Generator[Asked, Any, None]:
+    ) -> Rounds[None]:
         """Compare, if it is time to; once a step, before it is applied, on all ranks. As rounds; see `check_same`.
 
         Parameters

@@ -1,6 +1,6 @@
 """The base class of optimizers that exchange other things than gradients, or exchange gradients in their own way."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.torch.named import as_real, check_kind, named_of
 from mpicomp.torch.replica_checks import ReplicaChecks, SettingsCheck
 from mpicomp.torch.states import name_of, to_arrays, to_tensors
@@ -77,7 +77,7 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
             who, self._parameters, self._transport.group, SettingsCheck(self, who), same_batches
         )
 
-    def rounds(self) -> Generator[Asked, Any, None]:
+    def rounds(self) -> Rounds[None]:
         """Make a step as a generator of rounds, for ranks that live in one process; under ``torch.no_grad()``."""
         raise NotImplementedError
 
@@ -159,7 +159,7 @@ class Exchanging(Uncopied, torch.optim.Optimizer):
         if self._owned:
             self._transport.close()
 
-    def _exchange(self, reducer: Reducer, arrays: Mapping[str, torch.Tensor], lr: float) -> Generator[Asked, Any, Any]:
+    def _exchange(self, reducer: Reducer, arrays: Mapping[str, torch.Tensor], lr: float) -> Rounds[Any]:
         """Average arrays, and check that ranks have the same settings and parameters. As rounds."""
         yield from self._checks.begin()
         return (yield from reducer.rounds(arrays, lr, beside=self._checks))

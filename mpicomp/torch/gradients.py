@@ -1,7 +1,7 @@
 """Averaging of the gradients that backward leaves in ``.grad``: while backward goes on, or after it."""
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside, Given
 from mpicomp.reducer.stream import Stream
-from mpicomp.rounds import Asked, Group
+from mpicomp.rounds import Group, Rounds
 from mpicomp.torch.comparing import DRIFT_ADVICE, Fingerprint, check_same, ranks_named, share, sum_of_bits
 from mpicomp.torch.named import as_real, described
 from mpicomp.torch.overlap import overlap_thread
@@ -327,11 +327,11 @@ class Gradients(Beside):
         """Return a parameter."""
         return self._parameters[name]
 
-    def run(self, exchange: Generator[Asked, Any, Value]) -> Value:
+    def run(self, exchange: Rounds[Value]) -> Value:
         """Run rounds outside of a step. Collective."""
         return self._reducer.transport.run(self._reducer.counted(exchange))
 
-    def agree(self, given: Given) -> Generator[Asked, Any, Given | None]:
+    def agree(self, given: Given) -> Rounds[Given | None]:
         """See `Beside.agree`: parameters, whether they have the same values, and which have sparse gradients."""
         trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         frozen = {name: parameter for name, parameter in self._parameters.items() if not parameter.requires_grad}
@@ -360,7 +360,7 @@ class Gradients(Beside):
         self._rows = some | (self._rows & own.keys())  # also of one that nobody has used in this step
         return self._given(own)
 
-    def _compare_state(self, loaded: NDArray[np.uint8]) -> Generator[Asked, Any, None]:
+    def _compare_state(self, loaded: NDArray[np.uint8]) -> Rounds[None]:
         """Make sure that all ranks go on with the same state of the optimizer, and with residuals of theirs. As rounds.
 
         ``loaded`` says which ranks have loaded one.
@@ -401,7 +401,7 @@ class Gradients(Beside):
                 "refuses it",
             )
 
-    def exchange(self) -> Generator[Asked, Any, bool]:
+    def exchange(self) -> Rounds[bool]:
         """See `Beside.exchange`: rows of sparse gradients. Parameters are compared first, now and then."""
         own = self._own()
         gradients = [] if self.frozen else [p.grad for p in own.values() if p.grad is not None]
@@ -512,7 +512,7 @@ class Gradients(Beside):
         own = {name: parameter for name, parameter in self._own().items() if name not in self._rows}
         return {name: _zeros_like(parameter) for name, parameter in own.items()}, None, set()
 
-    def _compare(self, advice: str) -> Generator[Asked, Any, None]:
+    def _compare(self, advice: str) -> Rounds[None]:
         """Make sure that all ranks have the same parameters. As rounds."""
         own = dict(reversed(list(self._own().items())))
         yield from check_same(own, self.group, _WHO, advice)

@@ -1,6 +1,5 @@
 """Ranks that run out of batches at different times."""
 
-from collections.abc import Generator
 from types import TracebackType
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpicomp.rounds import Asked, Round
+from mpicomp.rounds import Round, Rounds
 from mpicomp.rounds.reports import from_one
 from mpicomp.torch.broadcast import as_bytes
 from mpicomp.torch.gradients import Gradients
@@ -66,7 +65,7 @@ class Join:
                 parameter.grad = gradient
 
 
-def follow(optimizer: Any, gradients: Gradients) -> Generator[Asked, Any, None]:
+def follow(optimizer: Any, gradients: Gradients) -> Rounds[None]:
     """Have ranks without batches step as the first one that has some is about to. As rounds.
 
     Loops change settings, such as learning rates, and what was averaged, such as by clipping; ranks that are done with
@@ -94,7 +93,7 @@ def follow(optimizer: Any, gradients: Gradients) -> Generator[Asked, Any, None]:
             parameter.grad = _whole(arrived, parameter)
 
 
-def _from_root(root: int, leads: bool, own: NDArray[np.uint8]) -> Generator[Asked, Any, None]:
+def _from_root(root: int, leads: bool, own: NDArray[np.uint8]) -> Rounds[None]:
     """Make these bytes those of one rank."""
     recv = np.empty_like(own) if leads else own
     yield Round("bcast", (own.size,), _BYTE, root=root, send=own if leads else None, recv=recv)

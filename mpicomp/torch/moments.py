@@ -1,12 +1,12 @@
 """Second moments of the ranks' optimizers, averaged now and then and held in between."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from mpicomp.reducer import Reducer
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.torch.named import as_real
 from mpicomp.torch.states import to_arrays
 
@@ -78,7 +78,7 @@ class SharedMoments:
             for name, state, decay in () if idle else self._states(parameters):
                 self._squares[name] += self._own(name, state).div_(_share(state, decay))
 
-    def average(self, scale: float) -> Generator[Asked, Any, bool]:
+    def average(self, scale: float) -> Rounds[bool]:
         """Average what was prepared, times a scale; return whether it is finite. As rounds, on all ranks alike."""
         if not self._squares:
             return True

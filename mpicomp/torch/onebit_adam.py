@@ -1,6 +1,5 @@
 """Adam that exchanges one bit an element once its variance is known."""
 
-from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ import torch
 from mpicomp.compressors import Dense, OneBit
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.torch.exchanging import Exchanging, Params, gradient_of
 from mpicomp.torch.named import as_real
 
@@ -124,7 +123,7 @@ class OneBitAdam(Exchanging):
         """The reducer that has made the last step."""
         return self.reducers["warmup" if self.steps <= self._warmup_steps else "compressed"]
 
-    def rounds(self) -> Generator[Asked, Any, None]:
+    def rounds(self) -> Rounds[None]:
         """See `Exchanging.rounds`."""
         if self.steps < self._warmup_steps:
             yield from self._step_in_full()
@@ -133,7 +132,7 @@ class OneBitAdam(Exchanging):
         else:
             yield from self._step_compressed()
 
-    def _step_in_full(self) -> Generator[Asked, Any, None]:
+    def _step_in_full(self) -> Rounds[None]:
         members = list(self._members())
         gradients = {name: gradient_of(parameter) for name, parameter, _ in members}
         means = yield from self._exchange(self.reducers["warmup"], gradients, self._lr)
@@ -164,7 +163,7 @@ class OneBitAdam(Exchanging):
             variance = torch.where(variance > 0, variance.clamp_(min=_LEAST * median), median)
             state["deviation"] = variance.sqrt_().add_(group["eps"])
 
-    def _step_compressed(self) -> Generator[Asked, Any, None]:
+    def _step_compressed(self) -> Rounds[None]:
         members = list(self._members())
         momenta = {}
         for name, parameter, group in members:

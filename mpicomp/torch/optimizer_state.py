@@ -1,6 +1,6 @@
 """Broadcast of the root's optimizer state to every rank."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 
 from mpicomp.errors import ConfigurationError, MpicompError
 from mpicomp.reducer.agreement import Signature, agree
-from mpicomp.rounds import Asked, Group
+from mpicomp.rounds import Group, Rounds
 from mpicomp.torch.broadcast import bytes_from_root, check_root, from_root, packed, unpacked
 from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.named import described, is_sharded
@@ -53,7 +53,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, c
             transport.close()
 
 
-def _rounds(optimizer: Any, root: int, group: Group) -> Generator[Asked, Any, None]:
+def _rounds(optimizer: Any, root: int, group: Group) -> Rounds[None]:
     problem: MpicompError | None = None
     signature, content, leads = None, None, group.rank == root
     own: dict[str, Any] = {}
@@ -147,9 +147,7 @@ def _skeleton(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _filled(
-    like: Any, own: Any, device: torch.device, on_host: Iterator[bool], root: int, group: Group
-) -> Generator[Asked, Any, Any]:
+def _filled(like: Any, own: Any, device: torch.device, on_host: Iterator[bool], root: int, group: Group) -> Rounds[Any]:
     """Return the root's value, in the tensors that this rank has already where they fit. As rounds."""
     if isinstance(like, torch.Tensor):
         host = next(on_host)

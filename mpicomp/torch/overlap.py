@@ -1,15 +1,12 @@
 """A thread that exchanges gradients while backward goes on."""
 
-from collections.abc import Generator
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from mpicomp.errors import LaunchError, warn_user
 from mpicomp.reducer import Reducer
-from mpicomp.rounds import Asked, Round
+from mpicomp.rounds import Round, Rounds
 from mpicomp.transport.interleave import ProgressThread
 
 _FLAG = np.dtype(np.uint8)
@@ -38,7 +35,7 @@ def overlap_thread(reducer: Reducer, wanted: bool | None) -> tuple[ProgressThrea
     crowded = transport.group.hosts == 1 and transport.cores < torch.get_num_threads() + 1
     mine = np.array([problem is None, not crowded if wanted is None else wanted, wanted is None], _FLAG)
 
-    def share() -> Generator[Asked, Any, NDArray[np.uint8]]:
+    def share() -> Rounds[NDArray[np.uint8]]:
         told: NDArray[np.uint8] = yield Round(
             "allgatherv", [3] * ranks, _FLAG, send=mine, recv=np.empty(3 * ranks, _FLAG)
         )

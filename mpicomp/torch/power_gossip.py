@@ -1,6 +1,6 @@
 """An optimizer whose ranks average their models with their neighbours', not their gradients with everybody's."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -11,7 +11,7 @@ from mpicomp.algorithms.power_gossip import Gossip
 from mpicomp.arrays import WORK_DTYPES, Described
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.agreement import Signature, agree, together
-from mpicomp.rounds import Asked, Graph, make_graph
+from mpicomp.rounds import Graph, Rounds, make_graph
 from mpicomp.torch.exchanging import Exchanging, refuse_join
 from mpicomp.torch.named import as_real, check_kind
 from mpicomp.torch.states import to_arrays, to_tensors
@@ -168,7 +168,7 @@ class _Gossiping(Wrapped):
     # this it calls step() on all of them, after it has set ``found_inf``.
     _step_supports_amp_scaling = True
 
-    def rounds(self, closure: Callable[[], Any] | None = None) -> Generator[Asked, Any, Any]:
+    def rounds(self, closure: Callable[[], Any] | None = None) -> Rounds[Any]:
         """Step on this rank's gradient, then exchange, as a generator of rounds, for ranks that live in one process."""
         self._mpicomp_exchanges = False
         try:
@@ -192,7 +192,7 @@ class _Gossiping(Wrapped):
         if self._mpicomp_exchanges:
             self.transport.run(self._mpicomp_rounds())
 
-    def _mpicomp_rounds(self) -> Generator[Asked, Any, None]:
+    def _mpicomp_rounds(self) -> Rounds[None]:
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         return self._mpicomp_models.average(parameters)
 
@@ -229,7 +229,7 @@ class _Models:
         self._flat: NDArray[np.floating] = np.empty(0)
         self.closed = False
 
-    def average(self, parameters: list[torch.Tensor]) -> Generator[Asked, Any, None]:
+    def average(self, parameters: list[torch.Tensor]) -> Rounds[None]:
         """Average with the neighbours, as rounds."""
         reals = [as_real(parameter.detach()) for parameter in parameters]
         shapes = [
@@ -274,7 +274,7 @@ class _Models:
         if self._owned:
             self._transport.close()
 
-    def _meet(self, members: list[Described]) -> Generator[Asked, Any, None]:
+    def _meet(self, members: list[Described]) -> Rounds[None]:
         """Make sure that all ranks mean the same, and begin."""
         problem = None
         for member in members:  # of parameters that were put into a group later

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from mpicomp.errors import DisagreementError
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside, Given
-from mpicomp.rounds import Asked, Group, Pending, Round
+from mpicomp.rounds import Group, Pending, Round, Rounds
 from mpicomp.torch.comparing import COMPARE_EVERY, Fingerprint, check_same
 
 _BYTE = np.dtype(np.uint8)
@@ -60,7 +60,7 @@ class SettingsCheck:
         }
         return {"optimizer": self._kind, "param_groups": len(groups)} | named
 
-    def begin(self, group: Group) -> Generator[Asked, Any, bool]:
+    def begin(self, group: Group) -> Rounds[bool]:
         """Begin a step; return whether settings have changed so that all ranks have to agree anew. As rounds."""
         values = self._current()
         if values != self._values:
@@ -80,7 +80,7 @@ class SettingsCheck:
         )
         return False
 
-    def finish(self, group: Group) -> Generator[Asked, Any, None]:
+    def finish(self, group: Group) -> Rounds[None]:
         """Compare the ranks' settings of this step before it is applied. As rounds.
 
         Raises
@@ -97,7 +97,7 @@ class SettingsCheck:
         self._watched_steps = _WATCHED_STEPS if self._digest != self._compared else self._watched_steps - 1
         self._compared = self._digest
 
-    def compare(self, group: Group) -> Generator[Asked, Any, None]:
+    def compare(self, group: Group) -> Rounds[None]:
         """Compare the ranks' settings by name. As rounds.
 
         Raises
@@ -163,12 +163,12 @@ class ReplicaChecks(Beside):
         self._fingerprint = Fingerprint(COMPARE_EVERY, subsystem, same_batches)
         self._group = group
 
-    def begin(self) -> Generator[Asked, Any, None]:
+    def begin(self) -> Rounds[None]:
         """Begin a step. As rounds."""
         if self._settings is not None and (yield from self._settings.begin(self._group)):
             self.stale = True
 
-    def agree(self, given: Given) -> Generator[Asked, Any, Given]:
+    def agree(self, given: Given) -> Rounds[Given]:
         """Compare settings and parameters, as rounds."""
         if self._settings is not None:
             yield from self._settings.compare(self._group)
@@ -181,7 +181,7 @@ class ReplicaChecks(Beside):
         self.stale = False
         return given
 
-    def exchange(self) -> Generator[Asked, Any, bool]:
+    def exchange(self) -> Rounds[bool]:
         """Compare parameters, batches and settings where it is time to, as rounds."""
         parameters = self._parameters()
         gradients = self.gradients

@@ -1,6 +1,6 @@
 """The parameters that all ranks share, and the exchange of what each rank has changed of its own since."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.reducer.beside import Beside, Given
 from mpicomp.reducer.stream import Stream
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.torch.comparing import Fingerprint, check_same
 from mpicomp.torch.moments import SharedMoments
 from mpicomp.torch.named import as_real
@@ -133,7 +133,7 @@ class SharedParameters(Beside):
     def _taking_part(self) -> dict[str, torch.Tensor]:
         return {name: self._parameters[name] for name in self.values}
 
-    def meet(self) -> Generator[Asked, Any, None]:
+    def meet(self) -> Rounds[None]:
         """Make sure that on all ranks some may run out of batches, from now on. As rounds; nothing is exchanged."""
         self._settings |= {"join()": True}
         self._meeting = self.stale = True
@@ -147,7 +147,7 @@ class SharedParameters(Beside):
         ranks = self.reducer.transport.group.size
         self._scale, self.frozen, self.idle = ranks / active, active < ranks, idle
 
-    def start(self, lr: float | None, thread: ProgressThread | None) -> Generator[Asked, Any, None]:
+    def start(self, lr: float | None, thread: ProgressThread | None) -> Rounds[None]:
         """Begin the exchange of what was changed, by a thread where there is one. As rounds.
 
         Until `finish` the changes are kept, so that steps can be made meanwhile.
@@ -183,7 +183,7 @@ class SharedParameters(Beside):
             for name, own in since.items():
                 self._put(name, own.sub_(changes[name]).add_(self.values[name]))
 
-    def exchange_now(self, lr: float | None) -> Generator[Asked, Any, None]:
+    def exchange_now(self, lr: float | None) -> Rounds[None]:
         """Exchange what was changed and take up the outcome. As rounds.
 
         Where it fails, the parameters become the shared ones as they were before.
@@ -196,7 +196,7 @@ class SharedParameters(Beside):
             self._move(means, lr)
             self._return()
 
-    def _averaged(self, changes: Mapping[str, torch.Tensor], lr: float | None) -> Generator[Asked, Any, Any]:
+    def _averaged(self, changes: Mapping[str, torch.Tensor], lr: float | None) -> Rounds[Any]:
         absent = list(changes) if self.idle else []
         try:
             return (yield from self.reducer.rounds(changes, lr, absent=absent, scale=self._scale, beside=self))
@@ -220,7 +220,7 @@ class SharedParameters(Beside):
         self._settings.pop("join()", None)
         self._scale, self.frozen, self.idle = 1.0, False, False
 
-    def agree(self, given: Given) -> Generator[Asked, Any, Given | None]:
+    def agree(self, given: Given) -> Rounds[Given | None]:
         """See `Beside.agree`: settings, parameters, and whether the shared ones have the same values."""
         members = [
             Described(name, str(self._parameters[name].dtype).removeprefix("torch."), tuple(shared.shape))
@@ -245,7 +245,7 @@ class SharedParameters(Beside):
         self._compared = True
         return given
 
-    def exchange(self) -> Generator[Asked, Any, bool]:
+    def exchange(self) -> Rounds[bool]:
         """See `Beside.exchange`: shared parameters are compared now and then, and second moments averaged."""
         group = self.reducer.transport.group
         yield from self._fingerprint.look(self.values, group, () if self.frozen else self._latest.values())
@@ -312,7 +312,7 @@ class SharedParameters(Beside):
                 if self._outer is not None:
                     self._outer.add_param_group({"params": [self.values[name]]})
 
-    def _prepare(self) -> Generator[Asked, Any, None]:
+    def _prepare(self) -> Rounds[None]:
         self._watch()
         self.stale = not self._compared
         if not self.frozen and (yield from self._check.begin(self.reducer.transport.group)):

@@ -1,6 +1,6 @@
 """AMSGrad whose ranks exchange sketches of their momenta."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from mpicomp.algorithms.countsketch import CountSketch
 from mpicomp.compressors import Context
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.torch.exchanging import Exchanging, Params, gradient_of
 from mpicomp.torch.named import as_real
 
@@ -133,7 +133,7 @@ class SketchedAMSGrad(Exchanging):
         """The reducer that exchanges momenta."""
         return self.reducers["sketched"]
 
-    def rounds(self) -> Generator[Asked, Any, None]:
+    def rounds(self) -> Rounds[None]:
         """See `Exchanging.rounds`."""
         members = list(self._members())
         momenta, steps = {}, {}

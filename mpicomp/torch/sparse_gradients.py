@@ -1,20 +1,17 @@
 """Sparse gradients of embeddings: the mean of the rows that ranks have."""
 
-from collections.abc import Generator
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from mpicomp.collectives.sparse_rows import mean_of_rows
-from mpicomp.rounds import Asked, Group
+from mpicomp.rounds import Group, Rounds
 from mpicomp.torch.named import as_real
 
 
 def mean_of_sparse(
     gradient: torch.Tensor | None, parameter: torch.Tensor, factor: float, group: Group
-) -> Generator[Asked, Any, tuple[NDArray[np.int64], NDArray[np.floating]] | None]:
+) -> Rounds[tuple[NDArray[np.int64], NDArray[np.floating]] | None]:
     """Average a gradient of a parameter over the ranks by its rows, as rounds.
 
     Parameters

@@ -1,6 +1,6 @@
 """The optimizer that `mpicomp.torch.UpdateOptimizer` makes: it exchanges what its steps have changed."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer import Reducer
-from mpicomp.rounds import Asked
+from mpicomp.rounds import Rounds
 from mpicomp.torch.comparing import share
 from mpicomp.torch.named import named_group
 from mpicomp.torch.shared_parameters import SharedParameters
@@ -100,7 +100,7 @@ class Updating(Wrapped):
             for part in self._mpicomp_parts:
                 part.part()
 
-    def rounds(self, closure: Callable[[], Any] | None = None) -> Generator[Asked, Any, Any]:
+    def rounds(self, closure: Callable[[], Any] | None = None) -> Rounds[Any]:
         """Step, then exchange where it is due, as a generator of rounds, for ranks that live in one process."""
         self._mpicomp_exchanges = False
         try:
@@ -114,7 +114,7 @@ class Updating(Wrapped):
         """Exchange all that was changed by now, and wait for what is under way. Collective."""
         self._mpicomp_transport.run(self.synchronizing())
 
-    def synchronizing(self) -> Generator[Asked, Any, None]:
+    def synchronizing(self) -> Rounds[None]:
         """Do what `synchronize` does as a generator of rounds, for ranks that live in one process."""
         for part in self._mpicomp_parts:
             if part.under_way:
@@ -180,7 +180,7 @@ class Updating(Wrapped):
         if self._mpicomp_exchanges:
             self._mpicomp_transport.run(self._mpicomp_rounds())
 
-    def _mpicomp_rounds(self) -> Generator[Asked, Any, None]:
+    def _mpicomp_rounds(self) -> Rounds[None]:
         """Take up what has come, and begin what is due. As rounds."""
         every, late, lr = self._mpicomp_every, self._mpicomp_late, self._mpicomp_lr()
         ages = [
@@ -200,7 +200,7 @@ class Updating(Wrapped):
         if self._mpicomp_chooses and ages == [0]:
             self._mpicomp_steps, self._mpicomp_every = 0, self.reducer.local_steps
 
-    def _mpicomp_meet(self, joined: "Joined") -> Generator[Asked, Any, None]:
+    def _mpicomp_meet(self, joined: "Joined") -> Rounds[None]:
         """Find out which ranks have had batches since the last exchange. As rounds."""
         parts = self._mpicomp_parts
         if not joined.met:

@@ -3,7 +3,6 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.errors import ConfigurationError, MpicompError
-from mpicomp.rounds import Asked, Group, Pending, Round, drive
+from mpicomp.rounds import Group, Pending, Request, Round, Rounds, drive
 
 Value = TypeVar("Value")
 
@@ -104,7 +103,7 @@ class Transport(ABC):
         """Return seconds on a clock that is the same on all ranks, as well as `compare_clocks` found out."""
         return time.perf_counter() + self.offset
 
-    def run(self, exchange: Generator[Asked, Any, Value]) -> Value:
+    def run(self, exchange: Rounds[Value]) -> Value:
         """Run a generator of rounds to its end and return its value. Collective over the group.
 
         mpicomp's own errors are raised on all ranks alike. Any other one, once a round was begun, breaks the exchange
@@ -112,7 +111,7 @@ class Transport(ABC):
         """
         begun = False
 
-        def answer(asked: Asked) -> Any:
+        def answer(asked: Request) -> Any:
             nonlocal begun
             begun = True
             return self._answer(asked)
@@ -126,7 +125,7 @@ class Transport(ABC):
                 self.break_off(error)
             raise
 
-    def _answer(self, asked: Asked) -> Any:
+    def _answer(self, asked: Request) -> Any:
         if isinstance(asked, Pending):
             return self.wait(asked)
         if asked.background:

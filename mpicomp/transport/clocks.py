@@ -1,18 +1,16 @@
 """The ranks' clocks, compared, so that times of different ranks can be set beside each other."""
 
 import math
-from collections.abc import Generator
-from typing import Any
 
 import numpy as np
 
-from mpicomp.rounds import Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.transport.base import Transport
 
 _QUESTIONS = 5  # questions to a clock; one before them opens the connection and does not count
 
 
-def compare_clocks(transport: Transport) -> Generator[Round, Any, float]:
+def compare_clocks(transport: Transport) -> Rounds[float]:
     """Set ``transport.offset`` so that `Transport.clock` shows rank 0's time on all ranks. Collective, as rounds.
 
     The first rank of each host, one after the other, asks rank 0 for the time and takes the answer for that of the

@@ -8,12 +8,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mpicomp.errors import ClosedError, MpicompError
-from mpicomp.rounds import Asked, Pending, Returned, Round, advance
+from mpicomp.rounds import Pending, Returned, Round, Rounds, advance
 from mpicomp.system import processors
 from mpicomp.transport.base import RoundLog, Transport
 from mpicomp.transport.naps import Naps
@@ -39,7 +39,7 @@ class Job(Future[Value]):
         The generator's own rounds but those in the background; seconds are until it was found that they are done.
     """
 
-    def __init__(self, exchange: Generator[Asked, Any, Value]) -> None:
+    def __init__(self, exchange: Rounds[Value]) -> None:
         super().__init__()
         self.log: list[RoundLog] = []
         self.exchange = exchange
@@ -67,7 +67,7 @@ class Interleaver:
         self._lanes = [_Lane(end) for end in transport.lanes(lanes)]
         self._submitted = 0
 
-    def submit(self, exchange: Generator[Asked, Any, Value]) -> Job[Value]:
+    def submit(self, exchange: Rounds[Value]) -> Job[Value]:
         """Put a generator at the end of the next lane, in the same order on all ranks. It does not begin by that."""
         job = Job(exchange)
         self._lanes[self._submitted % len(self._lanes)].jobs.append(job)
@@ -84,7 +84,7 @@ class Interleaver:
         """Whether everything that was submitted is done."""
         return not any(lane.jobs for lane in self._lanes)
 
-    def run(self, exchanges: Iterable[Generator[Asked, Any, Value]]) -> list[Value]:
+    def run(self, exchanges: Iterable[Rounds[Value]]) -> list[Value]:
         """Run generators, and those submitted before, to their ends and return their values.
 
         Raises
@@ -159,7 +159,7 @@ class ProgressThread:
         self._driver.thread.start()
         return self
 
-    def submit(self, exchange: Generator[Asked, Any, Value]) -> Job[Value]:
+    def submit(self, exchange: Rounds[Value]) -> Job[Value]:
         """Hand a generator to the thread, in the same order on all ranks.
 
         From then on the arrays of its rounds are the thread's, until the job is done.

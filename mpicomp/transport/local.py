@@ -4,14 +4,14 @@ Each rank is a generator of rounds. All of them are taken to their next round; w
 the same one it is carried out on their arrays, and on they go. Sums are in rank order.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.errors import MpicompError
-from mpicomp.rounds import Asked, Group, Pending, Returned, Round, advance, layout_groups, parts_of
+from mpicomp.rounds import Group, Pending, Returned, Round, Rounds, advance, layout_groups, parts_of
 from mpicomp.transport.base import Transport, Value, received
 
 Network = Callable[[Round, Group], float]
@@ -113,7 +113,7 @@ class LocalWorld:
             LocalTransport(*layout_groups(layout, rank, identical_sums), network) for rank in range(size)
         ]
 
-    def run(self, exchanges: Sequence[Generator[Asked, Any, Value]]) -> list[Value]:
+    def run(self, exchanges: Sequence[Rounds[Value]]) -> list[Value]:
         """Run one generator a rank to their ends and return their values, in rank order.
 
         Raises

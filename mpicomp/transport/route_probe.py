@@ -1,13 +1,12 @@
 """Measurement of the two routes from a device to MPI, before the first step that uses them."""
 
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.places import HOST, Place, RouteTable
-from mpicomp.rounds import Asked, Round
+from mpicomp.rounds import Round, Rounds
 from mpicomp.transport.base import Transport
 from mpicomp.transport.routes import ROUTES, at
 
@@ -19,7 +18,7 @@ _FLAG = np.dtype(np.uint8)
 _BYTE = np.dtype(np.uint8)
 
 
-def choose_routes(places: Sequence[Place], transport: Transport) -> Generator[Asked, Any, None]:
+def choose_routes(places: Sequence[Place], transport: Transport) -> Rounds[None]:
     """Measure both routes and let each place on a device take the faster one for each length. Collective, as rounds.
 
     Messages and the library's sums apart: some libraries pass on what a GPU holds fast and add it up slowly. Where the
@@ -68,11 +67,11 @@ def _sum(place: Place, nbytes: int) -> Round:
     return Round("allreduce", (numel,), _SINGLE, send=send, recv=recv)
 
 
-def _measure(place: Place, transport: Transport, task: Round) -> Generator[Asked, Any, NDArray[np.float64]]:
+def _measure(place: Place, transport: Transport, task: Round) -> Rounds[NDArray[np.float64]]:
     """Return the seconds that a round takes by each route."""
     group, times = transport.group, np.empty((_REPEATS, len(ROUTES), 2))
 
-    def once() -> Generator[Asked, Any, None]:
+    def once() -> Rounds[None]:
         yield task
 
     for repeat in range(_REPEATS):  # one route in turn with the other
@@ -89,13 +88,13 @@ def _measure(place: Place, transport: Transport, task: Round) -> Generator[Asked
     return best
 
 
-def _sums_are_identical(place: Place, transport: Transport) -> Generator[Asked, Any, bool]:
+def _sums_are_identical(place: Place, transport: Transport) -> Rounds[bool]:
     """Return whether the library's sum of arrays on devices has the same bits on all ranks."""
     group = transport.group
     numbers = np.random.default_rng(group.rank).standard_normal(_NUMBERS).astype(_SINGLE)
     send, recv = place.bring(numbers), place.zeros(_NUMBERS, _SINGLE)
 
-    def add() -> Generator[Asked, Any, None]:
+    def add() -> Rounds[None]:
         yield Round("allreduce", (_NUMBERS,), _SINGLE, send=send, recv=recv)
 
     yield from at(place, add(), "direct")

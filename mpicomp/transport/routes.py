@@ -5,7 +5,7 @@ of the host, both ways; on the ``direct`` route MPI is given the device's pointe
 are given behaves as an array of the host does.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.places import HOST, Place
-from mpicomp.rounds import Asked, Pending, Returned, Round, advance
+from mpicomp.rounds import Pending, Returned, Round, Rounds, advance
 
 Value = TypeVar("Value")
 
 ROUTES = ("direct", "staged")
 
 
-def at(place: Place, exchange: Generator[Asked, Any, Value], route: str | None = None) -> Generator[Asked, Any, Value]:
+def at(place: Place, exchange: Rounds[Value], route: str | None = None) -> Rounds[Value]:
     """Run an exchange at a place and pass its rounds on, by a route. As rounds.
 
     The place is current while the exchange computes, and not while its rounds are under way.

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from mpicomp.cli.options import check_least, read_list
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import formulas
-from mpicomp.rounds import Asked, Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.system import launcher
 from mpicomp.transport import Transport
 
@@ -140,7 +140,7 @@ def filled(task: Round, group: Group) -> Round:
     return task
 
 
-def communicate(tasks: Sequence[Round]) -> Generator[Asked, Any, None]:
+def communicate(tasks: Sequence[Round]) -> Rounds[None]:
     """Make rounds one after the other; of those in the background two at a time, as the ring does. As rounds."""
     under_way: deque[Any] = deque()
     for task in tasks:

@@ -4,7 +4,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -19,7 +19,7 @@ from mpicomp.bench.tasks import get_task
 import mpicomp
 from mpicomp.cost.formulas import terms
 from mpicomp.errors import ConfigurationError, UnknownNameError
-from mpicomp.rounds import Asked, Group, Round, dense_ring_bytes
+from mpicomp.rounds import Group, Round, Rounds, dense_ring_bytes
 from mpicomp.transport import LocalWorld
 from mpicomp.transport.base import Value
 from mpicomp.transport.local import LocalTransport
@@ -94,7 +94,7 @@ class _ComputeClock:
     def clock(self) -> float:
         return self._end.seconds + (0.0 if self._since is None else time.thread_time() - self._since)
 
-    def counted(self, exchange: Generator[Asked, Any, Value]) -> Generator[Asked, Any, Value]:
+    def counted(self, exchange: Rounds[Value]) -> Rounds[Value]:
         """Run an exchange. As rounds."""
         reply = None
         while True:

@@ -1,6 +1,5 @@
 """The exchange of learned codes: dense at first, then sparse while one rank learns, then in the code."""
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ from mpicomp.compressors.kinds import Selection
 from mpicomp.errors import MpicompError
 from mpicomp.places import here
 from mpicomp.registry import register
-from mpicomp.rounds import Asked, Group, Round
+from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.workspace import Workspace
 
 _MEMORY = "lgc"  # what the bucket's memory has it under
@@ -190,7 +189,7 @@ class Learned(Scheme[LGC]):
 
     def _exchange_values(
         self, selected: Selected, accumulated: Accumulated, context: Context
-    ) -> Generator[Asked, Any, tuple[Result, NDArray[np.floating]]]:
+    ) -> Rounds[tuple[Result, NDArray[np.floating]]]:
         """Average the values at one rank's indices as they are, or all ranks' own; return this rank's, too."""
         if self.compressor.published:
             result = yield from gather_own(self.compressor, selected).exchange(accumulated, context)
@@ -225,7 +224,7 @@ class Learned(Scheme[LGC]):
             held.code.load(known.learnt)
         held.entry = known.learnt
 
-    def _share(self, held: _Held, known: _Known, context: Context) -> Generator[Round, NDArray[Any], None]:
+    def _share(self, held: _Held, known: _Known, context: Context) -> Rounds[None]:
         """Broadcast the weights to ranks that have none, and have the code use them."""
         if known.weights is None:
             task = self._give(held.code, context.group)
@@ -263,7 +262,7 @@ def _collect(selected: Selected, dtype: np.dtype[Any], group: Group) -> Round:
 
 def _collected(
     values: NDArray[np.floating], selected: Selected, context: Context
-) -> Generator[Round, NDArray[Any], NDArray[np.floating] | None]:
+) -> Rounds[NDArray[np.floating] | None]:
     """Gather coded values on the trainer, in host memory, shape (ranks, count); None on other ranks."""
     group = context.group
     task = _collect(selected, values.dtype, group)

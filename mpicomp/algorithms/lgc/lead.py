@@ -1,10 +1,8 @@
 """The leading rank's message before values travel: its indices, and the scales and signs that values are divided by."""
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 from math import inf, isfinite, sqrt
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +16,7 @@ from mpicomp.compressors.topk import largest_of_parts
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import MessageError
 from mpicomp.places import here, numbers, received
-from mpicomp.rounds import Round
+from mpicomp.rounds import Round, Rounds
 from mpicomp.workspace import Workspace
 
 _BYTE = np.dtype(np.uint8)
@@ -113,9 +111,7 @@ def leader_of(context: Context) -> int:
     return int(context.random(shared=True).integers(context.group.size))
 
 
-def follow(
-    lead: Lead, accumulated: Accumulated, context: Context, code: LearnedCode | None = None
-) -> Generator[Round, NDArray[Any], Led]:
+def follow(lead: Lead, accumulated: Accumulated, context: Context, code: LearnedCode | None = None) -> Rounds[Led]:
     """Select on the leading rank and broadcast its message; as rounds.
 
     Parameters
