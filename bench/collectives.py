@@ -39,28 +39,14 @@ _COMPILING = 1 << 12  # elements of the arrays on which kernels are compiled
 
 @dataclass(frozen=True)
 class Settings:
-    """Lengths, compressors and collectives to measure.
+    """Lengths, compressors and collectives to measure."""
 
-    Parameters
-    ----------
-    numels : sequence of int
-        Lengths of the arrays, which are float32.
-    compressors : sequence of Compressor
-        Each with the ratio at which it is measured.
-    collectives : sequence of str or None
-        Names, each of which fits some compressor; None is all that fit. Those of `mpicomp.Dense` are measured in any
-        case.
-    auto : bool
-        Whether to measure the plans that ``collective="auto"`` chooses for each compressor, too.
-    limit_s : float
-        Seconds of timing a plan, unless it is slower than that.
-    """
-
-    numels: Sequence[int]
-    compressors: Sequence[Compressor]
+    numels: Sequence[int]  # lengths of the arrays, which are float32
+    compressors: Sequence[Compressor]  # each with the ratio at which it is measured
+    # Names, each of which fits some compressor; None is all that fit. Those of `mpicomp.Dense` are measured in any case
     collectives: Sequence[str] | None = None
-    auto: bool = True
-    limit_s: float = 10.0
+    auto: bool = True  # whether to measure the plans that ``collective="auto"`` chooses for each compressor, too
+    limit_s: float = 10.0  # seconds of timing a plan, unless it is slower than that
 
 
 def measure(
@@ -71,28 +57,7 @@ def measure(
     done: Callable[[list[dict[str, Any]]], None],
     place: Place = HOST,
 ) -> list[dict[str, Any]]:
-    """Measure everything, cell by cell. Collective.
-
-    Parameters
-    ----------
-    settings : Settings
-        The same on all ranks.
-    transport : Transport
-        Among the ranks.
-    model : CostModel or None
-        Cost model of links and operations, the same on all ranks; not written to. None predicts nothing.
-    say : callable
-        Called with a line of text about the progress.
-    done : callable
-        Called with all rows so far after each cell.
-    place : Place
-        Where this rank's gradients are: on all ranks the host, or on all of them a GPU.
-
-    Returns
-    -------
-    list of dict
-        The rows, the same on all ranks; docs/benchmarks.md says what is in them.
-    """
+    """Measure everything, cell by cell. Collective."""
     bench = _Bench(settings, transport, model, say, place)
     found: list[dict[str, Any]] = []
     with _unwatched():
@@ -102,18 +67,7 @@ def measure(
 
 
 def plans_of(compressor: Compressor, names: Sequence[str] | None, flat: bool) -> list[Plan]:
-    """Return the plans of a compressor with those of the named collectives that fit it.
-
-    Parameters
-    ----------
-    compressor : Compressor
-        Of all of them.
-    names : sequence of str or None
-        None is all that fit.
-    flat : bool
-        Whether all ranks are on one host, or each has its own: what is hierarchical is then what it is built upon,
-        and is left out where it was not named.
-    """
+    """Return the plans of a compressor with those of the named collectives that fit it."""
     if names is None:
         return [Plan(compressor, name) for name in variants(compressor) if not (flat and "hierarchical" in name)]
     plans = []

@@ -21,13 +21,7 @@ def find() -> Found:
 
 
 def cupy_of(command: str) -> Any:
-    """Return the module cupy.
-
-    Raises
-    ------
-    ConfigurationError
-        Where it is not installed.
-    """
+    """Return the module cupy."""
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
@@ -37,13 +31,7 @@ def cupy_of(command: str) -> Any:
 
 
 def place_on(command: str, found: Found) -> CudaPlace:
-    """Return a place on a GPU, which is made the current one.
-
-    Raises
-    ------
-    ConfigurationError
-        Where there is no CuPy, no GPU or no driver.
-    """
+    """Return a place on a GPU, which is made the current one."""
     cupy = cupy_of(command)
     number = _number(command, found)
     if cuda.driver() is None:
@@ -64,13 +52,7 @@ def current_place(command: str) -> CudaPlace:
 
 
 def device_name(command: str) -> str:
-    """Return the name of the current GPU.
-
-    Raises
-    ------
-    ConfigurationError
-        Where there is none, or no CuPy.
-    """
+    """Return the name of the current GPU."""
     runtime = cupy_of(command).cuda.runtime
     try:
         if runtime.getDeviceCount() == 0:
@@ -82,13 +64,7 @@ def device_name(command: str) -> str:
 
 
 def torch_device(command: str, found: Found) -> Any:
-    """Return torch's device of a GPU, which is made the current one.
-
-    Raises
-    ------
-    ConfigurationError
-        Where there is no GPU, or this PyTorch has no CUDA.
-    """
+    """Return torch's device of a GPU, which is made the current one."""
     torch = importlib.import_module("torch")
     number = _number(command, found)
     if not torch.cuda.is_available():

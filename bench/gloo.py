@@ -25,14 +25,7 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 @contextlib.contextmanager
 def process_group(transport: Transport) -> Iterator[None]:
-    """Make the transport's ranks torch.distributed's default group. Collective; in the end nothing is left of it.
-
-    Raises
-    ------
-    ConfigurationError
-        Where PyTorch has no gloo, or ranks on several hosts do not know by which interface they reach each other; on
-        all ranks.
-    """
+    """Make the transport's ranks torch.distributed's default group. Collective; in the end nothing is left of it."""
     if not distributed.is_available() or not distributed.is_gloo_available():
         raise ConfigurationError("ddp: this PyTorch was built without gloo; leave ddp out of --exchange")
     group = transport.group

@@ -56,26 +56,13 @@ _GPU_COMPRESSORS = ("topk", "sidco")  # those with a GPU kernel of their own fro
 
 @dataclass(frozen=True)
 class Settings:
-    """Array length, ratios, compressors and threads to measure with.
+    """Array length, ratios, compressors and threads to measure with."""
 
-    Parameters
-    ----------
-    numel : int
-        Elements of the arrays, which are float32.
-    ratios : sequence of float
-        Ratios for kernels that select and are no compressors.
-    compressors : sequence of Compressor
-        Sparsifiers, each with the ratio at which it is measured, and quantisers.
-    threads : int
-        Number of threads that share a sweep.
-    repeats : int
-        Number of times that each kernel is timed; slow ones a quarter as often, and at least three times.
-    """
-
-    numel: int
-    ratios: Sequence[float]
-    compressors: Sequence[Compressor]
-    threads: int = 1
+    numel: int  # elements of the arrays, which are float32
+    ratios: Sequence[float]  # ratios for kernels that select and are no compressors
+    compressors: Sequence[Compressor]  # sparsifiers, each with the ratio at which it is measured, and quantisers
+    threads: int = 1  # number of threads that share a sweep
+    # Number of times that each kernel is timed; slow ones a quarter as often, and at least three times
     repeats: int = 20
 
 
@@ -93,12 +80,7 @@ def measurable(device: str = "cpu") -> list[str]:
 
 
 def check_memory(settings: Settings) -> None:
-    """Refuse arrays that are too long to be selected from, or that would not fit into memory.
-
-    Raises
-    ------
-    ConfigurationError
-    """
+    """Refuse arrays that are too long to be selected from, or that would not fit into memory."""
     if settings.numel >= _MAX_NUMEL:
         raise ConfigurationError(f"bench kernels: --numel must be below 2**32, got {settings.numel}")
     # Gradients, the bucket, the copy, magnitudes, the rivals' results and, for each ratio, a sum and a mean; what
@@ -118,18 +100,6 @@ def measure(settings: Settings, place: Place = HOST) -> list[dict[str, Any]]:
     Each timed call follows a copy of the array: the copies are as many as the calls, see the same conditions, and
     leave the same things in the caches. A GPU is measured twice: idle, where a call includes the host's time to
     launch it, and behind other work, as in a training.
-
-    Parameters
-    ----------
-    settings : Settings
-        Threads have no meaning on a GPU.
-    place : Place
-        The host or a GPU.
-
-    Returns
-    -------
-    list of dict
-        The rows; docs/benchmarks.md describes them.
     """
     with place.current():
         gradients = Gradients(settings.numel, place=place)

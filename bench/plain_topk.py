@@ -15,15 +15,7 @@ Gather = Callable[[Tensor], list[Tensor]]
 
 
 class PlainTopK:
-    """Averages gradients by the largest magnitudes of each rank, with error feedback, a parameter at a time.
-
-    Parameters
-    ----------
-    ratio : float
-        Kept fraction.
-    gather : callable
-        The allgather: `over_gloo` or `over_mpi`.
-    """
+    """Averages gradients by the largest magnitudes of each rank, with error feedback, a parameter at a time."""
 
     def __init__(self, ratio: float, gather: Gather) -> None:
         self._ratio = ratio

@@ -19,18 +19,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Loss of a step, and when its parts ended, by ``time.perf_counter``.
+    """Loss of a step, and when its parts ended, by ``time.perf_counter``."""
 
-    Attributes
-    ----------
-    loss : float
-        On this rank's batch.
-    start, forward, backward, compared, synchronized, end : float
-        Ranks' gradients are compared after backward, which is no part of the step.
-    """
-
-    loss: float
-    start: float
+    loss: float  # on this rank's batch
+    start: float  # ranks' gradients are compared after backward, which is no part of the step
     forward: float
     backward: float
     compared: float
@@ -39,31 +31,7 @@ class StepTimes:
 
 
 class Replica:
-    """Model, optimizer and data of one rank.
-
-    Parameters
-    ----------
-    task : Task
-        The task that is trained.
-    group : Group
-        All ranks.
-    steps : int
-        Steps of the whole training, for a task whose rate follows them.
-    device : torch.device
-        Device of the model.
-    is_sgd : bool
-        Whether it steps by plain gradient descent in place of the task's optimizer.
-    lr_scale : float
-        Factor of the task's learning rate.
-
-    Attributes
-    ----------
-    model, network : torch.nn.Module
-        The model, and what computes the loss: the model or a wrapper of it.
-    optimizer : torch.optim.Optimizer
-        The task's, or a wrapper that exchanges gradients.
-    updater : Updater
-    """
+    """Model, optimizer and data of one rank."""
 
     def __init__(
         self,
@@ -102,21 +70,7 @@ class Replica:
         set_to_none: bool = True,
         wait_for_forward: bool = True,
     ) -> StepTimes:
-        """Train one step.
-
-        Parameters
-        ----------
-        step : int
-            Its number, which chooses the batch.
-        synchronize : callable
-            Waits until gradients are their mean.
-        compare : callable or None
-            Looks at gradients before that.
-        set_to_none : bool
-            Whether gradients are released, or cleared.
-        wait_for_forward : bool
-            Whether backward begins after forward has ended on the device, so that the seconds of both are known.
-        """
+        """Train one step."""
         start = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=set_to_none)
         loss = self.task.loss(self.network, self.task.batch(step, self.group.rank, self.group.size))
@@ -151,13 +105,7 @@ class Replica:
 
 
 def threads_of_rank(cores: float) -> int:
-    """Return the number of threads of a rank: the user's setting, else its share of this host's cores.
-
-    Parameters
-    ----------
-    cores : float
-        For each rank where they are fewest, see `Transport`. Ranks may all be allowed to run on all of them.
-    """
+    """Return the number of threads of a rank: the user's setting, else its share of this host's cores."""
     if os.environ.get("OMP_NUM_THREADS"):
         return torch.get_num_threads()
     # Slurm's limit of a task binds no process where its plugin for binding is off.

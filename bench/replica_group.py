@@ -26,11 +26,6 @@ def replica_group(transport: Transport, exchange: str) -> Iterator[Any]:
 
     It is used inside of `mpicomp.bench.gloo.process_group`, which chooses the network interface. All ranks take part
     in every exchange. ``exchange`` is the first word of errors.
-
-    Raises
-    ------
-    ConfigurationError
-        torchft is not installed; on all ranks.
     """
     os.environ.setdefault("RUST_LOG", "error")  # or each exchange writes ten lines
     together(lambda: _check(exchange), transport, exchange)

@@ -12,18 +12,7 @@ from mpicomp.transport import Transport
 
 
 class Checkpoints:
-    """Checkpoints of one training, below one folder.
-
-    Parameters
-    ----------
-    folder : str
-        See `mpicomp.save_checkpoint`.
-    every : int
-        Steps from one to the next. Where ranks step by themselves it waits for the next exchange, after which their
-        parameters are the same.
-    run : dict
-        Settings that have to be the same for a training to go on, as in the command line.
-    """
+    """Checkpoints of one training, below one folder."""
 
     def __init__(self, folder: str, every: int, run: dict[str, Any]) -> None:
         self.folder = folder
@@ -32,13 +21,7 @@ class Checkpoints:
         self._due = False
 
     def load(self, task: Task, model: torch.nn.Module, optimizer: Any, updater: Updater, transport: Transport) -> int:
-        """Load the newest checkpoint, if there is one, and return the steps that were made until it. Collective.
-
-        Raises
-        ------
-        ConfigurationError
-            Where it is one of another training.
-        """
+        """Load the newest checkpoint, if there is one, and return the steps that were made until it. Collective."""
         saved = load_checkpoint(self.folder, comm=transport)
         if saved is None:
             return 0

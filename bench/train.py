@@ -39,62 +39,29 @@ from mpicomp.transport import Transport
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a training run, the same on every rank.
+    """Settings of a training run, the same on every rank."""
 
-    Parameters
-    ----------
-    compressor : Compressor or None
-        None lets the policy choose.
-    collective : str
-        See `mpicomp.Reducer`.
-    policy : Policy
-        The policy; an object serves one run.
-    steps : int
-        At least 1.
-    seed : int
-        Seed of the model, of the data's order and of the schemes.
-    evaluate_every : int
-        Steps from one look at the held-out data to the next; 0 looks at the end alone.
-    bucket_bytes : int or None
-        See `mpicomp.torch.DistributedOptimizer`.
-    probes : bool
-        Whether exchanges, dense ones among them, are measured by themselves after the training.
-    compare_every : int
-        Steps from one comparison of ranks' gradients to the next; 0 compares none. It needs two ranks.
-    warmup : int or str
-        See `mpicomp.Reducer`. With more steps than half of the run, verdicts are of the steps that come after it.
-    updates : dict or None
-        Settings of `mpicomp.torch.UpdateOptimizer`, ``every`` among them; None exchanges gradients. ``"inner": "sgd"``
-        has ranks step by plain gradient descent, in place of the task's optimizer.
-    lr_scale : float
-        Times the task's learning rate, which is tuned for dense exchange of gradients.
-    on_failure : str
-        See `mpicomp.Reducer`.
-    checkpoints : Checkpoints or None
-        Where the training goes on from, and what it writes; None for neither.
-    records : bool
-        Whether backward is recorded, and the network measured, for ``mpicomp simulate``. It needs an exchange of
-        gradients and a model on the CPU.
-    trace : str or None
-        The file that `mpicomp.trace` writes of the steps.
-    """
-
-    compressor: Compressor | None
+    compressor: Compressor | None  # none lets the policy choose
     collective: str
-    policy: Policy
-    steps: int
-    seed: int
-    evaluate_every: int = 0
+    policy: Policy  # the policy; an object serves one run
+    steps: int  # at least 1
+    seed: int  # seed of the model, of the data's order and of the schemes
+    evaluate_every: int = 0  # steps from one look at the held-out data to the next; 0 looks at the end alone
     bucket_bytes: int | None = None
-    probes: bool = True
+    probes: bool = True  # whether exchanges, dense ones among them, are measured by themselves after the training
+    # Steps from one comparison of ranks' gradients to the next; 0 compares none. It needs two ranks
     compare_every: int = 0
     warmup: int | str = 0
+    # Settings of `mpicomp.torch.UpdateOptimizer`, ``every`` among them; None exchanges gradients. ``"inner": "sgd"``
+    # has ranks step by plain gradient descent, in place of the task's optimizer
     updates: dict[str, Any] | None = None
-    lr_scale: float = 1.0
+    lr_scale: float = 1.0  # times the task's learning rate, which is tuned for dense exchange of gradients
     on_failure: str = "abort"
-    checkpoints: Checkpoints | None = None
+    checkpoints: Checkpoints | None = None  # where the training goes on from, and what it writes; None for neither
+    # Whether backward is recorded, and the network measured, for ``mpicomp simulate``. It needs an exchange of
+    # gradients and a model on the CPU
     records: bool = False
-    trace: str | None = None
+    trace: str | None = None  # the file that `mpicomp.trace` writes of the steps
 
     @property
     def every(self) -> int:
@@ -131,28 +98,7 @@ def train(
     metrics: MetricsWriter,
     device: torch.device = CPU,
 ) -> Outcome | Stopped:
-    """Train a task, to its end or until ranks are asked to stop. Collective over the transport's ranks.
-
-    Parameters
-    ----------
-    task : Task
-        What is trained.
-    settings : Settings
-        The same on all ranks.
-    transport : Transport
-        Among the ranks.
-    progress : Progress
-        Shows the steps.
-    metrics : MetricsWriter
-        Receives a record a step.
-    device : torch.device
-        Where this rank's model is, and what it computes with: on all ranks the CPU, or on all of them a GPU.
-
-    Raises
-    ------
-    MpicompError
-        Where replicas are not the same bits on all ranks in the end.
-    """
+    """Train a task, to its end or until ranks are asked to stop. Collective over the transport's ranks."""
     group = transport.group
     hosts = transport.hosts()
     torch.set_num_threads(threads_of_rank(transport.cores))
@@ -305,21 +251,7 @@ def train(
 
 
 def _measured(name: str, backward: Backward, skipped: int, reducer: Any, transport: Transport) -> Measured:
-    """Return what simulations of this training start from, the same on all ranks. Collective.
-
-    Parameters
-    ----------
-    name : str
-        Of the task.
-    backward : Backward
-        This rank's.
-    skipped : int
-        Steps at the beginning that are left out.
-    reducer : Reducer
-        Of the training. Seconds of kernels are its own; the network is measured now.
-    transport : Transport
-        Among the ranks.
-    """
+    """Return what simulations of this training start from, the same on all ranks. Collective."""
     numbers = np.median(gather(transport, backward.rows()).max(axis=0)[skipped:], axis=0).tolist()
     forward_s, backward_s, update_s, *ready = numbers
     when = dict(zip(backward.names, ready, strict=True))

@@ -55,35 +55,17 @@ from mpicomp.transport import Transport
 
 @dataclass(frozen=True)
 class Job:
-    """The training that all exchanges do.
-
-    Attributes
-    ----------
-    task : Task
-    settings : Settings
-    seed : int
-        Of schemes that draw random numbers.
-    transport : Transport
-    device : torch.device
-        Device of this rank's models: on all ranks the CPU, or on all of them a GPU.
-    """
+    """The training that all exchanges do."""
 
     task: Task
     settings: Settings
-    seed: int
+    seed: int  # of schemes that draw random numbers
     transport: Transport
-    device: torch.device = CPU
+    device: torch.device = CPU  # device of this rank's models: on all ranks the CPU, or on all of them a GPU
 
 
 class NoExchange(Replica):
-    """Trains without an exchange, every rank on its share of the data; the base of the others.
-
-    Parameters
-    ----------
-    exchange : Exchange
-        The exchange of the row.
-    job : Job
-    """
+    """Trains without an exchange, every rank on its share of the data; the base of the others."""
 
     def __init__(self, exchange: Exchange, job: Job) -> None:
         super().__init__(
@@ -324,34 +306,7 @@ def train_all(
     say: Callable[[str], None],
     device: torch.device = CPU,
 ) -> tuple[list[Trained], int, int]:
-    """Train a task with every exchange, each with a new model and optimizer. Collective.
-
-    Parameters
-    ----------
-    exchanges : sequence of Exchange
-        The exchanges.
-    task : Task
-        What is trained.
-    settings : Settings
-        The same on all ranks.
-    seed : int
-        For schemes that draw random numbers.
-    transport : Transport
-        Among the ranks.
-    say : callable
-        Receives messages on progress.
-    device : torch.device
-        Where this rank's models are: on all ranks the CPU, or on all of them a GPU.
-
-    Returns
-    -------
-    trained : list of Trained
-        In the order of the exchanges.
-    numel : int
-        Parameters of the model.
-    threads : int
-        That a rank computed with.
-    """
+    """Train a task with every exchange, each with a new model and optimizer. Collective."""
     torch.set_num_threads(threads_of_rank(transport.cores))
     with trainers(exchanges, Job(task, settings, seed, transport, device)) as made:
         return train_in_turn(made, settings, transport, say), made[0].numel, torch.get_num_threads()

@@ -120,24 +120,12 @@ class TrainingRow(TypedDict):
 
 @dataclass(frozen=True)
 class Exchange:
-    """The exchange that averages the gradients of a training, mpicomp's or another one's.
+    """The exchange that averages the gradients of a training, mpicomp's or another one's."""
 
-    Parameters
-    ----------
-    name : str
-        As it was asked for: unique, and the same with `INLINE` behind it for the same exchange in line.
-    compressor : Compressor or None
-        Of mpicomp's; None lets it choose.
-    collective : str
-        Of mpicomp's.
-    trace : str or None
-        Path of recorded plans, which are run as they were.
-    """
-
-    name: str
-    compressor: Compressor | None = None
-    collective: str = AUTO
-    trace: str | None = None
+    name: str  # as it was asked for: unique, and the same with `INLINE` behind it for the same exchange in line
+    compressor: Compressor | None = None  # of mpicomp's; None lets it choose
+    collective: str = AUTO  # of mpicomp's
+    trace: str | None = None  # path of recorded plans, which are run as they were
 
     @property
     def ours(self) -> bool:
@@ -157,23 +145,12 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Settings:
-    """Length of the training: steps of a block, number of blocks, steps of warm-up.
+    """Length of the training: steps of a block, number of blocks, steps of warm-up."""
 
-    Parameters
-    ----------
-    steps : int
-        Steps in a block.
-    blocks : int
-        Blocks of each exchange.
-    warm_up : int
-        Steps of each exchange before its blocks.
-    every : int
-        Steps from one exchange of updates to the next, of which those of a block and of the warm-up are multiples.
-    """
-
-    steps: int
-    blocks: int
-    warm_up: int
+    steps: int  # steps in a block
+    blocks: int  # blocks of each exchange
+    warm_up: int  # steps of each exchange before its blocks
+    # Steps from one exchange of updates to the next, of which those of a block and of the warm-up are multiples
     every: int = 1
 
     @property
@@ -201,34 +178,17 @@ class Trainer(Protocol):
 
 @dataclass
 class Trained:
-    """Result of a training, the same on all ranks except for ``quality``, which rank 0 has.
+    """Result of a training, the same on all ranks except for ``quality``, which rank 0 has."""
 
-    Attributes
-    ----------
-    exchange : Exchange
-        The exchange that it used.
-    steps : array, shape (blocks, steps, fields)
-        The counted steps, as reported by the rank that took longest for their block; bytes and processor time are
-        means over ranks.
-    link_bytes : float or None
-        Bytes that left a host in a step, as its kernel counts them; None outside a lab.
-    ran : str or None
-        The plan that most steps ran.
-    overlaps : bool
-        Whether the exchange began while backward went on.
-    equal : bool
-        Whether all ranks ended with the same parameters, bit for bit.
-    quality : float or None
-        On held-out data; None where they did not.
-    """
-
-    exchange: Exchange
+    exchange: Exchange  # the exchange that it used
+    # The counted steps, as reported by the rank that took longest for their block; bytes and processor time are means
+    # over ranks
     steps: NDArray[np.float64]
-    link_bytes: float | None
-    ran: str | None
-    overlaps: bool
-    equal: bool
-    quality: float | None
+    link_bytes: float | None  # bytes that left a host in a step, as its kernel counts them; None outside a lab
+    ran: str | None  # the plan that most steps ran
+    overlaps: bool  # whether the exchange began while backward went on
+    equal: bool  # whether all ranks ended with the same parameters, bit for bit
+    quality: float | None  # on held-out data; None where they did not
 
     @property
     def is_wrong(self) -> bool:
@@ -239,19 +199,7 @@ class Trained:
 def train_in_turn(
     trainers: Sequence[Trainer], settings: Settings, transport: Transport, say: Callable[[str], None]
 ) -> list[Trained]:
-    """Train with every exchange, block by block, another one first each round. Collective.
-
-    Parameters
-    ----------
-    trainers : sequence of Trainer
-        One for each exchange.
-    settings : Settings
-        The same on all ranks.
-    transport : Transport
-        Among the ranks.
-    say : callable
-        Receives messages on progress.
-    """
+    """Train with every exchange, block by block, another one first each round. Collective."""
     for trainer in trainers:
         say(f"warming up: {trainer.exchange.name}")
         trainer.block(settings.warm_up)
@@ -287,11 +235,6 @@ def slowest(block: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the steps of the rank that took longest for a block, with bytes and processor time of all ranks' mean.
 
     All steps are of one rank: the slowest of each step would be slower than any rank is.
-
-    Parameters
-    ----------
-    block : array, shape (ranks, steps, fields)
-        Numbers of all ranks.
     """
     steps: NDArray[np.float64] = block[block[:, :, SECONDS].sum(axis=1).argmax()].copy()
     steps[:, [WIRE, PROCESSOR]] = block[:, :, [WIRE, PROCESSOR]].mean(axis=0)
@@ -299,22 +242,7 @@ def slowest(block: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def rows_of(trained: Sequence[Trained], batch: int, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each exchange.
-
-    Parameters
-    ----------
-    trained : sequence of Trained
-        The measurements.
-    batch : int
-        Samples of all ranks in a step.
-    facts : mapping
-        Fields that all rows begin with.
-
-    Returns
-    -------
-    list of dict
-        docs/benchmarks.md says what is in them.
-    """
+    """Return a row for each exchange."""
     by_name = {training.exchange.name: training for training in trained}
     none = by_name.get(NONE)
     return [

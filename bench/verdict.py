@@ -40,15 +40,6 @@ def judge(outcome: Outcome, dense: Outcome | None = None, quality_name: str = "q
 
     What a delay costs in quality only a dense run beside this one tells: it is told where there is one, and else that
     it was not compared.
-
-    Parameters
-    ----------
-    outcome : Outcome
-        The run.
-    dense : Outcome or None
-        A run with dense exchange, otherwise the same.
-    quality_name : str
-        What quality is.
     """
     if outcome.ranks == 1:
         return "one rank: nothing was exchanged, so there was nothing to gain; start it with mpiexec -n 4"

@@ -24,28 +24,7 @@ _TUN_F_CSUM = 0x01
 
 
 class Forwarder:
-    """The process that carries packets, and the links that it shares with this one.
-
-    Parameters
-    ----------
-    pids : mapping
-        Process id of each host's PID 1.
-    links : sequence of Link
-        One a host.
-    mtu, packets : int
-        Bytes of the largest packet, and how many there may be under way.
-    network : str
-        How the hosts' addresses begin, three numbers.
-    loss : float
-        Share of packets that get lost.
-    seed : int
-        Of which these are.
-
-    Attributes
-    ----------
-    pid : int
-        The process, which never ends by itself.
-    """
+    """The process that carries packets, and the links that it shares with this one."""
 
     def __init__(
         self,

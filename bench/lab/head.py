@@ -25,15 +25,7 @@ _PRIORITY = 10  # realtime priority of the head process, below that of the proce
 
 
 class Head:
-    """Runs one lab in the namespaces of this process.
-
-    Parameters
-    ----------
-    settings : Settings
-        The lab.
-    mpi, launcher : str, Path
-        Whose launcher, and where it is.
-    """
+    """Runs one lab in the namespaces of this process."""
 
     def __init__(self, settings: Settings, mpi: str, launcher: Path) -> None:
         self.settings = settings
@@ -88,13 +80,7 @@ class Head:
         return [network.read_counters(pid) for pid in self.pids.values()]
 
     def run(self, life: int) -> tuple[int, float]:
-        """Run the command; `life` brings signals to pass on, and its end means that the lab's caller is gone.
-
-        Returns
-        -------
-        tuple of int and float
-            Exit status, and seconds.
-        """
+        """Run the command; `life` brings signals to pass on, and its end means that the lab's caller is gone."""
         line = launch.command_line(self.mpi, self.launcher, self.write_agent(), self.settings)
         environment = launch.environment(self.mpi, self.settings.hosts, self.settings.ppn, os.environ)
         namespaces.run_realtime(_PRIORITY)
@@ -168,19 +154,8 @@ def _reap() -> dict[int, int]:
 def main(settings: Settings, mpi: str, launcher: Path, life: int, report: int) -> int:
     """Run a lab as PID 1 of new namespaces.
 
-    Parameters
-    ----------
-    settings, mpi, launcher
-        As for `Head`.
-    life : int
-        Read end of a pipe from the caller: one byte a signal to pass on, closed when the caller is gone.
-    report : int
-        Write end of a pipe to the caller, for one JSON object: `error`, or `hosts` and `wall_s`.
-
-    Returns
-    -------
-    int
-        Exit status of the job; 2 with an error.
+    `life` is the read end of a pipe from the caller: a byte for each signal to pass on, closed when the caller is gone.
+    `report` is the write end of one to the caller, for a JSON object: `error`, or `hosts` and `wall_s`.
     """
 
     def tell(values: dict[str, object]) -> None:

@@ -10,22 +10,7 @@ from mpicomp.bench.lab import launch, namespaces
 
 
 def start(name: str, sysctls: Mapping[str, str], hosts_file: str) -> int:
-    """Start a host and return the process id of its PID 1, as seen from here.
-
-    Parameters
-    ----------
-    name : str
-        Its host name.
-    sysctls : mapping
-        Settings of its network, as paths below ``/proc/sys/net``.
-    hosts_file : str
-        A file that stands in for ``/etc/hosts`` there.
-
-    Returns
-    -------
-    int
-        The process id.
-    """
+    """Start a host and return the process id of its PID 1, as seen from here."""
     reader, writer = os.pipe()
 
     def first() -> int:

@@ -62,21 +62,6 @@ def run_lab(settings: Settings) -> int:
     """Run a lab from beginning to end.
 
     Must be called from the main thread, for the sake of signals.
-
-    Parameters
-    ----------
-    settings : Settings
-        The lab, from `mpicomp.bench.lab.settings.make_settings`.
-
-    Returns
-    -------
-    int
-        The exit status of the job; 128 and the number of the signal that ended the lab.
-
-    Raises
-    ------
-    LabError
-        When the lab cannot be made; nothing has been started then.
     """
     check_requirements()
     warn_of_limits(settings)

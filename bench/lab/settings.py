@@ -14,18 +14,11 @@ MPIS = ("mpich", "openmpi")
 
 @dataclass(frozen=True)
 class Link:
-    """The cable between one host and the switch: the same rate in both directions.
+    """The cable between one host and the switch: the same rate in both directions."""
 
-    Attributes
-    ----------
-    bandwidth : int
-        Bits a second, in each direction; 0 where it is down: packets wait.
-    latency_ns : int
-        One way between two hosts with this link. Each cable has half of it: between hosts with different
-        links it is the mean of the two.
-    """
-
-    bandwidth: int
+    bandwidth: int  # bits a second, in each direction; 0 where it is down: packets wait
+    # One way between two hosts with this link. Each cable has half of it: between hosts with different links it is the
+    # mean of the two
     latency_ns: int
 
 
@@ -96,30 +89,7 @@ def make_settings(
     loss: str = "0%",
     seed: int = 0,
 ) -> Settings:
-    """Check the user's settings.
-
-    Parameters
-    ----------
-    hosts, ppn : int
-        Number of hosts, and ranks on each.
-    bandwidth, latency : str
-        Comma lists, one value or one a host.
-    command : sequence of str
-        Words of the command that every rank runs.
-    mpi : {"mpich", "openmpi"}, optional
-        Whose launcher is used; found out when None.
-    schedule, counters : str, optional
-        Paths of the schedule to read and of the counters to write.
-    loss : str
-        Percentage of packets that get lost.
-    seed : int
-        Of which packets these are.
-
-    Returns
-    -------
-    Settings
-        What `mpicomp.bench.lab.run.run_lab` takes.
-    """
+    """Check the user's settings."""
     from mpicomp.bench.lab.schedule import read_schedule
 
     if not 1 <= hosts <= MOST_HOSTS:

@@ -21,18 +21,6 @@ _MOST_LATENCY_NS = 10 * 10**9
 def parse_bandwidth(text: str, may_be_down: bool = False) -> int:
     """Return a bandwidth in bits a second.
 
-    Parameters
-    ----------
-    text : str
-        A number and one of bit, kbit, mbit, gbit; the prefixes are decimal, as in tc.
-    may_be_down : bool
-        Whether it may be 0, also without a unit: a link that carries nothing.
-
-    Returns
-    -------
-    int
-        Bits a second.
-
     Examples
     --------
     >>> parse_bandwidth("2.5gbit")
@@ -69,16 +57,6 @@ def parse_loss(text: str) -> float:
 
 def parse_latency(text: str) -> int:
     """Return a one-way latency in nanoseconds.
-
-    Parameters
-    ----------
-    text : str
-        A number and one of ns, us, ms, s.
-
-    Returns
-    -------
-    int
-        Nanoseconds.
 
     Examples
     --------

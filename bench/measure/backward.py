@@ -9,13 +9,7 @@ from numpy.typing import NDArray
 
 
 class Backward:
-    """Notes, step by step, when each parameter's gradient is complete.
-
-    Parameters
-    ----------
-    parameters : sequence of (str, torch.nn.Parameter)
-        By name.
-    """
+    """Notes, step by step, when each parameter's gradient is complete."""
 
     def __init__(self, parameters: Sequence[tuple[str, Any]]) -> None:
         self.names = [name for name, _ in parameters]
@@ -33,15 +27,7 @@ class Backward:
         return hook
 
     def add(self, began: float, forward: float, ended: float, update_s: float) -> None:
-        """Note a step whose backward is over.
-
-        Parameters
-        ----------
-        began, forward, ended : float
-            When the step began, when forward was over, and when backward was, by ``time.perf_counter``.
-        update_s : float
-            Seconds of the optimizer.
-        """
+        """Note a step whose backward is over."""
         ready = np.where(np.isnan(self._now), ended, self._now) - forward  # what backward does not reach is zero then
         self._rows.append(np.concatenate(([forward - began, ended - forward, update_s], ready)))
         self._now = np.full(len(self.names), np.nan)

@@ -32,27 +32,13 @@ def in_short(record: StepRecord) -> str:
 
 @dataclass(frozen=True)
 class Ran:
-    """A plan and how much of a run it has carried.
+    """A plan and how much of a run it has carried."""
 
-    Attributes
-    ----------
-    compressor : Compressor
-        As it was in the plan.
-    ratio : float
-        Kept fraction that was asked for; 1 where the compressor has none.
-    collective : str
-        Its name.
-    share : float
-        Of the elements that were exchanged. With one bucket that is the share of steps.
-    ratio_reached : float
-        Kept fraction, mean over what it has carried.
-    """
-
-    compressor: Compressor
-    ratio: float
+    compressor: Compressor  # as it was in the plan
+    ratio: float  # kept fraction that was asked for; 1 where the compressor has none
     collective: str
-    share: float
-    ratio_reached: float
+    share: float  # of the elements that were exchanged. With one bucket that is the share of steps
+    ratio_reached: float  # kept fraction, mean over what it has carried
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able object."""
@@ -63,24 +49,13 @@ class Ran:
 
 @dataclass(frozen=True)
 class Layer:
-    """A parameter of the model, and what was sent of it in the mean of a run.
-
-    Attributes
-    ----------
-    name : str
-        Of the parameter.
-    numel : int
-        Its elements.
-    ratio : float
-        Kept fraction.
-    gain : float or None
-        Share of its accumulated gradient's energy that was sent, in steps in which the policy looked at that; None
-        where there was none.
-    """
+    """A parameter of the model, and what was sent of it in the mean of a run."""
 
     name: str
-    numel: int
-    ratio: float
+    numel: int  # its elements
+    ratio: float  # kept fraction
+    # Share of its accumulated gradient's energy that was sent, in steps in which the policy looked at that; None where
+    # there was none
     gain: float | None
 
     def to_json(self) -> dict[str, Any]:
@@ -142,13 +117,7 @@ class Choices:
         return np.array(list(self._sums.values())).reshape(-1, 4)
 
     def layers(self, everyones: NDArray[np.float64]) -> list[Layer]:
-        """Return the model's parameters with their kept elements, in the order of exchange.
-
-        Parameters
-        ----------
-        everyones : array, shape (ranks, layers, 4)
-            Results of `sums` on all ranks.
-        """
+        """Return the model's parameters with their kept elements, in the order of exchange."""
         found = []
         for name, (steps, ratio, looked_at, gain) in zip(self._sums, everyones.sum(axis=0).tolist(), strict=True):
             found.append(Layer(name, self._numels[name], ratio / steps, gain / looked_at if looked_at else None))

@@ -7,16 +7,6 @@ from typing import Any
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return for each configuration the settings in which it differs from others of the same compressor, ratio aside.
 
-    Parameters
-    ----------
-    configs : sequence of mapping
-        Results of `Compressor.get_config`.
-
-    Returns
-    -------
-    list of str
-        Empty where there is no other.
-
     Examples
     --------
     >>> lgc = {"id": "lgc", "ratio": 0.01, "code": "linear", "instance": "ring"}

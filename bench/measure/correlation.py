@@ -35,24 +35,12 @@ _FIELDS = ("correlation", "information", "control", "entropy")
 
 @dataclass(frozen=True)
 class Common:
-    """Correlation and mutual information of two arrays, or means over several pairs.
+    """Correlation and mutual information of two arrays, or means over several pairs."""
 
-    Attributes
-    ----------
-    correlation : float
-        Pearson's correlation coefficient.
-    information : float
-        Mutual information in nats an element, estimated from a histogram.
-    control : float
-        The same estimate where nothing is shared: the bias of the estimate.
-    entropy : float
-        Entropy of the histogram's two marginals, in nats; the mean of both.
-    """
-
-    correlation: float
-    information: float
-    control: float
-    entropy: float
+    correlation: float  # Pearson's correlation coefficient
+    information: float  # mutual information in nats an element, estimated from a histogram
+    control: float  # the same estimate where nothing is shared: the bias of the estimate
+    entropy: float  # entropy of the histogram's two marginals, in nats; the mean of both
 
     @property
     def share(self) -> float:
@@ -72,13 +60,6 @@ class Common:
 
 def common(one: NDArray[np.floating], other: NDArray[np.floating], random: np.random.Generator) -> Common:
     """Compare two arrays, element by element.
-
-    Parameters
-    ----------
-    one, other : arrays, shape (n,)
-        Finite; n is at least 1.
-    random : Generator
-        Puts elements in order for the control.
 
     Examples
     --------
@@ -129,24 +110,12 @@ def _pearson(one: NDArray[np.floating], other: NDArray[np.floating]) -> float:
 
 @dataclass(frozen=True)
 class Correlations:
-    """Correlation and mutual information of ranks' gradients in a run.
+    """Correlation and mutual information of ranks' gradients in a run."""
 
-    Attributes
-    ----------
-    every : int
-        Steps from one look to the next.
-    looks : int
-        Number of looks; those at gradients that were not finite do not count.
-    whole : Common or None
-        Mean over layers, by their elements; None where no layer was looked at.
-    layers : dict
-        By name: elements, and the mean over looks and pairs of ranks.
-    """
-
-    every: int
-    looks: int
-    whole: Common | None
-    layers: dict[str, tuple[int, Common]]
+    every: int  # steps from one look to the next
+    looks: int  # number of looks; those at gradients that were not finite do not count
+    whole: Common | None  # mean over layers, by their elements; None where no layer was looked at
+    layers: dict[str, tuple[int, Common]]  # by name: elements, and the mean over looks and pairs of ranks
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able object."""
@@ -169,17 +138,7 @@ def _cells(own: Common) -> tuple[str, str, str]:
 
 
 class Comparison:
-    """Compares each rank's gradients with the next rank's, now and then in a run.
-
-    Parameters
-    ----------
-    every : int
-        Steps from one look to the next, at least 1; the first is at the first step.
-    seed : int
-        Of the controls.
-    group : Group
-        The ranks: at least two.
-    """
+    """Compares each rank's gradients with the next rank's, now and then in a run."""
 
     def __init__(self, every: int, seed: int, group: Group) -> None:
         self._every = every
@@ -190,15 +149,7 @@ class Comparison:
         self._sums: dict[str, NDArray[np.float64]] = {}
 
     def look(self, step: int, gradients: Mapping[str, NDArray[np.floating]]) -> Rounds[None]:
-        """Compare the gradients of a step, if it is time: all of them go to one rank. As rounds.
-
-        Parameters
-        ----------
-        step : int
-            The same on all ranks.
-        gradients : mapping of str to array
-            By name, of any shape; the same names and shapes on all ranks.
-        """
+        """Compare the gradients of a step, if it is time: all of them go to one rank. As rounds."""
         if step % self._every:
             return
         rank, size = self._group.rank, self._group.size

@@ -47,13 +47,7 @@ def name_of(compressor: str, collective: str) -> str:
 
 
 class Residuals:
-    """Residuals in their steady state, of any length, as states that a reducer loads.
-
-    Parameters
-    ----------
-    rank : int
-        Whose; gradients differ between ranks.
-    """
+    """Residuals in their steady state, of any length, as states that a reducer loads."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -77,34 +71,6 @@ class Runner:
     """A plan with a reducer of its own, whose residual is in its steady state.
 
     Collective: all ranks make one, step it, and drop it together.
-
-    Parameters
-    ----------
-    plan : Plan
-        The plan to run.
-    gradients : Gradients
-        Of this rank; their length is the array's, and where they are it is exchanged.
-    transport : Transport
-        Between the ranks.
-    residuals : Residuals
-        Of this rank.
-    cost : CostModel or None
-        Given to the reducer, which teaches it.
-
-    Attributes
-    ----------
-    steps : list of array, shape (ranks, fields)
-        What every rank told of every step, the same on all ranks. The last step is missing until it is asked for by
-        `catch_up`, or the next one begins.
-    checks : list of Check
-        Of the steps that were checked.
-    ran : list of str
-        The name of the plan of every step.
-    predicted, gains : list of float or None
-        What the cost model said before every step, and the gain.
-    route : str or None
-        Of the last step: how messages of the length of this rank's have reached MPI from a GPU, ``"direct"`` or
-        ``"staged"``; None for gradients on the host.
     """
 
     def __init__(

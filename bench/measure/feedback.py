@@ -25,24 +25,13 @@ def make_bucket(numel: int, compressor: Compressor, feedback: bool, threads: int
 
 @dataclass
 class Selecting:
-    """A compressor at work on one array, step after step, with its memory and its arrays.
+    """A compressor at work on one array, step after step, with its memory and its arrays."""
 
-    Parameters
-    ----------
-    compressor : Sparsifier, SharedSparsifier or Quantiser
-        What selects, or packs.
-    numel : int
-        Length of the array.
-    context : Context
-        Its workspace is where the array is; that place is current while a step is done.
-    finite : bool
-        Whether gradients are known to be finite: then nobody waits to be told.
-    """
-
-    compressor: Sparsifier | SharedSparsifier | Quantiser
-    numel: int
+    compressor: Sparsifier | SharedSparsifier | Quantiser  # what selects, or packs
+    numel: int  # length of the array
+    # Its workspace is where the array is; that place is current while a step is done
     context: Context = field(default_factory=Context)
-    finite: bool = False
+    finite: bool = False  # whether gradients are known to be finite: then nobody waits to be told
 
     def __post_init__(self) -> None:
         compressor = self.compressor.bind(["gradient"], [self.numel])
@@ -50,18 +39,7 @@ class Selecting:
         self.compressor = compressor
 
     def step(self, bucket: Bucket, gradient: NDArray[np.floating], message: bool) -> int:
-        """Do the work of a step before and after its exchange, and return the number of elements that are sent.
-
-        Parameters
-        ----------
-        bucket : Bucket
-            Holds the residual, which becomes the next one.
-        gradient : array, shape (numel,)
-            Of this step.
-        message : bool
-            Whether to write what would be sent: plain 32-bit indices with values as the compressor's wire has them, or
-            the values alone where all ranks select the same positions. What packs does so in any case.
-        """
+        """Do the work of a step before and after its exchange, and return the number of elements that are sent."""
         accumulated = bucket.accumulate([gradient])
         if isinstance(self.compressor, Quantiser):
             sent: NDArray[np.floating] | Selection = self._pack(self.compressor, accumulated)

@@ -19,17 +19,7 @@ _MOST_STEPS = 5000  # steps, at most, in which a residual comes to its steady st
 
 
 class Gradients:
-    """Laplace-distributed arrays that are as good as fresh: each is a random part of a longer one.
-
-    Parameters
-    ----------
-    numel : int
-        Their length.
-    seed : int
-        Of what is drawn.
-    place : Place
-        Where they are.
-    """
+    """Laplace-distributed arrays that are as good as fresh: each is a random part of a longer one."""
 
     def __init__(self, numel: int, seed: int = 0, place: Place = HOST) -> None:
         self.numel = numel
@@ -63,13 +53,6 @@ class Settled:
 
     A long array's residual is like the short one's, repeated. That is how a compressor gets its own steady state, which
     is far away (in ``1 / ratio`` steps every element is sent once), and how it keeps it while others take their turns.
-
-    Parameters
-    ----------
-    compressor : Sparsifier, SharedSparsifier or Quantiser
-        Its ratio tells how many steps it takes.
-    gradients : Gradients
-        Short ones.
     """
 
     def __init__(self, compressor: Sparsifier | SharedSparsifier | Quantiser, gradients: Gradients) -> None:

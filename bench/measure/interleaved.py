@@ -95,19 +95,7 @@ def clock(kernel: Kernel) -> float:
 
 
 def take_turns(kernels: Sequence[Kernel], copy: Kernel, repeats: int, clock: Callable[[Kernel], float] = clock) -> None:
-    """Time all kernels, round after round, and a copy before each call.
-
-    Parameters
-    ----------
-    kernels : sequence of Kernel
-        Warm. They receive their seconds.
-    copy : Kernel
-        Receives as many as all of them together.
-    repeats : int
-        Of what is not slow.
-    clock : callable
-        Times a call.
-    """
+    """Time all kernels, round after round, and a copy before each call."""
 
     def timed(kernel: Kernel) -> float:
         kernel.prepare()

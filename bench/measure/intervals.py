@@ -93,18 +93,6 @@ def block_interval(
     By bootstrap: whole blocks are drawn anew, with repetition and of all samples alike. Steps of a block are like each
     other, and what fell on all blocks of a round alike falls out.
 
-    Parameters
-    ----------
-    value : callable
-        Is given as many arrays as there are samples.
-    *samples : array, shape (blocks, ...)
-        With as many blocks each.
-
-    Returns
-    -------
-    tuple of float or None
-        None where there are too few blocks, or some of what was drawn has no finite value.
-
     Examples
     --------
     >>> block_interval(np.median, np.array([[1.0, 2.0, 3.0]] * 6))

@@ -24,21 +24,12 @@ _SIGNS = np.random.default_rng(0).choice([-1.0, 1.0], _PERIOD)
 
 @dataclass(frozen=True)
 class Check:
-    """Result of a check of the mean: its error, the tolerance, and whether it is the same on all ranks.
+    """Result of a check of the mean: its error, the tolerance, and whether it is the same on all ranks."""
 
-    Attributes
-    ----------
-    error : float
-        Largest difference of a sum over the norm of all exact sums.
-    tolerance : float
-        Largest error that rounding to float32 explains; infinite where the exchange is not meant to keep everything.
-    identical : bool
-        Whether the mean has the same bits on every rank.
-    """
-
-    error: float
+    error: float  # largest difference of a sum over the norm of all exact sums
+    # Largest error that rounding to float32 explains; infinite where the exchange is not meant to keep everything
     tolerance: float
-    identical: bool
+    identical: bool  # whether the mean has the same bits on every rank
 
     @property
     def correct(self) -> bool:
@@ -76,20 +67,7 @@ def statement(
     after: NDArray[np.floating] | None,
     mean: NDArray[np.floating],
 ) -> NDArray[np.float64]:
-    """Return the numbers of one rank that `judge` needs.
-
-    Parameters
-    ----------
-    gradient, mean : array, shape (numel,)
-        Input and output.
-    before, after : array, shape (numel,), or None
-        The residual; None where there is no error feedback.
-
-    Returns
-    -------
-    array of float64, shape (2 * BLOCKS + 2,)
-        Sums of what was sent, sums of the mean, a norm that bounds rounding errors, a checksum of the mean's bits.
-    """
+    """Return the numbers of one rank that `judge` needs."""
     sent, size = signed_sums(gradient), norm(gradient)
     if before is not None and after is not None:
         sent += signed_sums(before) - signed_sums(after)
@@ -104,13 +82,6 @@ def judge(statements: NDArray[np.float64], lossless: bool) -> Check:
     An element of rank r is rounded when residual and gradient are added, when what was sent is taken off, and on its
     way through a sum of all ranks and a division: at most ranks + 3 times. Errors of different signs add up like a
     random walk, of which each sum's length is at most the arrays' norms.
-
-    Parameters
-    ----------
-    statements : array, shape (ranks, 2 * BLOCKS + 2)
-        From `statement`.
-    lossless : bool
-        Whether everything that went in has to come out, or to be kept.
     """
     ranks = len(statements)
     exact = statements[:, :BLOCKS].sum(axis=0)

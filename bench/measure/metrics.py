@@ -23,21 +23,6 @@ class MetricsWriter:
 
     Where the system takes no more, the lines that are whole stay, the rest is left out, and the training goes on: it is
     worth more than its measurements.
-
-    Parameters
-    ----------
-    path : str or None
-        None writes nothing.
-
-    Attributes
-    ----------
-    problem : FileWriteError or None
-        Why a line could not be written.
-
-    Raises
-    ------
-    FileWriteError
-        Where the file cannot be opened.
     """
 
     def __init__(self, path: str | None) -> None:

@@ -19,13 +19,6 @@ def blocks(rows: Sequence[Mapping[str, Any]], where: str) -> str:
     """Lay out rows of ``mpicomp bench collectives``: a block for each plan, a line for each size.
 
     Latencies are OSU's: the mean, least and most over ranks of each rank's mean. Columns of ours come after OSU's.
-
-    Parameters
-    ----------
-    rows : sequence of mapping
-        In any order; those that were not run are left out.
-    where : str
-        Ranks and hosts, for the blocks' headings.
     """
     plans: dict[tuple[str, Any, str | None, str], list[Mapping[str, Any]]] = {}
     for row in rows:

@@ -28,24 +28,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Probe:
-    """A collective and the seconds that it took.
-
-    Attributes
-    ----------
-    collective : str
-        Its name.
-    seconds : float
-        One whole exchange on the slowest rank: median.
-    rounds_s : float
-        Its rounds alone, on the rank that came last and waited for nobody: median.
-    repeats : int
-        Exchanges measured.
-    """
+    """A collective and the seconds that it took."""
 
     collective: str
-    seconds: float
-    rounds_s: float
-    repeats: int
+    seconds: float  # one whole exchange on the slowest rank: median
+    rounds_s: float  # its rounds alone, on the rank that came last and waited for nobody: median
+    repeats: int  # exchanges measured
 
 
 def probe(

@@ -14,13 +14,7 @@ _QUIET_S = 30.0  # a slow run prints at least this often
 
 
 class Progress:
-    """Progress of a training run.
-
-    Parameters
-    ----------
-    visible : bool
-        False prints nothing.
-    """
+    """Progress of a training run."""
 
     def __init__(self, visible: bool) -> None:
         self._visible = visible

@@ -70,17 +70,7 @@ class JobEnvironment(TypedDict):
 
 
 def environment(threads: int, device: str, job: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return versions and the processor, which numbers depend on; nothing that reveals who measured when.
-
-    Parameters
-    ----------
-    threads : int
-        Number of threads asked for.
-    device : str
-        ``"cpu"`` or the name of a GPU.
-    job : mapping, optional
-        From `job_environment`, where ranks took part.
-    """
+    """Return versions and the processor, which numbers depend on; nothing that reveals who measured when."""
     return {
         "mpicomp": __version__,
         "python": platform.python_version(),
@@ -95,15 +85,7 @@ def environment(threads: int, device: str, job: Mapping[str, Any] | None = None)
 
 
 def job_environment(ranks: int, hosts: int, sharing: int) -> dict[str, Any]:
-    """Return the environment that the seconds of an MPI job depend on, as this rank sees it. Not collective.
-
-    Parameters
-    ----------
-    ranks, hosts : int
-        Number of ranks and of hosts that take part.
-    sharing : int
-        Largest number of ranks on one host.
-    """
+    """Return the environment that the seconds of an MPI job depend on, as this rank sees it. Not collective."""
     mpi = abort.running()
     vendor, version = ("none", ()) if mpi is None else mpi.get_vendor()
     cores = len(os.sched_getaffinity(0))
@@ -153,15 +135,7 @@ def write_csv(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-    """Print a table.
-
-    Parameters
-    ----------
-    rows : sequence of mapping
-        Values by column; None is shown as nothing.
-    columns : mapping of str to str
-        The columns in their order, each with its format; that of text is empty.
-    """
+    """Print a table."""
     cells = [["" if row[name] is None else format(row[name], form) for name, form in columns.items()] for row in rows]
     try:
         from rich.console import Console

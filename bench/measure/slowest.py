@@ -12,32 +12,17 @@ _SURE = 3.0  # standard errors by which a rank has to be slower than the middle 
 
 @dataclass(frozen=True)
 class Slowest:
-    """The rank with most work of its own: what a step takes less what it waits in exchanges.
-
-    Attributes
-    ----------
-    rank : int
-        Its number.
-    costs_s : float
-        Mean seconds a step by which it works longer than the middle rank (of an even number, the faster of the two in
-        the middle), for which the others wait.
-    error_s : float
-        Standard error of this.
-    """
+    """The rank with most work of its own: what a step takes less what it waits in exchanges."""
 
     rank: int
+    # Mean seconds a step by which it works longer than the middle rank (of an even number, the faster of the two in the
+    # middle), for which the others wait
     costs_s: float
-    error_s: float
+    error_s: float  # standard error of this
 
     @classmethod
     def of(cls, own_s: NDArray[np.float64]) -> Self | None:
-        """Find it; None where there is one rank, or fewer than two steps.
-
-        Parameters
-        ----------
-        own_s : array, shape (ranks, steps)
-            Seconds of own work.
-        """
+        """Find it; None where there is one rank, or fewer than two steps."""
         ranks, steps = own_s.shape
         if ranks < 2 or steps < 2:
             return None

@@ -92,43 +92,20 @@ class PlanRow(_Which, _Measured, _OfAuto):
 
 @dataclass
 class TimedPlan:
-    """A plan that was timed, or was not worth it.
+    """A plan that was timed, or was not worth it."""
 
-    Attributes
-    ----------
-    plan : Plan
-        The plan that is timed.
-    numel : int
-        Elements.
-    ranks, hosts : int
-        That took part.
-    settings : str
-        What tells its compressor from others of the same name; see `differing_settings` of `config_diff`.
-    device : str
-        Where gradients are, ``"cpu"`` or ``"gpu"``.
-    expected_s : float or None
-        Seconds that a cost model predicted before it was run.
-    runner : Runner or None
-        What its steps were; None where it was not run.
-    first : int
-        The first of its steps that counts.
-    stopped : str or None
-        Reason for which the timing ended: ``"interval"``, ``"limit"`` or ``"once"``.
-    facts : dict
-        Of ``auto``: what its row has besides.
-    """
-
-    plan: Plan
+    plan: Plan  # the plan that is timed
     numel: int
-    ranks: int
+    ranks: int  # that took part
     hosts: int
+    # What tells its compressor from others of the same name; see `differing_settings` of `config_diff`
     settings: str = ""
-    device: str = "cpu"
-    expected_s: float | None = None
-    runner: Runner | None = None
-    first: int = 0
-    stopped: str | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"  # where gradients are, ``"cpu"`` or ``"gpu"``
+    expected_s: float | None = None  # seconds that a cost model predicted before it was run
+    runner: Runner | None = None  # what its steps were; None where it was not run
+    first: int = 0  # the first of its steps that counts
+    stopped: str | None = None  # reason for which the timing ended: ``"interval"``, ``"limit"`` or ``"once"``
+    facts: dict[str, Any] = field(default_factory=dict)  # of ``auto``: what its row has besides
 
     @property
     def samples(self) -> list[float]:
@@ -156,15 +133,7 @@ class TimedPlan:
 
 
 def rows_of(timings: Sequence[TimedPlan], dense: Sequence[TimedPlan]) -> list[dict[str, Any]]:
-    """Return the rows of plans; docs/benchmarks.md says what is in them.
-
-    Parameters
-    ----------
-    timings : sequence of TimedPlan
-        The plans.
-    dense : sequence of TimedPlan
-        Dense plans; speed-ups are relative to the best of them.
-    """
+    """Return the rows of plans; docs/benchmarks.md says what is in them."""
     base = min(timing.median_s for timing in dense)
     return [_row(timing, base) for timing in timings]
 

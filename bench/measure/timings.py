@@ -15,21 +15,11 @@ PHASES = ("compute", "compress", "exchange", "decode", "update", "other")
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds of one rank.
+    """Seconds of one rank."""
 
-    Attributes
-    ----------
-    rank : int
-        Among those that are there in the end.
-    slowest : float
-        Share of the steps in which it was busy longest outside the exchange, where the others wait.
-    phases_s : dict of str to float
-        Medians over steps.
-    """
-
-    rank: int
-    slowest: float
-    phases_s: dict[str, float]
+    rank: int  # among those that are there in the end
+    slowest: float  # share of the steps in which it was busy longest outside the exchange, where the others wait
+    phases_s: dict[str, float]  # medians over steps
 
 
 @dataclass

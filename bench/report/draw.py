@@ -70,18 +70,7 @@ STYLE: dict[Any, Any] = {
 def panel(
     x_label: str, y_label: str, left: int = 52, right: int = 14, height: int = HEIGHT, grid: str | None = "y"
 ) -> tuple[Figure, Axes]:
-    """Return an empty picture with the names and units of its axes.
-
-    Parameters
-    ----------
-    x_label, y_label : str
-    left, right : int
-        Pixels at the sides of the axes, for their numbers and for labels.
-    height : int
-        Pixels.
-    grid : str or None
-        Which axis has lines through its numbers.
-    """
+    """Return an empty picture with the names and units of its axes."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, facecolor="none")
         top, bottom = 30 if y_label else 12, 42 if x_label else 26
@@ -147,15 +136,7 @@ def label_bar(axes: Axes, x: float, y: float, text: str, bold: bool = True) -> N
 
 
 def label_ends(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
-    """Write names at the right of the axes, each as near as possible to its height, without overlap.
-
-    Parameters
-    ----------
-    axes : Axes
-        Its limits are final.
-    labels : sequence of (float, str, str)
-        A height, a text, and the token of its colour.
-    """
+    """Write names at the right of the axes, each as near as possible to its height, without overlap."""
     figure = axes.get_figure()
     assert isinstance(figure, Figure)
     box = axes.get_window_extent()
@@ -205,20 +186,7 @@ def shortened(text: str, length: int) -> str:
 
 
 def heat(names: Sequence[str], cells: Array, steps: Array, meaning: str, least: float | None = None) -> Figure:
-    """Return a map of colours: a row for each name, steps to the right, and a scale.
-
-    Parameters
-    ----------
-    names : sequence of str
-    cells : array, shape (names, columns)
-        NaN leaves a gap.
-    steps : array
-        First and last are the ends of the axis.
-    meaning : str
-        Of the colours.
-    least : float or None
-        Lowest value of a logarithmic scale, which ends at 1; None for a linear one from 0 to 1.
-    """
+    """Return a map of colours: a row for each name, steps to the right, and a scale."""
     height = HEIGHT + 50 if len(names) > 8 else 90 + 20 * len(names)
     width = min(22, max(len(name) for name in names))  # characters of names
     figure, axes = panel("step", meaning, left=22 + 7 * width, right=68, height=height, grid=None)
@@ -246,20 +214,7 @@ def heat(names: Sequence[str], cells: Array, steps: Array, meaning: str, least: 
 
 
 def share_rows(names: Sequence[str], shares: Array, x: Array, ends: Sequence[str], meaning: str) -> Figure:
-    """Return a row for each name, as high as its share at each step.
-
-    Parameters
-    ----------
-    names : sequence of str
-    shares : array, shape (names, columns)
-        Between 0 and 1.
-    x : array, shape (columns + 1,)
-        Steps at which columns begin and end.
-    ends : sequence of str
-        Text at the right of each row.
-    meaning : str
-        Of the height.
-    """
+    """Return a row for each name, as high as its share at each step."""
     width = min(24, max(len(name) for name in names))  # characters of names
     figure, axes = panel("step", meaning, left=22 + 7 * width, right=52, height=90 + 24 * len(names), grid=None)
     for row, share in enumerate(shares):
@@ -299,15 +254,7 @@ _TOKENS = {colour: token for token, colour in LIGHT.items() if token != "ground"
 
 
 def inline(text: str, name: str) -> str:
-    """Return the inside of an SVG for a page, without its first tag, with the page's colours and font.
-
-    Parameters
-    ----------
-    text : str
-        From `svg`.
-    name : str
-        Unique in the page, so that ids in the picture are unique, too.
-    """
+    """Return the inside of an SVG for a page, without its first tag, with the page's colours and font."""
     text = text[text.index(">", text.index("<svg")) + 1 :].strip()
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->\s*", "", text, flags=re.DOTALL)
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', text))

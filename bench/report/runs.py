@@ -20,24 +20,12 @@ _MAX_START_STEPS = 5
 
 @dataclass
 class Run:
-    """One training.
+    """One training."""
 
-    Attributes
-    ----------
-    name : str
-        Short and unique.
-    outcome : dict or None
-        The object of --json.
-    recorded : Lines or None
-        The lines of --metrics. One of the two is there.
-    is_single : bool
-        Whether it is the only run of the report, so that titles need no name.
-    """
-
-    name: str
-    outcome: dict[str, Any] | None
-    recorded: Lines | None
-    is_single: bool = True
+    name: str  # short and unique
+    outcome: dict[str, Any] | None  # the object of --json
+    recorded: Lines | None  # the lines of --metrics. One of the two is there
+    is_single: bool = True  # whether it is the only run of the report, so that titles need no name
 
     @property
     def lines(self) -> Lines:
@@ -122,14 +110,7 @@ class Run:
 
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
-    """Read files; those whose names are the same before the ending are one run.
-
-    Raises
-    ------
-    ConfigurationError
-        A file cannot be read or is neither of --json nor of --metrics, there are too many runs, runs are of different
-        tasks, or files of one name are of different runs.
-    """
+    """Read files; those whose names are the same before the ending are one run."""
     found: dict[str, Run] = {}
     for path in dict.fromkeys(paths):
         key = str(Path(path).with_suffix(""))

@@ -99,15 +99,9 @@ Statistic = Literal["min", "median", "max", "mean"]
 
 @dataclass(frozen=True)
 class Bins:
-    """Neighbouring steps that become one point of a curve.
+    """Neighbouring steps that become one point of a curve."""
 
-    Attributes
-    ----------
-    edges : array of int
-        Index of the first step of each bin, and the number of steps.
-    """
-
-    edges: NDArray[np.intp]
+    edges: NDArray[np.intp]  # index of the first step of each bin, and the number of steps
 
     @classmethod
     def of(cls, steps: int) -> "Bins":
@@ -179,26 +173,13 @@ class Table:
 
 @dataclass
 class Picture:
-    """One picture with its words and its numbers.
+    """One picture with its words and its numbers."""
 
-    Attributes
-    ----------
-    name : str
-        Name of its files.
-    title : str
-    finding : str
-        What it shows, in numbers, for people who do not see it.
-    figure : Figure
-    caption : str
-        How steps were summarised, and what was left out.
-    table : Table
-    """
-
-    name: str
+    name: str  # name of its files
     title: str
-    finding: str
+    finding: str  # what it shows, in numbers, for people who do not see it
     figure: "Figure"
-    caption: str
+    caption: str  # how steps were summarised, and what was left out
     table: Table
 
     @property
@@ -209,25 +190,11 @@ class Picture:
 
 @dataclass
 class Section:
-    """Pictures that answer one question.
+    """Pictures that answer one question."""
 
-    Attributes
-    ----------
-    anchor : str
-        Name in links.
-    title : str
-    words : str
-        The finding; it stands without the pictures.
-    pictures : list of Picture
-    points : list of str
-        The finding of each run.
-    key : dict of str to str
-        Meaning of each colour, by its token.
-    """
-
-    anchor: str
+    anchor: str  # name in links
     title: str
-    words: str
+    words: str  # the finding; it stands without the pictures
     pictures: list[Picture] = field(default_factory=list)
-    points: list[str] = field(default_factory=list)
-    key: dict[str, str] = field(default_factory=dict)
+    points: list[str] = field(default_factory=list)  # the finding of each run
+    key: dict[str, str] = field(default_factory=dict)  # meaning of each colour, by its token

@@ -60,69 +60,35 @@ class _Line(msgspec.Struct, gc=False):
 
 @dataclass
 class Rows:
-    """Values of layers, or of buckets, over steps.
+    """Values of layers, or of buckets, over steps."""
 
-    Attributes
-    ----------
-    names : list of str
-        In the order of their first step.
-    numels : list of int
-        Elements of each.
-    ratio, gain : array, shape (steps, names)
-        NaN where nothing was recorded.
-    """
-
-    names: list[str]
-    numels: list[int]
-    ratio: Array
+    names: list[str]  # in the order of their first step
+    numels: list[int]  # elements of each
+    ratio: Array  # NaN where nothing was recorded
     gain: Array
 
 
 @dataclass
 class Lines:
-    """Records of rank 0, a value a step; NaN stands for what was not recorded.
+    """Records of rank 0, a value a step; NaN stands for what was not recorded."""
 
-    Attributes
-    ----------
-    step : array
-        Numbers of the steps.
-    seconds, loss, quality, wire_bytes, dense_wire_bytes : array, shape (steps,)
-    phases : array, shape (steps, 6)
-        Seconds of `PHASES`.
-    ratio : array, shape (steps,)
-        Kept fraction of the whole.
-    delay : array, shape (steps,)
-        Energy in residuals after a step over the energy that it sent.
-    predicted, measured : array, shape (steps,)
-        Seconds of the buckets that have a prediction.
-    layers, buckets : Rows
-    plans : list of str
-        The one that carried most comes first.
-    shares : array, shape (steps, plans)
-        Share of a step's elements that each plan carried.
-    skipped : list of int
-        Steps that delivered zeros.
-    lost : list of tuple of int
-        Steps before which ranks died, each with a rank.
-    """
-
-    step: Array
+    step: Array  # numbers of the steps
     seconds: Array
     loss: Array
     quality: Array
     wire_bytes: Array
     dense_wire_bytes: Array
-    phases: Array
-    ratio: Array
-    delay: Array
-    predicted: Array
+    phases: Array  # seconds of `PHASES`
+    ratio: Array  # kept fraction of the whole
+    delay: Array  # energy in residuals after a step over the energy that it sent
+    predicted: Array  # seconds of the buckets that have a prediction
     measured: Array
     layers: Rows
     buckets: Rows
-    plans: list[str]
-    shares: Array
-    skipped: list[int]
-    lost: list[tuple[int, int]]
+    plans: list[str]  # the one that carried most comes first
+    shares: Array  # share of a step's elements that each plan carried
+    skipped: list[int]  # steps that delivered zeros
+    lost: list[tuple[int, int]]  # steps before which ranks died, each with a rank
 
 
 class _Columns:
@@ -154,13 +120,7 @@ class _Columns:
 
 
 def read_lines(path: str) -> Lines:
-    """Read a file of --metrics.
-
-    Raises
-    ------
-    ConfigurationError
-        A line is not a step. A torn last line, as a job that dies leaves it, is left out.
-    """
+    """Read a file of --metrics."""
     numbers: list[dict[str, float]] = []
     phases: list[list[float]] = []
     layers, buckets = _Columns(), _Columns()

@@ -21,48 +21,14 @@ from mpicomp.system.files import whole_file
 
 
 def write_report(paths: Sequence[str], output: str, folder: str | None = None) -> int:
-    """Write the report of one run, or of several compared.
-
-    Parameters
-    ----------
-    paths : sequence of str
-        Files of ``train --json`` and ``--metrics``; those of the same name before the ending are one run.
-    output : str
-        The page, HTML. An old file is overwritten.
-    folder : str or None
-        Receives each picture as SVG and as PNG; made if it does not exist.
-
-    Returns
-    -------
-    int
-        Number of pictures.
-
-    Raises
-    ------
-    ConfigurationError
-        See `read_runs`.
-    OSError
-        A file cannot be written.
-    """
+    """Write the report of one run, or of several compared."""
     return draw_report(read_runs(paths), output, folder)
 
 
 def report_of_run(
     outcome: dict[str, Any], lines: str | None, output: str, dense: tuple[dict[str, Any], str | None] | None = None
 ) -> int:
-    """Write the report of a run that has just ended.
-
-    Parameters
-    ----------
-    outcome : dict
-        The object of --json.
-    lines : str or None
-        The file of --metrics; None if the rank that wrote it has died.
-    output : str
-        The page.
-    dense : (dict, str or None) or None
-        The same of a run with dense exchange, with which this one is compared.
-    """
+    """Write the report of a run that has just ended."""
     if dense is None:
         found = [(str(outcome["compressor"]), outcome, lines)]
     else:

@@ -23,24 +23,7 @@ _STEADY = 15  # of these, the last ones: the one of median seconds stands for al
 def choose(
     measured: Measured, topology: Topology, overlap: bool, exchanges: Exchanges
 ) -> tuple[list[Plan], list[Seconds]]:
-    """Return the plans that ``auto`` comes to, a bucket each, and what they take.
-
-    Parameters
-    ----------
-    measured : Measured
-        With what ``auto`` had learnt of elements.
-    topology : Topology
-        The ranks and the network.
-    overlap : bool
-        Whether buckets are exchanged while backward goes on.
-    exchanges : Exchanges
-        Among them.
-
-    Raises
-    ------
-    ConfigurationError
-        Where the run that was recorded had another policy, or ended before enough was known.
-    """
+    """Return the plans that ``auto`` comes to, a bucket each, and what they take."""
     if measured.auto is None:
         raise ConfigurationError(
             "simulate: auto needs what it learns of elements, and the recorded run had another policy; record one with "

@@ -31,26 +31,13 @@ _DTYPE = np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class Timed:
-    """A dense exchange that was timed.
-
-    Attributes
-    ----------
-    collective : str
-    ranks : int
-        That took part.
-    numel : int
-        Elements of the array.
-    own_s : float
-        Median over exchanges of the slowest rank's own work.
-    rounds_s : float
-        Median of the rest, from the last rank's start to the last rank's end.
-    """
+    """A dense exchange that was timed."""
 
     collective: str
-    ranks: int
-    numel: int
-    own_s: float
-    rounds_s: float
+    ranks: int  # that took part
+    numel: int  # elements of the array
+    own_s: float  # median over exchanges of the slowest rank's own work
+    rounds_s: float  # median of the rest, from the last rank's start to the last rank's end
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON-able object that `from_json` takes."""
@@ -64,14 +51,9 @@ class Timed:
 
 
 def time_dense(longest: int, transport: Transport) -> list[Timed]:
-    """Time every dense exchange at some lengths, among all ranks and among fewer of them; none of one rank. Collective.
+    """Time every dense exchange at some lengths, among all ranks and among fewer of them. Collective.
 
-    Parameters
-    ----------
-    longest : int
-        Elements of the longest bucket.
-    transport : Transport
-        Among the ranks, each of which has a host of its own where fewer are to be looked at.
+    Among fewer ranks than all, each of them is on a host of its own. One rank alone times nothing.
     """
     group = transport.group
     found: list[Timed] = []
@@ -139,17 +121,6 @@ class Corrections:
 
     Libraries have other algorithms where ranks are a power of two, so it is taken from the nearest number of ranks that
     is one as well, or is none as well, where there is one.
-
-    Parameters
-    ----------
-    timed : sequence of Timed
-        Of the recorded run.
-    network : Network
-        Measured in it.
-    measured_ranks, hosts : int
-        Of it.
-    ranks : int
-        For how many it is.
     """
 
     def __init__(self, timed: Sequence[Timed], network: Network, measured_ranks: int, hosts: int, ranks: int) -> None:

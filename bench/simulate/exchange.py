@@ -14,17 +14,7 @@ from mpicomp.collectives import Scheme
 
 
 class Exchanges:
-    """Predicts the seconds of exchanges.
-
-    Parameters
-    ----------
-    topology : Topology
-        The ranks and the network.
-    own_work : OwnWork
-        Of schemes.
-    corrections : Corrections
-        Of dense exchanges that were timed.
-    """
+    """Predicts the seconds of exchanges."""
 
     def __init__(self, topology: Topology, own_work: OwnWork, corrections: Corrections) -> None:
         self._topology = topology

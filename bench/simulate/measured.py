@@ -18,18 +18,11 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Gradient:
-    """A gradient of the recorded model.
-
-    Attributes
-    ----------
-    name : str
-    shape : tuple of int
-    ready_s : float
-        When it was complete on the slowest rank, in seconds from the beginning of backward; the median over steps.
-    """
+    """A gradient of the recorded model."""
 
     name: str
     shape: tuple[int, ...]
+    # When it was complete on the slowest rank, in seconds from the beginning of backward; the median over steps
     ready_s: float
 
     @property
@@ -72,36 +65,19 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run has measured.
+    """What one run has measured."""
 
-    Attributes
-    ----------
-    task : str
-        What was trained.
-    ranks, hosts : int
-        Of the run.
-    cost : CostModel
-        Links, operations and own work of schemes.
-    forward_s, backward_s, update_s : float
-        Medians over steps of the slowest rank.
-    buckets : sequence of Bucket
-        In the order in which they were exchanged.
-    auto : dict or None
-        ``config``, ``state`` and ``normalises`` of the policy ``auto``, where that was run.
-    dense : sequence of Timed
-        Dense exchanges that were timed by themselves.
-    """
-
-    task: str
-    ranks: int
+    task: str  # what was trained
+    ranks: int  # of the run
     hosts: int
-    cost: CostModel
-    forward_s: float
+    cost: CostModel  # links, operations and own work of schemes
+    forward_s: float  # medians over steps of the slowest rank
     backward_s: float
     update_s: float
-    buckets: Sequence[Bucket]
+    buckets: Sequence[Bucket]  # in the order in which they were exchanged
+    # ``config``, ``state`` and ``normalises`` of the policy ``auto``, where that was run
     auto: dict[str, Any] | None = None
-    dense: Sequence[Timed] = ()
+    dense: Sequence[Timed] = ()  # dense exchanges that were timed by themselves
 
     def corrections(self, ranks: int) -> Corrections:
         """Return what dense exchanges took over what the cost model tells of them, for a number of ranks."""
@@ -146,13 +122,7 @@ class Measured:
 
 
 def read(path: str) -> Measured:
-    """Read a file that ``mpicomp train --measured`` wrote.
-
-    Raises
-    ------
-    ConfigurationError
-        Where there is none, or it holds something else.
-    """
+    """Read a file that ``mpicomp train --measured`` wrote."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)

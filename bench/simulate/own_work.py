@@ -30,18 +30,6 @@ class OwnWork:
 
     What one rank takes alone is in the cost model. What others have sent has to be decoded as well: the seconds of a
     byte of it are measured here, among ranks in one process, as is all of what the cost model does not know.
-
-    Parameters
-    ----------
-    cost : CostModel
-        What was measured.
-    slower : float or None
-        How many times longer own work takes than alone; None for what the training has learnt of it.
-
-    Attributes
-    ----------
-    measured_here : set of str
-        Compressors whose own work was not in the cost model.
     """
 
     def __init__(self, cost: CostModel, slower: float | None = None) -> None:
@@ -127,13 +115,7 @@ def _measure_a_byte(scheme: Scheme[Any]) -> float:
 
 
 class _Ranks:
-    """Ranks in this process that exchange gradients by a scheme.
-
-    Attributes
-    ----------
-    nbytes : float
-        That came to a rank in the last step.
-    """
+    """Ranks in this process that exchange gradients by a scheme."""
 
     def __init__(self, scheme: Scheme[Any], ranks: int) -> None:
         self.nbytes = 0.0

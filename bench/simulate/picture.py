@@ -20,17 +20,7 @@ def check_installed() -> None:
 
 
 def draw(path: str, rows: Sequence[dict[str, Any]], here: float) -> None:
-    """Draw speed-ups against ranks and bandwidth, and the line on which compression stops to pay.
-
-    Parameters
-    ----------
-    path : str
-        Of the file; its ending says which kind.
-    rows : sequence of dict
-        With ``ranks``, ``bandwidth`` in bits a second, ``plan`` and ``speedup``: the same bandwidths for all ranks.
-    here : float
-        The bandwidth that the tables are about, in bits a second.
-    """
+    """Draw speed-ups against ranks and bandwidth, and the line on which compression stops to pay."""
     import matplotlib
 
     matplotlib.use("svg" if path.endswith(".svg") else "agg", force=False)

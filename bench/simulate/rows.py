@@ -24,17 +24,10 @@ _DTYPE = np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class Plan:
-    """What is simulated.
+    """What is simulated."""
 
-    Parameters
-    ----------
-    compressor : Compressor or None
-        None lets mpicomp choose, bucket by bucket.
-    collective : str
-        A name, or ``"auto"`` for the fastest of those that deliver all that the compressor selects.
-    """
-
-    compressor: Compressor | None
+    compressor: Compressor | None  # none lets mpicomp choose, bucket by bucket
+    # A name, or ``"auto"`` for the fastest of those that deliver all that the compressor selects
     collective: str = AUTO
 
     @property
@@ -48,17 +41,7 @@ class Plan:
 
 
 class Simulation:
-    """Simulates plans among the ranks of one topology.
-
-    Parameters
-    ----------
-    measured : Measured
-        What is simulated from.
-    topology : Topology
-        The ranks and the network.
-    own_work : OwnWork
-        Of schemes.
-    """
+    """Simulates plans among the ranks of one topology."""
 
     def __init__(self, measured: Measured, topology: Topology, own_work: OwnWork) -> None:
         self._measured = measured

@@ -24,15 +24,6 @@ def ends(measured: Measured, exchanges: Sequence[float], overlap: bool) -> tuple
 
     Buckets are exchanged one after the other, each as soon as backward has come to all that is in it, the last one
     when backward is over; without overlap all of them then.
-
-    Parameters
-    ----------
-    measured : Measured
-        The recorded backward.
-    exchanges : sequence of float
-        Seconds of each bucket's exchange.
-    overlap : bool
-        Whether they begin while backward goes on.
     """
     over = measured.forward_s + measured.backward_s
     ready = [measured.forward_s + own.ready_s if overlap else over for own in measured.buckets]

@@ -12,48 +12,18 @@ from mpicomp.rounds import ACROSS, HOST, WORLD, Group
 
 @dataclass(frozen=True)
 class Links:
-    """Links between hosts, where they are not those that were measured.
+    """Links between hosts, where they are not those that were measured."""
 
-    Parameters
-    ----------
-    seconds_per_byte, latency : float or None
-        Of a host's link, as a message between two ranks sees it; None stands for what was measured.
-    switch : float or None
-        Seconds a byte of the switch that joins all hosts, of which those that send at a time get an even share; None
-        for one that is as fast as all links together.
-    """
-
+    # Of a host's link, as a message between two ranks sees it; None stands for what was measured
     seconds_per_byte: float | None = None
     latency: float | None = None
+    # Seconds a byte of the switch that joins all hosts, of which those that send at a time get an even share; None for
+    # one that is as fast as all links together
     switch: float | None = None
 
 
 class Topology:
-    """Ranks on hosts, as many on each but the last, and the network between them.
-
-    Parameters
-    ----------
-    ranks, per_host : int
-        All ranks, and those of a host.
-    measured : Network
-        What was measured.
-    measured_ranks : int
-        Among how many ranks.
-    links : Links
-        What is not as it was measured.
-
-    Attributes
-    ----------
-    network : Network
-        Of these ranks.
-    notes : list of str
-        What was not measured.
-
-    Raises
-    ------
-    ConfigurationError
-        Where links between hosts are needed that were neither measured nor given.
-    """
+    """Ranks on hosts, as many on each but the last, and the network between them."""
 
     def __init__(
         self, ranks: int, per_host: int, measured: Network, measured_ranks: int, links: Links | None = None

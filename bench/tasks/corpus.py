@@ -22,13 +22,7 @@ _BLOCK = 16_384
 
 
 def standard_library(task: str) -> list[str]:
-    """Return the standard library's sources, one string a file, in the order of their paths.
-
-    Parameters
-    ----------
-    task : str
-        Name of the task, for messages.
-    """
+    """Return the standard library's sources, one string a file, in the order of their paths."""
     root = os.path.dirname(os.__file__)
     documents = [
         _decoded(_content(path))
@@ -42,21 +36,7 @@ def standard_library(task: str) -> list[str]:
 
 
 def from_path(task: str, path: str) -> list[str]:
-    """Return the user's text: one string a file of a folder, or blocks of lines of a single file.
-
-    Parameters
-    ----------
-    task : str
-        Name of the task, for messages.
-    path : str
-        Text file, or folder whose text files are read in the order of their paths. Hidden and binary files of
-        a folder are passed over. Bytes that are not UTF-8 are replaced.
-
-    Warns
-    -----
-    UserWarning
-        When the text is cut to `LIMIT_BYTES`.
-    """
+    """Return the user's text: one string a file of a folder, or blocks of lines of a single file."""
     if not os.path.exists(path):
         raise ValueError(f"{task}: data: {path!r} does not exist; expected a text file or a folder of text files")
     folder = os.path.isdir(path)

@@ -16,13 +16,7 @@ _DEVIATION = 0.02  # of initial weights, as in GPT-2
 
 
 class Block(nn.Module):
-    """Attention to what came before, and a multilayer perceptron, each added to its input.
-
-    Parameters
-    ----------
-    width : int
-        Of the model, a multiple of 64; as many heads as there are multiples.
-    """
+    """Attention to what came before, and a multilayer perceptron, each added to its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -49,17 +43,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predict the next token with a transformer whose layers normalise their input.
-
-    Parameters
-    ----------
-    tokens : int
-        Number of different tokens.
-    length : int
-        Largest number of tokens of a sample.
-    width, layers : int
-        Of the model; the width is a multiple of 64.
-    """
+    """Predict the next token with a transformer whose layers normalise their input."""
 
     def __init__(self, tokens: int, length: int, width: int, layers: int) -> None:
         super().__init__()
@@ -87,11 +71,6 @@ class TextGPT(LanguageTask):
     the output: 3.1 million parameters. A sample is 64 tokens; a rank sees 12 of them in a step. AdamW decays matrices
     alone, its rate warms up and falls on a cosine, and the averaged gradient is clipped. The setting is explained in
     TUNING.md.
-
-    Parameters
-    ----------
-    seed, data
-        See `LanguageTask`.
     """
 
     name = "text-gpt"
@@ -123,13 +102,7 @@ class TextGPT(LanguageTask):
 
 @register
 class TextGPT10M(TextGPT):
-    """`TextGPT` with eight layers of width 320: 10.5 million parameters.
-
-    Parameters
-    ----------
-    seed, data
-        See `LanguageTask`.
-    """
+    """`TextGPT` with eight layers of width 320: 10.5 million parameters."""
 
     name = "text-gpt-10m"
     width = 320

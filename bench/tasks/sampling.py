@@ -12,17 +12,6 @@ class Sampler:
     and within a step rank by rank. Thus no sample is seen twice in an epoch, by whichever rank, and every
     rank computes its share alone. What does not fill a step of all ranks is left out of that epoch.
 
-    Parameters
-    ----------
-    name : str
-        Task, for messages.
-    samples : int
-        Number of training samples.
-    batch : int
-        Samples a rank sees in one step.
-    seed : int
-        Seed of the run.
-
     Examples
     --------
     >>> sampler = Sampler("digits", samples=10, batch=2, seed=0)
@@ -65,17 +54,6 @@ class Shards:
 
     Every rank goes through its part by itself, epoch by epoch, shuffled as a `Sampler` does it; where parts are not
     equally long, so are epochs. What does not fill a batch is left out of that epoch.
-
-    Parameters
-    ----------
-    name : str
-        Task, for messages.
-    groups : array of int, shape (samples,)
-        Each sample's group, such as its label.
-    batch : int
-        Samples a rank sees in one step.
-    seed : int
-        Seed of the run.
 
     Examples
     --------

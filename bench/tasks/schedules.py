@@ -11,13 +11,6 @@ _LAST = 0.1  # share of the rate that is left in the last step
 def warm_up_and_cosine(step: int, steps: int) -> float:
     """Return the share of the rate in a step: it rises linearly to all of it, and falls on a cosine to a tenth.
 
-    Parameters
-    ----------
-    step : int
-        Counts from 0. What comes after the last step has the last one's rate.
-    steps : int
-        Number of steps, a tenth of which warm up.
-
     Examples
     --------
     >>> [warm_up_and_cosine(step, 20) for step in (0, 1, 10, 19)]

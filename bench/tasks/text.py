@@ -36,11 +36,6 @@ class TextLSTM(LanguageTask):
     512 units, and 4096 tokens of at most four letters: 6.3 million parameters, a third of which are embeddings whose
     gradient is zero where a token is absent. A sample is 20 tokens, read from an empty state; a rank sees 8 of them in
     a step. The optimiser's setting is explained in TUNING.md.
-
-    Parameters
-    ----------
-    seed, data
-        See `LanguageTask`.
     """
 
     name = "text-lstm"

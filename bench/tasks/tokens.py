@@ -22,13 +22,6 @@ class Vocabulary:
     A piece outside of the vocabulary is spelled in its UTF-8 bytes. So text in any language has its tokens,
     and a loss per token cannot be improved by calling words unknown.
 
-    Parameters
-    ----------
-    documents : sequence of str
-        Training text. Held-out text has no say in what is frequent.
-    size : int
-        Largest number of tokens, bytes included.
-
     Examples
     --------
     >>> vocabulary = Vocabulary(["if x: x", "if y: x"], size=258)  # keeps " x" and ":"

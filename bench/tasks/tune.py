@@ -60,24 +60,7 @@ def _other(
 
 
 def train(task: Task, factory: Factory, ranks: int, steps: int, ratio: float = 1.0) -> tuple[float, float]:
-    """Train a task with simulated ranks.
-
-    Parameters
-    ----------
-    task : Task
-        What to train.
-    factory : callable
-        Makes the optimiser of the task's model. Clipping and schedule are the task's.
-    ranks, steps : int
-        Simulated ranks, and steps of training.
-    ratio : float
-        Kept fraction of top-k with error feedback; 1 for dense.
-
-    Returns
-    -------
-    quality, median_s : float
-        Held-out quality after the last step, and median seconds of one rank's forward and backward.
-    """
+    """Train a task with simulated ranks."""
     model = task.model()
     parameters = list(model.parameters())
     optimizer = factory(task, model)

@@ -9,17 +9,7 @@ from mpicomp.bench.tasks.task import Task
 
 
 class Updater:
-    """Updates a model as its task wants it.
-
-    Parameters
-    ----------
-    task : Task
-        Tells what is clipped, and how the rate changes.
-    optimizer : torch.optim.Optimizer
-        The task's, before its first step. It may be wrapped, now or later, by one that exchanges gradients.
-    steps : int
-        Number of steps of the whole training.
-    """
+    """Updates a model as its task wants it."""
 
     def __init__(self, task: Task, optimizer: Any, steps: int) -> None:
         self._optimizer = optimizer

@@ -23,13 +23,6 @@ class VGG(Digits):
     Three blocks of two convolutions with 32, 64 and 128 channels take most of the time; the linear layers, which
     backward reaches first, hold 3.2 of the 3.4 million parameters. There is much to be sent early, and much to be
     computed while it is under way. The optimiser's setting is explained in TUNING.md.
-
-    Parameters
-    ----------
-    seed : int
-        Seed of the run.
-    data : path, optional
-        An ``.npz`` file as `Digits` takes it, of images.
     """
 
     name = "vgg"
