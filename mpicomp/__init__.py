@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         Quantiser,
         RandomK,
         RedSync,
-        Scope,
         Selection,
         SharedQuantiser,
         SharedSparsifier,
@@ -50,10 +49,9 @@ if TYPE_CHECKING:
         Uniform,
         get_compressor,
         list_compressors,
-        register_compressor,
     )
     from mpicomp.errors import MpicompError
-    from mpicomp.policies import get_policy, list_policies, register_policy
+    from mpicomp.policies import get_policy, list_policies
     from mpicomp.reducer import BucketRecord, Reducer, StepRecord, allreduce
     from mpicomp.reducer.tracing import trace
     from mpicomp.registry import register
@@ -88,7 +86,6 @@ _HOMES = {
     "STOPPED": "mpicomp.system.stopping",
     "SIDCo": "mpicomp.compressors",
     "Context": "mpicomp.compressors",
-    "Scope": "mpicomp.compressors",
     "Selection": "mpicomp.compressors",
     "SharedQuantiser": "mpicomp.compressors",
     "SharedSparsifier": "mpicomp.compressors",
@@ -106,11 +103,9 @@ _HOMES = {
     "list_compressors": "mpicomp.compressors",
     "get_policy": "mpicomp.policies",
     "list_policies": "mpicomp.policies",
-    "register_policy": "mpicomp.policies",
     "load_checkpoint": "mpicomp.checkpoint",
     "local_device": "mpicomp.system.gpus",
     "register": "mpicomp.registry",
-    "register_compressor": "mpicomp.compressors",
     "save_checkpoint": "mpicomp.checkpoint",
     "stop_on_signals": "mpicomp.system.stopping",
     "trace": "mpicomp.reducer.tracing",
@@ -144,7 +139,6 @@ __all__ = [
     "RedSync",
     "Reducer",
     "SIDCo",
-    "Scope",
     "Selection",
     "SharedQuantiser",
     "SharedSparsifier",
@@ -166,8 +160,6 @@ __all__ = [
     "load_checkpoint",
     "local_device",
     "register",
-    "register_compressor",
-    "register_policy",
     "save_checkpoint",
     "stop_on_signals",
     "torch",
@@ -176,7 +168,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("abort", "torch"):
+    if name == "torch":
         return importlib.import_module(f"mpicomp.{name}")
     value = getattr(importlib.import_module(_HOMES[name]), name) if name in _HOMES else _registered(name)
     globals()[name] = value

@@ -23,9 +23,6 @@ from mpicomp._version import __version__
 from mpicomp.system import abort, launcher
 
 COMMANDS = ("doctor", "list", "bench", "train", "lab", "report", "simulate", "trace")
-MOVED = {("bench", name): f"studies/{name}.py" for name in ("policies", "learned", "regret", "change", "estimators")}
-"""Commands that were, each with the script of the repository that it has become."""
-
 INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended
 BROKEN_PIPE = 141  # the same for SIGPIPE
 
@@ -62,14 +59,7 @@ def _unknown(name: str) -> str:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the words after ``mpicomp``; raise SystemExit where there is nothing to run."""
-    before, chosen = tuple(words[:2]), next((word for word in words if not word.startswith("-")), None)
-    if before in MOVED:
-        script = MOVED[before]
-        print(
-            f"mpicomp {' '.join(before)}: moved to {script} of the repository; run python {script} --help",
-            file=sys.stderr,
-        )
-        raise SystemExit(2)
+    chosen = next((word for word in words if not word.startswith("-")), None)
     if chosen is not None and chosen not in _available():
         print(_unknown(chosen), file=sys.stderr)
         raise SystemExit(2)

@@ -3,7 +3,6 @@
 from mpicomp.collectives.binding import bind, collective_class, fitting, list_collectives, variants
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, gain_of, is_finite
 from mpicomp.compressors.context import Context
-from mpicomp.deprecation import moved
 
 __all__ = [
     "Context",
@@ -18,5 +17,3 @@ __all__ = [
     "list_collectives",
     "variants",
 ]
-
-__getattr__ = moved(__name__, dict.fromkeys(("Group", "Pending", "Round", "dense_ring_bytes"), "mpicomp.rounds"))

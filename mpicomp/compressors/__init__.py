@@ -22,15 +22,12 @@ from mpicomp.compressors.registry import (
     compressor_class,
     get_compressor,
     list_compressors,
-    register_compressor,
 )
-from mpicomp.compressors.scope import Scope
 from mpicomp.compressors.sidco import SIDCo
 from mpicomp.compressors.terngrad import TernGrad
 from mpicomp.compressors.threshold import Threshold
 from mpicomp.compressors.topk import TopK
 from mpicomp.compressors.uniform import Uniform
-from mpicomp.deprecation import moved
 
 __all__ = [
     "DGC",
@@ -55,7 +52,6 @@ __all__ = [
     "RandomK",
     "RedSync",
     "SIDCo",
-    "Scope",
     "Selection",
     "SharedQuantiser",
     "SharedSparsifier",
@@ -67,16 +63,4 @@ __all__ = [
     "compressor_class",
     "get_compressor",
     "list_compressors",
-    "register_compressor",
 ]
-
-__getattr__ = moved(
-    __name__,
-    {
-        "CountSketch": "mpicomp.algorithms.countsketch",
-        "FetchSGD": "mpicomp.algorithms.fetchsgd",
-        "LGC": "mpicomp.algorithms.lgc",
-        "PowerSGD": "mpicomp.algorithms.powersgd",
-        "SignSGD": "mpicomp.algorithms.signsgd",
-    },
-)

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mpicomp.compressors.old_hooks import OldHooks
 from mpicomp.errors import ConfigurationError, UnknownNameError
 
 _BOUND = "bound"
@@ -39,7 +38,7 @@ class Entry:
 
 
 @dataclass(frozen=True, repr=False)
-class Compressor(OldHooks, ABC):
+class Compressor(ABC):
     """A frozen dataclass whose fields are its parameters, each with a default.
 
     Two compressors are equal when their configurations are. State that lives from step to step is not kept here

@@ -1,19 +1,10 @@
 """A name gives a class, a configuration gives an object."""
 
-import warnings
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from mpicomp.compressors.base import Compressor
-from mpicomp.registry import COMPRESSORS, register
-
-Class = TypeVar("Class", bound=type[Compressor])
-
-
-def register_compressor(cls: Class) -> Class:
-    """Register a compressor: an earlier name of `mpicomp.register`."""
-    warnings.warn("register_compressor is now mpicomp.register", DeprecationWarning, stacklevel=2)
-    return register(cls)
+from mpicomp.registry import COMPRESSORS
 
 
 def get_compressor(config: str | Mapping[str, Any] | Compressor) -> Compressor:

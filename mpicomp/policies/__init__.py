@@ -1,6 +1,5 @@
 """Policies choose plans: which scheme each bucket uses in a step. One file each, one registry."""
 
-from mpicomp.deprecation import moved
 from mpicomp.policies.accordion import Accordion
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.flexible import Flexible
@@ -8,7 +7,7 @@ from mpicomp.policies.gravac import GraVAC
 from mpicomp.policies.joint import Joint
 from mpicomp.policies.lgreco import LGreCo
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepReport
-from mpicomp.policies.registry import get_policy, list_policies, policy_class, register_policy
+from mpicomp.policies.registry import get_policy, list_policies, policy_class
 from mpicomp.policies.schedule import Schedule
 from mpicomp.policies.static import Static
 
@@ -30,7 +29,4 @@ __all__ = [
     "get_policy",
     "list_policies",
     "policy_class",
-    "register_policy",
 ]
-
-__getattr__ = moved(__name__, {"Told": "mpicomp.policies:StepReport"})

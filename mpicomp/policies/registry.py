@@ -1,19 +1,10 @@
 """A name gives a class, a configuration gives an object."""
 
-import warnings
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from mpicomp.policies.policy import Policy
-from mpicomp.registry import POLICIES, register
-
-Class = TypeVar("Class", bound=type[Policy])
-
-
-def register_policy(cls: Class) -> Class:
-    """Register a policy: an earlier name of `mpicomp.register`."""
-    warnings.warn("register_policy is now mpicomp.register", DeprecationWarning, stacklevel=2)
-    return register(cls)
+from mpicomp.registry import POLICIES
 
 
 def get_policy(config: str | Mapping[str, Any] | Policy) -> Policy:

@@ -3,7 +3,6 @@
 import csv
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 from marks import slow
@@ -13,7 +12,6 @@ from mpicomp.system import gpus
 
 KERNELS = ["bench", "kernels", "--numel", "3000", "--ratio", "0.1", "--repeats", "2"]
 COLLECTIVES = ["bench", "collectives", "--numel", "3000", "--ratio", "0.1", "--limit", "0.05"]
-STUDIES = ["policies", "learned", "regret", "change", "estimators"]
 TRAINING = ["bench", "training", "--task", "digits", "--steps", "6", "--blocks", "6", "--warm-up", "1"]
 
 
@@ -149,30 +147,6 @@ def test_what_argparse_refuses(arguments, capsys):
 def test_the_help_of_each(name, capsys):
     assert main(["bench", name, "--help"]) == 0
     assert f"usage: mpicomp bench {name}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", STUDIES)
-@pytest.mark.parametrize("words", [[], ["--help"], ["--seeds", "0", "--no-such-option"]])
-def test_what_is_a_study_now_says_where_it_is(name, words, capsys):
-    assert main(["bench", name, *words]) == 2
-    shown = capsys.readouterr()
-    script = f"studies/{name}.py"
-    assert shown.err == f"mpicomp bench {name}: moved to {script} of the repository; run python {script} --help\n"
-    assert shown.out == ""
-    assert (Path(__file__).resolve().parents[2] / script).exists()
-
-
-def test_no_study_is_in_the_list_of_benchmarks(capsys):
-    assert main(["bench", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "kernels" in shown
-    assert set(STUDIES) & set(shown.split()) == set()
-
-
-def test_of_several_ranks_one_says_what_has_moved(mpiexec):
-    done = mpiexec(2, "-m", "mpicomp", "bench", "regret")
-    assert done.returncode == 2
-    assert done.stderr.count("mpicomp bench regret: moved to studies/regret.py") == 1
 
 
 @pytest.mark.slow

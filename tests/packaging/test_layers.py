@@ -10,7 +10,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the top down. A file may import what stands in the lines below, and its own package; the longest name counts.
 LAYERS = [
     ["studies"],
-    ["mpicomp.abort", "mpicomp.cuda"],  # where these were
     ["mpicomp.cli"],
     ["mpicomp.bench"],
     ["mpicomp.bench.measure"],
@@ -27,7 +26,7 @@ LAYERS = [
     ["mpicomp.places"],
     ["mpicomp.arrays", "mpicomp.registry"],
     ["mpicomp.plugins", "mpicomp.kernels"],
-    ["mpicomp.system", "mpicomp.deprecation", "mpicomp.published"],
+    ["mpicomp.system", "mpicomp.published"],
     ["mpicomp.errors", "mpicomp._version"],
 ]
 # Who may import what from outside, at whatever place in the file.
