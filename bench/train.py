@@ -52,7 +52,7 @@ class Settings:
     # Steps from one comparison of ranks' gradients to the next; 0 compares none. It needs two ranks
     compare_every: int = 0
     warmup: int | str = 0
-    # Settings of `mpicomp.torch.UpdateOptimizer`, ``every`` among them; None exchanges gradients. ``"inner": "sgd"``
+    # Settings of `mpicomp.torch.UpdateOptimizer`, ``sync_every`` among them; None exchanges gradients. ``"inner": "sgd"``
     # has ranks step by plain gradient descent, in place of the task's optimizer
     updates: dict[str, Any] | None = None
     lr_scale: float = 1.0  # times the task's learning rate, which is tuned for dense exchange of gradients
@@ -66,7 +66,7 @@ class Settings:
     @property
     def every(self) -> int:
         """Steps from one exchange to the next, at first."""
-        return 1 if self.updates is None or self.updates["every"] == AUTO else int(self.updates["every"])
+        return 1 if self.updates is None or self.updates["sync_every"] == AUTO else int(self.updates["sync_every"])
 
     @property
     def adapts(self) -> bool:

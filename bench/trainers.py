@@ -138,7 +138,7 @@ class _Mpicomp(NoExchange):
         }
         if exchange.updates:
             words |= demo.SETTINGS if exchange.name == demo.NAME else {}
-            self.optimizer = UpdateOptimizer(self.optimizer, every=self._every, **words)
+            self.optimizer = UpdateOptimizer(self.optimizer, sync_every=self._every, **words)
         else:
             settings, replay = job.settings, None
             if exchange.trace is not None:

@@ -38,7 +38,7 @@ _PRECISIONS = ("float32", "bfloat16")
 _BATCHES = 4  # gradients in a row whose mean is squared, in the attempt of that name
 _LONG_ENOUGH = 20  # steps of a run whose losses can be compared
 _TOPK = {"id": "topk", "ratio": 0.01, "wire": "q4"}
-_HELD = {"moments": "shared"}  # averaged now and then, and held in between
+_HELD = {"second_moments": "shared"}  # averaged now and then, and held in between
 _OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 _COLUMNS = {
     "task": "", "steps": "d", "arm": "", "rate": "g", "quality": ".4f", "above": "+.2f", "behind": ".2f",
@@ -69,24 +69,24 @@ ARMS = {
     "topk-star": Arm({"id": "topk", "ratio": 0.0133, "wire": "bf16"}, settings={"collective": "star-topk"}),
     "topk-b2": Arm(_TOPK, moments="b2"),
     "topk-warmup": Arm(_TOPK, settings={"warmup": 30}),
-    "topk-shared": Arm(_TOPK, settings={"moments": {"every": 1, "compressor": "dense"}}),
+    "topk-shared": Arm(_TOPK, settings={"second_moments": {"sync_every": 1, "compressor": "dense"}}),
     "topk-held": Arm(_TOPK, settings=_HELD),
     "topk-batches": Arm(_TOPK, moments="batches"),
     "dense-batches": Arm("dense", moments="batches"),
-    "onebit-every-4-batches": Arm("onebit", settings={"every": 4}, moments="batches"),
+    "onebit-every-4-batches": Arm("onebit", settings={"sync_every": 4}, moments="batches"),
     "topk-arrived": Arm(_TOPK, moments="arrived"),
-    "topk-every-4": Arm(_TOPK | {"ratio": 0.04}, settings={"every": 4}),
-    "topk-every-4-held": Arm(_TOPK | {"ratio": 0.04}, settings={"every": 4} | _HELD),
+    "topk-every-4": Arm(_TOPK | {"ratio": 0.04}, settings={"sync_every": 4}),
+    "topk-every-4-held": Arm(_TOPK | {"ratio": 0.04}, settings={"sync_every": 4} | _HELD),
     "onebit": Arm("onebit"),
-    "onebit-every-4": Arm("onebit", settings={"every": 4}),
+    "onebit-every-4": Arm("onebit", settings={"sync_every": 4}),
     "sparseloco": Arm(
         {"id": "chunktopk", "ratio": 64 / 4096, "wire": "q2"},
-        settings={"every": 15, "outer": {"lr": 1.0}, "feedback_decay": 0.95},
+        settings={"sync_every": 15, "outer": {"lr": 1.0}, "feedback_decay": 0.95},
     ),
-    "diloco": Arm("dense", settings={"every": 10, "outer": _OUTER}),
+    "diloco": Arm("dense", settings={"sync_every": 10, "outer": _OUTER}),
     "streaming-diloco": Arm(
         {"id": "qsgd", "bits": 4},
-        settings={"every": 10, "fragments": 3, "late": 1, "outer": _OUTER},
+        settings={"sync_every": 10, "fragments": 3, "sync_delay": 1, "outer": _OUTER},
     ),
     "demo": Arm({"id": "dcttopk"}, settings=demo.SETTINGS, inner="sgd"),
     **{
@@ -213,7 +213,7 @@ def train(
             arrives = arm.moments == "arrived"
             before = {name: array.clone() for name, array in optimizers[0].shared().items()} if arrives else {}
             world.run([optimizer.rounds() for optimizer in optimizers])
-            if step + 1 == steps and steps % int(settings.get("every", 1)) + int(settings.get("late", 0)):
+            if step + 1 == steps and steps % int(settings.get("sync_every", 1)) + int(settings.get("sync_delay", 0)):
                 world.run([optimizer.synchronizing() for optimizer in optimizers])
             if arrives:
                 set_arrived_moments(optimizers, before, names)

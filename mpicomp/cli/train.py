@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--every", metavar="H", help="steps from one exchange of updates to the next, or 'auto' (1)")
     parser.add_argument(
-        "--moments",
-        choices=("own", "shared"),
-        help="second moments of the optimizers, with --exchange updates: each rank's own, or averaged over ranks (own)",
+        "--second-moments",
+        choices=("local", "shared"),
+        help="second moments of the optimizers, with --exchange updates: kept by each rank, or shared (local)",
     )
     parser.add_argument(
         "--lr-scale",
@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.measured is not None and (updates is not None or arguments.device == "gpu"):
         what = "--exchange updates" if updates is not None else "--device gpu, whose backward ends after it was called"
         raise ConfigurationError(f"train: --measured records exchanges of gradients on the CPU; leave {what} out")
-    every = 1 if updates is None or updates["every"] == "auto" else updates["every"]
+    every = 1 if updates is None or updates["sync_every"] == "auto" else updates["sync_every"]
     policy = _policy(arguments, compressor) if arguments.replay is None else _replay(arguments)
     outer = None if updates is None else updates.get("outer")
     if arguments.warmup is None and isinstance(outer, dict) and outer.get("sign"):
@@ -234,7 +234,7 @@ def run(arguments: argparse.Namespace) -> int:
     if first:
         what = "chosen by mpicomp" if compressor is None else repr(compressor)
         what += f", warmup {warmup}" if warmup else ""
-        what += "" if updates is None else ", updates" + _every(updates["every"])
+        what += "" if updates is None else ", updates" + _every(updates["sync_every"])
         print(f"{task.name}: {steps} steps on {group.size} ranks, policy {policy.id}, compressor {what}", flush=True)
     with contextlib.ExitStack() as stack:
         lines, dense_lines = arguments.metrics, None
@@ -378,7 +378,11 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
     if name not in ("gradients", "updates"):
         raise UnknownNameError("train: --exchange", str(name), ["gradients", "updates", "demo"])
     if name == "gradients":
-        named = [f"--{option}" for option in ("every", "moments") if getattr(arguments, option) is not None]
+        named = [
+            f"--{option}"
+            for option in ("every", "second-moments")
+            if getattr(arguments, option.replace("-", "_")) is not None
+        ]
         if config or named:
             what = named[0] if named else f"'{next(iter(config))}'"
             raise ConfigurationError(
@@ -387,7 +391,7 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
         return None
     if arguments.replay is not None:
         raise ConfigurationError("train: --replay runs recorded exchanges of gradients; leave --exchange updates out")
-    known = ("every", "outer", "moments", "late", "fragments", "feedback_decay", "inner")
+    known = ("sync_every", "outer", "second_moments", "sync_delay", "fragments", "feedback_decay", "inner")
     unknown = sorted(set(config) - set(known))
     if unknown:
         raise ConfigurationError(
@@ -395,16 +399,16 @@ def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
         )
     if config.get("inner", "task") not in ("task", "sgd"):
         raise UnknownNameError("train: --exchange: inner", str(config["inner"]), ["task", "sgd"])
-    if arguments.moments is not None:
-        config["moments"] = arguments.moments
-    every = config.pop("every", 1) if arguments.every is None else arguments.every
+    if arguments.second_moments is not None:
+        config["second_moments"] = arguments.second_moments
+    every = config.pop("sync_every", 1) if arguments.every is None else arguments.every
     if every != "auto":
         try:
             every = int(every)
         except ValueError:
             raise ConfigurationError(f"train: --every must be a number of steps or 'auto', got '{every}'") from None
         check_least("train", "--every", every)
-    return {"every": every, **config}
+    return {"sync_every": every, **config}
 
 
 def _every(steps: int | str) -> str:

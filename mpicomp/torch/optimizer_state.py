@@ -93,7 +93,7 @@ def _rounds(optimizer: Any, root: int, group: Group) -> Rounds[None]:
     if isinstance(optimizer, Exchanging):
         optimizer.steps = like["steps"]
     elif isinstance(optimizer, Updating):
-        optimizer._mpicomp_steps, optimizer._mpicomp_every = like["steps"], like["every"]
+        optimizer._mpicomp_steps, optimizer._mpicomp_every = like["steps"], like["sync_every"]
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
@@ -123,7 +123,7 @@ def _state_of(optimizer: Any) -> dict[str, Any]:
     elif isinstance(optimizer, Updating):
         if any(part.under_way for part in optimizer._mpicomp_parts):
             raise ConfigurationError(f"{_WHO}: an exchange is under way; call synchronize() on all ranks first")
-        state |= {"steps": optimizer._mpicomp_steps, "every": optimizer._mpicomp_every}
+        state |= {"steps": optimizer._mpicomp_steps, "sync_every": optimizer._mpicomp_every}
     return state
 
 

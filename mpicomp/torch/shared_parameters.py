@@ -262,7 +262,7 @@ class SharedParameters(Beside):
             "shared": {name: shared.clone() for name, shared in self.values.items()},
             "fresh": self.fresh,
             "outer": self._outer.state_dict() if self._outer is not None else self._outer_state,
-            "moments": None if self._moments is None else self._moments.state_dict(),
+            "second_moments": None if self._moments is None else self._moments.state_dict(),
         }
 
     def check_fits(self, state: Mapping[str, Any]) -> None:
@@ -286,7 +286,7 @@ class SharedParameters(Beside):
         self.fresh = bool(state["fresh"])
         self._compared = False
         self._outer, self._outer_state = None, state["outer"]
-        self.load_moments(state.get("moments"))
+        self.load_moments(state.get("second_moments"))
 
     def load_moments(self, state: Mapping[str, Any] | None) -> None:
         """Load what is there of shared second moments; None begins with those in the optimizer's state."""

@@ -17,7 +17,7 @@ from mpicomp.torch.updating import WHO, Updating
 from mpicomp.torch.wrapped import Wrapped, check_no_ddp, warn_of_nested
 
 AUTO = "auto"
-OWN, SHARED = "own", "shared"
+LOCAL, SHARED = "local", "shared"
 _OUTER = ("lr", "momentum", "nesterov", "dampening", "weight_decay", "sign")
 _EVERY = 100  # steps from one average of second moments to the next, once training has come so far; of text-gpt
 _NEAR = 1e-4  # what rounding makes of a mean square in float32
@@ -36,10 +36,10 @@ class Sharing:
 def check(
     optimizer: Any,
     named: Sequence[tuple[str, torch.Tensor]],
-    every: int | str,
+    sync_every: int | str,
     compressor: Compressor | str | Mapping[str, Any] | None,
     outer: Mapping[str, Any] | None,
-    late: int,
+    sync_delay: int,
     fragments: int,
     compare_every: int,
     settings: Mapping[str, Any],
@@ -51,23 +51,25 @@ def check(
     closed = isinstance(optimizer, Updating) and optimizer._mpicomp_closed
     if isinstance(optimizer, Exchanging | Wrapped) and not closed:
         raise ConfigurationError(f"{WHO}: {type(optimizer).__name__} exchanges already; pass a plain optimizer")
-    if every == AUTO and (late or fragments != 1):
+    if sync_every == AUTO and (sync_delay or fragments != 1):
         raise ConfigurationError(
-            f"{WHO}: every='{AUTO}' chooses anew after each exchange, which late and fragments are fractions of; "
-            "name a number, or leave them out"
+            f"{WHO}: sync_every='{AUTO}' chooses again after each exchange, and sync_delay and fragments are "
+            "fractions of it; name a number, or leave them out"
         )
-    most = 1 if isinstance(every, str) else every
-    if isinstance(every, str) and every != AUTO:
-        raise ConfigurationError(f"{WHO}: every must be a whole number of at least 1, or '{AUTO}', got {every!r}")
-    for name, value, least in (("every", most, 1), ("late", late, 0), ("fragments", fragments, 1)):
+    most = 1 if isinstance(sync_every, str) else sync_every
+    if isinstance(sync_every, str) and sync_every != AUTO:
+        raise ConfigurationError(
+            f"{WHO}: sync_every must be a whole number of at least 1, or '{AUTO}', got {sync_every!r}"
+        )
+    for name, value, least in (("sync_every", most, 1), ("sync_delay", sync_delay, 0), ("fragments", fragments, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigurationError(f"{WHO}: {name} must be a whole number of at least {least}, got {value!r}")
     if fragments > most:
-        raise ConfigurationError(f"{WHO}: fragments must be at most every={most}, got {fragments}")
-    if late > most // fragments:
+        raise ConfigurationError(f"{WHO}: fragments must be at most sync_every={most}, got {fragments}")
+    if sync_delay > most // fragments:
         raise ConfigurationError(
-            f"{WHO}: late must be at most every // fragments = {most // fragments}, so that one exchange ends before "
-            f"the next begins, got {late}"
+            f"{WHO}: sync_delay must be at most sync_every // fragments = {most // fragments}, so that one exchange "
+            f"ends before the next begins, got {sync_delay}"
         )
     check_every(WHO, compare_every)
     if outer is not None:
@@ -115,22 +117,24 @@ def check_moments(optimizer: torch.optim.Optimizer, moments: Any) -> Sharing | N
     ConfigurationError
         Where they cannot be shared.
     """
-    if moments == OWN:
+    if moments == LOCAL:
         return None
     given = {} if moments == SHARED else moments
     if not isinstance(given, Mapping):
-        raise ConfigurationError(f"{WHO}: moments must be '{OWN}', '{SHARED}' or a mapping, got {moments!r}")
-    unknown = sorted(set(given) - {"every", "compressor"})
+        raise ConfigurationError(f"{WHO}: second_moments must be '{LOCAL}', '{SHARED}' or a mapping, got {moments!r}")
+    unknown = sorted(set(given) - {"sync_every", "compressor"})
     if unknown:
-        raise ConfigurationError(f"{WHO}: moments must have some of every, compressor, got {unknown[0]!r}")
-    every = given.get("every", _EVERY)
+        raise ConfigurationError(f"{WHO}: second_moments must have some of compressor, sync_every, got {unknown[0]!r}")
+    every = given.get("sync_every", _EVERY)
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ConfigurationError(f"{WHO}: moments['every'] must be a whole number of at least 1, got {every!r}")
+        raise ConfigurationError(
+            f"{WHO}: second_moments['sync_every'] must be a whole number of at least 1, got {every!r}"
+        )
     compressor = get_compressor(given.get("compressor", "natural"))
     if compressor.id not in ("natural", "dense") or getattr(compressor, "wire", None) == "fp16":
         raise ConfigurationError(
-            f"{WHO}: moments['compressor'] must be 'natural' or 'dense', got {compressor!r}; mean squares span many "
-            "powers of ten, and none of them may become zero"
+            f"{WHO}: second_moments['compressor'] must be 'natural' or 'dense', got {compressor!r}; mean squares span "
+            "many powers of ten, and none of them may become zero"
         )
     return Sharing(compressor, _key_of(optimizer), every)
 
@@ -139,7 +143,7 @@ def _key_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of the second moments in the optimizer's state, as seen in two steps of one of its kind."""
     gradients = 1.0, 2.0
     kind = type(optimizer).__bases__[1] if isinstance(optimizer, Wrapped) else type(optimizer)
-    refused = f"{WHO}: moments='{SHARED}' needs an optimizer with second moments, and {kind.__name__}"
+    refused = f"{WHO}: second_moments='{SHARED}' needs an optimizer with second moments, and {kind.__name__}"
     device = next(own.device for group in optimizer.param_groups for own in group["params"])
     keys = set()
     for group in optimizer.param_groups:
@@ -156,7 +160,7 @@ def _key_of(optimizer: torch.optim.Optimizer) -> str:
                 )
         found = [name for name in DECAYS if name in state]
         if not found:
-            raise ConfigurationError(f"{refused} has none; what fits: {_FITS}. moments='{OWN}' shares nothing")
+            raise ConfigurationError(f"{refused} has none; what fits: {_FITS}. second_moments='{LOCAL}' shares nothing")
         keys.add(found[0])
         try:
             decay = float(DECAYS[found[0]](group))

@@ -18,7 +18,7 @@ from mpicomp.torch.overlap import overlap_thread
 from mpicomp.torch.shared_parameters import SharedParameters
 from mpicomp.torch.states import name_of
 from mpicomp.torch.step_watch import StepWatch
-from mpicomp.torch.update_checks import AUTO, Sharing, check, check_moments
+from mpicomp.torch.update_checks import AUTO, LOCAL, Sharing, check, check_moments
 from mpicomp.torch.updating import WHO, Updating
 from mpicomp.torch.wrapped import Wrapped, unwrap, wrap
 from mpicomp.transport import Transport
@@ -30,14 +30,14 @@ _LOCAL_STEPS = (1, 2, 4, 8, 16)  # that "auto" chooses from: with more, what the
 def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it stands for
     optimizer: torch.optim.Optimizer,
     named_parameters: Named,
-    every: int | str = 1,
+    sync_every: int | str = 1,
     compressor: Compressor | str | Mapping[str, Any] | None = None,
     collective: str = "auto",
     policy: Policy | str | Mapping[str, Any] | None = None,
     *,
     outer: Mapping[str, Any] | None = None,
-    moments: str | Mapping[str, Any] = "own",
-    late: int = 0,
+    second_moments: str | Mapping[str, Any] = "local",
+    sync_delay: int = 0,
     fragments: int = 1,
     feedback: bool | None = None,
     feedback_decay: float = 1.0,
@@ -50,7 +50,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
 ) -> Any:
     """Make ranks exchange what their optimizers have changed, compressed, in place of gradients.
 
-    Each rank steps on its own gradient. After every ``every`` steps, what that has changed of the parameters is
+    Each rank steps on its own gradient. After every ``sync_every`` steps, what that has changed of the parameters is
     averaged over the ranks, with error feedback; the parameters that all ranks share move by the mean, and every rank
     goes on from them, the same bits on all. An optimizer that divides by the root of a gradient's mean square, as Adam
     does, sees the gradients of its rank as they are: what is sent seldom does not come in bursts that slow it down.
@@ -66,7 +66,7 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         ``model.named_parameters()`` or the model: every parameter of the optimizer that requires a gradient has to be
         among them. One that is frozen later goes on taking part, with a change of zero. Complex ones are exchanged as
         pairs of reals.
-    every : int or "auto"
+    sync_every : int or "auto"
         Steps from one exchange to the next. With ``"auto"`` the joint choice begins with one and takes more, up to 16,
         where the seconds that are measured say that they bring training further in the same time.
     compressor, collective, policy, feedback, feedback_decay, comm, warmup
@@ -77,17 +77,17 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         ``"sign": True`` the mean change counts by its sign alone, times the learning rate of the first group, as in
         DeMo; no exchange is dense in place of the compressor's then, unless a policy is named that may choose that.
         None moves them by the mean.
-    moments : {"own", "shared"} or mapping
+    second_moments : {"local", "shared"} or mapping
         Whether ranks share the second moments that the optimizer divides by the root of. A rank's own have the noise of
         its batches alone, which makes steps shorter. With ``"shared"`` they are averaged at exchanges, the first time
         at the first one, then when half as many steps more were made, and at the latest after 100; in between all ranks
         divide by the average, or by a quarter of what they have seen by themselves where that is more, since a burst is
         not to be divided by next to nothing. They travel as powers of two, in 9 bits an element, and cost two copies of
-        the parameters. A mapping shares them with ``every``, in place of 100, and ``compressor``, ``"dense"`` in place
-        of ``"natural"``. It takes Adam, AdamW, NAdam, RAdam, RMSprop, or another one that keeps a mean square as
-        ``exp_avg_sq`` or ``square_avg``.
-    late : int
-        Steps, at most ``every / fragments``, that are made while an exchange is under way: its outcome is taken up
+        the parameters. A mapping shares them with ``sync_every`` in place of 100, and with ``compressor``: ``"dense"``
+        in place of ``"natural"``. It takes Adam, AdamW, NAdam, RAdam, RMSprop, or another one that keeps a mean
+        square as ``exp_avg_sq`` or ``square_avg``.
+    sync_delay : int
+        Steps, at most ``sync_every / fragments``, that are made while an exchange is under way: its outcome is taken up
         after them, and what a rank has changed in them it keeps. It costs another copy of the parameters. A thread
         exchanges meanwhile where MPI was started with MPI_THREAD_MULTIPLE, and not with ``on_failure="shrink"``; else
         the exchange is waited for at once.
@@ -111,10 +111,10 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         The same optimizer, which from now on is of a class derived from its own: schedulers, hooks and steps that were
         put into it, before or later, work as before. It has ``reducers``, a `mpicomp.Reducer` for each fragment, and
         ``reducer``, the first of them; ``synchronize()``, which exchanges all that was changed by now and waits for it,
-        to be called on all ranks before the end or a checkpoint where ``every`` or ``late`` has left something;
-        ``shared()``, the shared parameters by name; ``rounds(closure)``, its step as a generator of rounds; and
-        ``close()``, which ``with`` calls at its end and after which it can be wrapped anew. Its ``state_dict()`` has
-        the shared parameters and what the reducers keep on this rank under ``"mpicomp"``: with it and the model's,
+        to be called on all ranks before the end or a checkpoint where ``sync_every`` or ``sync_delay`` has left
+        something; ``shared()``, the shared parameters by name; ``rounds(closure)``, its step as a generator of rounds;
+        and ``close()``, which ``with`` calls at its end and after which it can be wrapped anew. Its ``state_dict()``
+        has the shared parameters and what the reducers keep on this rank under ``"mpicomp"``: with it and the model's,
         training goes on bit for bit.
 
     Raises
@@ -170,24 +170,28 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         def examine() -> Any:
             ranks = transport.group.size
             pairs = named_of(named_parameters, WHO, ranks)
-            found = check(optimizer, pairs, every, compressor, outer, late, fragments, compare_every, settings, ranks)
-            sharing = check_moments(optimizer, moments)
+            found = check(
+                optimizer, pairs, sync_every, compressor, outer, sync_delay, fragments, compare_every, settings, ranks
+            )
+            sharing = check_moments(optimizer, second_moments)
             return pairs, *found, None if transport.group.size == 1 else sharing
 
         named, parameters, chosen, sharing = together(examine, transport, WHO)
         if outer is not None and outer.get("sign"):
             collective = _never_dense(chosen, collective, policy)
         own = {
-            "every": every,
+            "sync_every": sync_every,
             "outer": None if outer is None else dict(outer),
-            "late": late,
+            "sync_delay": sync_delay,
             "fragments": fragments,
             "compare_every": compare_every,
-            "moments": "own" if sharing is None else {"every": sharing.every, **sharing.compressor.get_config()},
+            "second_moments": LOCAL
+            if sharing is None
+            else {"sync_every": sharing.every, **sharing.compressor.get_config()},
         }
         policies = [policy] if fragments == 1 else [_copy_of(policy) for _ in range(fragments)]
         settings |= {"warmup": warmup, "feedback_decay": feedback_decay, "normalises": False}
-        if every == AUTO:
+        if sync_every == AUTO:
             settings["local_steps"] = _LOCAL_STEPS
         parts = [
             SharedParameters(
@@ -206,15 +210,15 @@ def UpdateOptimizer(  # noqa: N802, a factory that reads like the class that it 
         if transport is not comm:
             transport.close()
         raise
-    beside = late and transport.concurrent and not parts[0].reducer.survives
-    thread = overlap_thread(parts[0].reducer, True)[0] if beside else None
+    delays = sync_delay and transport.concurrent and not parts[0].reducer.survives
+    thread = overlap_thread(parts[0].reducer, True)[0] if delays else None
     if isinstance(optimizer, Wrapped):
         unwrap(optimizer)
     wrapped = wrap(optimizer, Updating, "Updating")
     wrapped._mpicomp_names = {id(parameter): name_of(name) for name, parameter in named}
     wrapped._mpicomp_steps = 0
-    wrapped._mpicomp_chooses = every == AUTO
-    wrapped._mpicomp_every, wrapped._mpicomp_late = 1 if every == AUTO else every, late
+    wrapped._mpicomp_chooses = sync_every == AUTO
+    wrapped._mpicomp_every, wrapped._mpicomp_delay = 1 if sync_every == AUTO else sync_every, sync_delay
     wrapped._mpicomp_parts = parts
     wrapped._mpicomp_thread = thread
     wrapped._mpicomp_skips = nonfinite == "skip"

@@ -30,7 +30,7 @@ class Updating(Wrapped):
     _mpicomp_steps: int
     _mpicomp_chooses: bool  # whether the policy says how many steps there are to an exchange
     _mpicomp_every: int
-    _mpicomp_late: int
+    _mpicomp_delay: int
     _mpicomp_parts: list[SharedParameters]
     _mpicomp_thread: ProgressThread | None
     _mpicomp_skips: bool
@@ -59,7 +59,7 @@ class Updating(Wrapped):
         return [part.reducer for part in self._mpicomp_parts]
 
     @property
-    def every(self) -> int:
+    def sync_every(self) -> int:
         """Steps from one exchange to the next."""
         return self._mpicomp_every
 
@@ -182,7 +182,7 @@ class Updating(Wrapped):
 
     def _mpicomp_rounds(self) -> Rounds[None]:
         """Take up what has come, and begin what is due. As rounds."""
-        every, late, lr = self._mpicomp_every, self._mpicomp_late, self._mpicomp_lr()
+        every, delay, lr = self._mpicomp_every, self._mpicomp_delay, self._mpicomp_lr()
         ages = [
             (self._mpicomp_steps + place * every // len(self._mpicomp_parts)) % every
             for place in range(len(self._mpicomp_parts))
@@ -192,11 +192,11 @@ class Updating(Wrapped):
             if self._mpicomp_joined.over:
                 return
         for part, age in zip(self._mpicomp_parts, ages, strict=True):
-            if part.under_way and age == late % every:
+            if part.under_way and age == delay % every:
                 part.finish()
         for part, age in zip(self._mpicomp_parts, ages, strict=True):
             if age == 0:
-                yield from part.start(lr, self._mpicomp_thread) if late else part.exchange_now(lr)
+                yield from part.start(lr, self._mpicomp_thread) if delay else part.exchange_now(lr)
         if self._mpicomp_chooses and ages == [0]:
             self._mpicomp_steps, self._mpicomp_every = 0, self.reducer.local_steps
 
@@ -249,7 +249,7 @@ class Updating(Wrapped):
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         own = {
             "steps": self._mpicomp_steps,
-            "every": self._mpicomp_every,
+            "sync_every": self._mpicomp_every,
             "parts": [part.state_dict() for part in self._mpicomp_parts],
         }
         return state | {"mpicomp": to_tensors(own)}
@@ -280,7 +280,7 @@ class Updating(Wrapped):
                 part.load_state_dict(own)
             self._mpicomp_steps = int(kept["steps"])
             if self._mpicomp_chooses:
-                self._mpicomp_every = int(kept["every"])
+                self._mpicomp_every = int(kept["sync_every"])
 
     def close(self) -> None:
         """Release its MPI resources. It waits for nobody; a second call does nothing."""

@@ -23,8 +23,8 @@ from mpicomp.system import stopping
 from mpicomp.transport.mpi import MPITransport
 
 STEPS = 12
-UPDATES = {"every": 3, "outer": {"lr": 0.7, "momentum": 0.9}}
-LATE = {"every": 4, "late": 1, "fragments": 2}
+UPDATES = {"sync_every": 3, "outer": {"lr": 0.7, "momentum": 0.9}}
+LATE = {"sync_every": 4, "sync_delay": 1, "fragments": 2}
 
 
 class Asked(Digits):

@@ -264,7 +264,7 @@ def test_ranks_step_by_plain_gradient_descent(mpiexec, tmp_path):
     words = ["--task", "digits", "--compressor", "dense", "--steps", "5", "--lr-scale", "20"]
     done, result, _ = train(mpiexec, tmp_path, 1, *words, "--exchange", '{"id": "updates", "inner": "sgd"}')
     assert done.returncode == 0, done.stderr
-    assert result["updates"] == {"every": 1, "inner": "sgd"}
+    assert result["updates"] == {"sync_every": 1, "inner": "sgd"}
     task = get_task("digits", 0)
     model = task.model()
     before = task.evaluate(model)
@@ -280,7 +280,7 @@ def test_ranks_step_by_plain_gradient_descent(mpiexec, tmp_path):
 def test_demo_is_short_for_a_compressor_and_settings(mpiexec, tmp_path):
     done, result, lines = train(mpiexec, tmp_path, 2, "--task", "digits", "--steps", "12", "--exchange", "demo")
     assert done.returncode == 0, done.stderr
-    of_demo = {"every": 1, "inner": "sgd", "outer": {"sign": True, "lr": 1.0}, "feedback_decay": 0.999}
+    of_demo = {"sync_every": 1, "inner": "sgd", "outer": {"sign": True, "lr": 1.0}, "feedback_decay": 0.999}
     assert (result["exchange"], result["updates"], result["warmup"]) == ("updates", of_demo, 0)
     config = result["compressor_config"]
     assert (config["id"], config["ratio"], config["side"], config["wire"]) == ("dcttopk", 0.0125, 16, "q4")
@@ -299,12 +299,16 @@ def test_no_step_is_dense_where_signs_are_taken(mpiexec, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "updates", "exchanges"),
     [
-        (["--exchange", "updates", "--every", "3"], {"every": 3}, [2, 5]),
-        slow(["--exchange", "updates", "--moments", "shared"], {"every": 1, "moments": "shared"}, list(range(8))),
-        slow(["--exchange", "updates"], {"every": 1}, list(range(8))),
+        (["--exchange", "updates", "--every", "3"], {"sync_every": 3}, [2, 5]),
         slow(
-            ["--exchange", '{"id": "updates", "outer": {"lr": 0.5}, "every": 4, "late": 2}'],
-            {"every": 4, "outer": {"lr": 0.5}, "late": 2},
+            ["--exchange", "updates", "--second-moments", "shared"],
+            {"sync_every": 1, "second_moments": "shared"},
+            list(range(8)),
+        ),
+        slow(["--exchange", "updates"], {"sync_every": 1}, list(range(8))),
+        slow(
+            ["--exchange", '{"id": "updates", "outer": {"lr": 0.5}, "sync_every": 4, "sync_delay": 2}'],
+            {"sync_every": 4, "outer": {"lr": 0.5}, "sync_delay": 2},
             [3, 7],
         ),
     ],
@@ -320,7 +324,7 @@ def test_updates_are_exchanged_in_place_of_gradients(mpiexec, tmp_path, argument
     numel = result["parameters"]
     assert result["dense_wire_bytes"] == pytest.approx(8 * 4 * numel, rel=0.01)  # of gradients, in every step
     assert result["compressor"] == "topk"
-    every = updates["every"]
+    every = updates["sync_every"]
     assert f"updates every {every} steps" in done.stdout if every > 1 else ", updates" in done.stdout
     assert sum(result["phases_s"].values()) == pytest.approx(result["median_step_s"], rel=0.5)
 
@@ -353,7 +357,9 @@ def test_updates_are_exchanged_in_place_of_gradients(mpiexec, tmp_path, argument
         slow(["--task", "digits", "--replay", "m.jsonl", "--warmup", "1"], "--warmup says nothing; leave one out"),
         (["--task", "digits", "--lr-scale", "0"], "train: --lr-scale must be a number above 0, got 0.0"),
         (["--task", "digits", "--every", "2"], "--every says nothing; name --exchange updates"),
-        slow(["--task", "digits", "--moments", "shared"], "--moments says nothing; name --exchange updates"),
+        slow(
+            ["--task", "digits", "--second-moments", "shared"], "--second-moments says nothing; name --exchange updates"
+        ),
         slow(["--task", "digits", "--exchange", "update"], "unknown name 'update'; did you mean 'updates'"),
         slow(["--task", "digits", "--exchange", "updates", "--every", "0"], "--every must be at least 1, got 0"),
         slow(
@@ -361,7 +367,7 @@ def test_updates_are_exchanged_in_place_of_gradients(mpiexec, tmp_path, argument
             "a number of steps or 'auto', got 'often'",
         ),
         slow(["--task", "digits", "--exchange", '{"id": "updates", "outr": 1}'], "updates have no setting 'outr'"),
-        slow(["--task", "digits", "--exchange", '{"id": "updates", "late": 2}'], "late must be at most"),
+        slow(["--task", "digits", "--exchange", '{"id": "updates", "sync_delay": 2}'], "sync_delay must be at most"),
         slow(
             ["--task", "digits", "--exchange", '{"id": "updates", "inner": "sg"}'],
             "train: --exchange: inner: unknown name 'sg'; did you mean 'sgd'",

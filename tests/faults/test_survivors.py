@@ -139,7 +139,7 @@ settings = {"compressor": compressor, "warmup": 0, "on_failure": "shrink"}
 if folder:
     settings["collective"] = "allgather"  # "auto" follows measured seconds, and sums have another order then
 if kind in ("updates", "moments"):
-    settings |= {"moments": {"every": 1}} if kind == "moments" else {}
+    settings |= {"second_moments": {"sync_every": 1}} if kind == "moments" else {}
     optimizer = mpicomp.torch.UpdateOptimizer(optimizer, model.named_parameters(), **settings)
 else:
     settings |= {"overlap": kind == "overlap", "bucket_bytes": 200_000}

@@ -116,9 +116,9 @@ def test_complex_updates_are_averaged(comm):
 def test_complex_second_moments_are_shared(comm):
     """Ranks with the same batches have the same moments, so that sharing them changes nothing."""
     model, plain = Spectral(), Spectral()
-    moments = {"every": 1, "compressor": "dense"}
+    moments = {"sync_every": 1, "compressor": "dense"}
     optimizer, reference = (
-        updating(model, comm, adam(model), 1, "dense", moments=moments, same_batches=True),
+        updating(model, comm, adam(model), 1, "dense", second_moments=moments, same_batches=True),
         adam(plain),
     )
     for step in range(5):
@@ -137,7 +137,7 @@ WRAPPERS = {
         model, comm, torch.optim.SGD(model.parameters(), lr=0.05), mpicomp.TopK(0.2), "allgather", overlap=False
     ),
     "updates": lambda model, comm: updating(
-        model, comm, sgd(model), 2, mpicomp.TopK(0.2), "allgather", late=1, warmup=0
+        model, comm, sgd(model), 2, mpicomp.TopK(0.2), "allgather", sync_delay=1, warmup=0
     ),
     "onebit": lambda model, comm: mpicomp.torch.OneBitAdam(model, lr=0.01, warmup_steps=2, comm=comm),
     "sketched": lambda model, comm: mpicomp.torch.SketchedAMSGrad(model, lr=0.01, comm=comm),

@@ -46,7 +46,9 @@ class Ranks:
         self.models = [make() for _ in range(size)]
         settings = {"warmup": 0, "compressor": "dense"} | settings
         self.optimizers = [
-            mpicomp.torch.UpdateOptimizer(base(model), model.named_parameters(), comm=end, moments=moments, **settings)
+            mpicomp.torch.UpdateOptimizer(
+                base(model), model.named_parameters(), comm=end, second_moments=moments, **settings
+            )
             for model, end in zip(self.models, self.world.transports, strict=True)
         ]
 
@@ -155,7 +157,7 @@ def rmsprop_by_hand(ranks, rank, gradient):
     [(2, 1, 1), (3, 2, 3), (7, 3, 100), *(slow(4, 1, most) for most in (1, 3, 100)), slow(7, 3, 1), slow(2, 1, 100)],
 )
 def test_ranks_divide_by_what_they_have_averaged(size, every, most):
-    ranks = Ranks(size, every=every, moments=LOSSLESS | {"every": most})
+    ranks = Ranks(size, sync_every=every, moments=LOSSLESS | {"sync_every": most})
     plain = InNumPy(size, adamw_by_hand, by_element(0.9, 0.99), every, most)
     for number in range(13):
         ranks.step(number)
@@ -164,7 +166,7 @@ def test_ranks_divide_by_what_they_have_averaged(size, every, most):
             np.testing.assert_allclose(own, other, rtol=1e-9, atol=1e-11)
     assert plain.bursts
     assert len(set(ranks.bits())) == (1 if 13 % every == 0 else size)
-    own = Ranks(size, every=every, moments="own")
+    own = Ranks(size, sync_every=every, moments="local")
     for number in range(13):
         own.step(number)
     assert np.abs(own.values()[0] - ranks.values()[0]).max() > 1e-3  # it makes a difference
@@ -172,7 +174,7 @@ def test_ranks_divide_by_what_they_have_averaged(size, every, most):
 
 def test_shared_in_each_step_they_are_those_of_the_mean_square():
     """Then no rank's burst is left over: Adam's recurrence with the mean over ranks of gradients' squares."""
-    ranks = Ranks(3, lambda model: torch.optim.Adam(model.parameters(), lr=0.01), moments=LOSSLESS | {"every": 1})
+    ranks = Ranks(3, lambda model: torch.optim.Adam(model.parameters(), lr=0.01), moments=LOSSLESS | {"sync_every": 1})
     moment = np.zeros(57)
     for number in range(8):
         ranks.backward(number)
@@ -199,7 +201,7 @@ def test_alone_it_is_the_optimizer_itself():
 
 def test_of_rmsprop():
     base = lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, alpha=0.9)  # noqa: E731
-    ranks = Ranks(3, base, moments=LOSSLESS | {"every": 4})
+    ranks = Ranks(3, base, moments=LOSSLESS | {"sync_every": 4})
     plain = InNumPy(3, rmsprop_by_hand, by_element(0.9, 0.9), 1, 4)
     for number in range(12):
         ranks.step(number)
@@ -208,7 +210,7 @@ def test_of_rmsprop():
 
 
 def test_a_rank_that_leaves_out_a_step_has_its_own_count():
-    ranks = Ranks(2, nonfinite="skip", moments=LOSSLESS | {"every": 2})
+    ranks = Ranks(2, nonfinite="skip", moments=LOSSLESS | {"sync_every": 2})
     plain = InNumPy(2, adamw_by_hand, by_element(0.9, 0.99), 1, 2)
     for number in range(9):
         ranks.backward(number)
@@ -237,7 +239,7 @@ def test_other_optimizers_in_few_bits(kind, dtype):
         for number in range(3):
             ranks.step(number)
             assert len(set(ranks.bits())) == 1
-        states = [own.state_dict()["mpicomp"]["parts"][0]["moments"]["held"] for own in ranks.optimizers]
+        states = [own.state_dict()["mpicomp"]["parts"][0]["second_moments"]["held"] for own in ranks.optimizers]
         assert all(torch.equal(states[0][name], other[name]) for other in states for name in other)
         held.append(np.concatenate([own.reshape(-1).numpy() for own in states[0].values()]))
     exact, rounded = held
@@ -254,7 +256,7 @@ def test_bytes_are_in_the_record():
     for number in range(14):
         ranks.step(number)
         bytes_of.append([own.reducer.last_step.wire_bytes for own in ranks.optimizers])
-    plain = Ranks(size, moments="own", make=lambda: network(torch.float32), compare_every=0)
+    plain = Ranks(size, moments="local", make=lambda: network(torch.float32), compare_every=0)
     for number in range(14):
         plain.step(number)
     without = plain.optimizers[0].reducer.last_step.wire_bytes
@@ -279,7 +281,7 @@ def test_a_moment_of_one_rank_alone_counts_as_its_share():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"every": 2}, {"every": 4, "fragments": 2, "late": 1}, {"every": "auto"}], ids=str
+    "settings", [{"sync_every": 2}, {"sync_every": 4, "fragments": 2, "sync_delay": 1}, {"sync_every": "auto"}], ids=str
 )
 def test_a_run_that_is_resumed_is_the_same(settings):
     def make():
@@ -290,7 +292,7 @@ def test_a_run_that_is_resumed_is_the_same(settings):
     ranks, again = make(), make()
     for number in range(7):
         ranks.step(number)
-    if settings.get("late"):
+    if settings.get("sync_delay"):
         ranks.world.run([own.synchronizing() for own in ranks.optimizers])
     for one, other in zip(ranks.models, again.models, strict=True):
         other.load_state_dict(one.state_dict())
@@ -319,9 +321,9 @@ def test_a_checkpoint_goes_on_with_other_ranks(tmp_path):
     for model, own, state in zip(fewer.models, fewer.optimizers, loaded, strict=True):
         model.load_state_dict(state["model"])
         own.load_state_dict(state["optimizer"])
-    before = states[0]["optimizer"]["mpicomp"]["parts"][0]["moments"]
+    before = states[0]["optimizer"]["mpicomp"]["parts"][0]["second_moments"]
     for own in fewer.optimizers:
-        moments = own.state_dict()["mpicomp"]["parts"][0]["moments"]
+        moments = own.state_dict()["mpicomp"]["parts"][0]["second_moments"]
         assert (moments["steps"], moments["next"]) == (before["steps"], before["next"]) == (6, 9)
         assert all(torch.equal(moments["held"][name], held) for name, held in before["held"].items())
     for number in range(6, 10):
@@ -340,7 +342,7 @@ def test_a_plain_optimizers_state_is_averaged_at_once_and_back():
         own.load_state_dict(other.state_dict())
         model.load_state_dict(ranks.models[0].state_dict())
     after.step(3)
-    first, second = (own.state_dict()["mpicomp"]["parts"][0]["moments"]["held"] for own in after.optimizers)
+    first, second = (own.state_dict()["mpicomp"]["parts"][0]["second_moments"]["held"] for own in after.optimizers)
     assert set(first) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -348,12 +350,12 @@ def test_a_plain_optimizers_state_is_averaged_at_once_and_back():
 def test_nothing_is_taken_up_of_an_exchange_that_is_undone():
     ranks = Ranks(2)
     ranks.step(0)
-    before = copy.deepcopy(ranks.optimizers[0].state_dict()["mpicomp"]["parts"][0]["moments"]["held"])
+    before = copy.deepcopy(ranks.optimizers[0].state_dict()["mpicomp"]["parts"][0]["second_moments"]["held"])
     ranks.backward(1)
     ranks.models[1][0].weight.grad[0, 0] = torch.inf
     with pytest.raises(NonFiniteError):
         ranks.exchange()
-    after = ranks.optimizers[0].state_dict()["mpicomp"]["parts"][0]["moments"]["held"]
+    after = ranks.optimizers[0].state_dict()["mpicomp"]["parts"][0]["second_moments"]["held"]
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -378,7 +380,7 @@ def test_groups_that_are_added_and_parameters_that_are_frozen():
     for number in range(1, 5):
         ranks.step(number)
         assert len(set(ranks.bits())) == 1
-    held = ranks.optimizers[0].state_dict()["mpicomp"]["parts"][0]["moments"]["held"]
+    held = ranks.optimizers[0].state_dict()["mpicomp"]["parts"][0]["second_moments"]["held"]
     assert set(held) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert all(own.isfinite().all() for own in held.values())
 
@@ -414,11 +416,14 @@ def test_optimizers_that_are_refused(kind, settings, match):
 @pytest.mark.parametrize(
     ("moments", "match"),
     [
-        ("mine", r"moments must be 'own', 'shared' or a mapping, got 'mine'"),
-        ({"ratio": 1}, "moments must have some of every, compressor, got 'ratio'"),
-        ({"every": 0}, r"moments\['every'\] must be a whole number of at least 1, got 0"),
-        ({"compressor": "topk"}, r"moments\['compressor'\] must be 'natural' or 'dense', got TopK"),
-        ({"compressor": {"id": "dense", "wire": "fp16"}}, r"moments\['compressor'\] must be 'natural' or 'dense'"),
+        ("mine", r"second_moments must be 'local', 'shared' or a mapping, got 'mine'"),
+        ({"ratio": 1}, "second_moments must have some of compressor, sync_every, got 'ratio'"),
+        ({"sync_every": 0}, r"second_moments\['sync_every'\] must be a whole number of at least 1, got 0"),
+        ({"compressor": "topk"}, r"second_moments\['compressor'\] must be 'natural' or 'dense', got TopK"),
+        (
+            {"compressor": {"id": "dense", "wire": "fp16"}},
+            r"second_moments\['compressor'\] must be 'natural' or 'dense'",
+        ),
     ],
 )
 def test_settings_that_cannot_be(moments, match):
@@ -429,12 +434,12 @@ def test_settings_that_cannot_be(moments, match):
 def test_ranks_that_share_and_ranks_that_do_not():
     world, models = LocalWorld(2), [network(), network()]
     own = [
-        mpicomp.torch.UpdateOptimizer(adamw(model), model.named_parameters(), comm=end, moments=moments)
-        for model, end, moments in zip(models, world.transports, ("own", "shared"), strict=True)
+        mpicomp.torch.UpdateOptimizer(adamw(model), model.named_parameters(), comm=end, second_moments=moments)
+        for model, end, moments in zip(models, world.transports, ("local", "shared"), strict=True)
     ]
     for rank, model in enumerate(models):
         loss_of(model, rank, 0).backward()
-    with pytest.raises(DisagreementError, match="moments must be the same on all ranks, got own on rank 0 and"):
+    with pytest.raises(DisagreementError, match="moments must be the same on all ranks, got local on rank 0 and"):
         world.run([optimizer.rounds() for optimizer in own])
 
 

@@ -138,9 +138,9 @@ def test_gossip_goes_on_after_a_file(comm):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"compressor": "topk", "every": 2, "fragments": 2},
-        {"compressor": "onebit", "moments": "shared", "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True}},
-        {"compressor": "powersgd", "every": 3, "late": 1},
+        {"compressor": "topk", "sync_every": 2, "fragments": 2},
+        {"compressor": "onebit", "second_moments": "shared", "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True}},
+        {"compressor": "powersgd", "sync_every": 3, "sync_delay": 1},
     ],
     ids=["fragments", "outer and moments", "late"],
 )
@@ -224,7 +224,7 @@ def test_state_of_a_compiled_model_loads(compiled):
 
 
 def test_checkpoints_keep_and_share_out_tensors(tmp_path):
-    ranks = Ranks(2, compressor="topk", every=1)
+    ranks = Ranks(2, compressor="topk", sync_every=1)
     ranks.step(0)
     states = [optimizer.state_dict() for optimizer in ranks.optimizers]
     ends = ranks.world.transports

@@ -29,7 +29,7 @@ def test_alone_it_is_the_optimizer_itself(base):
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_the_shared_parameters_move_by_the_mean_change(every):
-    ranks, plain = Ranks(3, compressor="dense", every=every), ByHand(3)
+    ranks, plain = Ranks(3, compressor="dense", sync_every=every), ByHand(3)
     for number in range(2 * every):
         ranks.step(number)
         plain.step(number)
@@ -62,7 +62,7 @@ def test_with_plain_descent_it_is_the_exchange_of_gradients():
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_nothing_is_lost(size, decay):
     """Over all ranks: change + decay x residual = what the shared parameters moved by, and the residual after."""
-    ranks, plain = Ranks(size, compressor="topk", feedback_decay=decay, every=2), ByHand(size)
+    ranks, plain = Ranks(size, compressor="topk", feedback_decay=decay, sync_every=2), ByHand(size)
     before = np.zeros(plain.shared.size)
     for number in range(8):
         ranks.step(number)
@@ -99,7 +99,7 @@ def test_every_compressor_leaves_the_same_bits(name, size):
 @pytest.mark.parametrize(("every", "late"), [(1, 1), (3, 2), (3, 3)])
 def test_an_outcome_that_comes_late(every, late):
     """What is exchanged after a step is taken up some steps later; what a rank has done since stays."""
-    ranks, plain = Ranks(2, compressor="dense", every=every, late=late), ByHand(2)
+    ranks, plain = Ranks(2, compressor="dense", sync_every=every, sync_delay=late), ByHand(2)
     changes, began = None, None
     for number in range(4 * every):
         ranks.step(number)
@@ -131,7 +131,7 @@ def chosen_steps(rate, compute_s, steps=240):
     start, truth = torch.nn.Linear(64, 64, bias=False), torch.randn(64, 64)
     models = [copy.deepcopy(start) for _ in range(4)]
     optimizers = [
-        mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), every="auto", comm=end)
+        mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), sync_every="auto", comm=end)
         for model, end in zip(models, world.transports, strict=True)
     ]
     seen, since = [], 0
@@ -141,7 +141,7 @@ def chosen_steps(rate, compute_s, steps=240):
             inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * number + rank))
             (model(inputs) - inputs @ truth).square().mean().backward()
             end.seconds += compute_s
-        every = {optimizer.every for optimizer in optimizers}
+        every = {optimizer.sync_every for optimizer in optimizers}
         assert len(every) == 1  # all ranks choose the same
         world.run([optimizer.rounds() for optimizer in optimizers])
         since += 1
@@ -160,7 +160,7 @@ def test_steps_to_an_exchange_are_chosen_where_they_pay():
 
 
 def test_fragments_are_exchanged_at_different_steps():
-    ranks = Ranks(2, compressor="dense", every=4, fragments=2)
+    ranks = Ranks(2, compressor="dense", sync_every=4, fragments=2)
     first, second = (set(own.values) for own in ranks.optimizers[0]._mpicomp_parts)
     assert (first, second) == ({"0.weight"}, {"0.bias", "2.weight", "2.bias"})  # of 211 elements 108 and 103
     same = []

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 )
 def test_an_outer_optimizer(outer):
     """DiLoCo by hand: Nesterov's momentum as Sutskever's form has it in torch, of the mean change."""
-    ranks, plain = Ranks(2, compressor="dense", every=3, outer=outer), ByHand(2)
+    ranks, plain = Ranks(2, compressor="dense", sync_every=3, outer=outer), ByHand(2)
     velocity = np.zeros(plain.shared.size)
     momentum = outer.get("momentum", 0.0)
     for number in range(12):
@@ -49,7 +49,7 @@ def largest_of_chunks(array, chunk, ratio):
 def test_sparseloco():
     """Arxiv 2508.15706 by hand: residuals decay, chunks are selected from, and the mean is over ranks, not senders."""
     settings = {"compressor": {"id": "chunktopk", "ratio": 0.1, "chunk": 16}, "feedback_decay": 0.95}
-    ranks = Ranks(3, make=matrix, every=4, outer={"lr": 0.8}, **settings)
+    ranks = Ranks(3, make=matrix, sync_every=4, outer={"lr": 0.8}, **settings)
     plain, residuals = ByHand(3, make=matrix), np.zeros((3, 63))
     for number in range(12):
         ranks.step(number)
@@ -68,7 +68,7 @@ def test_sparseloco_with_two_bits_an_element_comes_as_far():
     losses = []
     for wire in (None, "q2"):
         compressor = {"id": "chunktopk", "ratio": 0.1, "chunk": 16, "wire": wire}
-        ranks = Ranks(2, make=matrix, every=4, outer={"lr": 0.8}, compressor=compressor, feedback_decay=0.95)
+        ranks = Ranks(2, make=matrix, sync_every=4, outer={"lr": 0.8}, compressor=compressor, feedback_decay=0.95)
         before = loss_of(ranks.models[0], 0, 10**6).item()
         for number in range(200):
             ranks.step(number)

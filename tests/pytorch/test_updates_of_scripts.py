@@ -50,7 +50,7 @@ def test_other_parameters_at_the_start_are_refused():
         ranks.step(0)
 
 
-@pytest.mark.parametrize("settings", [{"every": 2}, {"outer": {"lr": 0.5}}], ids=str)
+@pytest.mark.parametrize("settings", [{"sync_every": 2}, {"outer": {"lr": 0.5}}], ids=str)
 def test_other_settings_are_refused(settings):
     world, models = LocalWorld(2), [network(), network()]
     own = [
@@ -59,7 +59,7 @@ def test_other_settings_are_refused(settings):
     ]
     for rank, model in enumerate(models):
         loss_of(model, rank, 0).backward()
-    if settings == {"every": 2}:
+    if settings == {"sync_every": 2}:
         assert list(own[0].rounds()) == []  # nothing is exchanged in its first step
     with pytest.raises(DisagreementError, match=f"{next(iter(settings))} must be the same on all ranks"):
         world.run([optimizer.rounds() for optimizer in own])
@@ -208,13 +208,13 @@ def test_added_groups_and_schedulers():
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"every": 0}, "every must be a whole number of at least 1, got 0"),
-        ({"late": 2}, r"late must be at most every // fragments = 1"),
-        ({"fragments": 2}, "fragments must be at most every=1, got 2"),
-        ({"fragments": 5, "every": 8}, "fragments must be at most 4, as many as parameters"),
-        ({"every": "often"}, "every must be a whole number of at least 1, or 'auto', got 'often'"),
-        ({"every": "auto", "late": 1}, "every='auto' chooses anew after each exchange"),
-        ({"every": "auto", "compressor": "topk"}, "is chosen by policy='auto', got policy='static'"),
+        ({"sync_every": 0}, "sync_every must be a whole number of at least 1, got 0"),
+        ({"sync_delay": 2}, r"sync_delay must be at most sync_every // fragments = 1"),
+        ({"fragments": 2}, "fragments must be at most sync_every=1, got 2"),
+        ({"fragments": 5, "sync_every": 8}, "fragments must be at most 4, as many as parameters"),
+        ({"sync_every": "often"}, "sync_every must be a whole number of at least 1, or 'auto', got 'often'"),
+        ({"sync_every": "auto", "sync_delay": 1}, "every='auto' chooses again after each exchange"),
+        ({"sync_every": "auto", "compressor": "topk"}, "is chosen by policy='auto', got policy='static'"),
         ({"outer": {"rate": 1}}, "outer must have some of lr, momentum"),
         ({"outer": {"sign": 1.0}}, r"outer\['sign'\] must be True or False, got 1.0"),
         ({"outer": {"sign": True, "momentum": 0.9}}, "outer has momentum and takes the sign of changes"),

@@ -50,10 +50,10 @@ def in_one_process(size, steps, **settings):
     "settings",
     [
         {"compressor": "topk", "feedback_decay": 0.9},
-        {"compressor": "topk", "collective": "star-topk:ring", "every": 3, "outer": {"lr": 0.7, "momentum": 0.9}},
-        {"compressor": "topk", "collective": "allgather", "late": 1},
-        {"compressor": "qsgd", "collective": "two-phase", "every": 4, "late": 2, "fragments": 2},
-        {"compressor": "topk", "collective": "allgather", "every": 2, "late": 1, "moments": "shared"},
+        {"compressor": "topk", "collective": "star-topk:ring", "sync_every": 3, "outer": {"lr": 0.7, "momentum": 0.9}},
+        {"compressor": "topk", "collective": "allgather", "sync_delay": 1},
+        {"compressor": "qsgd", "collective": "two-phase", "sync_every": 4, "sync_delay": 2, "fragments": 2},
+        {"compressor": "topk", "collective": "allgather", "sync_every": 2, "sync_delay": 1, "second_moments": "shared"},
     ],
     ids=str,
 )
@@ -67,7 +67,7 @@ def test_the_same_bits_as_in_one_process(comm, settings):
         optimizer.step()
     optimizer.synchronize()
     assert set(comm.allgather(digest(model))) == {in_one_process(comm.size, 9, **settings)}
-    if settings.get("late") and comm.size > 1:
+    if settings.get("sync_delay") and comm.size > 1:
         assert optimizer.overlaps
     optimizer.close()
 
@@ -78,7 +78,7 @@ def test_ranks_that_run_out_of_batches(comm, every):
     """Means are those of the ranks that had batches since the exchange before."""
     batches = [5, 2, 0][: comm.size]
     model, other = network(), [network() for _ in batches]
-    optimizer = wrap(model, comm, every=every, compressor="dense")
+    optimizer = wrap(model, comm, sync_every=every, compressor="dense")
     with optimizer.join():
         for step in range(batches[comm.rank]):
             backward(model, optimizer, comm.rank, step)
@@ -114,7 +114,11 @@ def test_moments_of_ranks_that_run_out_of_batches(comm):
     model = network()
     base = torch.optim.Adam(model.parameters(), lr=0.01)
     optimizer = mpicomp.torch.UpdateOptimizer(
-        base, model.named_parameters(), comm=comm, compressor="dense", moments={"every": 1, "compressor": "dense"}
+        base,
+        model.named_parameters(),
+        comm=comm,
+        compressor="dense",
+        second_moments={"sync_every": 1, "compressor": "dense"},
     )
     squares = []
     with optimizer.join():
@@ -122,7 +126,7 @@ def test_moments_of_ranks_that_run_out_of_batches(comm):
             backward(model, optimizer, comm.rank, step)
             squares.append(model[0].weight.grad.square().numpy())
             optimizer.step()
-    held = optimizer.state_dict()["mpicomp"]["parts"][0]["moments"]["held"]["0.weight"]
+    held = optimizer.state_dict()["mpicomp"]["parts"][0]["second_moments"]["held"]["0.weight"]
     everyones = comm.allgather(squares)
     expected = np.zeros((30, 40))
     for square in everyones[0]:  # of the last exchange only rank 0 has had batches
@@ -158,7 +162,7 @@ def test_parameters_of_another_model_on_one_rank(comm):
     if comm.rank == 1:
         with torch.no_grad():
             model[0].bias[3] = 1
-    optimizer = wrap(model, comm, late=1)
+    optimizer = wrap(model, comm, sync_delay=1)
     backward(model, optimizer, comm.rank, 0)
     with pytest.raises(DisagreementError, match=r"parameter '0.bias' has other values on rank 1"):
         optimizer.step()

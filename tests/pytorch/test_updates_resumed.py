@@ -24,7 +24,7 @@ def test_a_chosen_number_of_steps_is_resumed():
         world = LocalWorld(2, True, 2, Link(50e-6, 2e6))
         models = [network() for _ in range(2)]
         own = [
-            mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), every="auto", comm=end)
+            mpicomp.torch.UpdateOptimizer(adam(model), model.named_parameters(), sync_every="auto", comm=end)
             for model, end in zip(models, world.transports, strict=True)
         ]
         return world, models, own
@@ -40,7 +40,7 @@ def test_a_chosen_number_of_steps_is_resumed():
     for here, there, own, other in zip(models, models_again, optimizers, optimizers_again, strict=True):
         there.load_state_dict(here.state_dict())
         other.load_state_dict(copy.deepcopy(own.state_dict()))
-    assert [own.every for own in optimizers_again] == [4, 4]
+    assert [own.sync_every for own in optimizers_again] == [4, 4]
     same = []
     for number in range(2, 4):
         for rank, (model, optimizer) in enumerate(zip(models_again, optimizers_again, strict=True)):
@@ -71,11 +71,11 @@ def save(ranks):
     ids=str,
 )
 def test_a_run_that_is_resumed_is_the_same(settings, after):
-    ranks = Ranks(2, every=2, **settings)
+    ranks = Ranks(2, sync_every=2, **settings)
     for number in range(after):
         ranks.step(number)
     kept = save(ranks)
-    again = Ranks(2, every=2, **settings)
+    again = Ranks(2, sync_every=2, **settings)
     for model, own, (parameters, state) in zip(again.models, again.optimizers, kept, strict=True):
         own.load_state_dict(state)
         model.load_state_dict(parameters)
@@ -116,7 +116,7 @@ def test_states_of_other_models_are_refused():
     )
     with pytest.raises(ConfigurationError, match="the state is of another model: parameter 'weight'"):
         other.load_state_dict(state)
-    fragments = Ranks(1, fragments=2, every=2).optimizers[0]
+    fragments = Ranks(1, fragments=2, sync_every=2).optimizers[0]
     with pytest.raises(ConfigurationError, match="the state has 1 fragments and the optimizer 2"):
         fragments.load_state_dict(state)
     plain = adam(network()).state_dict()
