@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from mpicomp.algorithms.countsketch import CountSketch
     from mpicomp.algorithms.dcttopk import DCTTopK
     from mpicomp.algorithms.fetchsgd import FetchSGD
-    from mpicomp.algorithms.lgc import LGC
     from mpicomp.algorithms.powersgd import PowerSGD
     from mpicomp.algorithms.signsgd import SignSGD
     from mpicomp.checkpoint import load_checkpoint, save_checkpoint
@@ -66,7 +65,6 @@ _HOMES = {
     "CountSketch": "mpicomp.algorithms.countsketch",
     "DCTTopK": "mpicomp.algorithms.dcttopk",
     "DGC": "mpicomp.compressors",
-    "LGC": "mpicomp.algorithms.lgc",
     "Dense": "mpicomp.compressors",
     "FetchSGD": "mpicomp.algorithms.fetchsgd",
     "EFSign": "mpicomp.compressors",
@@ -113,7 +111,6 @@ _HOMES = {
 
 __all__ = [
     "DGC",
-    "LGC",
     "QSGD",
     "STOPPED",
     "BlockRandomK",

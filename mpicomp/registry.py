@@ -138,8 +138,8 @@ def _file_of(cls: type) -> str:
     return os.path.realpath(file) if file else cls.__module__
 
 
-COMPRESSORS: Registry[Any] = Registry("compressor", ["mpicomp.compressors", "mpicomp.algorithms"])
-COLLECTIVES: Registry[Any] = Registry("collective", ["mpicomp.collectives", "mpicomp.algorithms"])
-POLICIES: Registry[Any] = Registry("policy", ["mpicomp.policies"])
+COMPRESSORS: Registry[Any] = Registry("compressor", ["mpicomp.compressors", "mpicomp.algorithms", "mpicomp.systems"])
+COLLECTIVES: Registry[Any] = Registry("collective", ["mpicomp.collectives", "mpicomp.algorithms", "mpicomp.systems"])
+POLICIES: Registry[Any] = Registry("policy", ["mpicomp.policies", "mpicomp.systems"])
 TASKS: Registry[Any] = Registry("task", ["mpicomp.bench.tasks"], key="name")
 REGISTRIES = {"compressor": COMPRESSORS, "collective": COLLECTIVES, "policy": POLICIES, "task": TASKS}

@@ -60,8 +60,7 @@ class Compressor(ABC):
     """The paper that the compressor comes from, and the deviations from it."""
     layer_setting: ClassVar[str | None] = None
     """Which parameter its ``layers`` has values of for parts of a model, by the names of their parameters: ``"ratio"``
-    of a selection, ``"rank"`` of factors, ``"bits"`` of elements (see `mpicomp.policies.layer_tables.table_for`); None
-    where it has none.
+    of a selection, ``"rank"`` of factors, ``"bits"`` of elements; None where it has none.
     """
     own_algebra: ClassVar[bool] = False
     """Whether the mean goes through matrix products or decompositions of a library, whose bits are others on a GPU than

@@ -5,9 +5,7 @@ from mpicomp.torch.ddp import DDPState, ddp_comm_hook
 from mpicomp.torch.onebit_adam import OneBitAdam
 from mpicomp.torch.optimizer import DistributedOptimizer
 from mpicomp.torch.optimizer_state import broadcast_optimizer_state
-from mpicomp.torch.power_gossip import PowerGossip
 from mpicomp.torch.profiling import show_ranges
-from mpicomp.torch.sketched_amsgrad import SketchedAMSGrad
 from mpicomp.torch.trials import trial_hooks
 from mpicomp.torch.updates import UpdateOptimizer
 
@@ -15,8 +13,6 @@ __all__ = [
     "DDPState",
     "DistributedOptimizer",
     "OneBitAdam",
-    "PowerGossip",
-    "SketchedAMSGrad",
     "UpdateOptimizer",
     "broadcast_optimizer_state",
     "broadcast_parameters",

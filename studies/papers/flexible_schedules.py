@@ -11,7 +11,7 @@ import numpy as np
 import paper_runs
 from numpy.typing import NDArray
 
-from mpicomp.policies import pareto
+from mpicomp.systems.flexible import pareto
 
 _FAR, _NEAR = 50, 1  # milliseconds
 SCHEDULES: dict[str, list[tuple[int, float, float]]] = {

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.algorithms.lgc.compressor import index_bytes
 from mpicomp.arrays import Described
 from mpicomp.collectives import bind
 from mpicomp.compressors import get_compressor
@@ -15,6 +14,7 @@ from mpicomp.compressors.base import kept
 from mpicomp.reducer.bucket import cut
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.rounds import Group
+from mpicomp.systems.lgc.compressor import index_bytes
 
 _STEPS = 40
 MODELS = {"ResNet-50": ((3, 4, 6, 3), 1000), "ResNet-101": ((3, 4, 23, 3), 10)}

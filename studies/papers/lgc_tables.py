@@ -9,9 +9,9 @@ from typing import Any
 import lgc_models
 import paper_runs
 
-from mpicomp import LGC
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least, read_list
+from mpicomp.systems.lgc import LGC
 
 _STUDY = "lgc_tables"
 _KEY = ("task", "ranks", "arm", "seed")

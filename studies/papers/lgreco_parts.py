@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_least
-from mpicomp.policies import lgreco as policy
 from mpicomp.policies.allocate import Choice, least_total, total
+from mpicomp.systems.lgreco import layer_policy as policy
 
 _STUDY = "lgreco_parts"
 _FINER = 20  # times

@@ -2,8 +2,8 @@
 
     python tests/contract/collect.py
 
-A line is a module with its names, a class or function of `mpicomp` or `mpicomp.torch` with its parameters, a command
-with its flags, or an object in a command's JSON with its fields.
+A line is a module with its names, a class or function of `mpicomp`, `mpicomp.torch` or a published system with its
+parameters, a command with its flags, or an object in a command's JSON with its fields.
 """
 
 import argparse
@@ -28,6 +28,13 @@ MODULES = [
     "mpicomp.errors",
     "mpicomp.policies",
     "mpicomp.reducer",
+    "mpicomp.systems.accordion",
+    "mpicomp.systems.flexible",
+    "mpicomp.systems.gravac",
+    "mpicomp.systems.lgc",
+    "mpicomp.systems.lgreco",
+    "mpicomp.systems.optimizers.power_gossip",
+    "mpicomp.systems.optimizers.sketched_amsgrad",
     "mpicomp.testing",
     "mpicomp.torch",
     "mpicomp.transport",
@@ -44,14 +51,14 @@ OUTPUTS = {
 
 
 def names() -> Iterator[str]:
-    """Yield a line for each module, and for each callable of the two modules that scripts import."""
+    """Yield a line for each module, and for each callable of those that scripts import."""
     for name in MODULES:
         module = importlib.import_module(name)
         public = getattr(module, "__all__", None) or [
             key for key, value in vars(module).items() if getattr(value, "__module__", None) == name and key[0] != "_"
         ]
         yield " ".join(["names", name, *sorted(public)])
-        for key in sorted(public) if name in ("mpicomp", "mpicomp.torch") else ():
+        for key in sorted(public) if name in ("mpicomp", "mpicomp.torch") or ".systems." in name else ():
             value = getattr(module, key)
             if callable(value) and key != "MpicompError":
                 yield " ".join(["parameters", f"{name}.{key}", *sorted(inspect.signature(value).parameters)])

@@ -18,7 +18,6 @@ from mpicomp.bench.replay import Replay
 
 import mpicomp
 from mpicomp import kernels
-from mpicomp.algorithms.lgc.lead import Lead, follow, leader_of
 from mpicomp.algorithms.matrix_batches import Matrix
 from mpicomp.arrays import Described
 from mpicomp.checkpoint.file import Header, RankFile, encode, write_file
@@ -38,6 +37,7 @@ from mpicomp.reducer.agreement import Signature, agree
 from mpicomp.registry import COMPRESSORS, POLICIES
 from mpicomp.rounds import Round, observe
 from mpicomp.rounds.drive import Returned, advance, drive
+from mpicomp.systems.lgc.lead import Lead, follow, leader_of
 from mpicomp.testing.examples import example, representatives
 from mpicomp.transport import LocalWorld
 from mpicomp.workspace import Workspace

@@ -15,6 +15,7 @@ LAYERS = [
     ["mpicomp.bench.measure"],
     ["mpicomp.bench.report"],
     ["mpicomp.bench.lab", "mpicomp.bench.tasks"],
+    ["mpicomp.systems"],
     ["mpicomp.torch", "mpicomp.testing", "mpicomp.checkpoint"],
     ["mpicomp.reducer"],
     ["mpicomp.policies", "mpicomp.doctor"],
@@ -34,7 +35,8 @@ HOMES = {
     "mpi4py": ("mpicomp/transport/mpi", "mpicomp/system/abort.py", "mpicomp/doctor/"),
     "torch": (
         "mpicomp/torch/",
-        "mpicomp/algorithms/lgc/autoencoder.py",
+        "mpicomp/systems/lgc/autoencoder.py",
+        "mpicomp/systems/optimizers/",
         "bench/train.py",
         "bench/trainers.py",
         "bench/gloo.py",
@@ -100,6 +102,19 @@ def test_imports_point_down():
             other = place_of(name)
             if other is not None and other[1] != own[1] and other[0] <= own[0]:
                 wrong.append(f"{path} imports {name}, which does not stand below it")
+    assert wrong == []
+
+
+@pytest.mark.quick
+def test_published_systems_are_imported_by_themselves_alone():
+    """The library finds them by name, as it finds plugins; studies, which measure them, may import them."""
+    wrong = []
+    for path in FILES:
+        importer = module_of(path)
+        for name in imported(path):
+            system = ".".join(name.split(".")[:3])
+            if name.startswith("mpicomp.systems") and not importer.startswith(("studies.", system)):
+                wrong.append(f"{path} imports {name}")
     assert wrong == []
 
 

@@ -8,7 +8,6 @@ from networks import Link
 from trainings import Training
 from worlds import Ranks
 
-from mpicomp import LGC
 from mpicomp.collectives import bind
 from mpicomp.cost import CostModel, Network
 from mpicomp.cost.kernels import Alone
@@ -17,6 +16,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies import codes as module
 from mpicomp.policies.codes import Codes
 from mpicomp.policies.policy import Shape
+from mpicomp.systems.lgc import LGC
 
 SHAPES = {"embedding": (200, 60), "weight": (60, 50), "bias": (64,)}
 SLOW, FAST = Link(1e-5, 2e6, small=0), Link(1e-6, 1e11)
@@ -155,6 +155,6 @@ def test_other_parameters_have_to_learn_anew():
 
 
 def test_what_is_not_installed_is_refused(monkeypatch):
-    monkeypatch.setattr("mpicomp.algorithms.lgc.compressor.find_spec", lambda name: None)
+    monkeypatch.setattr("mpicomp.systems.lgc.compressor.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="lgc: code='autoencoder' is trained with torch"):
         Ranks(2, "lgc", policy="auto")

@@ -11,6 +11,9 @@ torch = pytest.importorskip("torch")
 
 from replicas import Reference, assert_replicas, assert_same, batch, distribute, gloo  # noqa: E402
 
+from mpicomp.systems.optimizers.power_gossip import PowerGossip  # noqa: E402
+from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
+
 torch.set_num_threads(1)
 
 
@@ -140,8 +143,8 @@ WRAPPERS = {
         model, comm, sgd(model), 2, mpicomp.TopK(0.2), "allgather", sync_delay=1, warmup=0
     ),
     "onebit": lambda model, comm: mpicomp.torch.OneBitAdam(model, lr=0.01, warmup_steps=2, comm=comm),
-    "sketched": lambda model, comm: mpicomp.torch.SketchedAMSGrad(model, lr=0.01, comm=comm),
-    "gossip": lambda model, comm: mpicomp.torch.PowerGossip(sgd(model), comm=comm),
+    "sketched": lambda model, comm: SketchedAMSGrad(model, lr=0.01, comm=comm),
+    "gossip": lambda model, comm: PowerGossip(sgd(model), comm=comm),
 }
 
 

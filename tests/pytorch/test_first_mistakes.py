@@ -9,9 +9,12 @@ torch = pytest.importorskip("torch")
 
 from replicas import gloo, network, sgd, square  # noqa: E402
 
+from mpicomp.systems.optimizers.power_gossip import PowerGossip  # noqa: E402
+from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
+
 torch.set_num_threads(1)
 wrap, update = mpicomp.torch.DistributedOptimizer, mpicomp.torch.UpdateOptimizer
-onebit, sketched, gossip = mpicomp.torch.OneBitAdam, mpicomp.torch.SketchedAMSGrad, mpicomp.torch.PowerGossip
+onebit, sketched, gossip = mpicomp.torch.OneBitAdam, SketchedAMSGrad, PowerGossip
 
 MISTAKES = {
     "parameters": (lambda m, **c: wrap(sgd(m), m.parameters(), **c), r"pass named_parameters=model.named_parameters\("),

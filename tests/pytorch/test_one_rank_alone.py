@@ -11,6 +11,9 @@ torch = pytest.importorskip("torch")
 
 from replicas import assert_replicas, distribute, network, square  # noqa: E402
 
+from mpicomp.systems.optimizers.power_gossip import PowerGossip  # noqa: E402
+from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
+
 torch.set_num_threads(1)
 
 
@@ -157,8 +160,8 @@ def test_what_is_refused_on_one_rank_is_refused_on_all(comm, wrong):
     "make",
     [
         lambda model, comm, bad: mpicomp.torch.OneBitAdam(model.parameters(), warmup_steps=0 if bad else 1, comm=comm),
-        lambda model, comm, bad: mpicomp.torch.SketchedAMSGrad(model.parameters(), eps=0 if bad else 1e-8, comm=comm),
-        lambda model, comm, bad: mpicomp.torch.PowerGossip(
+        lambda model, comm, bad: SketchedAMSGrad(model.parameters(), eps=0 if bad else 1e-8, comm=comm),
+        lambda model, comm, bad: PowerGossip(
             torch.optim.SGD(model.parameters(), lr=0.1), rank=0 if bad else 1, comm=comm
         ),
         lambda model, comm, bad: mpicomp.torch.broadcast_parameters({"w": "text" if bad else torch.ones(2)}, comm=comm),

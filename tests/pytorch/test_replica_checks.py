@@ -15,6 +15,8 @@ torch = pytest.importorskip("torch")
 
 from replicas import assert_replicas, batch, distribute, gloo, network, sgd, square  # noqa: E402
 
+from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
+
 torch.set_num_threads(1)
 
 
@@ -119,7 +121,7 @@ def test_settings_that_stay_cost_no_round(comm):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("make", [mpicomp.torch.OneBitAdam, mpicomp.torch.SketchedAMSGrad])
+@pytest.mark.parametrize("make", [mpicomp.torch.OneBitAdam, SketchedAMSGrad])
 def test_optimizers_of_their_own_compare_rates_parameters_and_batches(comm, make):
     model = network()
     optimizer = make(model.named_parameters(), lr=0.01, comm=comm)

@@ -17,6 +17,9 @@ from replicas import square  # noqa: E402
 from updating import Ranks, bits, loss_of  # noqa: E402
 from updating import network as wide  # noqa: E402
 
+from mpicomp.systems.optimizers.power_gossip import PowerGossip  # noqa: E402
+from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 LEARNED = {"id": "lgc", "ratio": 0.3, "dense_steps": 1, "training_steps": 2}
 COMPRESSORS = [*mpicomp.list_compressors(), LEARNED | {"code": "linear"}, LEARNED | {"code": "autoencoder"}]
@@ -129,7 +132,7 @@ def test_gossip_goes_on_after_a_file(comm):
     def make():
         model = network()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        return model, mpicomp.torch.PowerGossip(sgd, comm=comm)
+        return model, PowerGossip(sgd, comm=comm)
 
     whole, second = resumed(make, rank=comm.rank)
     assert whole == second
@@ -163,7 +166,7 @@ def test_state_of_updates_goes_on(settings):
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [(mpicomp.torch.OneBitAdam, {"warmup_steps": 2}), (mpicomp.torch.SketchedAMSGrad, {})],
+    [(mpicomp.torch.OneBitAdam, {"warmup_steps": 2}), (SketchedAMSGrad, {})],
 )
 def test_state_of_optimizers_goes_on(kind, settings):
     whole, first, second = (Replicas(kind, wide, 2, **settings) for _ in range(3))

@@ -21,6 +21,9 @@ torch = pytest.importorskip("torch")
 from replicas import Reference, assert_replicas, assert_same, distribute, network, sgd, square  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
+from mpicomp.systems.optimizers.power_gossip import PowerGossip  # noqa: E402
+from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
+
 torch.set_num_threads(1)
 # What torch.compile does within.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:The .grad attribute of a T")
@@ -312,8 +315,8 @@ def test_a_closure_that_is_asked_for_again_is_refused():
     [
         lambda model: alone(model, sgd(model), "topk"),
         lambda model: mpicomp.torch.OneBitAdam(model.parameters(), comm=LocalWorld(1).transports[0]),
-        lambda model: mpicomp.torch.SketchedAMSGrad(model.parameters(), comm=LocalWorld(1).transports[0]),
-        lambda model: mpicomp.torch.PowerGossip(sgd(model), comm=LocalWorld(1).transports[0]),
+        lambda model: SketchedAMSGrad(model.parameters(), comm=LocalWorld(1).transports[0]),
+        lambda model: PowerGossip(sgd(model), comm=LocalWorld(1).transports[0]),
     ],
     ids=["distributed", "onebit", "sketched", "gossip"],
 )
@@ -369,7 +372,7 @@ def test_power_gossip_in_the_same_way():
         own = sgd(model)
         bound = own.step
         way(own, seen)
-        optimizer = mpicomp.torch.PowerGossip(own, comm=world.transports[0])
+        optimizer = PowerGossip(own, comm=world.transports[0])
         averaged = []
         models = optimizer._mpicomp_models
         inner = models.average

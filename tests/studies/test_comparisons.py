@@ -24,7 +24,7 @@ from study_words import call
 from tables import check_types, documented
 
 import mpicomp
-from mpicomp import LGC
+from mpicomp.systems.lgc import LGC
 from mpicomp.transport import LocalWorld
 
 NETWORKS = ("--networks", "50mbit/1ms,1gbit/0us")

@@ -10,6 +10,9 @@ from mpicomp.errors import ConfigurationError
 def doors(tmp_path):
     """Everything that takes ``comm=``, as calls of it."""
     torch = pytest.importorskip("torch")
+    from mpicomp.systems.optimizers.power_gossip import PowerGossip
+    from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad
+
     model = torch.nn.Linear(2, 2)
 
     def wrapped(wrap):
@@ -24,8 +27,8 @@ def doors(tmp_path):
         wrapped(mpicomp.torch.DistributedOptimizer),
         wrapped(mpicomp.torch.UpdateOptimizer),
         lambda comm: mpicomp.torch.OneBitAdam(model.named_parameters(), comm=comm),
-        lambda comm: mpicomp.torch.SketchedAMSGrad(model.named_parameters(), comm=comm),
-        lambda comm: mpicomp.torch.PowerGossip(torch.optim.SGD(model.parameters(), lr=0.1), comm=comm),
+        lambda comm: SketchedAMSGrad(model.named_parameters(), comm=comm),
+        lambda comm: PowerGossip(torch.optim.SGD(model.parameters(), lr=0.1), comm=comm),
         lambda comm: mpicomp.torch.broadcast_parameters(model, comm=comm),
         lambda comm: mpicomp.torch.DDPState(model, comm=comm),
     ]

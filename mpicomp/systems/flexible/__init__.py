@@ -1,0 +1,5 @@
+"""Flexible Communication: one ratio and one kind of collective for the whole model, chosen by time and by gain."""
+
+from mpicomp.systems.flexible.option_policy import Flexible
+
+__all__ = ["Flexible"]

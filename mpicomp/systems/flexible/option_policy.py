@@ -1,0 +1,403 @@
+"""Flexible communication: one ratio and one kind of collective for the whole model, weighing time against gain."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives import bind
+from mpicomp.compressors import Compressor, Dense
+from mpicomp.compressors.base import check_choice, check_range
+from mpicomp.cost import CostModel
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies.plan_selector import PlanSelector, PlanTable, names_for
+from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepReport, feedback_of
+from mpicomp.policies.ratio_levels import (
+    at_ratio,
+    check_adaptable,
+    check_least,
+    check_ratios,
+    default_compressor,
+    lost_share,
+)
+from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
+from mpicomp.published import published
+from mpicomp.registry import register
+from mpicomp.rounds import Group, Rounds
+from mpicomp.systems.flexible import pareto
+from mpicomp.transport.base import Transport
+
+_WEIGHTS = (0.6, 0.4)  # weights of seconds and of 1 / gain
+_LED = ("star-topk", "var-topk")  # collectives in which one rank's indices are those of all
+_KINDS = ("allgather", *_LED)  # collectives that carry a sparsifier
+_WINDOW = 5  # steps over which gains are averaged, or as many as there are ranks if that is more
+_STRIDE = 8  # of a survey: one group of elements in so many
+_LEAST_GAIN = 1e-9  # smallest gain that is divided by
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of `Flexible`: a ratio, 1 for dense, and a collective, ``"dense"`` for those of dense messages."""
+
+    ratio: float
+    kind: str
+
+
+@register
+@published(solver="nsga2", every=None)
+@dataclass(eq=False)
+class Flexible(Policy):
+    """Chooses a ratio, and allgather, star-topk, var-topk or dense, by seconds and by gain.
+
+    It names these collectives itself, as the paper does, although star-topk and var-topk leave out what the leading
+    rank has not selected: their gain says so. Whether a sum goes round a ring or along a tree follows from the
+    predicted seconds of each.
+
+    An option is a ratio with a kind of collective, or dense. Its objectives are the seconds that all buckets together
+    are predicted to take, their own work and the exchange, and 1 over the gain. Of the options that no other one
+    beats in both one is chosen: the least weighted objective, or the knee. All buckets then have the same ratio and
+    kind; each is carried by what is predicted to be the fastest of that kind.
+
+    It is chosen anew
+
+    - where gains are new: they are measured again where the gain of what is sent has changed by ``gain_threshold`` or
+      more since the last time, and after ``every`` steps;
+    - where latency or bandwidth of the network have changed.
+
+    The gains of all ratios come from one look at the accumulated gradients of all ranks, of one element in eight where
+    layers are large. Where another rank's indices are sent less is gained: by as much as was seen when that
+    option last ran, nothing before. Until gradients have been looked at, which takes two steps, all is dense, or of the
+    largest ratio where the collective was named.
+
+    Where nothing can be measured, seconds are those of a network of 1 Gbit/s.
+
+    With ``published`` all of this is as the paper has it: see `published_search.FlexibleSearch`.
+
+    Parameters
+    ----------
+    least, most : float
+        Smallest and largest ratio, in (0, 1].
+    factor : float
+        Of one ratio to the next smaller one, above 1.
+    choice : {"weighted", "knee"}
+        ``"weighted"`` takes the least ``max(0.6 x seconds, 0.4 / gain)``, ``"knee"`` the least sum, both after each
+        objective was brought to 0 for the best and 1 for the worst of those that are not beaten.
+    gain_threshold : float
+        Relative change of the gain after which it is measured again, above 0.
+    every : int or None
+        Steps after which it is in any case; None never does so.
+    solver : {"exact", "nsga2"}
+        ``"exact"`` looks at every option. ``"nsga2"`` lets NSGA-II search ratios and kinds, with objectives between two
+        ratios interpolated, and takes the nearest options; it needs pymoo (``pip install 'mpicomp[nsga]'``).
+    ramp : int
+        Steps in which the ratio falls from 1 to ``most``, all by the same amount, before anything is measured; in the
+        paper's code five epochs.
+    published : bool
+        True is the paper's search; settings not given have its values, see `as_published`.
+    """
+
+    id: ClassVar[str] = "flexible"
+    paper: ClassVar[str] = (
+        "Flexible Communication, Tyagi and Swany 2023, arXiv 2312.02493; gains of all ratios from one spectrum in "
+        "place of ten steps each, two objectives since seconds hold both times, all options in place of NSGA-II, "
+        "gain as the squared norm's share over all ranks, dense among the options"
+    )
+
+    least: float = 0.001
+    most: float = 0.1
+    factor: float = 3.0
+    choice: str = "weighted"
+    gain_threshold: float = 0.1
+    every: int | None = 500
+    solver: str = "exact"
+    ramp: int = 0
+    published: bool = field(default=False, kw_only=True)
+
+    def __new__(cls, *settings: Any, published: object = False, **named: Any) -> "Flexible":
+        """Make the one of the two searches that ``published`` names."""
+        from mpicomp.systems.flexible.published_search import FlexibleSearch  # derives from this class
+
+        return super().__new__(FlexibleSearch if published is True else cls)
+
+    def check(self) -> None:
+        """See `Policy.check`."""
+        check_ratios(self.id, self.least, self.most)
+        check_range(self.id, "factor", self.factor, 1, float("inf"))
+        check_range(self.id, "gain_threshold", self.gain_threshold, 0, float("inf"))
+        for name, value, bound in (("factor", self.factor, 1), ("gain_threshold", self.gain_threshold, 0)):
+            if value == bound:
+                raise ConfigurationError(f"{self.id}: {name} must be above {bound}, got {value!r}")
+        check_choice(self.id, "choice", self.choice, ("weighted", "knee"))
+        check_choice(self.id, "solver", self.solver, ("exact", "nsga2"))
+        if self.every is not None:
+            check_least(self.id, "every", self.every)
+        check_least(self.id, "ramp", self.ramp, 0)
+
+    def adopt(self, named: Named) -> None:
+        """See `Policy.adopt`. Where no compressor was named it is top-k."""
+        self.compressor = named.compressor or default_compressor()
+        check_adaptable(self.id, self.compressor)
+        if self.solver == "nsga2":
+            pareto.check_installed()  # later a rank that lacks it would fail alone
+        self.feedback = feedback_of(self.compressor, named.feedback)
+        self._pinned = None if named.collective == "auto" else named.collective
+        if self._pinned is not None:
+            bind(self.compressor, self._pinned)  # what does not fit is refused here
+        self._selector = PlanSelector(self.id, self.feedback, named.cost)
+        self._ratios = candidates(self.least, self.most, self.factor)
+        self._survey = SpectrumSurvey(_STRIDE)
+        self._shapes: list[Shape] = []
+        self._options: list[Option] = []
+        self._rows: list[dict[Option, NDArray[np.int64]]] = []  # by bucket
+        self._current: Option | None = None
+        self._seen: dict[Option, float] = {}  # share that an option was seen to gain of what the spectrum says
+        self._spectral: NDArray[np.float64] | None = None  # gains of the ratios
+        self._asking = True  # whether this step is looked at
+        self._awaited: int | None = None  # the step that was, until ranks have heard of it
+        self._since = 0  # steps since gains were new
+        self._window = _WINDOW
+        self._ramped = 0  # steps of the ramp that were made
+        self._ran, self._gain = 0, 0.0  # steps of the current option, and its gain in the last of them
+        self._reference: float | None = None  # its gain when gains were new
+        first = "dense" if self._pinned is None else "the largest ratio"
+        self._reason = f"{first} until gradients have been looked at"
+
+    @property
+    def cost(self) -> CostModel | None:
+        """See `Policy.cost`."""
+        return self._selector.cost
+
+    @property
+    def listens(self) -> bool:
+        """See `Policy.listens`: what was looked at in a step comes at the end of the next one."""
+        return self._selector.listens or self._awaited is not None
+
+    def survey(self, bucket: int) -> Survey | None:
+        """See `Policy.survey`: spectra, where gains are to be measured."""
+        return self._survey if self._asking and not self._ramping else None
+
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
+        """See `Policy.start`. Gains are measured anew."""
+        group = transport.group
+        self._shapes = list(shapes)
+        self._asking, self._awaited, self._since = True, None, 0
+        self._spectral = None
+        self._window = max(_WINDOW, group.size)
+        self._renew()
+        yield from self._selector.start([self._ladder(group) for _ in shapes], shapes, transport)
+        self._rows = [self._by_option(table) for table in self._selector.tables]
+        found = self._rows[0] if self._rows else {}  # without buckets nothing is exchanged
+        self._options = [option for option in found if self._pinned is None or option.kind != "dense"]
+        if self._current not in self._options:
+            self._current = None
+
+    def refresh(self, transport: Transport) -> Rounds[None]:
+        """See `Policy.refresh`. Where the network has changed, it is chosen anew."""
+        if (yield from self._selector.refresh(transport)):
+            self._solve()
+
+    def plan(self, bucket: int) -> Plan:
+        """See `Policy.plan`."""
+        if self._ramping:
+            return self._plan_of_ramp(bucket)
+        first = max(self._options, key=lambda option: option.ratio)
+        return self._selector.plan(bucket, self._rows[bucket][self._current or first], self._reason)
+
+    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
+        """See `Policy.deliver`: what is gained."""
+        if self._ramping:
+            self._ramped += 1
+            return
+        self._since += 1
+        if self._asking:
+            self._asking, self._awaited = False, step
+        self._follow_gain(delivered)
+        if self._awaited is None and (self._since >= (self.every or math.inf) or self._changed()):
+            self._asking = True
+
+    def learn(self, told: StepReport) -> None:
+        """See `Policy.learn`."""
+        self._selector.learn(told)
+        if self._awaited is None or told.step < self._awaited:
+            return
+        self._awaited = None
+        if len(told.surveys) < len(self._shapes):  # it was lost on its way
+            self._asking = True
+            return
+        spectra = [Spectra(shape.sizes, told.surveys[bucket]) for bucket, shape in enumerate(self._shapes)]
+        energies = np.array([own.energies.sum() for own in spectra])
+        shares = np.array([lost_share(self.compressor, own, self._ratios) for own in spectra])
+        lost = energies @ shares / energies.sum() if energies.sum() > 0 else shares.mean(axis=0)
+        self._spectral, self._since = 1 - lost, 0
+        self._note()
+        self._reference = self._gain if self._ran >= self._window else None
+        self._solve()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Policy.state_dict`."""
+        seen = [[option.ratio, option.kind, share] for option, share in self._seen.items()]
+        current = None if self._current is None else [self._current.ratio, self._current.kind]
+        return {"current": current, "seen": seen, "ramped": self._ramped}
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
+        """See `Policy.load_state_dict`: what was chosen runs on until gradients have been looked at."""
+        self._selector.give(cost)
+        current = state.get("current")
+        self._current = None if current is None else Option(float(current[0]), str(current[1]))
+        if self._options and self._current not in self._options:
+            self._current = None
+        self._seen = {Option(float(ratio), str(kind)): float(share) for ratio, kind, share in state.get("seen", [])}
+        self._ramped = int(state.get("ramped", self.ramp))  # a run that had no ramp has none after it is resumed
+        self._reason = "as before the restart until gradients have been looked at"
+        self._asking = True
+        self._renew()
+
+    def objectives(self) -> pareto.Objectives:
+        """Return seconds and 1 / gain of each option, shape (options, 2), in the order of `options`."""
+        assert self._spectral is not None
+        seconds, gains = np.zeros(len(self._options)), np.ones(len(self._options))
+        for place, option in enumerate(self._options):
+            for bucket in range(len(self._shapes)):
+                seconds[place] += self._selector.seconds(bucket)[self._rows[bucket][option]].min()
+            if option.kind != "dense":
+                gains[place] = self._spectral[self._ratios.index(option.ratio)] * self._seen.get(option, 1.0)
+        return np.stack((seconds, 1 / np.maximum(gains, _LEAST_GAIN)), axis=1)
+
+    @property
+    def options(self) -> list[Option]:
+        """The options that can be chosen."""
+        return list(self._options)
+
+    @property
+    def current(self) -> Option | None:
+        """The option that is chosen; None before the first choice."""
+        return self._current
+
+    @property
+    def _ramping(self) -> bool:
+        return self._ramped < self.ramp
+
+    def _plan_of_ramp(self, bucket: int) -> Plan:
+        """Return a plan of a ratio above those that are chosen, by the collective of the largest one of these.
+
+        Its seconds are not learnt from: they would count for that one.
+        """
+        ratio = 1 + (self.most - 1) * self._ramped / self.ramp
+        option = self._option_of_ramp(ratio)
+        reason = f"ratio {ratio:.4g}, step {self._ramped} of the ramp"
+        rows, own = self._rows[bucket][option], at_ratio(self.compressor, ratio)
+        return replace(self._selector.plan(bucket, rows, reason, own), settled=False, prediction=None)
+
+    def _option_of_ramp(self, ratio: float) -> Option:
+        return next(option for option in self._options if option.ratio == self._ratios[-1])
+
+    def _ladder(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
+        levels: list[tuple[Compressor, Sequence[str]]] = []
+        for ratio in self._ratios:
+            own = at_ratio(self.compressor, ratio)
+            names = names_for(own, group)
+            if own.message == "sparse":
+                names = [name for name in names if name.partition(":")[0] in _KINDS]
+            levels.append((own, [self._pinned] if self._pinned else names))
+        levels.append((Dense(), names_for(Dense(), group)))
+        return levels
+
+    def _by_option(self, table: PlanTable) -> dict[Option, NDArray[np.int64]]:
+        """Return the rows of each option, from the smallest ratio."""
+        found: dict[Option, list[int]] = {}
+        for row, (level, scheme) in enumerate(zip(table.levels.tolist(), table.schemes, strict=True)):
+            option = Option(1.0, "dense")
+            if level < len(self._ratios):
+                option = Option(self._ratios[level], self._kind_of(scheme.id))
+            found.setdefault(option, []).append(row)
+        return {option: np.array(own) for option, own in found.items()}
+
+    def _kind_of(self, collective: str) -> str:
+        return collective.partition(":")[0]
+
+    def _follow_gain(self, delivered: Sequence[Delivered]) -> None:
+        energy = sum(own.energy for own in delivered)
+        if self._current is not None and 0 < energy < math.inf:
+            gain = sum(own.energy * own.gain for own in delivered) / energy
+            self._ran += 1
+            self._gain += (gain - self._gain) / min(self._ran, self._window)
+
+    def _renew(self) -> None:
+        """Drop the gains seen of the option that ran."""
+        self._ran, self._gain, self._reference = 0, 0.0, None
+
+    def _changed(self) -> bool:
+        """Return whether the current option's gain has changed; once it is known for the first time, take it up."""
+        if self._ran < self._window or self._spectral is None:
+            return False
+        if self._reference is None:
+            self._reference = self._gain
+            if self._note():
+                self._solve()
+            return False
+        return abs(self._gain - self._reference) >= self.gain_threshold * self._reference
+
+    def _note(self) -> bool:
+        """Note what one rank's indices gain as a share of the spectrum's; return whether that is news."""
+        option = self._current
+        if option is None or option.kind not in _LED or self._ran < self._window:
+            return False
+        assert self._spectral is not None
+        spectral = max(float(self._spectral[self._ratios.index(option.ratio)]), _LEAST_GAIN)
+        before, now = self._seen.get(option, 1.0), min(max(self._gain / spectral, _LEAST_GAIN), 1.0)
+        self._seen[option] = now
+        return abs(now - before) >= self.gain_threshold * before
+
+    def _solve(self) -> None:
+        """Choose by the current state."""
+        if self._spectral is None:
+            return
+        objectives = self.objectives()
+        places = np.arange(len(self._options)) if self.solver == "exact" else self._evolve(objectives)
+        best = places[pareto.front(objectives[places])]
+        own = objectives[best]
+        place = int(best[pareto.weighted(own, _WEIGHTS) if self.choice == "weighted" else pareto.knee(own)])
+        option = self._options[place]
+        if option != self._current:
+            self._current = option
+            self._renew()
+        self._reason = (
+            f"ratio {option.ratio:.4g} by {option.kind}, gain {1 / objectives[place, 1]:.3f}, "
+            f"{self.choice} of {best.size} that nothing beats"
+        )
+
+    def _evolve(self, objectives: pareto.Objectives) -> NDArray[np.int64]:
+        """Return the options that are nearest to what NSGA-II finds, with the logarithm of the ratio and the kind."""
+        kinds = list(dict.fromkeys(option.kind for option in self._options))
+        places = {kind: [p for p, option in enumerate(self._options) if option.kind == kind] for kind in kinds}
+        grids = {kind: np.log([self._options[place].ratio for place in own]) for kind, own in places.items()}
+
+        def evaluate(variables: NDArray[np.float64]) -> pareto.Objectives:
+            out = np.empty((len(variables), 2))
+            for row, (ratio, number) in zip(out, variables, strict=True):
+                kind = kinds[min(int(number), len(kinds) - 1)]
+                row[:] = [np.interp(ratio, grids[kind], column) for column in objectives[places[kind]].T]
+            return out
+
+        found = pareto.evolve(evaluate, [math.log(self.least), 0.0], [math.log(self.most), float(len(kinds))])
+        nearest = set()
+        for ratio, number in found:
+            kind = kinds[min(int(number), len(kinds) - 1)]
+            nearest.add(places[kind][int(np.abs(grids[kind] - ratio).argmin())])
+        return np.array(sorted(nearest))
+
+
+def candidates(least: float, most: float, factor: float) -> list[float]:
+    """Return ratios from the least to the most one, each ``factor`` times the one before but at the lower end.
+
+    Examples
+    --------
+    >>> candidates(0.001, 0.1, 3.0)
+    [0.001, 0.003704, 0.01111, 0.03333, 0.1]
+    """
+    count = max(1, round(math.log(most / least) / math.log(factor))) if most > least else 0
+    ratios = [least, *(most / factor**place for place in range(count))]
+    return sorted({float(f"{ratio:.4g}") for ratio in ratios})

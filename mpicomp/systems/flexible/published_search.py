@@ -1,0 +1,291 @@
+"""Flexible communication as published: every ratio runs for ten steps from a checkpoint, and inequalities name sums."""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives import bind
+from mpicomp.compressors import Compressor
+from mpicomp.cost import CostModel, Network
+from mpicomp.cost.formulas import published_choice, ring_beats_tree, sparse_sum
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies.policy import Delivered, Named, Plan, Shape, StepReport
+from mpicomp.policies.ratio_levels import at_ratio, ladder
+from mpicomp.policies.surveys import Survey
+from mpicomp.rounds import Group, Rounds
+from mpicomp.systems.flexible import pareto
+from mpicomp.systems.flexible.option_policy import Flexible, Option, candidates
+from mpicomp.transport.base import Transport
+
+TRIAL = 10
+"""Steps for which a candidate runs."""
+
+_WEIGHTS = (0.6, 0.6, 0.4)  # of both times and of 1 / gain: the code has one time at 0.6, the paper gives no weights
+_CHANGES = 5  # of the gain from step to step, of which the mean counts: the window of the paper's code
+_ALL = 1 << 62  # bytes of a bucket that holds everything
+_BETWEEN = 4  # ratios that can run, for every factor between two candidates
+_LEAST_GAIN = 1e-9  # smallest gain that is divided by
+_INNER = {"ring": "ring", "tree": "recursive-doubling"}
+
+
+class FlexibleSearch(Flexible):
+    """The paper's checkpoint-and-search; `Flexible` with ``published=True`` is of this class.
+
+    All arrays of one dtype are one bucket, so that the ratio is one of the whole gradient. A selection is averaged by
+    allgather, or by star-topk with a ring or a tree, whichever the paper's inequalities (5a to 5c) name for the ratio
+    and the link's latency and bandwidth. Where star-topk or var-topk was named it is that one, and 5a names ring or
+    tree; another collective that was named runs as it is. Dense is no candidate.
+
+    After the ramp and one step at ``most`` parameters, the optimizer's state and residuals are copied. From this
+    checkpoint each candidate, `candidates` of ``least``, ``most`` and ``factor``, runs for ten steps, in which the
+    seconds of the slowest rank's own work, the seconds in rounds and the gain are measured. Then all is as in the
+    checkpoint, and the ratio that NSGA-II finds for these three objectives runs, with 1 / gain as the third one.
+    They are measured again where the gain changes by ``gain_threshold`` from step to step, as the mean of five
+    changes has it. A ratio is chosen after the first of these searches, and anew where latency or bandwidth have
+    changed: the formulas then give the seconds in rounds, and the other objectives are those of the last search.
+
+    The batches of a trial are spent, and schedules of learning rates go on. A model's buffers, such as averages of
+    a batch norm, are put back where ``checkpoint`` and ``restore`` know them: see `mpicomp.torch.trial_hooks`. A
+    model that is saved within a trial is the trial's, and a run that is resumed searches anew. It cannot run inside
+    ``optimizer.join()``, nor with ``on_failure="shrink"``.
+
+    What differs from the paper: links are measured by this library; the tree is recursive doubling, which takes
+    half of what the formula says; the gain counts all ranks' energy; the first search chooses, where its code waits
+    for the network to change; between candidates objectives are interpolated over the logarithm of the ratio, and
+    the ratio found is rounded to one of about four for every ``factor``; residuals and the optimizer's state are
+    put back, too, and residuals begin at zero. Indices are coded unless the compressor says otherwise, and the
+    formulas count them in 32 bits. Law 5 of the design, dense is always a candidate, does not hold.
+    """
+
+    resumes: ClassVar[bool] = False
+
+    def check(self) -> None:
+        """See `Policy.check`."""
+        super().check()
+        if not self.published:
+            raise ConfigurationError("flexible: FlexibleSearch has published=True; make a Flexible without it")
+
+    def adopt(self, named: Named) -> None:
+        """See `Policy.adopt`. Where no compressor was named it is top-k."""
+        super().adopt(named)
+        for name in self._names():
+            bind(self.compressor, name)  # what does not fit is refused here
+        self._tried = candidates(self.least, self.most, self.factor)
+        if self.least < self.most:
+            self._ratios = sorted({*self._tried, *ladder(self.least, self.most, self.factor ** (1 / _BETWEEN))})
+        self._trial: int | None = None  # the candidate that runs
+        self._steps = 0  # that it has run
+        self._back = False  # whether a trial was broken off, so that its steps are to be undone
+        self._rewind: str | None = None
+        self._candidate_of: dict[int, int] = {}  # by step, until its seconds are known
+        self._energies = np.zeros((2, len(self._tried)))  # that were sent and that there were, in trials
+        self._seconds: list[list[tuple[float, float]]] = []  # own and in rounds, of each step of each candidate
+        self._objectives: pareto.Objectives | None = None
+        self._changes = deque[float](maxlen=_CHANGES)  # of the gain, relative, from step to step
+        self._last_gain = 0.0  # of the step before; 0 where there is none
+        self._link = 0.0, 0.0
+        self._reason = "the largest ratio until others have been tried"
+
+    @property
+    def bucket_bytes(self) -> int:
+        """See `Policy.bucket_bytes`: one bucket."""
+        return _ALL
+
+    @property
+    def rewinds(self) -> bool:
+        """See `Policy.rewinds`."""
+        return True
+
+    @property
+    def rewind(self) -> str | None:
+        """See `Policy.rewind`."""
+        return self._rewind
+
+    @property
+    def listens(self) -> bool:
+        """See `Policy.listens`: in trials."""
+        return self._selector.listens or bool(self._candidate_of)
+
+    def survey(self, bucket: int) -> Survey | None:
+        """See `Policy.survey`: gains are those of trials."""
+        return None
+
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
+        """See `Policy.start`. A trial that is under way is undone, and all are made anew."""
+        self._back = self._back or self._trial is not None
+        self._trial, self._candidate_of, self._objectives = None, {}, None
+        self._group = transport.group
+        yield from super().start(shapes, transport)
+        self._look_at_link()
+
+    def refresh(self, transport: Transport) -> Rounds[None]:
+        """See `Policy.refresh`. Where the network has changed the formulas tell the seconds in rounds."""
+        if (yield from self._selector.refresh(transport)):
+            self._look_at_link()
+            if self._objectives is not None:
+                self._objectives[:, 1] = [self._in_rounds(ratio) for ratio in self._tried]
+            self._solve()
+
+    def plan(self, bucket: int) -> Plan:
+        """See `Policy.plan`."""
+        if self._ramping:
+            return self._plan_of_ramp(bucket)
+        option, reason = self._current or self._option(self.most), self._reason
+        if self._trial is not None:
+            option = self._option(self._tried[self._trial])
+            reason = f"ratio {option.ratio:.4g} by {option.kind}, trial {self._trial + 1} of {len(self._tried)}"
+        return self._selector.plan(bucket, self._rows[bucket][option], reason)
+
+    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
+        """See `Policy.deliver`: what is gained, and what is to become of this step."""
+        self._rewind = None
+        if self._back:
+            self._back, self._rewind = False, "restore"
+        elif self._ramping:
+            self._ramped += 1
+        elif self._trial is not None:
+            self._deliver_trial(self._trial, step, delivered)
+        elif self._asking:
+            self._rewind, self._asking = "keep", False
+            self._trial, self._steps, self._awaited = 0, 0, None
+            self._energies[:] = 0
+            self._seconds = [[] for _ in self._tried]
+        elif self._awaited is not None:
+            self._asking = step > self._awaited + 1  # their seconds were lost on the way
+        else:
+            self._since += 1
+            self._follow_gain(delivered)
+            self._asking = self._since >= (self.every or math.inf) or self._changed()
+
+    def learn(self, told: StepReport) -> None:
+        """See `Policy.learn`."""
+        self._selector.learn(told)
+        trial = self._candidate_of.pop(told.step, None)
+        if trial is not None:
+            begin, end, own, _ = told.times.max(axis=0).T
+            self._seconds[trial].append((float(own.sum()), float((end - begin - own).sum())))
+        if self._awaited is None or told.step < self._awaited:
+            return
+        self._awaited, self._candidate_of = None, {}
+        if not all(self._seconds):
+            self._asking = True
+            return
+        gains = self._energies[0] / np.where(self._energies[1] > 0, self._energies[1], 1.0)
+        columns = [*np.transpose([np.mean(own, axis=0) for own in self._seconds]), 1 / np.maximum(gains, _LEAST_GAIN)]
+        first = self._objectives is None
+        self._objectives, self._since = np.stack(columns, axis=1), 0
+        self._renew()
+        if first:
+            self._solve()
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
+        """See `Policy.load_state_dict`: what was chosen runs on until the next search."""
+        super().load_state_dict(state, cost)
+        self._trial, self._candidate_of, self._awaited, self._back = None, {}, None, False
+        self._objectives = None
+
+    def objectives(self) -> pareto.Objectives:
+        """Return seconds of own work, seconds in rounds and 1 / gain of each candidate, shape (candidates, 3)."""
+        assert self._objectives is not None
+        return self._objectives
+
+    def _deliver_trial(self, trial: int, step: int, delivered: Sequence[Delivered]) -> None:
+        self._candidate_of[step] = trial
+        self._energies[:, trial] += [
+            sum(own.energy * own.gain for own in delivered), sum(own.energy for own in delivered),
+        ]  # fmt: skip
+        self._steps += 1
+        if self._steps == TRIAL:
+            self._rewind, self._steps, self._trial = "restore", 0, trial + 1
+        if self._trial == len(self._tried):
+            self._trial, self._awaited = None, step
+
+    def _follow_gain(self, delivered: Sequence[Delivered]) -> None:
+        energy = sum(own.energy for own in delivered)
+        if self._current is None or not 0 < energy < math.inf:
+            return
+        gain = sum(own.energy * own.gain for own in delivered) / energy
+        if self._last_gain > 0:
+            self._changes.append(abs(gain - self._last_gain) / self._last_gain)
+        self._last_gain = gain
+
+    def _renew(self) -> None:
+        super()._renew()
+        self._changes.clear()
+        self._last_gain = 0.0
+
+    def _changed(self) -> bool:
+        return len(self._changes) == _CHANGES and fmean(self._changes) >= self.gain_threshold
+
+    def _solve(self) -> None:
+        """Choose by the current state."""
+        if self._objectives is None:
+            return
+        grid, table = np.log(self._tried), self._objectives
+
+        def evaluate(variables: NDArray[np.float64]) -> pareto.Objectives:
+            return np.stack([np.interp(variables[:, 0], grid, column) for column in table.T], axis=1)
+
+        points = grid[:, None]
+        if self.solver == "nsga2" and len(self._tried) > 1:
+            points = pareto.evolve(evaluate, [grid[0]], [grid[-1]])
+        found = evaluate(points)
+        best = pareto.front(found)
+        own = found[best]
+        place = int(best[pareto.weighted(own, _WEIGHTS) if self.choice == "weighted" else pareto.knee(own)])
+        ratio = min(self._ratios, key=lambda ratio: abs(math.log(ratio) - points[place, 0]))
+        option = self._option(ratio)
+        if option != self._current:
+            self._current = option
+            self._renew()
+        self._reason = (
+            f"ratio {option.ratio:.4g} by {option.kind}, gain {1 / found[place, 2]:.3f}, {self.choice} of {best.size} "
+            f"that nothing beats"
+        )
+
+    def _names(self) -> list[str]:
+        """Return the collectives that can be named by the rule."""
+        if self._pinned not in (None, "star-topk", "var-topk"):
+            return [self._pinned]
+        sums = [f"{self._pinned or 'star-topk'}:{inner}" for inner in _INNER.values()]
+        return sums if self._pinned else ["allgather", *sums]
+
+    def _ladder(self, group: Group) -> list[tuple[Compressor, Sequence[str]]]:
+        return [(at_ratio(self.compressor, ratio), self._names()) for ratio in self._ratios]
+
+    def _kind_of(self, collective: str) -> str:
+        return collective
+
+    def _option(self, ratio: float) -> Option:
+        """Return a ratio with the collective that the rule names for it."""
+        if self._pinned not in (None, "star-topk", "var-topk"):
+            return Option(ratio, self._pinned)
+        way = self._way(ratio)
+        return Option(ratio, way if way == "allgather" else f"{self._pinned or 'star-topk'}:{_INNER[way]}")
+
+    def _option_of_ramp(self, ratio: float) -> Option:
+        return Option(self._ratios[-1], self._option(ratio).kind)
+
+    def _way(self, ratio: float) -> str:
+        ranks, nbytes = self._group.size, self._kept_bytes(ratio)
+        if self._pinned is None:
+            return published_choice(ranks, nbytes, *self._link)
+        return "ring" if ring_beats_tree(ranks, nbytes, *self._link) else "tree"
+
+    def _in_rounds(self, ratio: float) -> float:
+        """Return the seconds that the formulas give."""
+        way = "allgather" if self._pinned == "allgather" else self._way(ratio)
+        return sparse_sum(way, self._group.size, self._kept_bytes(ratio)).seconds(*self._link)
+
+    def _kept_bytes(self, ratio: float) -> float:
+        return ratio * sum(shape.numel * shape.dtype.itemsize for shape in self._shapes)
+
+    def _look_at_link(self) -> None:
+        cost = self._selector.cost
+        network = Network(max(2, self._group.hosts)) if cost is None else cost.network
+        self._link = network.latency, network.seconds_per_byte

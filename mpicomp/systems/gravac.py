@@ -1,0 +1,401 @@
+"""GraVAC: the ratio that sends most of the gradient in a second, found while training."""
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp import kernels
+from mpicomp.compressors import Compressor, Context, SharedSparsifier, Sparsifier
+from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
+from mpicomp.compressors.base import check_choice, check_range, kept
+from mpicomp.cost import CostModel
+from mpicomp.errors import ConfigurationError
+from mpicomp.places import Place, here, numbers
+from mpicomp.policies.adaptive import Adaptive
+from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
+from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_least, check_ratios, lost_share
+from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
+from mpicomp.published import published
+from mpicomp.registry import register
+from mpicomp.rounds import Rounds
+from mpicomp.transport.base import Transport
+from mpicomp.workspace import Workspace
+
+_SCALINGS = ("exponential", "geometric")
+_GAINS = ("spectrum", "multilevel")
+_STRIDE = 16  # of a survey: one group of elements in so many
+_FEW = 3  # steps at a ratio, of which an interrupted one could pass for the median
+
+
+class LevelsSurvey:
+    """Energies of a bucket, of a selection of it, and of a selection of fewer elements from that selection.
+
+    Estimators begin anew in each, so that what is measured follows from the array, the step and the ratios alone.
+
+    Parameters
+    ----------
+    compressor : Sparsifier or SharedSparsifier
+        Selects by a ratio.
+    ratio, less : float
+        Of the bucket's elements, of which the second selection takes no more than the first.
+    """
+
+    def __init__(self, compressor: Compressor, ratio: float, less: float) -> None:
+        self._compressor = compressor
+        self._ratio, self._less = ratio, less
+        self._workspaces: dict[tuple[Place, str], Workspace] = {}
+
+    def width(self, sizes: Sequence[int]) -> int:
+        """See `Survey.width`."""
+        return 3
+
+    def measure(
+        self, accumulated: NDArray[np.floating], residual: NDArray[np.floating] | None, sizes: Sequence[int], step: int
+    ) -> NDArray[np.float32]:
+        """See `Survey.measure`."""
+        first = self._selected(accumulated, self._ratio, step, "first")
+        most = kept(self._less, accumulated.size)
+        second = first if first.size <= most else self._selected(first, most / first.size, step, "second")
+        with np.errstate(over="ignore"):
+            return np.array(numbers(*(kernels.energy(own) for own in (accumulated, first, second))), np.float32)
+
+    def _selected(self, array: NDArray[np.floating], ratio: float, step: int, level: str) -> NDArray[np.floating]:
+        """Return the values that a ratio of an array selects."""
+        compressor = at_ratio(self._compressor, ratio)
+        workspace = self._workspaces.setdefault((here(), level), Workspace(here()))
+        context = Context(step=step, bucket=int(level == "second"), workspace=workspace)
+        if isinstance(compressor, SharedSparsifier):
+            places = workspace.array("positions", compressor.count(array.size), np.uint32)
+            compressor.positions(array.size, context, places)
+            values: NDArray[np.floating] = workspace.array("values", places.size, array.dtype)
+            kernels.gather(array, places, values)
+            return values
+        assert isinstance(compressor, Sparsifier)
+        buffer = workspace.array("copy", array.size + TAIL, array.dtype)
+        return compressor.select(Accumulated(buffer, None, [Piece(0, array)]), context).values
+
+    def energies(self, measured: NDArray[np.float32], sizes: Sequence[int]) -> None:
+        """See `Survey.energies`: those of layers are not known."""
+        return
+
+
+@register
+@published(window=500, every=1, gains="multilevel")
+@dataclass(eq=False)
+class GraVAC(Adaptive):
+    """One ratio for the whole model, lowered while that pays and raised where too little of the gradient would be sent.
+
+    There is a candidate ratio and a floor, the ratio to fall back to, which starts at ``most``. A step takes the
+    candidate where its gain is at least ``epsilon``, else the floor where that of the floor is, else it is dense. Every
+    ``window`` steps the next lower ratio becomes the candidate, and
+
+    - where the gain at the candidate was within ``omega`` of that at the floor, the candidate becomes the floor;
+    - where the two highest throughputs, gain over seconds of a step, are within ``omega`` of each other, the higher one
+      of their ratios becomes the candidate and the search has ended: candidate and floor stay, and ``epsilon`` alone
+      decides from then on.
+
+    Candidates are fractions of ``most``, down to ``least``: with ``"exponential"`` 1/2, 1/4, 1/16, 1/256 ..., with
+    ``"geometric"`` 1/2, 1/4, 1/8, 1/16 ...
+
+    Gains are those of the accumulated gradients of all ranks, averaged over steps. They come in one step of ``every``,
+    and ``gains`` says from what:
+
+    - ``"spectrum"``: from spectra, of one element in sixteen where layers are large. Gains are known at all candidates
+      at once, and nothing is compressed for them.
+    - ``"multilevel"``: as in the paper, every rank compresses its gradient at the floor, and what that has left at the
+      candidate. Their gains alone are known, and those of candidates that were tried before.
+
+    Ranks hear of them while the next step goes on: a step is decided with the gains up to the second step before it,
+    and the first two are dense. The seconds of a step are from when its last rank began to when the next one's did. A
+    throughput is the median of the last ``window`` steps at the ratio, so that a pause between steps does no harm.
+    Where seconds tell nothing (one rank, or ranks in lockstep without a simulated network), the search goes on down
+    to ``least``.
+
+    Where the collective is ``"auto"``, a bucket is sent without compression where that is predicted to be faster.
+
+    Parameters
+    ----------
+    least, most : float
+        Ratios in (0, 1]: 1 / theta_max and 1 / theta_min of the paper.
+    scaling : {"exponential", "geometric"}
+        Rule by which ratios are lowered.
+    window : int
+        Steps for which a candidate is tried.
+    omega : float
+        Relative difference, in [0, 1], below which gains, or throughputs, are alike.
+    epsilon : float
+        Least gain of what is sent, in (0, 1].
+    smoothing : float or None
+        Share of a step in the average of gains, in (0, 1]; None is a hundredth for every rank, and 1 at most.
+    every : int
+        Steps from one look at gradients to the next; 1 is the paper's. A look stands for the steps since the last one.
+    gains : {"spectrum", "multilevel"}
+        What gains come from.
+    published : bool
+        True is the paper's GraVAC: ``window=500``, ``every=1`` and ``gains="multilevel"`` where nothing else is given,
+        and what the notes say.
+
+    Notes
+    -----
+    With ``published`` every array is a bucket of its own, whatever was named; a throughput is that of the last step at
+    its ratio; no bucket is dense because that is predicted to be faster, only because too little would be sent; and the
+    first two steps are no warm-up: they run at the floor.
+    The collective is still the one that was named, or the one of least predicted seconds. No law is suspended: the
+    residual is what was not sent.
+
+    Still different from the paper, which does not say that ranks agree:
+
+    - A step is decided with gains up to the second step before it, in place of its own: gains of all ranks ride with
+      the telemetry, and no step waits for them.
+    - What is sent is selected from the whole gradient, by the collective's compressor with its own residual. The two
+      compressions of the paper give gains alone, so that there are three. The second one of top-k selects what a
+      single one would; for estimators of thresholds that is so but for their errors.
+    - Where its listing and its prose differ the prose counts: the floor rises to the candidate that was tried, and of
+      two ratios with alike throughputs the higher one is taken, where the search ends.
+    - Dense steps are in no comparison of throughputs. A candidate's average of gains begins when it is first tried.
+    """
+
+    id: ClassVar[str] = "gravac"
+    paper: ClassVar[str] = (
+        "GraVAC, Tyagi and Swany 2023, arXiv 2305.12201; gains of all candidates from spectra, now and then and late; "
+        "medians of throughputs in place of the last one; the floor is raised to the candidate that was tried"
+    )
+
+    least: float = 0.001
+    most: float = 0.1
+    scaling: str = "exponential"
+    window: int = 20
+    omega: float = 0.01
+    epsilon: float = 0.7
+    smoothing: float | None = None
+    every: int = 4
+    gains: str = "spectrum"
+    published: bool = field(default=False, kw_only=True)
+
+    def check(self) -> None:
+        """See `Policy.check`."""
+        check_ratios(self.id, self.least, self.most)
+        check_choice(self.id, "scaling", self.scaling, _SCALINGS)
+        check_choice(self.id, "gains", self.gains, _GAINS)
+        check_least(self.id, "window", self.window)
+        check_least(self.id, "every", self.every)
+        check_range(self.id, "omega", self.omega, 0, 1)
+        for name, value in (("epsilon", self.epsilon), ("smoothing", self.smoothing)):
+            if name == "smoothing" and value is None:
+                continue
+            check_range(self.id, name, value, 0, 1)
+            if value == 0:
+                raise ConfigurationError(f"{self.id}: {name} must be above 0, got {value!r}")
+
+    def check_compressor(self) -> None:
+        """See `Adaptive.check_compressor`."""
+        check_adaptable(self.id, self.compressor)
+
+    def adopt(self, named: Named) -> None:
+        """See `Policy.adopt`. Where no compressor was named it is top-k."""
+        super().adopt(named)
+        self._ratios = self._candidates()
+        self._compressors = [at_ratio(self.compressor, ratio) for ratio in self._ratios]
+        self._surveys: dict[tuple[int, int, int], Survey] = {}  # by bucket, floor and candidate
+        self._timed = False
+        self._share = 1.0
+        self._floor, self._candidate = 0, min(1, len(self._ratios) - 1)
+        self._ended = False
+        self._steps = 0  # that were learnt from
+        self._unseen = 0  # steps since gradients were last looked at
+        self._looked = -1  # the last such step of which ranks have heard
+        self._gains: NDArray[np.float64] | None = None  # of all candidates; NaN where one is not known
+        self._timings = 1 if self.published else self.window  # of which the median is a throughput
+        self._throughputs = [deque[float](maxlen=self._timings) for _ in self._ratios]
+        self._level: int | None = 0 if self.published else None  # of the next step; None is dense
+        begins = f"floor {self.most:.4g}" if self.published else "dense"
+        self._reason = f"{begins} until gradients have been looked at"
+        self._run: dict[int, _Run] = {}  # of steps that were not undone, and not heard of yet
+        self._before: _Step | None = None
+
+    @property
+    def listens(self) -> bool:
+        """See `Policy.listens`: until the search has ended steps are counted and timed."""
+        return self._selector.listens or not self._ended
+
+    def survey(self, bucket: int) -> Survey | None:
+        """See `Policy.survey`: what gains come from, at once until there are any, and now and then."""
+        if self._gains is not None and self._unseen + 1 < self.every:
+            return None
+        if self.gains == "spectrum":
+            return self._surveys.setdefault((0, 0, 0), SpectrumSurvey(_STRIDE))
+        key = bucket, self._floor, self._candidate
+        if key not in self._surveys:
+            self._surveys = {old: own for old, own in self._surveys.items() if old[1:] == key[1:]}
+            self._surveys[key] = LevelsSurvey(self.compressor, *(self._ratios[level] for level in key[1:]))
+        return self._surveys[key]
+
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
+        """See `Policy.start`. The search goes on, since it is about the whole model."""
+        group = transport.group
+        self._timed = transport.probes and group.size > 1
+        self._share = min(1.0, group.size / 100) if self.smoothing is None else self.smoothing
+        self._before = None
+        yield from super().start(shapes, transport)
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """See `Policy.bucket_bytes`: as published each array is compressed by itself."""
+        return 1 if self.published else None
+
+    @property
+    def may_be_dense(self) -> bool:
+        """See `Adaptive.may_be_dense`."""
+        return not self.published
+
+    def levels(self) -> list[Compressor]:
+        """See `Adaptive.levels`."""
+        return self._compressors[::-1]
+
+    def choose(self, bucket: int) -> tuple[Compressor | None, str]:
+        """See `Adaptive.choose`."""
+        return None if self._level is None else self._compressors[self._level], self._reason
+
+    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
+        """See `Policy.deliver`: remembers what was decided for steps of which ranks have not heard yet."""
+        self._run[step] = _Run(self._level, self._floor, self._candidate)
+        self._unseen = 0 if self.survey(0) is not None else self._unseen + 1
+
+    def learn(self, told: StepReport) -> None:
+        """See `Policy.learn`: gains and seconds; decides the next step."""
+        super().learn(told)
+        began = float(told.times[:, 0, 0].max())
+        if self._before is not None and told.step == self._before.step + 1 and began > self._before.began:
+            self._throughputs[self._before.level].append(self._before.gain / (began - self._before.began))
+        self._before = None
+        run = self._run.get(told.step)
+        self._run = {step: own for step, own in self._run.items() if step > told.step}
+        if run is None:
+            return
+        self._look(told, run)
+        if self._gains is None:
+            return
+        if run.level is not None and self._timed:
+            self._before = _Step(told.step, began, run.level, float(self._gains[run.level]))
+        self._steps += 1
+        if self._steps % self.window == 0 and not self._ended:
+            self._search(self._gains)
+        self._decide(self._gains)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Policy.state_dict`."""
+        return {
+            "ratios": list(self._ratios),
+            "floor": self._floor,
+            "candidate": self._candidate,
+            "ended": self._ended,
+            "steps": self._steps,
+            "gains": None if self._gains is None else [None if own != own else own for own in self._gains.tolist()],
+            "throughputs": [list(own) for own in self._throughputs],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
+        """See `Policy.load_state_dict`. What was found among other candidates is left, and the search begins anew."""
+        super().load_state_dict(state, cost)
+        if state.get("ratios") != self._ratios:
+            return
+        self._floor, self._candidate = int(state["floor"]), int(state["candidate"])
+        self._ended, self._steps = bool(state["ended"]), int(state["steps"])
+        self._throughputs = [deque(own, maxlen=self._timings) for own in state["throughputs"]]
+        self._before = None
+        self._run.clear()
+        if state["gains"] is not None:
+            self._gains = np.array(state["gains"], float)  # None becomes NaN
+            self._decide(self._gains)
+
+    def _candidates(self) -> list[float]:
+        """Return all ratios that may be run, descending."""
+        ratios, exponent = [self.most], 1
+        while ratios[-1] > self.least:
+            ratios.append(max(self.most / 2**exponent, self.least))
+            exponent = 2 * exponent if self.scaling == "exponential" else exponent + 1
+        return ratios
+
+    def _look(self, told: StepReport, run: "_Run") -> None:
+        """Take the gains of a step into account, if it was looked at."""
+        if len(told.surveys) < len(self._shapes):
+            return
+        gains = self._gains_of(told) if self.gains == "spectrum" else self._gains_at(told, run)
+        if gains is None:
+            return
+        before = gains if self._gains is None else self._gains
+        average = before + (1 - (1 - self._share) ** max(1, told.step - self._looked)) * (gains - before)
+        # At a level that is known in this step alone, or that was known before, there is nothing to average.
+        self._gains = np.where(np.isnan(gains), before, np.where(np.isnan(before), gains, average))
+        self._looked = told.step
+
+    def _gains_at(self, told: StepReport, run: "_Run") -> NDArray[np.float64] | None:
+        """Return the gains of a step at its floor and its candidate, NaN elsewhere; None where they are not known."""
+        energy, *selected = sum(own.astype(np.float64).sum(axis=0) for own in told.surveys.values()).tolist()
+        if not 0 < energy < np.inf:
+            return None
+        gains = np.full(len(self._ratios), np.nan)
+        gains[[run.floor, run.candidate]] = np.array(selected) / energy
+        return gains
+
+    def _gains_of(self, told: StepReport) -> NDArray[np.float64] | None:
+        """Return the gain of each candidate in a step, over all buckets; None where it is not known."""
+        lost, energy = np.zeros(len(self._ratios)), 0.0
+        for bucket, surveys in told.surveys.items():
+            spectra = Spectra(self._shapes[bucket].sizes, surveys)
+            own = float(spectra.energies.sum())
+            lost += own * lost_share(self.compressor, spectra, self._ratios)
+            energy += own
+        return 1 - lost / energy if 0 < energy < np.inf else None
+
+    def _search(self, gains: NDArray[np.float64]) -> None:
+        """Move on to the next candidate, raise the floor, or end."""
+        tried = self._candidate
+        self._candidate = min(tried + 1, len(self._ratios) - 1)
+        if abs(gains[self._floor] - gains[tried]) <= self.omega * gains[self._floor]:
+            self._floor = tried
+        enough = min(_FEW, self._timings)
+        medians = [(statistics.median(own), level) for level, own in enumerate(self._throughputs) if len(own) >= enough]
+        if len(medians) > 1:
+            (second, one), (first, other) = sorted(medians)[-2:]
+            if first - second <= self.omega * second:
+                self._ended = True
+                self._candidate = min(one, other)
+                self._floor = min(self._floor, self._candidate)
+
+    def _decide(self, gains: NDArray[np.float64]) -> None:
+        """Choose the candidate, the floor or dense for the next step."""
+        state = "found" if self._ended else "tried"
+        for name, level in (("candidate", self._candidate), ("floor", self._floor)):
+            if gains[level] >= self.epsilon:
+                self._level = level
+                self._reason = f"{name} {self._ratios[level]:.4g} {state}, gain {gains[level]:.3f}"
+                return
+        self._level = None
+        self._reason = (
+            f"dense, gain {gains[self._floor]:.3f} at the floor {self._ratios[self._floor]:.4g} is too little"
+        )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a step ran: its level, None for dense, and the floor and the candidate at that time."""
+
+    level: int | None
+    floor: int
+    candidate: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step whose end is not known yet: when it began, its level and the gain there."""
+
+    step: int
+    began: float
+    level: int
+    gain: float

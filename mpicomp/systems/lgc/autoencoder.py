@@ -1,0 +1,363 @@
+"""A learned code by a convolutional network: trained with torch, run without."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp import kernels
+from mpicomp.places import here
+from mpicomp.systems.lgc.learned_code import LearnedCode
+from mpicomp.workspace import Workspace
+
+_CHANNELS = 4  # of the code
+_SLOPE = 0.2  # of the rectifiers
+_SIMILARITY = 0.5  # weight of the second loss, see Autoencoder
+_STRETCH = 4096  # values that an optimizer step looks at
+_DECAY_MEAN = 0.9  # Adam's beta 1
+_DECAY_SQUARE = 0.999  # Adam's beta 2
+_TINY = 1e-8  # Adam's epsilon
+_HALVED = 100  # optimizer steps after which the learning rate is half of what it was at first
+
+Shape = tuple[int, ...]
+
+
+class Autoencoder(LearnedCode):
+    """The network of LGC (arXiv 2103.08870): convolutions that halve the length, and transposed ones that double it.
+
+    Each encoder layer has three taps and a stride of two; then channels are mixed to the four of the code. A decoder
+    is the same in reverse, mixed to one channel. Behind all layers but those that mix there is a leaky rectifier.
+
+    Without a leader there is a second loss: of noise, too, as much is to arrive as can, each rank's share by itself;
+    see `LearnedCode.decode_near`. With a leader there is a decoder for each rank, and a second loss, half as heavy as
+    the first, that wants all ranks' codes to be alike.
+
+    Parameters
+    ----------
+    workspace, seed
+        See `LearnedCode`.
+    encoder, decoder : sequence of int
+        Channels of the layers, as many in one as in the other: n of them make the code ``4 / 2**n`` as long as the
+        values. The published ones are 64, 128, 256, 64 and 32, 64, 128, 32 (by a code that is not the authors': the
+        paper does not print them); a value then costs 20,000 multiplications, and with the defaults in `mpicomp.LGC`
+        some hundred.
+    learning_rate : float
+        Of Adam, in its first step; after n of them it is ``1 / (1 + n / 100)`` of that.
+    passes : int
+        Optimizer steps for each step that is learnt from. Each looks at a stretch of at most 4096 values: for layers
+        that are the same at all places more of them would teach no more than the next step does.
+    published : bool
+        Whether it is trained as the paper says: by plain descent of a rate that stays, on all values, by the paper's
+        losses alone, and with values where they are.
+
+    Notes
+    -----
+    Different from the paper, or from what is published for it:
+
+    - Adam in place of plain gradient descent, which has learnt next to nothing after some hundred steps.
+    - The learning rate falls. With one that stays some networks came apart again when they had learnt for a while:
+      two of three on a language model, whose error over all ranks was 0.24 after 240 optimizer steps and 0.77 after
+      600, where it is 0.24 now.
+    - No rectifier behind the code: codes of either sign can be averaged.
+    - Losses are shares of the energy of what is coded, so that a rate fits small gradients and large ones. Likeness is
+      measured against the codes' own energy; without that smaller codes would be better ones.
+    - The loss of noise. Error feedback brings the code what it has lost before, which looks like nothing that it was
+      trained on: of noise it gave back a hundredth, where a projection would have given a quarter, residuals grew, and
+      soon hid everything else.
+    - An innovation is no channel of the last convolution, which has one tap and sees nothing but a place that is known
+      already: the scheme puts exact values there.
+    - Values move on by one place at every step (see `turn`), the last ones to the front, so that it is not always
+      the same that is left out.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        seed: int = 0,
+        encoder: Sequence[int] = (8, 16, 16, 8),
+        decoder: Sequence[int] = (8, 16, 16, 8),
+        learning_rate: float = 3e-3,
+        passes: int = 4,
+        published: bool = False,
+    ) -> None:
+        super().__init__(workspace, seed)
+        self._stride: int = 2 ** len(encoder)
+        self._encoder = [*_convolutions([1, *encoder]), (_CHANNELS, encoder[-1])]
+        # The taps of a transposed convolution stand behind its inputs first, then its outputs.
+        self._decoder = [*((i, o, taps) for o, i, taps in _convolutions([_CHANNELS, *decoder])), (1, decoder[-1])]
+        self._room = kernels.conv_room(max(1, _CHANNELS, *encoder, *decoder))
+        self._learning_rate = learning_rate
+        self._passes = passes
+        self._published = published
+        self._shift = 0
+        self._weights: NDArray[np.float32] = np.zeros(0, np.float32)
+        self._moments: NDArray[np.float32] = np.zeros((2, 0), np.float32)
+        self._steps = 0
+        self._brought: Any = None  # weights, taken apart, where values are
+        self._cut()
+
+    @property
+    def least(self) -> int:
+        """Four numbers of each channel of the code."""
+        return 4 * self._stride
+
+    def length(self, count: int) -> int:
+        """Return the numbers of all channels; the values are filled up with zeros."""
+        return _CHANNELS * (self._padded(count) // self._stride)
+
+    def turn(self, step: int) -> None:
+        """Move values by as many places; see `LearnedCode.turn`."""
+        self._shift = 0 if self._published else step % self._stride
+
+    def encode(self, values: NDArray[np.floating], out: NDArray[np.floating]) -> None:
+        """Run the encoder; see `LearnedCode.encode`."""
+        places = self._padded(values.size)
+        layer = self._array("values", 1, places, values.dtype)
+        _move(values, self._shift, layer[0])
+        *convolutions, (weights, bias) = self._there[0]
+        scratch = self._scratch(values.dtype)
+        for place, (own, own_bias) in enumerate(convolutions):
+            places //= 2
+            below, layer = layer, self._array(f"layer {place}", len(own), places, values.dtype)
+            kernels.conv_halve(below, own, own_bias, _SLOPE, layer, scratch, layer)
+        kernels.conv_mix(layer, weights, bias, out.reshape(_CHANNELS, places))
+
+    def decode(self, code: NDArray[np.floating], out: NDArray[np.floating], worker: int = 0) -> None:
+        """Run a decoder; see `LearnedCode.decode`."""
+        self._decode([code], [out], worker)
+
+    def decode_near(
+        self,
+        code: NDArray[np.floating],
+        centre: NDArray[np.floating],
+        out: NDArray[np.floating],
+        out_centre: NDArray[np.floating],
+    ) -> None:
+        """Run the decoder for both, with rectifiers that follow the mean; see `LearnedCode.decode_near`."""
+        self._decode([centre, code], [out_centre, out], 0)
+
+    def learn(self, values: NDArray[np.floating], leader: int | None = None) -> float:
+        """Take some optimizer steps; see `LearnedCode.learn`."""
+        import torch
+
+        ranks = 1 if leader is None else len(values)
+        if self._weights.size != self.size(ranks):
+            self._begin(ranks)
+        random = np.random.default_rng([self.seed, self._steps])
+        stretch = values.shape[1] if self._published else min(values.shape[1], _STRETCH)
+        places = np.zeros((len(values), self._padded(stretch)), np.float32)
+        flat = torch.from_numpy(self._weights).requires_grad_()
+        errors = []
+        for _ in range(self._passes):
+            start, shift = random.integers([values.shape[1] - stretch + 1, 1 if self._published else self._stride])
+            for own, moved in zip(values[:, start : start + stretch], places, strict=True):
+                _move(own, shift, moved)
+            noise = random.standard_normal(places.shape, np.float32)
+            if not np.square(places if leader is not None else places.mean(axis=0)).sum() > 0:
+                errors.append(0.0)
+                continue
+            inputs = torch.from_numpy(places)[:, None], torch.from_numpy(noise)[:, None]
+            with torch.inference_mode(False), torch.enable_grad():  # whoever averages gradients has them off
+                loss, error = self._losses(torch, flat, *inputs, leader)
+                (gradient,) = torch.autograd.grad(loss, flat)
+            errors.append(float(error))
+            self._step(gradient.numpy())
+        self._brought = None
+        return errors[0]
+
+    def size(self, ranks: int) -> int:
+        """Return the weights and biases of the encoder and of all decoders."""
+        return _size(self._encoder, 0) + ranks * _size(self._decoder, 1)
+
+    def weights(self) -> NDArray[np.float32]:
+        """Return those of the encoder, then those of each decoder."""
+        return self._weights.copy()
+
+    def use(self, weights: NDArray[np.float32]) -> None:
+        """Take up weights and biases."""
+        self._weights = np.array(weights, np.float32)
+        self._cut()
+
+    def state(self) -> dict[str, Any]:
+        """Return weights and Adam's moments."""
+        return {"weights": self.weights(), "moments": self._moments.copy(), "steps": self._steps}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take up weights and moments."""
+        self.use(state["weights"])
+        self._moments = np.array(state["moments"], np.float32)
+        self._steps = int(state["steps"])
+
+    def _begin(self, ranks: int) -> None:
+        """Draw weights, each layer's as large as keeps its outputs as large as its inputs."""
+        random = np.random.default_rng(self.seed)
+        self._weights = np.zeros(self.size(ranks), np.float32)
+        self._moments = np.zeros((2, self._weights.size), np.float32)
+        self._steps = 0
+        self._cut()
+        for weights, _ in self._encoder_weights:
+            weights[:] = random.standard_normal(weights.shape) / np.sqrt(prod(weights.shape[1:]))
+        for decoder in self._decoder_weights:
+            for weights, _ in decoder:
+                # An output of a transposed convolution sees one tap of each input or two.
+                sees = 1.5 * weights.shape[0] if weights.ndim == 3 else weights.shape[1]
+                weights[:] = random.standard_normal(weights.shape) / np.sqrt(sees)
+
+    def _cut(self) -> None:
+        """Take the weights apart: views."""
+        self._encoder_weights, self._decoder_weights = self._parts(self._weights)
+        self._brought = None
+
+    @property
+    def _there(self) -> Any:
+        """The weights of the encoder's layers and of each decoder's, at the current place."""
+        if self._brought is None:
+            self._brought = self._parts(here().bring(self._weights))
+        return self._brought
+
+    def _parts(self, flat: Any) -> tuple[list[tuple[Any, Any]], list[list[tuple[Any, Any]]]]:
+        """Return weights and bias of each layer of the encoder, and of each decoder, as views of a flat array."""
+        if not len(flat):
+            return [], []
+        start, width = _size(self._encoder, 0), _size(self._decoder, 1)
+        encoder = _parts(flat[:start], self._encoder, 0)
+        return encoder, [
+            _parts(flat[place : place + width], self._decoder, 1) for place in range(start, len(flat), width)
+        ]
+
+    def _decode(self, codes: list[NDArray[np.floating]], outs: list[NDArray[np.floating]], worker: int) -> None:
+        """Run a decoder for each code; the rectifiers of the first decide for all."""
+        dtype = codes[0].dtype
+        layers = [code.reshape(_CHANNELS, -1) for code in codes]
+        places = layers[0].shape[1]
+        *convolutions, (weights, bias) = self._there[1][worker]
+        scratch = self._scratch(dtype)
+        for depth, (own, own_bias) in enumerate(convolutions):
+            places *= 2
+            below = layers
+            layers = [self._array(f"layer {depth} of {n}", len(own_bias), places, dtype) for n in range(len(codes))]
+            gate = layers[0]
+            for values, layer in zip(below, layers, strict=True):
+                kernels.conv_double(values, own, own_bias, _SLOPE, gate, scratch, layer)
+        whole = self._array("values", 1, places, dtype)
+        for layer, out in zip(layers, outs, strict=True):
+            kernels.conv_mix(layer, weights, bias, whole)
+            _move_back(whole[0], self._shift, out)
+
+    def _losses(self, torch: Any, flat: Any, values: Any, noise: Any, leader: int | None) -> tuple[Any, Any]:
+        """Return the loss, and the squared error as a share of the energy.
+
+        Values and noise are of shape (ranks, 1, places). With a leader noise is not looked at.
+        """
+        functional = torch.nn.functional
+        encoder, decoders = self._parts(flat)
+
+        def encoded(layer: Any) -> Any:
+            *convolutions, (weights, bias) = encoder
+            for own, own_bias in convolutions:
+                layer = functional.conv1d(layer, own, own_bias, stride=2, padding=1)
+                layer = functional.leaky_relu(layer, _SLOPE)
+            return functional.conv1d(layer, weights[:, :, None], bias)
+
+        def decoded(layer: Any, worker: int = 0, slopes: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
+            *convolutions, (weights, bias) = decoders[worker]
+            used = []
+            for depth, (own, own_bias) in enumerate(convolutions):
+                layer = functional.conv_transpose1d(layer, own, own_bias, stride=2, padding=1, output_padding=1)
+                used.append(slopes[depth] if slopes else torch.where(layer.detach() < 0, _SLOPE, 1.0))
+                layer = layer * used[-1]
+            return functional.conv1d(layer, weights[:, :, None], bias), used
+
+        def missed(results: Any, targets: Any) -> Any:
+            return (results - targets).square().sum() / targets.square().sum()
+
+        codes = encoded(values)
+        mean = codes.mean(dim=0, keepdim=True)
+        if leader is None:
+            error = missed(decoded(mean)[0], values.mean(dim=0, keepdim=True))
+            if self._published:
+                return error, error.detach()
+            codes = encoded(noise)
+            _, slopes = decoded(codes.mean(dim=0, keepdim=True))
+            return error + missed(decoded(codes, slopes=slopes)[0], noise), error.detach()
+        own = codes[leader : leader + 1]
+        error = missed(torch.cat([decoded(own, worker)[0] for worker in range(len(values))]), values)
+        unlike = (codes - mean).square().sum() / (codes.square().sum() + _TINY)
+        return error + _SIMILARITY * unlike, error.detach()
+
+    def _step(self, gradient: NDArray[np.float32]) -> None:
+        """Take a step of Adam or of plain descent, unless the gradient is of no use."""
+        if not np.isfinite(gradient).all():
+            return
+        self._steps += 1
+        if self._published:
+            self._weights -= self._learning_rate * gradient
+            return
+        mean, square = self._moments
+        mean += (1 - _DECAY_MEAN) * (gradient - mean)
+        square += (1 - _DECAY_SQUARE) * (gradient * gradient - square)
+        mean_scale, square_scale = 1 - _DECAY_MEAN**self._steps, 1 - _DECAY_SQUARE**self._steps
+        rate = self._learning_rate / (1 + (self._steps - 1) / _HALVED)
+        self._weights -= (rate / mean_scale) * mean / (np.sqrt(square / square_scale) + _TINY)
+
+    def _padded(self, count: int) -> int:
+        return -(-count // self._stride) * self._stride
+
+    def _scratch(self, dtype: np.dtype[Any]) -> NDArray[np.floating]:
+        scratch: NDArray[np.floating] = self.workspace.array("autoencoder.scratch", self._room, dtype)
+        return scratch
+
+    def _array(self, name: str, channels: int, places: int, dtype: np.dtype[Any]) -> NDArray[np.floating]:
+        array: NDArray[np.floating] = self.workspace.array(f"autoencoder.{name}", channels * places, dtype)
+        return array.reshape(channels, places)
+
+
+def _convolutions(channels: Sequence[int]) -> list[Shape]:
+    """Return the shapes of layers with three taps, from one number of channels to the next."""
+    return [(outputs, inputs, 3) for inputs, outputs in pairwise(channels)]
+
+
+def _size(shapes: Sequence[Shape], outputs: int) -> int:
+    return sum(prod(shape) + _outputs(shape, outputs) for shape in shapes)
+
+
+def _outputs(shape: Shape, place: int) -> int:
+    """Return the outputs of a layer: at a place in the shapes of those with taps, the first of those that mix."""
+    return shape[place] if len(shape) == 3 else shape[0]
+
+
+def _parts(flat: Any, shapes: Sequence[Shape], outputs: int) -> list[tuple[Any, Any]]:
+    """Return weights and bias of each layer as views of a flat array, which may be torch's."""
+    parts, start = [], 0
+    for shape in shapes:
+        middle = start + prod(shape)
+        stop = middle + _outputs(shape, outputs)
+        parts.append((flat[start:middle].reshape(shape), flat[middle:stop]))
+        start = stop
+    return parts
+
+
+def _move(values: NDArray[np.floating], shift: int, out: NDArray[np.floating]) -> None:
+    """Write values to places that are ``shift`` further, round the end, and zeros where there are none.
+
+    Examples
+    --------
+    >>> out = np.empty(4)
+    >>> _move(np.array([1.0, 2.0, 3.0]), 2, out)
+    >>> out.tolist()
+    [3.0, 0.0, 1.0, 2.0]
+    """
+    first = min(values.size, out.size - shift)
+    out[:] = 0
+    out[shift : shift + first] = values[:first]
+    out[: values.size - first] = values[first:]
+
+
+def _move_back(places: NDArray[np.floating], shift: int, out: NDArray[np.floating]) -> None:
+    """Write values from where `_move` has put them."""
+    first = min(out.size, places.size - shift)
+    out[:first] = places[shift : shift + first]
+    out[first:] = places[: out.size - first]

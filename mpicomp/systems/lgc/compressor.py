@@ -1,0 +1,397 @@
+"""Learned Gradient Compression: the largest values travel in a code that the run itself has taught.
+
+What is here says what is selected and how it is coded; `mpicomp.systems.lgc.exchange` says who sends what when.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from itertools import groupby, product
+from typing import ClassVar
+
+import numpy as np
+
+from mpicomp.compressors.base import bound, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.kinds import Learner
+from mpicomp.compressors.wire import compact
+from mpicomp.errors import ConfigurationError
+from mpicomp.kernels import sizes
+from mpicomp.published import published
+from mpicomp.registry import register
+from mpicomp.systems.lgc.autoencoder import Autoencoder
+from mpicomp.systems.lgc.learned_code import LearnedCode
+from mpicomp.systems.lgc.linear_code import LinearCode
+from mpicomp.workspace import Workspace
+
+_FEW = 0.01  # of a model's parameters: so much of it may the first layer have to travel dense
+_SUGGESTED = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)  # ratios
+_LAYERS = 3  # with fewer of them no layer is an exception
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring parameters of one layer: place in the bucket, number of elements sent, and form of travel.
+
+    Attributes
+    ----------
+    start, stop : int
+        In the bucket.
+    kept : int
+        Elements sent; all of them where they travel dense.
+    travels : {"dense", "sparse", "coded"}
+        All as they are, the selected ones as they are, or the selected ones in a code.
+    """
+
+    start: int
+    stop: int
+    kept: int
+    travels: str
+
+
+@dataclass(frozen=True)
+class Selected:
+    """The elements of a bucket that are sent at each step: its parts, and each one's place in the list of all of them.
+
+    The list holds the elements of all parts in the order of the bucket. What is coded is in one piece, since only the
+    first and the last layer are exceptions.
+
+    Examples
+    --------
+    >>> Selected((Part(0, 10, 2, "sparse"), Part(10, 90, 8, "coded"), Part(90, 93, 3, "dense"))).coded
+    slice(2, 10, None)
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def count(self) -> int:
+        """Elements in the list."""
+        return sum(part.kept for part in self.parts)
+
+    @property
+    def indices(self) -> int:
+        """Those of them whose indices travel."""
+        return sum(part.kept for part in self.parts if part.travels != "dense")
+
+    @property
+    def coded(self) -> slice:
+        """The place of the coded elements in the list; empty where nothing is coded."""
+        places = self.places
+        own = [place for part, place in zip(self.parts, places, strict=True) if part.travels == "coded"]
+        return slice(own[0].start, own[-1].stop) if own else slice(0, 0)
+
+    @property
+    def coded_count(self) -> int:
+        """Elements that are coded."""
+        return sum(part.kept for part in self.parts if part.travels == "coded")
+
+    @property
+    def places(self) -> list[slice]:
+        """The place of each part in the list."""
+        places, start = [], 0
+        for part in self.parts:
+            places.append(slice(start, start + part.kept))
+            start += part.kept
+        return places
+
+    @property
+    def regions(self) -> list[tuple[int, int, int]]:
+        """Start, stop and number of elements of all parts from which some are selected."""
+        return [(part.start, part.stop, part.kept) for part in self.parts if part.travels != "dense"]
+
+
+@register
+@published(
+    ratio=0.001,
+    dense_steps=200,
+    training_steps=300,
+    error="selected",
+    signs=False,
+    encoder=(64, 128, 256, 64),
+    decoder=(32, 64, 128, 32),
+    learning_rate=0.001,
+    passes=1,
+)
+@dataclass(frozen=True, repr=False)
+class LGC(Learner):
+    """LGC (arXiv 2103.08870): the largest values of each layer, at one rank's indices, in a code learned in the run.
+
+    It has three phases. First gradients travel dense; then the largest values travel as they are, and one rank learns
+    the code from them, which it gives to all at the end; from then on they travel in that code, which is a quarter as
+    long. A layer is all parameters whose names differ behind the last dot alone. The first layer travels dense in all
+    phases where it has less than a hundredth of the parameters, and of the last one the largest values travel as they
+    are; where there are fewer than three layers all are coded. A bucket with too few values for a code stays in the
+    second phase, and its record says so.
+
+    Parameters
+    ----------
+    ratio : float
+        In (0, 1]; of each layer so many values are selected, at least 1. The paper takes 0.001, which is enough for
+        models of some million parameters.
+    instance : {"ring", "server"}
+        ``"ring"``: every rank encodes its values, and the mean of the codes is decoded. ``"server"``: one rank encodes
+        its values, the code is decoded by another decoder for each rank, and what that misses most on each rank travels
+        as it is. Both need no server.
+    code : {"autoencoder", "linear"}
+        ``"autoencoder"``: that of the paper, which is trained with torch. ``"linear"``: principal components, learnt
+        at once.
+    dense_steps, training_steps : int
+        Length of the first and the second phase.
+    error : {"decoded", "selected"}
+        What error feedback keeps of selected values: what the code has lost (``"decoded"``), or nothing, as in the
+        paper.
+    innovation : float
+        In (0, 1]: part of the selected values that travels as it is with ``instance="server"``.
+    signs : bool
+        Whether the signs of the values of the rank whose indices are taken travel with these, a bit each, so that
+        a code sees values relative to them.
+    encoder, decoder : sequence of int
+        Channels of the autoencoder; see `mpicomp.systems.lgc.autoencoder.Autoencoder`. The published ones are
+        ``[64, 128, 256, 64]`` and ``[32, 64, 128, 32]``.
+    learning_rate : float
+        Of the autoencoder's training, at first; see `mpicomp.systems.lgc.autoencoder.Autoencoder`.
+    passes : int
+        Number of optimizer steps in each step of the second phase.
+    backward : bool
+        Whether parameters come in the order of backward, the last layer first, as those of `mpicomp.torch` do.
+    wire : {None, "fp16", "bf16"}
+        How codes, values and all that is dense travel, with ``instance="ring"`` alone. The 16-bit forms are summed in
+        at least float32, as those of `mpicomp.Dense` are, and what rounding takes stays in the residual.
+    published : bool
+        True is the paper's LGC: ``ratio=0.001``, ``dense_steps=200``, ``training_steps=300``, ``error="selected"``,
+        ``signs=False``, the published channels, ``learning_rate=0.001`` and ``passes=1`` where nothing else is given,
+        and what the notes say.
+
+    Notes
+    -----
+    Different from the paper:
+
+    - Phases of 50 and 150 steps in place of 200 and 300, a ratio of 0.01 in place of 0.001, and channels of 8, 16, 16
+      and 8 in place of up to 256: for models of some million parameters and runs of some hundred steps.
+    - In the second phase one rank's indices count, as in the third, and not every rank's own: the code is learnt from
+      values of all ranks at the same places, which is what it is used for.
+    - The first layer travels dense where it is small alone.
+    - What is kept back is what the code has lost. Each rank has sent what the decoder, as the affine map that it is
+      around the mean of codes, makes of its own code: so nothing is lost over all ranks, and what is different on a
+      rank does not pile up there. What the decoder gives is scaled by the factor that leaves the least, over all
+      ranks, so that no step keeps back more than there was, whatever the code. That takes a round of some bytes.
+    - Values are divided by their root mean square on the rank whose indices are taken, a number for each layer, and by
+      their signs there.
+    - In the server instance the rank that encodes is another one at each step, and everyone decodes for everyone. An
+      innovation is an exact value in place of a decoded one, where that is most wrong.
+    - There is no momentum correction, which the paper's text mentions and its algorithms do not have, and indices
+      travel in the code of `mpicomp.compressors.message`, not in DEFLATE.
+    - The network is trained by Adam; see `mpicomp.systems.lgc.autoencoder.Autoencoder` for what else is different.
+
+    With ``published`` every rank sends its own largest values in the second phase, and the code is learnt from these,
+    by plain descent; the first layer travels dense whatever its size; and decoded values are delivered as they are, not
+    scaled by the factor that leaves the least. Residuals forget what the code has lost: the law that nothing is lost
+    does not hold in the third phase, nor does the one that the sum of what ranks have sent is their number times the
+    mean. Still different from the paper then, since it does not print them or since ranks would have to wait for one:
+    values divided by their root mean square and losses as shares of energy, so that the rate fits gradients of any
+    size; a rectifier less, no fixed server or leader, exact values as innovations, the code of indices.
+
+    Examples
+    --------
+    >>> names, sizes = ["out.weight", "out.bias", "mid.weight", "in.weight"], [90, 10, 19_850, 50]
+    >>> compressor = LGC(ratio=0.01).bind(names, sizes)
+    >>> [(part.kept, part.travels) for part in compressor.selected(20_000).parts]
+    [(1, 'sparse'), (199, 'coded'), (50, 'dense')]
+    """
+
+    id: ClassVar[str] = "lgc"
+    family: ClassVar[str] = "learned"
+    selects_as: ClassVar[str] = "star-topk"
+    own_algebra: ClassVar[bool] = True
+    paper: ClassVar[str] = (
+        "Abrahamyan et al. 2021, arXiv 2103.08870; the code's own error stays in residuals, values relative to the "
+        "selecting rank's signs and sizes, no server, Adam"
+    )
+
+    ratio: float = 0.01
+    instance: str = "ring"
+    code: str = "autoencoder"
+    dense_steps: int = 50
+    training_steps: int = 150
+    error: str = "decoded"
+    innovation: float = 0.1
+    signs: bool = True
+    encoder: Sequence[int] = (8, 16, 16, 8)
+    decoder: Sequence[int] = (8, 16, 16, 8)
+    learning_rate: float = 0.01
+    passes: int = 4
+    backward: bool = True
+    wire: str | None = None
+    published: bool = field(default=False, kw_only=True)
+    exceptions: tuple[str | None, str | None] | None = bound(None)
+    """Names of the model's layers that travel dense, and sparse; None before the model is known."""
+    parts: tuple[Part, ...] = bound(())
+    """The parts of a bucket, each with the number of its elements that are sent."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ratio", check_ratio("lgc", self.ratio))
+        check_choice("lgc", "instance", self.instance, ("ring", "server"))
+        check_choice("lgc", "code", self.code, ("autoencoder", "linear"))
+        check_choice("lgc", "error", self.error, ("decoded", "selected"))
+        check_range("lgc", "learning_rate", self.learning_rate, 0, 1)
+        object.__setattr__(self, "innovation", check_ratio("lgc: innovation", self.innovation))
+        for name, least in (("dense_steps", 0), ("training_steps", 1), ("passes", 1)):
+            _check_least(name, getattr(self, name), least)
+        for name in ("signs", "backward"):
+            check_choice("lgc", name, getattr(self, name), (True, False))
+        for name in ("encoder", "decoder"):
+            channels = getattr(self, name)
+            if isinstance(channels, str) or not isinstance(channels, Sequence) or not channels:
+                raise ConfigurationError(f"lgc: {name} must list numbers of channels, got {channels!r}")
+            for own in channels:
+                _check_least(f"channels in {name}", own, 1)
+            object.__setattr__(self, name, tuple(channels))
+        check_choice("lgc", "wire", self.wire, (None, "fp16", "bf16"))
+        if self.wire is not None and self.instance == "server":
+            raise ConfigurationError(
+                f"lgc: wire={self.wire!r} is for sums of codes, which instance='server' has none of; leave wire out"
+            )
+        if len(self.encoder) != len(self.decoder):
+            raise ConfigurationError(
+                "lgc: encoder and decoder must have as many layers, "
+                f"got {len(self.encoder)} and {len(self.decoder)} channels"
+            )
+
+    @property
+    def feedback(self) -> bool:
+        """True: elements that are not selected, and the code's errors, are kept in the residual."""
+        return True
+
+    @property
+    def replaceable(self) -> bool:
+        """No: it learns from every step of its first phases."""
+        return False
+
+    @property
+    def at_once(self) -> "LGC":
+        """Return one without the first phase."""
+        return replace(self, dense_steps=0)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Packages that it needs: torch, with which the autoencoder is trained."""
+        return ("torch",) if self.code == "autoencoder" else ()
+
+    @classmethod
+    def suggested(cls) -> "list[LGC]":
+        """Return both codes at many ratios."""
+        kinds = product(("linear", "autoencoder"), ("bf16", None), _SUGGESTED)
+        return [LGC(ratio=ratio, code=code, dense_steps=0, wire=wire) for code, wire, ratio in kinds]
+
+    def has_enough(self, numel: int) -> bool:
+        """Return whether a code can be learnt; see `Learner.has_enough`."""
+        return self.selected(numel).coded_count >= self.make_code(Workspace()).least
+
+    @property
+    def learning(self) -> "LGC":
+        """Return one that learns at every step. What it has learnt is there for this one: memories are the same."""
+        return replace(self, dense_steps=0, training_steps=sys.maxsize)
+
+    def expected(self, numel: int) -> int:
+        """Return the number of elements that are selected or travel dense."""
+        return self.selected(numel).count
+
+    def wire_bytes_per_element(self, itemsize: int) -> float:
+        """Return the code, and the indices as if all ranks sent them, in a bucket of 2**20 elements."""
+        numel = 1 << 20
+        selected = self.selected(numel)
+        coded = selected.count
+        code = self.make_code(Workspace()).length(coded) * (itemsize if self.wire is None else 2)
+        innovation = kept(self.innovation, coded) * (itemsize + 1) if self.instance == "server" else 0
+        signs = coded / 8 if self.signs else 0
+        return (code + innovation + signs + index_bytes(selected.indices, numel)) / numel
+
+    def bind(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        shapes: Sequence[tuple[int, ...]] = (),
+        *,
+        model: Mapping[str, int] | None = None,
+        warm_up: bool = True,
+    ) -> "LGC":
+        """Find the parts of a bucket that travel dense, sparse and coded; see `Compressor.bind`.
+
+        Without ``warm_up`` it has a code at its second step, if it ever has: what that takes is what later steps take.
+        """
+        made = self
+        if not warm_up and self != self.learning:
+            made = replace(self, dense_steps=0, training_steps=1)
+        exceptions = made.exceptions
+        if model is not None or exceptions is None:
+            exceptions = made._exceptions_of(model if model is not None else dict(zip(names, sizes, strict=True)))
+        layers = [(name, sum(own)) for name, own in _layers(names, sizes)]
+        coded = [place for place, (name, _) in enumerate(layers) if name not in exceptions]
+        parts, start = [], 0
+        for place, (name, size) in enumerate(layers):
+            # What is coded is in one piece, even if parameters of these layers stand in between.
+            between = bool(coded) and coded[0] <= place <= coded[-1]
+            travels = "coded" if between else "dense" if name == exceptions[0] else "sparse"
+            parts.append(Part(start, start + size, size if travels == "dense" else kept(self.ratio, size), travels))
+            start += size
+        parts = [part for part in parts if part.stop > part.start]
+        return replace(made, exceptions=exceptions, parts=tuple(parts))
+
+    def _exceptions_of(self, model: Mapping[str, int]) -> tuple[str | None, str | None]:
+        """Return the names of the layers of a model that travel dense, and sparse."""
+        layers = [(name, sum(own)) for name, own in _layers(list(model), list(model.values()))]
+        if not self.backward:
+            layers.reverse()
+        if len(layers) < _LAYERS:
+            return None, None
+        first, size = layers[-1]
+        few = self.published or size < _FEW * sum(model.values())
+        return first if few else None, layers[0][0]
+
+    def selected(self, numel: int) -> Selected:
+        """Return the elements that are sent of its bucket, or of any array of another length."""
+        own = bool(self.parts) and self.parts[-1].stop == numel
+        return Selected(self.parts if own else (Part(0, numel, kept(self.ratio, numel), "coded"),))
+
+    def make_code(self, workspace: Workspace, seed: int = 0) -> LearnedCode:
+        """Make a code that has learned nothing yet."""
+        if self.code == "linear":
+            return LinearCode(workspace, seed)
+        return Autoencoder(workspace, seed, self.encoder, self.decoder, self.learning_rate, self.passes, self.published)
+
+    def check_installed(self) -> None:
+        """Raise where a package that learning needs is not installed."""
+        if self.code == "autoencoder" and find_spec("torch") is None:
+            raise ConfigurationError(
+                "lgc: code='autoencoder' is trained with torch, which is not installed; install it, or use "
+                "code='linear'"
+            )
+
+
+def index_bytes(count: int, numel: int) -> int:
+    """Return the length of the indices of ``count`` elements of ``numel`` as they travel, a multiple of 8."""
+    return -(-4 * count // 8) * 8 if compact(count, numel) == "plain" else sizes.index_bytes(count, numel)
+
+
+def _layers(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, list[int]]]:
+    """Return the sizes of the parameters of each layer, in their order."""
+    pairs = zip(names, sizes, strict=True)
+    return [(name, [size for _, size in own]) for name, own in groupby(pairs, lambda pair: _layer_of(pair[0]))]
+
+
+def _layer_of(name: str) -> str:
+    """Return the name of the layer that a parameter belongs to.
+
+    Examples
+    --------
+    >>> _layer_of("encoder.0.weight"), _layer_of("weight")
+    ('encoder.0', 'weight')
+    """
+    return name.rpartition(".")[0] or name
+
+
+def _check_least(name: str, value: object, least: int) -> None:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < least:  # type: ignore[operator]
+        raise ConfigurationError(f"lgc: {name} must be a whole number of at least {least}, got {value!r}")

@@ -1,0 +1,273 @@
+"""The exchange of learned codes: dense at first, then sparse while one rank learns, then in the code."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives.scheme import Exchange, Result, Scheme
+from mpicomp.collectives.values_at import exchange_at
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import Compressor
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.kinds import Selection
+from mpicomp.errors import MpicompError
+from mpicomp.places import here
+from mpicomp.registry import register
+from mpicomp.rounds import Group, Round, Rounds
+from mpicomp.systems.lgc.compressor import LGC, Selected
+from mpicomp.systems.lgc.lead import Lead, follow, leader_of, make_frame, relative
+from mpicomp.systems.lgc.learned_code import LearnedCode
+from mpicomp.systems.lgc.own import gather_own
+from mpicomp.systems.lgc.ring import CodeRing
+from mpicomp.systems.lgc.server import CodeServer
+from mpicomp.workspace import Workspace
+
+_MEMORY = "lgc"  # what the bucket's memory has it under
+_TRAINER = 0
+_WEIGHT = np.dtype(np.float32)
+
+
+@dataclass
+class _Known:
+    """Memory of a bucket: the same on all ranks, except for the trainer's code while it learns.
+
+    Attributes
+    ----------
+    of : str
+        Parts of the bucket and kind of code that the memory belongs to.
+    steps : int
+        Number of exchanges so far, those that failed left out.
+    learnt : dict or None
+        On the trainer in the second phase: the state of the code.
+    weights : array of float32, shape (size,), or None
+        Weights of the code, once all ranks have them; None before.
+    """
+
+    of: str
+    steps: int = 0
+    learnt: dict[str, Any] | None = None
+    weights: NDArray[np.float32] | None = None
+
+    @classmethod
+    def remembered(cls, of: str, context: Context) -> "_Known":
+        """Return the remembered state; an empty one where the memory belongs to other parts or another code."""
+        entry = context.memory.get(_MEMORY, {})
+        return cls(**entry) if entry.get("of") == of else cls(of)
+
+
+@dataclass
+class _Held:
+    """A code in use, and the entry of the memory that it was loaded from: a restored memory has other entries."""
+
+    code: LearnedCode
+    entry: Any = None
+
+
+@register
+class Learned(Scheme[LGC]):
+    """Phases of an exchange in a learned code.
+
+    1. **Dense**: the inner collective averages everything.
+    2. **Learning**: one rank, drawn at random, broadcasts the indices of its largest values; the inner collective
+       averages all ranks' values there. Values to be coded are also gathered on rank 0, which learns from them once it
+       knows that all are finite, while the others go on. As published every rank sends its own largest values with
+       their indices to all, and rank 0 learns from these.
+    3. **Coded**: rank 0 has broadcast what it has learnt, once. One rank, drawn at random, broadcasts its indices and
+       what values are relative to; for the rest see `mpicomp.systems.lgc.ring.CodeRing` and
+       `mpicomp.systems.lgc.server.CodeServer`.
+
+    How many exchanges a bucket has behind it is in its memory; a step that was undone does not count. Where the bucket
+    is another one than memory tells of, or a code with a decoder for each rank was learnt among more or fewer of them,
+    it begins with the first phase. A bucket with too few values for the code stays in the second phase, and nothing is
+    gathered; one that holds nothing but the first layer stays in the first.
+
+    Parameters
+    ----------
+    compressor : LGC
+        Knows the bucket's layers, and the lengths of the phases.
+    inner : Scheme
+        Sums arrays.
+
+    Raises
+    ------
+    ConfigurationError
+        Where what it takes to learn is not installed.
+    """
+
+    id: ClassVar[str] = "learned"
+    paper: ClassVar[str] = (
+        "the phases of LGC, Abrahamyan et al. 2021, arXiv 2103.08870; no server: all ranks decode for themselves"
+    )
+    messages: ClassVar[str] = "code"
+
+    leaves_out = True
+
+    def __init__(self, compressor: LGC, inner: Scheme[Dense]) -> None:
+        super().__init__(compressor)
+        compressor.check_installed()
+        self._sum = inner
+
+    @classmethod
+    def upon(cls, compressor: Compressor) -> Compressor:
+        """Arrays and codes are summed by a dense collective."""
+        assert isinstance(compressor, LGC)
+        return Dense(wire=compressor.wire)
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int = 0) -> list[Round]:
+        """Return the rounds of a step if the bucket's memory began with step 0; see `Scheme.rounds`."""
+        selected = self.compressor.selected(numel)
+        if step < self.compressor.dense_steps or not selected.indices:
+            return self._sum.rounds(numel, dtype, group, step)
+        code = self.compressor.make_code(Workspace())
+        able = selected.coded_count >= code.least
+        learnt = self.compressor.dense_steps + self.compressor.training_steps
+        if able and step >= learnt:
+            given = [self._give(code, group)] if step == learnt else []
+            return [*given, *self._instance(code).rounds(numel, dtype, group, step)]
+        leader = leader_of(Context(group=group, step=step))
+        if self.compressor.published:
+            tasks = gather_own(self.compressor, selected).rounds(numel, dtype, group, step)
+        else:
+            tasks = [Lead(selected, numel).round(leader), *self._sum.rounds(selected.count, dtype, group, step)]
+        return [*tasks, _collect(selected, dtype, group)] if able else tasks
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Exchange by the current phase; see `Scheme.exchange`."""
+        compressor = self.compressor
+        selected = compressor.selected(accumulated.numel)
+        known = _Known.remembered(self._of(selected, context), context)
+        held = context.workspace.made(("learned", known.of), lambda: _Held(self._fresh(context)))
+        # Phase 1: dense.
+        if known.steps < compressor.dense_steps or not selected.indices:
+            result = yield from self._sum.exchange(accumulated, context)
+            result.note = "lgc: dense"
+        # A bucket with too few values for a code: one rank's indices, and the values there.
+        elif selected.coded_count < held.code.least:
+            result, _ = yield from self._exchange_values(selected, accumulated, context)
+            result.note = _why_not(selected, held.code)
+        # Phase 2: the same, and rank 0 learns from the values of all ranks.
+        elif known.steps < compressor.dense_steps + compressor.training_steps:
+            result, values = yield from self._exchange_values(selected, accumulated, context)
+            everyones = yield from _collected(values, selected, context)
+            result.note = "lgc: learning"
+            sound = everyones is not None and not (result.nonfinite or result.stale)
+            if everyones is not None and sound and np.isfinite(everyones).all():  # what has come here may be damaged
+                result.code_error = self._learn(held, known, everyones, selected, context)
+        # Phase 3: rank 0 broadcasts what it has learnt, once; values travel in the code.
+        else:
+            yield from self._share(held, known, context)
+            result = yield from self._instance(held.code).exchange(accumulated, context)
+            result.note = f"lgc: {compressor.code} code, {compressor.instance}"
+        if not (result.nonfinite or result.stale):
+            known.steps += 1
+            context.memory[_MEMORY] = vars(known)
+        return result
+
+    def _of(self, selected: Selected, context: Context) -> str:
+        """Return the identity of a code: where it changes, the learnt state is of no use."""
+        compressor = self.compressor
+        kind: tuple[Any, ...] = (compressor.instance, compressor.code)
+        if compressor.code == "autoencoder":
+            kind += (compressor.encoder, compressor.decoder)
+        if compressor.instance == "server":
+            kind += (context.group.size,)
+        parts = [(part.start, part.stop, part.kept, part.travels) for part in selected.parts]
+        return f"{kind} {parts}"
+
+    def _fresh(self, context: Context) -> LearnedCode:
+        """Make a code that has learned nothing."""
+        seed = Context(seed=context.seed, bucket=context.bucket).key(shared=True)
+        return self.compressor.make_code(context.workspace, seed)
+
+    def _instance(self, code: LearnedCode) -> CodeRing | CodeServer:
+        if self.compressor.instance == "server":
+            return CodeServer(self.compressor, code)
+        return CodeRing(self.compressor, code, self._sum)
+
+    def _exchange_values(
+        self, selected: Selected, accumulated: Accumulated, context: Context
+    ) -> Rounds[tuple[Result, NDArray[np.floating]]]:
+        """Average the values at one rank's indices as they are, or all ranks' own; return this rank's, too."""
+        if self.compressor.published:
+            result = yield from gather_own(self.compressor, selected).exchange(accumulated, context)
+            if isinstance(result.sent, Selection):
+                return result, result.sent.values
+            return result, np.zeros(selected.count, accumulated.dtype)  # of a message that could not be read
+        led = yield from follow(Lead(selected, accumulated.numel), accumulated, context)
+        result = yield from exchange_at(led.indices, 1.0, accumulated, context, self._sum, led.problem)
+        return result, led.values
+
+    def _learn(
+        self, held: _Held, known: _Known, everyones: NDArray[np.floating], selected: Selected, context: Context
+    ) -> float:
+        """Learn from all ranks' values, shape (ranks, count); return the error before that. On the trainer alone."""
+        leader = leader_of(context)
+        lead = Lead(selected, 0, frame=True, signs=self.compressor.signs)
+        frame = np.empty_like(everyones[0])
+        make_frame(lead, everyones[leader], frame)
+        values = np.empty_like(everyones)
+        for own, out in zip(everyones, values, strict=True):
+            relative(own, frame, out)
+        self._load(held, known, context)
+        error = held.code.learn(values, leader if self.compressor.instance == "server" else None)
+        known.learnt = held.entry = held.code.state()
+        return error
+
+    def _load(self, held: _Held, known: _Known, context: Context) -> None:
+        """Restore the trainer's code to its remembered state."""
+        if known.learnt is None:
+            held.code = self._fresh(context)
+        elif held.entry is not known.learnt:
+            held.code.load(known.learnt)
+        held.entry = known.learnt
+
+    def _share(self, held: _Held, known: _Known, context: Context) -> Rounds[None]:
+        """Broadcast the weights to ranks that have none, and have the code use them."""
+        if known.weights is None:
+            task = self._give(held.code, context.group)
+            if context.group.rank == _TRAINER:
+                if known.learnt is None:
+                    raise MpicompError(
+                        f"learned: rank {_TRAINER} does not remember what it has learnt; each rank has to load the "
+                        "state that it saved"
+                    )
+                self._load(held, known, context)
+                task.send = held.code.weights()
+            task.recv = np.empty(task.counts[0], _WEIGHT)
+            known.weights = yield task
+            known.learnt = None
+        if held.entry is not known.weights:
+            held.code.use(known.weights)
+            held.entry = known.weights
+
+    def _give(self, code: LearnedCode, group: Group) -> Round:
+        """Return the shape of the broadcast of weights."""
+        size = code.size(group.size if self.compressor.instance == "server" else 1)
+        return Round("bcast", (size,), _WEIGHT, root=_TRAINER, once=True)
+
+
+def _why_not(selected: Selected, code: LearnedCode) -> str:
+    """Return the reason why a bucket has no code."""
+    if not selected.coded_count:
+        return "lgc: no code, since no layer but the last and the first is in the bucket"
+    return f"lgc: no code, which takes {code.least} values, and {selected.coded_count} are selected"
+
+
+def _collect(selected: Selected, dtype: np.dtype[Any], group: Group) -> Round:
+    return Round("gatherv", [selected.coded_count] * group.size, dtype, root=_TRAINER)
+
+
+def _collected(
+    values: NDArray[np.floating], selected: Selected, context: Context
+) -> Rounds[NDArray[np.floating] | None]:
+    """Gather coded values on the trainer, in host memory, shape (ranks, count); None on other ranks."""
+    group = context.group
+    task = _collect(selected, values.dtype, group)
+    task.send = here().to_host(values[selected.coded])
+    if group.rank == _TRAINER:
+        task.recv = context.workspace.host_array("everyones", sum(task.counts), values.dtype)
+    received = yield task
+    return received.reshape(group.size, -1) if group.rank == _TRAINER else None

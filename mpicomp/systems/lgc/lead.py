@@ -1,0 +1,292 @@
+"""The leading rank's message before values travel: its indices, and the scales and signs that values are divided by."""
+
+from dataclasses import dataclass
+from functools import partial
+from math import inf, isfinite, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp import kernels
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.topk import largest_of_parts
+from mpicomp.compressors.wire import compact
+from mpicomp.errors import MessageError
+from mpicomp.places import here, numbers, received
+from mpicomp.rounds import Round, Rounds
+from mpicomp.systems.lgc.compressor import Selected, index_bytes
+from mpicomp.systems.lgc.learned_code import LearnedCode
+from mpicomp.workspace import Workspace
+
+_BYTE = np.dtype(np.uint8)
+_LIMIT = 100.0  # times a layer's scale: larger values are clipped to it before coding, so that no code overflows
+_LANES = 64  # signs in a 64-bit word
+
+
+@dataclass(frozen=True)
+class Lead:
+    """The leading rank's message.
+
+    Parts follow each other, each a multiple of 8 bytes: for each coded layer the scale of its values, a float64; for
+    each coded layer the signs of its values, in words of 64; the leader's code, where it alone has one; the indices of
+    everything but what travels dense, see `mpicomp.systems.lgc.compressor.index_bytes`.
+
+    Parameters
+    ----------
+    selected : Selected
+        The elements of the bucket that are sent.
+    numel : int
+        Length of the bucket.
+    frame : bool
+        Whether scales travel.
+    signs : bool
+        Whether signs travel, too.
+    code_bytes : int
+        Length of the code; 0 where it does not travel here.
+    """
+
+    selected: Selected
+    numel: int
+    frame: bool = False
+    signs: bool = False
+    code_bytes: int = 0
+
+    @property
+    def layers(self) -> list[slice]:
+        """The places of coded layers among the coded values."""
+        first = self.selected.coded.start
+        pairs = zip(self.selected.parts, self.selected.places, strict=True)
+        coded = [place for part, place in pairs if part.travels == "coded"]
+        return [slice(place.start - first, place.stop - first) for place in coded]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Bytes of scales, signs, code and indices."""
+        layers = self.layers
+        words = sum(-(-(layer.stop - layer.start) // _LANES) for layer in layers)
+        indices = index_bytes(self.selected.indices, self.numel)
+        return 8 * len(layers) * self.frame, 8 * words * self.signs, -(-self.code_bytes // 8) * 8, indices
+
+    def round(self, leader: int) -> Round:
+        """Return the shape of the broadcast."""
+        return Round("bcast", (sum(self.sizes),), _BYTE, root=leader)
+
+    def cut(self, message: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], ...]:
+        """Return scales, signs, code and indices as views of the message."""
+        parts, start = [], 0
+        for size in self.sizes:
+            parts.append(message[start : start + size])
+            start += size
+        return tuple(parts)
+
+
+@dataclass
+class Led:
+    """Indices, values and frame that every rank has after the broadcast, in the workspace's arrays.
+
+    Attributes
+    ----------
+    indices : array of uint32, shape (count,)
+        Of all elements that are sent, ascending; the same on all ranks.
+    values : array, shape (count,)
+        This rank's, at these indices.
+    frame : array, shape (coded,)
+        Divisors of the coded values; the same on all ranks.
+    code : array of uint8
+        The leader's code.
+    problem : MessageError or None
+        The error in the message that this rank received, or None; with an error values are zeros, and the frame is one.
+    """
+
+    indices: NDArray[np.uint32]
+    values: NDArray[np.floating]
+    frame: NDArray[np.floating]
+    code: NDArray[np.uint8]
+    problem: MessageError | None = None
+
+
+def leader_of(context: Context) -> int:
+    """Draw the rank that leads in a step, the same on all ranks."""
+    return int(context.random(shared=True).integers(context.group.size))
+
+
+def follow(lead: Lead, accumulated: Accumulated, context: Context, code: LearnedCode | None = None) -> Rounds[Led]:
+    """Select on the leading rank and broadcast its message; as rounds.
+
+    Parameters
+    ----------
+    lead : Lead
+        The message of the leading rank.
+    accumulated, context
+        See `Scheme.exchange`.
+    code : LearnedCode, optional
+        Of the leader, where the code is a part of the message.
+    """
+    workspace = context.workspace
+    leader = leader_of(context)
+    task = lead.round(leader)
+    if context.group.rank == leader:
+        task.send = workspace.array("lead", task.counts[0], _BYTE)
+        _write(lead, accumulated, context, code, task.send)
+    task.recv = workspace.array("led", task.counts[0], _BYTE)
+    scales, signs, told, indices = lead.cut((yield task))
+    frame = workspace.array("frame", lead.selected.coded_count * lead.frame, accumulated.dtype)
+    try:
+        own, ascending = _decoded(lead, indices, workspace)
+        listed = _listed(lead, own, workspace)
+        values, known = _gathered(listed, accumulated, workspace)
+        _check_indices(lead, accumulated.numel, leader, *numbers(ascending, known))
+        if lead.frame:
+            of_layers = received(scales).view(np.float64)
+            _check_scales(of_layers, leader)
+            _unpack_frame(lead, of_layers, signs.view(np.uint64), frame)
+    except MessageError as error:
+        frame[:] = 1
+        count = lead.selected.count
+        none = here().bring(np.arange(count, dtype=np.uint32)), here().zeros(count, accumulated.dtype)
+        return Led(*none, frame, told, error)
+    return Led(listed, values, frame, told)
+
+
+def own_values(
+    selected: Selected, accumulated: Accumulated, context: Context
+) -> tuple[NDArray[np.uint32], NDArray[np.floating]]:
+    """Return the indices of this rank's largest values and of all that travels dense, ascending, and the values."""
+    workspace, lead = context.workspace, Lead(selected, accumulated.numel)
+    chosen = largest_of_parts(accumulated, context, selected.regions).indices
+    indices = _listed(lead, chosen, workspace)
+    return indices, _gathered(indices, accumulated, workspace)[0]
+
+
+def make_frame(lead: Lead, values: NDArray[np.floating], frame: NDArray[np.floating]) -> None:
+    """Write the divisors of coded values as if a rank with these values led; for the rank that learns."""
+    words = np.empty(sum(-(-(layer.stop - layer.start) // _LANES) for layer in lead.layers), np.uint64)
+    _unpack_frame(lead, _pack_frame(lead, values, words), words, frame)
+
+
+def relative(values: NDArray[np.floating], frame: NDArray[np.floating], out: NDArray[np.floating]) -> None:
+    """Divide values by a frame, and clip them to `_LIMIT`; infinity too, but not NaN."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        np.divide(values, frame, out=out)
+    np.clip(out, -_LIMIT, _LIMIT, out=out)
+
+
+def _write(
+    lead: Lead, accumulated: Accumulated, context: Context, code: LearnedCode | None, message: NDArray[np.uint8]
+) -> None:
+    """Fill the leader's message."""
+    workspace = context.workspace
+    chosen = largest_of_parts(accumulated, context, lead.selected.regions).indices
+    scales, signs, told, indices = lead.cut(message)
+    if _plain(lead):
+        indices[:] = 0  # and what is left of the last word
+        indices.view(np.uint32)[: chosen.size] = chosen
+    else:
+        kernels.encode_indices(chosen, lead.numel, indices)
+    if not lead.frame:
+        return
+    values, _ = _gathered(_listed(lead, chosen, workspace), accumulated, workspace)
+    values = values[lead.selected.coded]
+    of_layers = _pack_frame(lead, values, signs.view(np.uint64))
+    here().assign(scales.view(np.float64), of_layers)
+    if code is not None:
+        frame = workspace.array("frame", values.size, accumulated.dtype)
+        _unpack_frame(lead, of_layers, signs.view(np.uint64), frame)
+        own = workspace.array("relative", values.size, accumulated.dtype)
+        relative(values, frame, own)
+        code.encode(own, told[: lead.code_bytes].view(accumulated.dtype))
+
+
+def _plain(lead: Lead) -> bool:
+    """Return whether indices travel as they are."""
+    return compact(lead.selected.indices, lead.numel) == "plain"
+
+
+def _decoded(lead: Lead, message: NDArray[np.uint8], workspace: Workspace) -> tuple[NDArray[np.uint32], bool]:
+    """Return a message's indices, and whether they ascend below the length of the bucket, which nobody waits for."""
+    count = lead.selected.indices
+    if _plain(lead):
+        indices: NDArray[np.uint32] = message.view(np.uint32)[:count]
+        return indices, kernels.ascending_below(indices, lead.numel)
+    indices = workspace.array("lead.indices", count, np.uint32)
+    return indices, kernels.decode_indices(message, count, lead.numel, indices)
+
+
+def _check_indices(lead: Lead, numel: int, leader: int, ascending: bool, known: bool) -> None:
+    """Raise where indices are wrong."""
+    if not ascending:
+        raise MessageError(f"learned: from rank {leader}: indices do not ascend below {lead.numel}")
+    if not known:
+        raise MessageError(f"learned: an index that all ranks were told is not below {numel}")
+
+
+def _listed(lead: Lead, indices: NDArray[np.uint32], workspace: Workspace) -> NDArray[np.uint32]:
+    """Return the indices of everything that is sent: those of dense parts are known."""
+    selected = lead.selected
+    if selected.count == selected.indices:
+        return indices
+    listed: NDArray[np.uint32] = workspace.array("listed", selected.count, np.uint32)
+    start = 0
+    for part, place in zip(selected.parts, selected.places, strict=True):
+        if part.travels == "dense":
+            bounds = part.start, part.stop
+            listed[place] = workspace.made(("dense", *bounds), partial(_all_between, *bounds))
+        else:
+            listed[place] = indices[start : start + part.kept]
+            start += part.kept
+    return listed
+
+
+def _all_between(start: int, stop: int) -> NDArray[np.uint32]:
+    indices: NDArray[np.uint32] = here().bring(np.arange(start, stop, dtype=np.uint32))
+    return indices
+
+
+def _gathered(
+    listed: NDArray[np.uint32], accumulated: Accumulated, workspace: Workspace
+) -> tuple[NDArray[np.floating], bool]:
+    """Return the values at some indices, and whether there are such values, which nobody waits for."""
+    values: NDArray[np.floating] = workspace.array("listed.values", listed.size, accumulated.dtype)
+    return values, kernels.gather(accumulated.array(), listed, values)
+
+
+def _check_scales(scales: NDArray[np.float64], leader: int) -> None:
+    """Raise where a scale of the leading rank is not a positive number."""
+    for scale in scales.tolist():
+        if not 0 < scale < inf:
+            raise MessageError(f"learned: from rank {leader}: scales must be positive numbers, got {scale}")
+
+
+def _pack_frame(lead: Lead, values: NDArray[np.floating], signs: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return the root mean square of each layer's values, in host memory, and write their signs."""
+    start, energies = 0, []
+    for layer in lead.layers:
+        own = values[layer]
+        energies.append(kernels.energy(own))
+        if lead.signs:
+            words = -(-own.size // _LANES)
+            kernels.pack_votes(own, signs[start : start + words])
+            start += words
+    scales = np.ones(len(energies))
+    for number, (layer, energy) in enumerate(
+        zip(lead.layers, here().to_host(np.stack(energies)).tolist(), strict=True)
+    ):
+        scale = float(values.dtype.type(sqrt(energy / (layer.stop - layer.start)))) if isfinite(energy) else 0.0
+        if scale > 0:
+            scales[number] = scale
+    return scales
+
+
+def _unpack_frame(
+    lead: Lead, scales: NDArray[np.float64], signs: NDArray[np.uint64], frame: NDArray[np.floating]
+) -> None:
+    start = 0
+    for layer, scale in zip(lead.layers, scales.tolist(), strict=True):
+        own = frame[layer]
+        if lead.signs:
+            words = -(-own.size // _LANES)
+            kernels.unpack_votes(signs[start : start + words], scale, own)
+            start += words
+        else:
+            own[:] = scale

@@ -1,0 +1,174 @@
+"""The mean of all ranks' codes, which every rank decodes."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp import kernels
+from mpicomp.collectives.scheme import Exchange, Result, Scheme, check_undamaged, far_from_largest, gain_of
+from mpicomp.collectives.sparse_mean import SparseMean
+from mpicomp.compressors.accumulated import TAIL, Accumulated
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.dense import Dense
+from mpicomp.compressors.kinds import Selection
+from mpicomp.compressors.message import DAMAGED
+from mpicomp.places import numbers
+from mpicomp.rounds import Group, Round
+from mpicomp.systems.lgc.compressor import LGC
+from mpicomp.systems.lgc.lead import Lead, follow, leader_of, relative
+from mpicomp.systems.lgc.learned_code import LearnedCode
+
+_TOLD = np.dtype([("energy", "<f8"), ("sparse", "<f8"), ("match", "<f8"), ("decoded", "<f8")])
+"""Squared norms of a rank's whole array and of what is not coded, of which rounding is taken off; then, of what is
+coded, the product of its values with its share of what is decoded, and the squared norm of this share, both before it
+is scaled.
+"""
+_DAMAGED = -1.0  # in place of the last of them, where a rank could not read what it was sent
+_BYTE = np.dtype(np.uint8)
+
+
+class CodeRing:
+    """The third phase of LGC, ring instance.
+
+    A bcast of indices and of what values are relative to; the inner collective's sum of codes and of what is not coded;
+    and an allgatherv of some norms, from which all ranks work out the factor that the decoded values are scaled by:
+    that which loses least energy, over all ranks.
+
+    Parameters
+    ----------
+    compressor : LGC
+        For a bucket.
+    code : LearnedCode
+        Learned, the same on all ranks.
+    inner : Scheme
+        Sums codes.
+    """
+
+    def __init__(self, compressor: LGC, code: LearnedCode, inner: Scheme[Dense]) -> None:
+        self._compressor = compressor
+        self._code = code
+        self._sum = inner
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int) -> list[Round]:
+        """Return the rounds; see `Scheme.rounds`."""
+        lead = self._lead(numel)
+        coded = lead.selected.coded_count
+        travels = self._code.length(coded) + lead.selected.count - coded
+        return [
+            lead.round(leader_of(Context(group=group, step=step))),
+            *self._sum.rounds(travels, dtype, group, step),
+            _tell(group),
+        ]
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Encode, sum, decode, scale; see `Scheme.exchange`."""
+        group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
+        lead = self._lead(accumulated.numel)
+        # 1. One rank, drawn at random, broadcasts its indices and what values are relative to.
+        led = yield from follow(lead, accumulated, context)
+        coded = lead.selected.coded
+        count = lead.selected.coded_count
+        length = code.length(count)
+        # 2. Encode this rank's values there, and sum the codes; what is not coded travels beside them.
+        own = led.values[coded]
+        shares = workspace.array("relative", count, dtype)
+        relative(own, led.frame, shares)
+        rest = led.values.size - count
+        travels = workspace.array("code", length + rest + TAIL, dtype)
+        code.turn(context.step)
+        code.encode(shares, travels[:length])
+        travels[length : length + coded.start] = led.values[: coded.start]
+        travels[length + coded.start : length + rest] = led.values[coded.stop :]
+        moments = accumulated.untold
+        part = Accumulated.ready(travels, moments.energy, 0.0, moments.finite, accumulated.stale)
+        summed = yield from self._sum.exchange(part, context)
+        assert not isinstance(summed.sent, Selection)
+
+        # 3. Decode the mean of codes, and what this rank has sent of it.
+        decoded = workspace.array("decoded", count, dtype)
+        code.decode_near(summed.sent[:length], summed.mean[:length], shares, decoded)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            np.multiply(shares, led.frame, out=shares)
+            np.multiply(decoded, led.frame, out=decoded)
+        # 4. Gather how well decoded values fit, and scale them by the factor that leaves least over all ranks.
+        task = _tell(group)
+        uncoded, rounded = travels[length : length + rest], 0.0
+        sparse = kernels.energy(uncoded)
+        if self._compressor.wire is not None:
+            np.subtract(uncoded, summed.sent[length:], out=uncoded)
+            rounded = kernels.energy(uncoded)
+        energy, sparse, rounded, match, decoded_energy, coded_energy = numbers(
+            moments.energy, sparse, rounded, product(own, shares), kernels.energy(shares), kernels.energy(own)
+        )
+        told = (energy, sparse - rounded, float(match), decoded_energy)
+        problem = led.problem or summed.problem
+        if problem is not None:
+            told = (*told[:3], _DAMAGED)
+        task.send = np.array([told], _TOLD).view(_BYTE)
+        task.recv = workspace.host_array("told", sum(task.counts), _BYTE)
+        everyones = (yield task).view(_TOLD)
+        check_undamaged("learned", DAMAGED * bool((everyones["decoded"] == _DAMAGED).any()), problem)
+        factor = 1.0 if self._compressor.published else _best(everyones, dtype)
+        lost = _lost(everyones, factor)
+        finite = _is_finite(everyones, factor, dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            missed = max(coded_energy + factor * (factor * told[3] - 2 * told[2]), 0.0)  # NaN stays
+
+        mean, sent = (workspace.array(f"learned {name}", led.values.size, dtype) for name in ("mean", "sent"))
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            np.multiply(decoded, dtype.type(factor), out=mean[coded])
+            np.multiply(shares, dtype.type(factor), out=sent[coded])
+        mean[: coded.start] = summed.mean[length : length + coded.start]
+        mean[coded.stop :] = summed.mean[length + coded.start :]
+        sent[: coded.start] = summed.sent[length : length + coded.start]
+        sent[coded.stop :] = summed.sent[length + coded.start :]
+        whole = SparseMean.cleared(workspace, accumulated.numel, dtype)
+        whole.add(led.indices, mean, 1.0)
+        [mean_finite] = numbers(np.isfinite(mean).all())
+        return Result(
+            mean=whole.array,
+            sent=Selection(led.indices, led.values if self._compressor.error == "selected" else sent),
+            energy=summed.energy,
+            gain=gain_of(lost, float(everyones["energy"].sum())),
+            kept=float(led.values.size),
+            nonfinite=summed.nonfinite or not finite or not mean_finite,
+            stale=summed.stale,
+            code_error=1 - gain_of(missed, coded_energy),  # of this rank's share in what is decoded
+        )
+
+    def _lead(self, numel: int) -> Lead:
+        return Lead(self._compressor.selected(numel), numel, frame=True, signs=self._compressor.signs)
+
+
+def _tell(group: Group) -> Round:
+    return Round("allgatherv", [_TOLD.itemsize] * group.size, _BYTE)
+
+
+def product(first: NDArray[np.floating], second: NDArray[np.floating]) -> float:
+    """Return the product of two vectors, summed in float64; NaN and infinity come out as they do."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        summed: float = np.einsum("i,i->", first, second, dtype=np.float64)
+    return summed
+
+
+def _best(everyones: NDArray[Any], dtype: np.dtype[Any]) -> float:
+    """Return the factor for decoded values with the least error over all ranks; never a negative one."""
+    # Not a number, or infinite: some rank has flagged it, or the mean will be found to be.
+    with np.errstate(over="ignore", invalid="ignore"):
+        match, decoded = float(everyones["match"].sum()), float(everyones["decoded"].sum())
+        return float(dtype.type(match / decoded)) if match > 0 and decoded > 0 else 0.0
+
+
+def _is_finite(everyones: NDArray[Any], factor: float, dtype: np.dtype[Any]) -> bool:
+    """Return whether each rank's sent part and its residual are finite; all ranks find the same."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        energies = everyones["energy"] + factor * factor * everyones["decoded"]
+    return all(far_from_largest(energy, dtype) for energy in energies.tolist())
+
+
+def _lost(everyones: NDArray[Any], factor: float) -> float:
+    """Return the energy that is not delivered, over all ranks."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        unsent = everyones["energy"] - everyones["sparse"] - 2 * factor * everyones["match"]
+        return float(np.maximum(unsent + factor * factor * everyones["decoded"], 0).sum())

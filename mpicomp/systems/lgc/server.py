@@ -1,0 +1,211 @@
+"""Exchange of one rank's code for all ranks, with each rank's innovation on it."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp import kernels
+from mpicomp.collectives.scheme import (
+    Exchange,
+    Result,
+    check_undamaged,
+    far_from_largest,
+    gain_of,
+    undelivered,
+)
+from mpicomp.collectives.sparse_mean import SparseMean
+from mpicomp.compressors.accumulated import Accumulated
+from mpicomp.compressors.base import kept
+from mpicomp.compressors.context import Context
+from mpicomp.compressors.kinds import Selection
+from mpicomp.compressors.message import (
+    DAMAGED,
+    NONFINITE,
+    STALE,
+    message_bytes,
+    read_message,
+    write_damaged,
+    write_message,
+)
+from mpicomp.compressors.wire import Wire, compact
+from mpicomp.errors import MessageError
+from mpicomp.places import numbers, received
+from mpicomp.rounds import Group, Round
+from mpicomp.systems.lgc.compressor import LGC
+from mpicomp.systems.lgc.lead import Lead, Led, follow, leader_of
+from mpicomp.systems.lgc.learned_code import LearnedCode
+from mpicomp.systems.lgc.ring import product
+
+_BYTE = np.dtype(np.uint8)
+_FACTOR = 8  # bytes
+
+
+class CodeServer:
+    """The third phase of LGC, instance of the parameter server, without a server.
+
+    A bcast of one rank's indices, of what values are relative to, and of its code; every rank decodes it with each
+    rank's decoder. Then an allgatherv, in which each rank tells the factor by which its decoded values fit best, what
+    is not coded, and its innovation: its exact values where those are furthest off. So all ranks know what each one has
+    sent, and take the mean of that.
+
+    Parameters
+    ----------
+    compressor : LGC
+        For a bucket.
+    code : LearnedCode
+        Learned, the same on all ranks.
+    """
+
+    def __init__(self, compressor: LGC, code: LearnedCode) -> None:
+        self._compressor = compressor
+        self._code = code
+
+    def rounds(self, numel: int, dtype: np.dtype[Any], group: Group, step: int) -> list[Round]:
+        """Return the rounds; see `Scheme.rounds`."""
+        lead = self._lead(numel, dtype)
+        return [lead.round(leader_of(Context(group=group, step=step))), self._gather(lead, dtype, group)]
+
+    def exchange(self, accumulated: Accumulated, context: Context) -> Exchange:
+        """Decode one rank's code on all ranks, add innovations, average; see `Scheme.exchange`."""
+        group, workspace, dtype, code = context.group, context.workspace, accumulated.dtype, self._code
+        lead = self._lead(accumulated.numel, dtype)
+        coded = lead.selected.coded
+        count = lead.selected.coded_count
+        code.turn(context.step)
+        # 1. One rank, drawn at random, broadcasts its indices, what values are relative to, and the code of its values.
+        led = yield from follow(lead, accumulated, context, code)
+        common = led.code[: lead.code_bytes].view(dtype)
+
+        task = self._gather(lead, dtype, group)
+        task.send = workspace.array("message", task.counts[0], _BYTE)
+        task.recv = workspace.array("messages", sum(task.counts), _BYTE)
+        if led.problem is not None:
+            write_damaged(self._parts(lead, task.send, dtype)[2])
+            yield task
+            check_undamaged("learned", DAMAGED, led.problem)
+        # 2. Decode it by this rank's own decoder, and select the innovation: the values that are missed most.
+        decoded = workspace.array("decoded", count, dtype)
+        self._decode(common, group.rank, led, decoded)
+        missed, coded_energy = self._write(lead, led, decoded, accumulated, context, task.send)
+        # 3. Gather factors, innovations and what is not coded; decode for every rank, and average.
+        messages = yield task
+
+        mean, sent = (workspace.array(f"learned {name}", led.values.size, dtype) for name in ("mean", "sent"))
+        values = workspace.array("relative", led.values.size, dtype)
+        mean[:] = 0
+        flags, energy, lost = 0, 0.0, 0.0
+        unread: MessageError | None = None
+        for rank, message in enumerate(messages.reshape(group.size, -1)):
+            stored, rest, sparse = self._parts(lead, message, dtype)
+            self._decode(common, rank, led, values[coded])
+            try:
+                told = read_message(sparse, count, dtype, workspace, self._innovations(lead))
+            except MessageError as error:
+                unread = unread or MessageError(f"learned: from rank {rank}: {error}")
+                continue
+            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+                np.multiply(values[coded], dtype.type(received(stored)[0]), out=values[coded])
+                values[coded][told.selection.indices] = told.selection.values
+                values[: coded.start] = rest[: coded.start]
+                values[coded.stop :] = rest[coded.start :]
+                np.add(mean, values, out=mean)
+            if rank == group.rank:
+                sent[:] = values
+            flags, energy, lost = flags | told.flags, energy + told.energy, lost + told.lost
+            # What a rank has sent, and what stays in its residual, are finite with these; all ranks find the same.
+            flags |= NONFINITE * (not far_from_largest(told.energy + told.lost, dtype))
+        check_undamaged("learned", flags, None)
+        if unread is not None:
+            return undelivered(accumulated, unread, stale=False)
+        with np.errstate(under="ignore", invalid="ignore"):
+            np.multiply(mean, dtype.type(1 / group.size), out=mean)
+        whole = SparseMean.cleared(workspace, accumulated.numel, dtype)
+        whole.add(led.indices, mean, 1.0)
+        [mean_finite] = numbers(np.isfinite(mean).all())
+        return Result(
+            mean=whole.array,
+            sent=Selection(led.indices, led.values if self._compressor.error == "selected" else sent),
+            energy=energy,
+            gain=gain_of(lost, energy),
+            kept=float(led.values.size),
+            nonfinite=bool(flags & NONFINITE) or not mean_finite,
+            stale=bool(flags & STALE),
+            code_error=1 - gain_of(missed, coded_energy),  # of this rank's values, innovation included
+        )
+
+    def _decode(self, common: NDArray[np.floating], rank: int, led: Led, out: NDArray[np.floating]) -> None:
+        """Write the values that a rank's decoder makes of the code."""
+        self._code.decode(common, out, rank)
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            np.multiply(out, led.frame, out=out)
+
+    def _write(
+        self,
+        lead: Lead,
+        led: Led,
+        decoded: NDArray[np.floating],
+        accumulated: Accumulated,
+        context: Context,
+        message: NDArray[np.uint8],
+    ) -> tuple[float, float]:
+        """Fill this rank's message; return the energy of its coded values that is in neither code nor innovation.
+
+        And that of all of them.
+        """
+        workspace, dtype, coded = context.workspace, accumulated.dtype, lead.selected.coded
+        own = led.values[coded]
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            match, energy = map(float, numbers(product(own, decoded), kernels.energy(decoded)))
+            best = match / energy if match > 0 and energy > 0 else 0.0  # loses least on this rank
+            factor = dtype.type(1.0 if self._compressor.published else best)
+            missed = workspace.array("missed", own.size, dtype)
+            np.multiply(decoded, factor, out=missed)
+            np.subtract(own, missed, out=missed)
+        places = workspace.array("innovation.places", self._innovations(lead), np.uint32)
+        off = workspace.array("innovation.off", places.size, dtype)
+        kernels.select_largest(missed, kernels.kth_magnitude(missed, places.size), places, off)
+        # Lost is what is not listed, and what is missed of what is coded but for the innovation.
+        energies = (kernels.energy(array) for array in (missed, off, led.values, own))
+        missed_energy, off_energy, listed_energy, coded_energy = numbers(*energies)
+        left_out = max(missed_energy - off_energy, 0.0)  # NaN stays
+        left = listed_energy - left_out
+        innovation = workspace.array("innovation.values", places.size, dtype)
+        kernels.gather(own, places, innovation)
+
+        stored, rest, sparse = self._parts(lead, message, dtype)
+        stored[0] = factor
+        rest[: coded.start] = led.values[: coded.start]
+        rest[coded.start :] = led.values[coded.stop :]
+        selection, moments = Selection(places, innovation), accumulated.untold
+        flags = STALE * accumulated.stale
+        write_message(sparse, selection, own.size, self._wire(lead), flags, moments.energy, left, moments.finite)
+        return left_out, coded_energy
+
+    def _lead(self, numel: int, dtype: np.dtype[Any]) -> Lead:
+        selected = self._compressor.selected(numel)
+        length = self._code.length(selected.coded_count)
+        return Lead(selected, numel, True, self._compressor.signs, length * dtype.itemsize)
+
+    def _innovations(self, lead: Lead) -> int:
+        """Return the number of values that travel as they are."""
+        return kept(self._compressor.innovation, lead.selected.coded_count)
+
+    def _wire(self, lead: Lead) -> Wire:
+        return Wire(None, compact(self._innovations(lead), lead.selected.coded_count))
+
+    def _gather(self, lead: Lead, dtype: np.dtype[Any], group: Group) -> Round:
+        innovation = message_bytes(self._innovations(lead), lead.selected.coded_count, dtype, self._wire(lead))
+        return Round("allgatherv", [_FACTOR + self._rest_bytes(lead, dtype) + innovation] * group.size, _BYTE)
+
+    def _rest_bytes(self, lead: Lead, dtype: np.dtype[Any]) -> int:
+        return -(-(lead.selected.count - lead.selected.coded_count) * dtype.itemsize // 8) * 8
+
+    def _parts(
+        self, lead: Lead, message: NDArray[np.uint8], dtype: np.dtype[Any]
+    ) -> tuple[NDArray[np.float64], NDArray[np.floating], NDArray[np.uint8]]:
+        """Return the factor, the values not coded and the innovation's message, as views of a rank's message."""
+        rest = lead.selected.count - lead.selected.coded_count
+        middle = _FACTOR + self._rest_bytes(lead, dtype)
+        values = message[_FACTOR : _FACTOR + rest * dtype.itemsize].view(dtype)
+        return message[:_FACTOR].view(np.float64), values, message[middle:]

@@ -1,0 +1,387 @@
+"""L-GreCo: a ratio, a rank or bits for each layer: the model's error is what it was, and the bytes are fewest."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpicomp.collectives import fitting
+from mpicomp.compressors import Compressor, get_compressor
+from mpicomp.compressors.base import check_choice, check_range
+from mpicomp.cost import CostModel
+from mpicomp.errors import ConfigurationError
+from mpicomp.policies.adaptive import Adaptive
+from mpicomp.policies.allocate import least_total, total
+from mpicomp.policies.policy import Delivered, Named, Shape, StepReport, feedback_of
+from mpicomp.policies.ratio_levels import at_ratio, check_least, ladder
+from mpicomp.policies.registry import get_policy
+from mpicomp.policies.surveys import Both, SumSurvey, Survey
+from mpicomp.published import published
+from mpicomp.registry import register
+from mpicomp.rounds import Rounds
+from mpicomp.systems.lgreco.layer_tables import Table, mixed_table, table_for
+from mpicomp.transport.base import Transport
+
+_SURVEYS = 10  # steps that are looked at before an adjustment
+_RATIOS = 8.0  # how far candidate ratios are from the uniform one, as a factor
+_NARROW = 2.0  # the same for ranks and bits
+
+
+@register
+@published(error="sum", first=1000, every=1000)
+@dataclass(eq=False)
+class LGreCo(Adaptive):
+    """Gives each layer its own ratio (top-k), rank (PowerSGD) or bits (QSGD, uniform), anew every few steps.
+
+    Among the candidates of all layers of the model those are taken whose bytes are fewest, with a sum of errors of at
+    most ``alpha`` times that of the uniform setting, which is what the compressor was given. The dynamic programme cuts
+    that limit into 10000 parts; the sum may be above it by one of them for every layer. With ``alpha=1`` what is
+    chosen is never larger than what is uniform.
+
+    The error of a layer is the L2 norm, not squared, of what its setting leaves out of the accumulated gradient. It
+    comes from the last ten steps before an adjustment: for top-k from spectra, of one element in eight where layers are
+    large, for PowerSGD from the leading singular values of every matrix, for quantisers from packing, of one bucket in
+    eight where layers are large, with each number of bits. Every rank solves the same problem.
+
+    Uniform means the same setting for each layer, as in the paper: under this policy top-k selects in every layer
+    by itself, from the first step on. PowerSGD's vectors and matrices that are not worth compressing travel as they
+    do without this policy.
+
+    With ``on`` another policy runs beside this one, and the error of what it chooses stands in place of the uniform
+    one's. It sees the gains of what is sent instead, which has about the same error. Buckets that it sends dense stay
+    so. Where it changes its choice, that is taken as it is for one step, and layers are adjusted at the next.
+
+    With ``families`` a layer may also be sent by another compressor than the one that was named, at any setting of it:
+    one kind of element selection, one of low rank and one of few bits can be mixed. The error is still at most that of
+    the named one's uniform setting. Every array is then a bucket of its own, whatever ``bucket_bytes`` says, and takes
+    the collective that carries its compressor, so that none can be named. All have to agree whether there are
+    residuals, and in clipping and momentum; ``on`` is not for them.
+
+    With ``published`` errors are those of the sum of rank 0's ten accumulated gradients, from all elements, and the
+    programme is the paper's: limits are kept exactly, and nothing is compared with the uniform setting, which rounding
+    may rule out. What differs from the paper then: every rank solves the same problem from what rank 0 tells, in place
+    of a broadcast of its solution; errors of all ranks of a matrix come from one subspace iteration, not from a run of
+    each. Every law of the design holds. The first steps are at the uniform setting, and with ``warmup=1000`` dense, as
+    in the paper's code.
+
+    Parameters
+    ----------
+    alpha : float
+        Share of the uniform error that is allowed, above 0.
+    every : int
+        Steps between adjustments, at least 2.
+    first : int
+        Steps before the first one, which are uniform; at least 2.
+    span : float or None
+        Candidates are up to this many times lower and higher than the uniform setting, at least 1. None is 8 for ratios
+        and 2 for ranks and bits, with ``on`` 4 for ranks.
+    on : str, mapping or None
+        A policy's name or configuration: one that chooses a setting of the compressor for each bucket, such as
+        ``"gravac"``.
+    error : {"mean", "sum"}
+        ``"mean"``: of a layer in ten steps, the root of the mean square. ``"sum"``: of the sum of what these ten steps
+        have accumulated, on each rank by itself; it takes an array as long as the gradient.
+    families : sequence of str or mapping
+        Names or configurations of further compressors that layers may take; empty leaves all to the one that was named.
+    published : bool
+        True is the paper's; settings not given have its values, see `as_published`, of its Transformer-XL.
+    """
+
+    id: ClassVar[str] = "lgreco"
+    paper: ClassVar[str] = (
+        "L-GreCo, Alimohammadi et al. 2022, arXiv 2210.17357; errors of all ranks from spectra (top-k), a subspace "
+        "iteration (PowerSGD) or packing (quantisers), the mean square of ten steps in place of the sum's, the "
+        "programme's capacity is one part a layer larger, never larger than uniform"
+    )
+    resumes: ClassVar[bool] = False
+
+    alpha: float = 1.0
+    every: int = 50
+    first: int = 20
+    span: float | None = None
+    on: str | Mapping[str, Any] | None = None
+    error: str = "mean"
+    families: Sequence[str | Mapping[str, Any]] = ()
+    published: bool = field(default=False, kw_only=True)
+
+    def check(self) -> None:
+        """See `Policy.check`."""
+        check_range(self.id, "alpha", self.alpha, 0, float("inf"))
+        if self.alpha == 0:
+            raise ConfigurationError(f"{self.id}: alpha must be above 0, got {self.alpha!r}")
+        check_least(self.id, "every", self.every, 2)
+        check_least(self.id, "first", self.first, 2)
+        if self.span is not None:
+            check_range(self.id, "span", self.span, 1, float("inf"))
+        check_choice(self.id, "error", self.error, ("mean", "sum"))
+        if isinstance(self.families, str | Mapping):
+            raise ConfigurationError(f"{self.id}: families must be a list of compressors, got {self.families!r}")
+        others = [get_compressor(family) for family in self.families]
+        self.families = [family.get_config() for family in others]
+        self._families: list[Compressor] = others
+        if others and self.on is not None:
+            raise ConfigurationError(f"{self.id}: takes either on or families, got both; leave one of them out")
+        self._inner: Adaptive | None = None
+        if self.on is not None:
+            if not isinstance(self.on, str | Mapping):
+                raise ConfigurationError(f"{self.id}: on must be a policy's name or configuration, got {self.on!r}")
+            inner = get_policy(self.on)
+            if not isinstance(inner, Adaptive) or isinstance(inner, LGreCo):
+                raise ConfigurationError(
+                    f"{self.id}: on must be a policy that chooses a setting of the compressor for each bucket, such as "
+                    f"gravac, got {inner.id}"
+                )
+            self._inner, self.on = inner, inner.get_config()
+
+    def adopt(self, named: Named) -> None:
+        """See `Policy.adopt`. Where no compressor was named it is top-k."""
+        super().adopt(named)
+        self._families = [self.compressor, *(get_compressor(family) for family in self.families)]
+        self._check_families(named)
+        if self._inner is not None:
+            # It chooses settings alone: with a collective that is named it measures nothing.
+            collective = self._pinned or fitting(self.compressor)[0]
+            self._inner.adopt(Named(self.compressor, collective, self.feedback))
+        self._sums: list[SumSurvey | None] = []
+        self._count = 0  # steps since the last adjustment
+        self._adjusted = False
+        self._tables: list[Table] = []
+        self._bases: list[Compressor | None] = []  # what the error is to be that of, in the last step
+        self._solved: list[Compressor | None] = []  # what it was when the layers were adjusted
+        self._chosen: dict[str, Any] = {}  # settings by layer, and what each had where they were chosen
+        self._instead: dict[str, Any] = {}
+        self._plans: list[tuple[Compressor, Compressor, str] | None] = []  # of each bucket: what for, what, and why
+        self._reason = ""
+        self._looked: list[tuple[Survey | None, Survey | None]] = []  # the other policy's and this one's, in this step
+        self._surveyed: dict[
+            int, list[tuple[Survey | None, Survey | None]]
+        ] = {}  # of steps that are yet to be heard of
+
+    def check_compressor(self) -> None:
+        """See `Adaptive.check_compressor`."""
+        for compressor in (self.compressor, *self._families):
+            self._check_layers(compressor)
+
+    def _check_families(self, named: Named) -> None:
+        """Raise `ConfigurationError` where compressors cannot be mixed."""
+        first, *others = self._families
+        if others and named.collective != "auto":
+            raise ConfigurationError(
+                f"{self.id}: no collective carries all of {', '.join(own.id for own in self._families)}, so none can "
+                f"be named with families, got '{named.collective}'; leave collective out"
+            )
+        kinds = [own.layer_setting for own in self._families]
+        for place, own in enumerate(others, 1):
+            if own.layer_setting in kinds[:place]:
+                raise ConfigurationError(
+                    f"{self.id}: families must differ in what they set, and two of them set {own.layer_setting}: "
+                    f"{self._families[kinds.index(own.layer_setting)].id} and {own.id}; leave one of them out"
+                )
+            feedback = feedback_of(own, self.feedback if named.feedback is None else named.feedback)
+            if feedback != self.feedback or own.entry != first.entry:
+                what = "residuals" if feedback != self.feedback else "clipping and momentum"
+                raise ConfigurationError(
+                    f"{self.id}: families must agree in {what}, and {own.id} and {first.id} do not; "
+                    "leave one of them out"
+                )
+
+    def _check_layers(self, compressor: Compressor) -> None:
+        if compressor.layer_setting is None:
+            raise ConfigurationError(
+                f"{self.id}: needs a compressor with a ratio, a rank or bits for each layer, which "
+                f"{compressor.id} has not; use topk, powersgd, qsgd or uniform, or policy='static'"
+            )
+        if getattr(compressor, "layers", None):
+            raise ConfigurationError(
+                f"{self.id}: chooses settings of layers by itself, so {compressor.id} cannot have them; "
+                "leave layers out, or use policy='static'"
+            )
+        rows = getattr(compressor, "rows", None)
+        if rows is not None:
+            raise ConfigurationError(
+                f"{self.id}: tells errors of whole matrices, and rows={rows} cuts them; "
+                "leave rows out, or use policy='static'"
+            )
+
+    @property
+    def by_layer(self) -> bool:
+        """See `Adaptive.by_layer`: not where every layer is a bucket of its own."""
+        return not self.families
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """See `Policy.bucket_bytes`: a bucket for each array where they may have different compressors."""
+        return 1 if self.families else None
+
+    @property
+    def listens(self) -> bool:
+        """See `Policy.listens`: what was surveyed in a step comes at the end of the next one."""
+        other = self._inner is not None and self._inner.listens
+        return super().listens or other or bool(self._surveyed)
+
+    def survey(self, bucket: int) -> Survey | None:
+        """See `Policy.survey`: in the steps before an adjustment."""
+        other = None if self._inner is None else self._inner.survey(bucket)
+        # What the last step before an adjustment would tell comes too late.
+        looks = self._count >= self._period - 1 - _SURVEYS and self._count != self._period - 1
+        own = self._tables[bucket].survey if looks else None
+        whole = self._sums[bucket]
+        if own is not None and whole is not None:
+            if self._count == max(0, self._period - 1 - _SURVEYS):
+                whole.begin()
+            whole.last = self._count == self._period - 2
+            own = whole
+        self._looked[bucket] = other, own
+        return Both(other, own) if other is not None and own is not None else other or own
+
+    def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
+        """See `Policy.start`."""
+        self._tables = [self._table(shape) for shape in shapes]
+        sums = [None if self.error == "mean" else table.survey for table in self._tables]
+        self._sums = [None if own is None else SumSurvey(own) for own in sums]
+        self._bases, self._solved = [None] * len(shapes), [None] * len(shapes)
+        self._plans = [None] * len(shapes)
+        self._looked = [(None, None)] * len(shapes)
+        self._surveyed = {}
+        names = {name for table in self._tables for name in table.own(self.compressor)}
+        if not names <= self._chosen.keys():
+            self._count, self._adjusted = 0, False
+        if self._inner is not None:
+            yield from self._inner.start(shapes, transport)
+        yield from super().start(shapes, transport)
+
+    def levels(self) -> list[Compressor]:
+        """See `Adaptive.levels`; what has ranks is predicted to take what it does at the uniform one."""
+        found: list[Compressor] = []
+        for family in self._families:
+            if family.layer_setting != "ratio":
+                found.append(family)
+                continue
+            ratio, span = family.get_config()["ratio"], self._span_of(family)
+            found += [at_ratio(family, own) for own in ladder(ratio / span, min(1.0, ratio * span))]
+        return found
+
+    def refresh(self, transport: Transport) -> Rounds[None]:
+        """See `Policy.refresh`: adjusts what is due."""
+        if self._inner is not None:
+            yield from self._inner.refresh(transport)
+        yield from super().refresh(transport)
+        due = self._count >= self._period
+        if due:
+            for table in self._tables:
+                table.renew()
+        known = all(table.known for table in self._tables)
+        if due and known:
+            self._count, self._adjusted = 0, True
+            self._solve()
+        elif self._adjusted and known and self._bases != self._solved:
+            self._solve()
+
+    def choose(self, bucket: int) -> tuple[Compressor | None, str]:
+        """See `Adaptive.choose`."""
+        base, why = (self.compressor, "") if self._inner is None else self._inner.choose(bucket)
+        self._bases[bucket] = base
+        if base is None:
+            return None, why
+        plan = self._plans[bucket]
+        if plan is None or plan[0] != base:
+            table = self._tables[bucket]
+            own = table.own(base)
+            adjusted = all(self._instead.get(name) == setting for name, setting in own.items()) and bool(own)
+            chosen = {name: self._chosen[name] for name in own} if adjusted else own
+            reason = self._reason if adjusted else "every layer alike"
+            plan = self._plans[bucket] = base, table.compressor(base, chosen), reason
+        return plan[1], "; ".join(filter(None, (why, plan[2])))
+
+    def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
+        """See `Policy.deliver`."""
+        self._count += 1
+        if any(survey is not None for pair in self._looked for survey in pair):
+            self._surveyed[step] = list(self._looked)
+        if self._inner is not None:
+            self._inner.deliver(step, delivered)
+
+    def learn(self, told: StepReport) -> None:
+        """See `Policy.learn`."""
+        super().learn(told)
+        pairs = self._surveyed.get(told.step, [])
+        self._surveyed = {step: own for step, own in self._surveyed.items() if step > told.step}
+        others: dict[int, NDArray[np.float32]] = {}
+        for bucket, surveys in told.surveys.items() if pairs else ():
+            other, own = pairs[bucket]
+            width = 0 if other is None else other.width(self._shapes[bucket].sizes)
+            if other is not None:
+                others[bucket] = surveys[:, :width]
+            if own is not None and surveys.shape[1] > width:  # of a sum there is nothing to tell before the last step
+                self._tables[bucket].take(surveys[: 1 if self.published else None, width:])
+        if self._inner is not None:
+            self._inner.learn(replace(told, surveys=others))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Policy.state_dict`."""
+        return {
+            "count": self._count,
+            "adjusted": self._adjusted,
+            "chosen": dict(self._chosen),
+            "instead": dict(self._instead),
+            "on": None if self._inner is None else self._inner.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], cost: CostModel | None) -> None:
+        """See `Policy.load_state_dict`."""
+        super().load_state_dict(state, cost)
+        self._count, self._adjusted = int(state.get("count", 0)), bool(state.get("adjusted", False))
+        self._chosen, self._instead = dict(state.get("chosen", {})), dict(state.get("instead", {}))
+        self._plans = [None] * len(self._plans)
+        self._reason = "as before the restart"
+        if self._inner is not None:
+            self._inner.load_state_dict(state.get("on") or {}, None)
+
+    @property
+    def _period(self) -> int:
+        return self.every if self._adjusted else self.first
+
+    def _span_of(self, compressor: Compressor) -> float:
+        if self.span is not None:
+            return self.span
+        return _RATIOS if compressor.layer_setting == "ratio" else _NARROW * (1 if self._inner is None else 2)
+
+    def _table(self, shape: Shape) -> Table:
+        tables = [table_for(own, shape, self._span_of(own), self.published) for own in self._families]
+        return mixed_table(self._families, tables, shape) if self.families else tables[0]
+
+    def _solve(self) -> None:
+        """Choose settings of all layers that are compressed."""
+        self._solved = list(self._bases)
+        self._plans = [None] * len(self._tables)
+        pairs = [(table, base) for table, base in zip(self._tables, self._bases, strict=True) if base is not None]
+        settings = [table.settings(base) for table, base in pairs]
+        errors = [own for (table, _), columns in zip(pairs, settings, strict=True) for own in table.errors(columns)]
+        sizes = [
+            own for (table, base), columns in zip(pairs, settings, strict=True) for own in table.sizes(columns, base)
+        ]
+        columns = [own for part in settings for own in part]
+        before = [table.own(base) for table, base in pairs]
+        values = [value for own in before for value in own.values()]
+        default = np.array([np.searchsorted(own, value) for own, value in zip(columns, values, strict=True)], np.int64)
+        limit = self.alpha * total(errors, default)
+        choice = least_total(errors, sizes, limit, default, published=self.published)
+        found = [own[place].item() for own, place in zip(columns, choice, strict=True)]
+        nbytes, uniform = self._nbytes(pairs, found), self._nbytes(pairs, values)
+        if not self.published and nbytes > uniform and total(errors, default) <= limit:
+            found, nbytes = values, uniform  # sizes of layers do not quite add up to a message
+        names = [name for own in before for name in own]
+        self._chosen, self._instead = dict(zip(names, found, strict=True)), dict(zip(names, values, strict=True))
+        share = nbytes / uniform if uniform else 1.0
+        self._reason = f"layers at {share:.2f} of the bytes of all alike"
+
+    def _nbytes(self, pairs: Sequence[tuple[Table, Compressor]], values: Sequence[Any]) -> float:
+        """Return the bytes of all buckets' messages."""
+        nbytes, place = 0.0, 0
+        for table, base in pairs:
+            layers = len(table.own(base))
+            nbytes += table.nbytes(values[place : place + layers], base)
+            place += layers
+        return nbytes

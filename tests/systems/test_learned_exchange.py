@@ -1,0 +1,420 @@
+"""The exchange of learned codes against one written out slowly, with a code that is easy to follow."""
+
+import numpy as np
+import oracle
+import pytest
+from marks import slow
+from worlds import Ranks
+
+import mpicomp
+from mpicomp.collectives import bind
+from mpicomp.errors import IncompatiblePairError, MpicompError
+from mpicomp.systems.lgc.learned_code import LearnedCode
+from mpicomp.transport import LocalWorld
+
+DENSE, LEARNING = 2, 3  # steps
+SHAPES = {
+    "out.bias": (4,),
+    "out.weight": (4, 10),
+    "mid2.weight": (30, 20),
+    "mid1.weight": (25, 16),
+    "in.weight": (3, 3),
+}
+LAYERS = [("out", 44, "sparse"), ("mid2", 600, "coded"), ("mid1", 400, "coded"), ("in", 9, "dense")]
+RATIO = 0.1
+
+
+class Halves(LearnedCode):
+    """The mean of every two values; a decoder repeats it, times what was learned and something of the rank's own."""
+
+    least = 10
+
+    def __init__(self, workspace, seed=0):
+        super().__init__(workspace, seed)
+        self.gain, self.decoders, self.seen = 0.0, 1, []
+
+    def length(self, count):
+        return -(-count // 2)
+
+    def encode(self, values, out):
+        for place in range(out.size):
+            out[place] = values[2 * place : 2 * place + 2].sum() / 2
+
+    def decode(self, code, out, worker=0):
+        out[:] = np.repeat(code, 2)[: out.size] * self.gain * (1 + worker / 8)
+
+    def decode_near(self, code, centre, out, out_centre):
+        self.decode(code, out)
+        self.decode(centre, out_centre)
+
+    def learn(self, values, leader=None):
+        self.seen.append((values.copy(), leader))
+        self.gain += 0.25
+        self.decoders = 1 if leader is None else len(values)
+        return 1 - self.gain
+
+    def size(self, ranks):
+        return ranks
+
+    def weights(self):
+        return np.full(self.decoders, self.gain, np.float32)
+
+    def use(self, weights):
+        self.gain = float(weights[0])
+
+    def state(self):
+        return {"gain": self.gain, "decoders": self.decoders}
+
+    def load(self, state):
+        self.gain, self.decoders = state["gain"], state["decoders"]
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch):
+    """Give LGC that code; gives the codes that were made."""
+    codes = []
+
+    def make(self, workspace, seed=0):
+        codes.append(Halves(workspace, seed))
+        return codes[-1]
+
+    monkeypatch.setattr(mpicomp.LGC, "make_code", make)
+    return codes
+
+
+class Slow:
+    """Every rank's step, one number after the other, in float64."""
+
+    def __init__(self, compressor, ranks):
+        self.compressor, self.ranks, self.steps = compressor, ranks, 0
+        self.residuals = [np.zeros(sum(size for _, size, _ in LAYERS)) for _ in range(ranks)]
+        self.learned, self.energy, self.lost = [], 0.0, 0.0
+
+    def step(self, gradients):
+        everyones = [residual + own for residual, own in zip(self.residuals, gradients, strict=True)]
+        leader = int(np.random.default_rng([0, self.steps, 0]).integers(self.ranks))
+        listed, coded, scales = [], [], {}
+        start = 0
+        for _, size, travels in LAYERS:
+            part = range(start, start + size)
+            if travels != "dense":
+                magnitudes = np.abs(everyones[leader][start : start + size])
+                part = sorted(start + place for place in oracle.largest(magnitudes, oracle.kept(RATIO, size)))
+            if travels == "coded":
+                coded += part
+                scale = np.sqrt(np.mean(np.square(everyones[leader][part])))
+                for place in part:
+                    negative = self.compressor.signs and everyones[leader][place] < 0
+                    scales[place] = -scale if negative else scale
+            listed += part
+            start += size
+        frame = np.array([scales[place] for place in coded])
+        mean, sent = np.zeros_like(everyones[0]), [np.zeros_like(everyones[0]) for _ in range(self.ranks)]
+        if self.compressor.published and DENSE <= self.steps < DENSE + LEARNING:
+            return self.step_with_own(everyones, leader)
+        if self.steps < DENSE:
+            listed, coded = list(range(start)), []
+        for rank, own in enumerate(everyones):
+            sent[rank][listed] = own[listed]
+        if DENSE <= self.steps < DENSE + LEARNING:
+            self.learned.append((np.array([own[coded] / frame for own in everyones]), leader))
+        elif self.steps >= DENSE:
+            gain = 0.25 * LEARNING
+            relative = [np.clip(own[coded] / frame, -100, 100) for own in everyones]
+            codes = [[sum(own[at : at + 2]) / 2 for at in range(0, len(own), 2)] for own in relative]
+            if self.compressor.instance == "ring":
+                shares = [np.repeat(code, 2)[: len(coded)] * gain * frame for code in codes]
+                match = sum(own[coded] @ share for own, share in zip(everyones, shares, strict=True))
+                factor = max(0.0, match / sum(share @ share for share in shares))
+                factor = 1 if self.compressor.published else factor
+                for rank, share in enumerate(shares):
+                    sent[rank][coded] = factor * share
+            else:
+                for rank, own in enumerate(everyones):
+                    share = np.repeat(codes[leader], 2)[: len(coded)] * gain * (1 + rank / 8) * frame
+                    if not self.compressor.published:
+                        share = max(0.0, own[coded] @ share / (share @ share)) * share
+                    count = oracle.kept(self.compressor.innovation, len(coded))
+                    for place in oracle.largest(np.abs(own[coded] - share), count):
+                        share[place] = own[coded[place]]
+                    sent[rank][coded] = share
+        mean = sum(sent) / self.ranks
+        self.energy = sum(own @ own for own in everyones)
+        self.lost = sum(np.sum(np.square(own - part)) for own, part in zip(everyones, sent, strict=True))
+        if self.compressor.error == "selected":
+            for part, own in zip(sent, everyones, strict=True):
+                part[listed] = own[listed]
+        self.residuals = [own - part for own, part in zip(everyones, sent, strict=True)]
+        self.steps += 1
+        return mean
+
+    def step_with_own(self, everyones, leader):
+        """Send every rank's own largest values: the second phase as published."""
+        sent, learned = [], []
+        for own in everyones:
+            sent.append(np.zeros_like(own))
+            learned.append([])
+            start = 0
+            for _, size, travels in LAYERS:
+                part = range(start, start + size)
+                if travels != "dense":
+                    chosen = oracle.largest(np.abs(own[start : start + size]), oracle.kept(RATIO, size))
+                    part = sorted(start + place for place in chosen)
+                sent[-1][part] = own[part]
+                if travels == "coded":
+                    learned[-1].append(own[part])
+                start += size
+        frame = np.concatenate([np.full(part.size, np.sqrt(np.mean(part**2))) for part in learned[leader]])
+        self.learned.append((np.array([np.concatenate(own) / frame for own in learned]), leader))
+        self.energy = sum(own @ own for own in everyones)
+        self.residuals = [own - part for own, part in zip(everyones, sent, strict=True)]
+        self.lost = sum(own @ own for own in self.residuals)
+        self.steps += 1
+        return sum(sent) / self.ranks
+
+
+def flat(arrays):
+    return np.concatenate([arrays[name].ravel() for name in SHAPES])
+
+
+def cut(array):
+    parts, start = {}, 0
+    for name, shape in SHAPES.items():
+        size = int(np.prod(shape))
+        parts[name] = array[start : start + size].reshape(shape)
+        start += size
+    return parts
+
+
+def gradients(rng, ranks):
+    common = rng.standard_t(3, size=sum(size for _, size, _ in LAYERS))
+    return [common + 0.5 * rng.standard_t(3, size=common.size) for _ in range(ranks)]
+
+
+SETTINGS = [
+    {"instance": "ring"},
+    {"instance": "ring", "signs": False},
+    {"instance": "ring", "error": "selected"},
+    {"instance": "server"},
+    {"instance": "server", "innovation": 0.5, "signs": False},
+    {"instance": "server", "error": "selected"},
+    {"instance": "ring", "published": True},
+    slow({"instance": "server", "published": True}),
+]
+
+
+def lgc(**settings):
+    return mpicomp.LGC(ratio=RATIO, dense_steps=DENSE, training_steps=LEARNING, **settings)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("ranks", [1, slow(2), 3, slow(4)])
+@pytest.mark.parametrize("inner", ["allreduce", "ring"])
+def test_it_is_what_was_written_out(settings, ranks, inner, made):
+    compressor = lgc(**settings)
+    together, slow = Ranks(ranks, compressor, f"learned:{inner}"), Slow(compressor, ranks)
+    rng = np.random.default_rng(ranks)
+    for _ in range(DENSE + LEARNING + 6):
+        own = gradients(rng, ranks)
+        means = together.reduce([cut(array) for array in own])
+        expected = slow.step(own)
+        for mean in means:
+            assert flat(mean).tobytes() == flat(means[0]).tobytes()
+        np.testing.assert_allclose(flat(means[0]), expected, rtol=1e-9, atol=1e-11)
+        for reducer, residual in zip(together.reducers, slow.residuals, strict=True):
+            held = np.concatenate([reducer.residual(name).ravel() for name in SHAPES])
+            np.testing.assert_allclose(held, residual, rtol=1e-9, atol=1e-11)
+            assert reducer.last_step.buckets[0].gain == pytest.approx(1 - slow.lost / slow.energy, abs=1e-9)
+    [trained] = [code for code in made if code.seen]
+    assert len(trained.seen) == LEARNING
+    for (values, leader), (expected, expected_leader) in zip(trained.seen, slow.learned, strict=True):
+        np.testing.assert_allclose(values, np.clip(expected, -100, 100), rtol=1e-12)
+        assert leader == (expected_leader if compressor.instance == "server" else None)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("ranks", [1, slow(2), 3, slow(4)])
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64)])
+def test_bytes_executed_are_those_of_rounds_in_every_phase(settings, ranks, dtype):
+    world = LocalWorld(ranks)
+    reducers = [mpicomp.Reducer(lgc(**settings), "learned", comm=end) for end in world.transports]
+    rng = np.random.default_rng(0)
+    for step in range(DENSE + LEARNING + 3):
+        own = [cut(array.astype(dtype)) for array in gradients(rng, ranks)]
+        world.run([reducer.rounds(arrays) for reducer, arrays in zip(reducers, own, strict=True)])
+        if step == 0:
+            continue  # ranks agree first
+        placed = lgc(**settings).bind(list(SHAPES), [int(np.prod(shape)) for shape in SHAPES.values()])
+        scheme = bind(placed, "learned")
+        for end in world.transports:
+            expected = scheme.rounds(1053, np.dtype(dtype), end.group, step)
+            assert [entry.operation for entry in end.log] == [task.operation for task in expected]
+            for what in ("sent_bytes", "wire_bytes"):
+                assert [getattr(entry, what) for entry in end.log] == [
+                    getattr(task, what)(end.group) for task in expected
+                ]
+            record = reducers[end.group.rank].last_step
+            once = [task for task in expected if task.once]
+            assert len(once) == (step == DENSE + LEARNING)
+            assert record.once_wire_bytes == sum(task.wire_bytes(end.group) for task in once)
+            assert record.wire_bytes == sum(task.wire_bytes(end.group) for task in expected if not task.once)
+
+
+def memory(reducer):
+    return reducer.state_dict()["memories"]["out.bias"]["lgc"]
+
+
+@pytest.mark.parametrize("instance", ["ring", "server"])
+@pytest.mark.parametrize("at", range(1, DENSE + LEARNING + 3))
+def test_it_resumes_in_the_middle_of_every_phase(instance, at):
+    together, again = Ranks(3, lgc(instance=instance), seed=5), Ranks(3, lgc(instance=instance), seed=5)
+    rng = np.random.default_rng(0)
+    steps = [[cut(array) for array in gradients(rng, 3)] for _ in range(DENSE + LEARNING + 4)]
+    for own in steps[:at]:
+        together.reduce(own)
+    for reducer, other in zip(together.reducers, again.reducers, strict=True):
+        other.load_state_dict(reducer.state_dict())
+    for own in steps[at:]:
+        expected = flat(together.reduce(own)[0]).tobytes()
+        assert flat(again.reduce(own)[0]).tobytes() == expected
+
+
+@pytest.mark.parametrize("instance", ["ring", "server"])
+@pytest.mark.parametrize("at", [1, DENSE, DENSE + 1, DENSE + LEARNING, DENSE + LEARNING + 1])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_a_step_that_is_undone_teaches_nothing_and_does_not_count(instance, at, bad, made):
+    together = Ranks(2, lgc(instance=instance), nonfinite="skip")
+    rng = np.random.default_rng(1)
+    for step in range(DENSE + LEARNING + 3):
+        own = [cut(array) for array in gradients(rng, 2)]
+        if step == at:
+            before = [reducer.state_dict() for reducer in together.reducers]
+            for culprit in range(2):
+                spoilt = [{name: array.copy() for name, array in one.items()} for one in own]
+                spoilt[culprit]["mid1.weight"][3, 4] = bad
+                means = together.reduce(spoilt)
+                assert not any(flat(mean).any() for mean in means)
+            for reducer, state in zip(together.reducers, before, strict=True):
+                np.testing.assert_equal(memory(reducer), state["memories"]["out.bias"]["lgc"])
+                assert reducer.residual("mid1.weight").tobytes() == state["residuals"]["mid1.weight"].tobytes()
+        means = together.reduce(own)
+        assert np.isfinite(flat(means[0])).all()
+    [trained] = [code for code in made if code.seen]
+    assert len(trained.seen) == LEARNING
+
+
+@pytest.mark.parametrize("at", [DENSE + 1, DENSE + LEARNING, DENSE + LEARNING + 1])
+def test_a_step_that_has_to_agree_first_counts_once(at, made):
+    together = Ranks(2, lgc())
+    rng = np.random.default_rng(2)
+    for step in range(DENSE + LEARNING + 3):
+        own = [cut(array) for array in gradients(rng, 2)]
+        absent = ["in.weight"] if step == at else []
+        runs = [reducer.rounds(arrays, absent=absent) for reducer, arrays in zip(together.reducers, own, strict=True)]
+        together.world.run(runs)
+        assert memory(together.reducers[1])["steps"] == step + 1
+    assert sum(len(code.seen) for code in made) == LEARNING
+
+
+def test_a_bucket_of_other_layers_begins_anew():
+    together = Ranks(2, lgc())
+    rng = np.random.default_rng(3)
+    for _ in range(DENSE + LEARNING + 2):
+        together.reduce([cut(array) for array in gradients(rng, 2)])
+    wider = [cut(array) | {"first.weight": rng.normal(size=(40, 40))} for array in gradients(rng, 2)]
+    for mean in together.reduce(wider):
+        assert mean["first.weight"].shape == (40, 40)
+    record = together.reducers[0].last_step.buckets[0]
+    assert record.reason.endswith("lgc: dense")
+    assert memory(together.reducers[0])["steps"] == 1
+
+
+def test_a_code_for_each_rank_is_learned_again_among_others():
+    for instance, steps in (("ring", DENSE + LEARNING + 2), ("server", 1)):
+        three, two = Ranks(3, lgc(instance=instance)), Ranks(2, lgc(instance=instance))
+        rng = np.random.default_rng(4)
+        for _ in range(DENSE + LEARNING + 1):
+            three.reduce([cut(array) for array in gradients(rng, 3)])
+        for reducer, other in zip(three.reducers, two.reducers, strict=False):
+            other.load_state_dict(reducer.state_dict())
+        two.reduce([cut(array) for array in gradients(rng, 2)])
+        assert memory(two.reducers[0])["steps"] == steps
+
+
+def test_a_trainer_that_remembers_nothing_says_so():
+    together, again = Ranks(2, lgc()), Ranks(2, lgc())
+    rng = np.random.default_rng(5)
+    for _ in range(DENSE + LEARNING):
+        together.reduce([cut(array) for array in gradients(rng, 2)])
+    for other in again.reducers:
+        other.load_state_dict(together.reducers[1].state_dict())
+    with pytest.raises(MpicompError, match="each rank has to load the state that it saved"):
+        again.reduce([cut(array) for array in gradients(rng, 2)])
+
+
+def test_few_values_stay_sparse_and_the_record_says_why():
+    together = Ranks(2, mpicomp.LGC(ratio=0.001, dense_steps=DENSE, training_steps=LEARNING))
+    rng = np.random.default_rng(6)
+    for _ in range(DENSE + LEARNING + 2):
+        together.reduce([cut(array) for array in gradients(rng, 2)])
+    record = together.reducers[0].last_step.buckets[0]
+    assert record.rounds == ["bcast", "allreduce"]
+    assert record.reason.endswith("lgc: no code, which takes 10 values, and 2 are selected")
+    assert record.ratio_reached == (3 + 9) / 1053
+
+
+@pytest.mark.parametrize("instance", ["ring", "server"])
+def test_every_parameter_may_have_a_bucket_of_its_own(instance):
+    together = Ranks(2, lgc(instance=instance), bucket_bytes=1)
+    rng, before = np.random.default_rng(10), np.zeros(1053)
+    for _ in range(DENSE + LEARNING + 3):
+        own = gradients(rng, 2)
+        mean = flat(together.reduce([cut(array) for array in own])[0])
+        after = sum(np.concatenate([r.residual(name).ravel() for name in SHAPES]) for r in together.reducers)
+        np.testing.assert_allclose(2 * mean + after, sum(own) + before, rtol=0, atol=1e-12)
+        before = after
+    notes = [bucket.reason.partition("; ")[2] for bucket in together.reducers[0].last_step.buckets]
+    coded, none = f"lgc: autoencoder code, {instance}", "lgc: no code, since no layer but the last and the first"
+    for note, start in zip(notes, [none, none, coded, coded, "lgc: dense"], strict=True):
+        assert note.startswith(start)
+
+
+@pytest.mark.parametrize("instance", ["ring", "server"])
+def test_what_only_follows_is_the_same_on_ranks_that_round_sums_on_their_own(instance):
+    together = Ranks(3, lgc(instance=instance), identical_sums=False)
+    rng = np.random.default_rng(7)
+    for _ in range(DENSE + LEARNING + 3):
+        means = together.reduce([cut(array.astype(np.float32)) for array in gradients(rng, 3)])
+        assert len({flat(mean).tobytes() for mean in means}) == 1
+
+
+@pytest.mark.parametrize("instance", ["ring", "server"])
+def test_sizes_far_apart_do_no_harm(instance):
+    """One rank's values are nothing beside the other's: whoever leads, codes do not overflow."""
+    together = Ranks(2, lgc(instance=instance))
+    rng = np.random.default_rng(8)
+    sizes = [1e15, 1e-15]
+    for _ in range(DENSE + LEARNING + 6):
+        own = [cut((size * rng.normal(size=1053)).astype(np.float32)) for size in sizes]
+        mean = together.reduce(own)[0]
+        assert np.isfinite(flat(mean)).all()
+        assert 0 <= together.reducers[0].last_step.buckets[0].gain <= 1
+
+
+def test_nothing_else_carries_it():
+    with pytest.raises(IncompatiblePairError, match="use learned"):
+        mpicomp.Reducer(lgc(), "allgather", comm=LocalWorld(1).transports[0])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_over_mpi(comm, settings):
+    compressor = lgc(**settings)
+    reducer = mpicomp.Reducer(compressor, "learned", comm=comm)
+    slow, rng = Slow(compressor, comm.size), np.random.default_rng(9)
+    for _ in range(DENSE + LEARNING + 3):
+        own = gradients(rng, comm.size)
+        mean = flat(reducer.reduce(cut(own[comm.rank])))
+        np.testing.assert_allclose(mean, slow.step(own), rtol=1e-9, atol=1e-11)
+        assert len(set(comm.allgather(mean.tobytes()))) == 1
+    reducer.close()

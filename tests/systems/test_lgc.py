@@ -1,0 +1,290 @@
+import json
+
+import numpy as np
+import pytest
+from marks import slow
+from networks import Link
+from worlds import Ranks
+
+import mpicomp
+from mpicomp.collectives import bind
+from mpicomp.errors import ConfigurationError
+from mpicomp.systems.lgc import LGC
+from mpicomp.systems.lgc import compressor as module
+from mpicomp.systems.lgc.compressor import Part, Selected
+from mpicomp.testing import checks
+
+QUICK = [
+    LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=2),
+    LGC(ratio=0.3, code="linear", dense_steps=1, training_steps=2, instance="server"),
+    LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=1, signs=False),
+]
+MODEL = {
+    "in.weight": (8, 1, 3, 3),
+    "in.bias": (8,),
+    "mid.weight": (100, 90),
+    "mid.bias": (100,),
+    "out.weight": (10, 100),
+}
+
+
+@pytest.mark.parametrize("compressor", QUICK, ids=repr)
+@pytest.mark.parametrize("place", range(len(checks(QUICK[0]))))
+def test_laws(compressor, place):
+    checks(compressor)[place]()
+
+
+def parts(compressor, sizes):
+    names = list(sizes)
+    placed = compressor.bind(names, list(sizes.values()))
+    return placed.selected(sum(sizes.values())).parts
+
+
+def test_first_and_last_layer_are_exceptions():
+    sizes = {"out.bias": 10, "out.weight": 90, "b.weight": 5000, "a.weight": 5000, "a.bias": 50, "in": 60}
+    expected = (
+        Part(0, 100, 10, "sparse"),
+        Part(100, 5100, 500, "coded"),
+        Part(5100, 10150, 505, "coded"),
+        Part(10150, 10210, 60, "dense"),
+    )
+    assert parts(LGC(ratio=0.1), sizes) == expected
+    forward = dict(reversed(sizes.items()))
+    assert [part.travels for part in parts(LGC(ratio=0.1, backward=False), forward)] == [
+        "dense",
+        "coded",
+        "coded",
+        "sparse",
+    ]
+
+
+def test_a_large_first_layer_is_coded():
+    """From a hundredth of the parameters on."""
+    for size, travels in ((99, "dense"), (100, "coded")):
+        assert parts(LGC(), {"out": 10, "mid": 9890 + 100 - size, "in": size})[-1].travels == travels
+
+
+@pytest.mark.parametrize("sizes", [{"w": 1000}, {"w": 1000, "b": 10}, {"a.weight": 1000, "a.bias": 5, "b.weight": 9}])
+def test_of_few_layers_all_are_coded(sizes):
+    assert {part.travels for part in parts(LGC(ratio=0.1), sizes)} == {"coded"}
+
+
+def test_what_is_coded_is_in_one_piece():
+    sizes = {"out.weight": 100, "a": 3000, "in.bias": 4, "b": 3000, "out.bias": 10, "c": 3000, "in.weight": 40}
+    travels = [part.travels for part in parts(LGC(ratio=0.1), sizes)]
+    assert travels == ["sparse", "coded", "coded", "coded", "coded", "coded", "dense"]
+
+
+def test_buckets_of_a_model_know_its_layers():
+    names, sizes = ["out", "c", "b", "a", "in"], [500, 9000, 9000, 9000, 20]
+    model = dict(zip(names, sizes, strict=True))
+    own = [
+        LGC(ratio=0.1).bind(names[start:stop], sizes[start:stop], model=model)
+        for start, stop in ((0, 2), (2, 3), (3, 5))
+    ]
+    travels = [
+        [part.travels for part in each.selected(sum(p.stop - p.start for p in each.parts)).parts] for each in own
+    ]
+    assert travels == [["sparse", "coded"], ["coded"], ["coded", "dense"]]
+    assert own[1] == own[0].bind(["b"], [9000])  # the model is known already
+    assert own[0].get_config() == LGC(ratio=0.1).get_config()
+
+
+def test_the_list_of_what_is_sent():
+    selected = Selected((Part(0, 10, 2, "sparse"), Part(10, 90, 8, "coded"), Part(90, 95, 5, "dense")))
+    assert (selected.count, selected.indices, selected.coded, selected.coded_count) == (15, 10, slice(2, 10), 8)
+    assert selected.regions == [(0, 10, 2), (10, 90, 8)]
+    assert Selected((Part(0, 10, 2, "sparse"),)).coded_count == 0
+
+
+def test_an_array_of_another_length_is_one_layer():
+    """A cost model measures a bucket's compressor on arrays of its own."""
+    placed = LGC(ratio=0.1).bind(["out", "mid", "in"], [100, 10_000, 10])
+    assert placed.selected(5000).parts == (Part(0, 5000, 500, "coded"),)
+
+
+def test_configuration():
+    compressor = LGC(ratio=0.05, encoder=[4, 4], decoder=[3, 5], instance="server")
+    config = json.loads(json.dumps(compressor.get_config()))
+    assert mpicomp.get_compressor(config) == compressor
+    assert config["encoder"] == [4, 4]
+    assert repr(compressor) == "LGC(ratio=0.05, instance='server', encoder=(4, 4), decoder=(3, 5))"
+    assert (compressor.feedback, compressor.contractive, compressor.family) == (True, True, "learned")
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"ratio": 0}, r"lgc: ratio is the kept fraction and must be in \(0, 1\], got 0"),
+        ({"instance": "star"}, "lgc: instance must be 'ring' or 'server', got 'star'"),
+        ({"code": "pca"}, "lgc: code must be 'autoencoder' or 'linear', got 'pca'"),
+        ({"error": None}, "lgc: error must be 'decoded' or 'selected', got None"),
+        ({"innovation": 0}, r"lgc: innovation: ratio is the kept fraction and must be in \(0, 1\], got 0"),
+        ({"dense_steps": -1}, "lgc: dense_steps must be a whole number of at least 0, got -1"),
+        ({"training_steps": 0}, "lgc: training_steps must be a whole number of at least 1, got 0"),
+        ({"training_steps": 1.5}, "lgc: training_steps must be a whole number of at least 1, got 1.5"),
+        ({"passes": True}, "lgc: passes must be a whole number of at least 1, got True"),
+        ({"signs": 2}, "lgc: signs must be True or False, got 2"),
+        ({"learning_rate": -1}, "lgc: learning_rate must be a number from 0 to 1, got -1"),
+        ({"encoder": []}, r"lgc: encoder must list numbers of channels, got \[\]"),
+        ({"decoder": 8}, "lgc: decoder must list numbers of channels, got 8"),
+        ({"encoder": [8, 0]}, "lgc: channels in encoder must be a whole number of at least 1, got 0"),
+        ({"encoder": [8, 8]}, "lgc: encoder and decoder must have as many layers, got 2 and 4 channels"),
+        ({"channels": 8}, "'channels'"),
+    ],
+)
+def test_parameters_that_cannot_be(settings, text):
+    with pytest.raises(ConfigurationError, match=text):
+        mpicomp.get_compressor({"id": "lgc"} | settings)
+
+
+def test_without_torch_there_is_a_linear_code(monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigurationError, match="lgc: code='autoencoder' is trained with torch, which is not installed"
+    ):
+        bind(LGC(), "learned")
+    bind(LGC(code="linear"), "learned")
+
+
+def gradients(rng, ranks, noise=0.3):
+    common = {name: rng.standard_t(4, shape) for name, shape in MODEL.items()}
+    return [
+        {name: (own + noise * rng.standard_t(4, own.shape)).astype(np.float32) for name, own in common.items()}
+        for _ in range(ranks)
+    ]
+
+
+def coded_bytes(record):
+    """Payload of a step, less that of the first and the last layer, which are not coded."""
+    return record.sent_bytes - 4 * (80 + 100)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("code", ["linear", "autoencoder"])
+def test_codes_are_shorter_than_values(ranks, code):
+    """What ranks hand to the transport in a step, beside what top-k takes for the same selection."""
+    if code == "autoencoder":
+        pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    steps = [[{n: own[n] for n in reversed(own)} for own in gradients(rng, ranks)] for _ in range(6)]
+    topk = Ranks(ranks, mpicomp.TopK(ratio=0.1), "allgather")
+    settings = {"ratio": 0.1, "dense_steps": 1, "training_steps": 2, "passes": 1, "code": code}
+    ring, server = (Ranks(ranks, LGC(instance=name, **settings), "learned") for name in ("ring", "server"))
+    for own in steps:
+        for world in (topk, ring, server):
+            world.reduce([{n: array for n, array in one.items() if world is not topk or "mid" in n} for one in own])
+    plain = topk.reducers[0].last_step.sent_bytes
+    sent = [sorted(coded_bytes(reducer.last_step) for reducer in world.reducers) for world in (ring, server)]
+    assert max(sent[0][:-1]) * 4 < plain  # the ring, the rank whose indices are taken apart
+    assert max(sent[0]) * 2 < plain
+    assert max(sent[1][:-1]) * 4 < plain  # all ranks but the one that encodes
+
+
+@pytest.mark.parametrize("instance", ["ring", slow("server")])
+def test_what_is_decoded_comes_nearer_while_it_learns(instance):
+    pytest.importorskip("torch")
+    together = Ranks(2, LGC(ratio=0.1, instance=instance, dense_steps=2, training_steps=60), "learned")
+    rng = np.random.default_rng(1)
+    errors = []
+    for _ in range(70):
+        together.reduce([{n: own[n] for n in reversed(own)} for own in gradients(rng, 2)])
+        errors.append(together.reducers[0].last_step.buckets[0].code_error)
+    assert errors[:2] == [None, None]
+    learning, coded = errors[2:62], errors[62:]
+    assert np.mean(learning[-10:]) < 0.5 * np.mean(learning[:3])
+    assert np.mean(learning[-10:]) < 0.4  # zeros have 1
+    assert max(coded) < 0.8
+
+
+@pytest.mark.slow
+def test_a_trained_network_does_not_let_residuals_grow():
+    """They would, if it gave back nothing of what it has lost before."""
+    pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    drift = 0.5 * rng.normal(size=768)
+    together = Ranks(2, LGC(ratio=0.3, dense_steps=0, training_steps=40), "learned")
+    norms, gains = [], []
+    for _ in range(500):
+        own = [drift + rng.normal(size=768) for _ in range(2)]
+        together.reduce([{"w": array.astype(np.float32)} for array in own])
+        norms.append(max(np.linalg.norm(left) for left in together.residuals("w")) / np.linalg.norm(own[0]))
+        gains.append(together.reducers[0].last_step.buckets[0].gain)
+    assert max(norms[300:]) < 1.5 * max(norms[50:200])
+    assert np.mean(gains[300:]) > 0.25
+
+
+def test_what_it_costs_once_is_in_no_step():
+    together = Ranks(2, LGC(ratio=0.3, code="linear", dense_steps=0, training_steps=1), "learned")
+    once = []
+    for _ in range(4):
+        together.reduce([{"w": np.ones(1000, np.float32)} for _ in range(2)])
+        once.append(together.reducers[0].last_step.once_wire_bytes)
+    weights = LGC(code="linear").make_code(None).size(1)
+    assert once == [0, 4 * weights / 2, 0, 0]
+
+
+def test_without_its_first_steps_there_is_a_code_at_the_second_one():
+    compressor = LGC(ratio=0.3, code="linear", instance="server").bind([], [], warm_up=False)
+    together = Ranks(2, compressor, "learned")
+    for _ in range(2):
+        together.reduce([{"w": np.ones(1000, np.float32)} for _ in range(2)])
+    assert "lgc: linear code, server" in together.reducers[0].last_step.buckets[0].reason
+    placed = LGC().bind(["out", "mid", "in"], [100, 10_000, 10])
+    settled = LGC().bind(["out", "mid", "in"], [100, 10_000, 10], warm_up=False)
+    assert settled.selected(10_110) == placed.selected(10_110)
+
+
+def test_nothing_comes_between_while_it_learns():
+    """Where any collective may be chosen, dense exchange is none of them: steps would be missing."""
+    together = Ranks(2, LGC(ratio=0.3, code="linear", dense_steps=2, training_steps=20), network=Link(1e-5, 1e9))
+    ran = set()
+    for _ in range(30):
+        together.reduce([{"w": np.ones(1000, np.float32)} for _ in range(2)])
+        record = together.reducers[0].last_step.buckets[0]
+        ran.add((record.compressor["id"], record.collective.partition(":")[0]))
+    assert ran == {("lgc", "learned")}
+    assert "linear code" in record.reason
+
+
+def test_bytes_on_the_wire():
+    quarter = LGC(ratio=0.01, signs=False).wire_bytes_per_element(4)
+    assert 0.02 < quarter < 0.022  # a quarter of 4 bytes, and about one for the index, for one of a hundred elements
+    assert LGC(ratio=0.01).wire_bytes_per_element(4) == pytest.approx(quarter + 0.01 / 8, rel=0.01)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("instance", ["ring", "server"])
+def test_a_network_over_mpi(comm, instance):
+    pytest.importorskip("torch")
+    compressor = LGC(ratio=0.1, dense_steps=1, training_steps=3, passes=1, instance=instance)
+    reducer = mpicomp.Reducer(compressor, "learned", comm=comm)
+    rng = np.random.default_rng(2)
+    before = 0.0
+    for _ in range(8):
+        own = gradients(rng, comm.size)
+        mean = reducer.reduce(own[comm.rank])["mid.weight"].astype(np.float64)
+        assert len(set(comm.allgather(mean.tobytes()))) == 1
+        put_in = before + np.sum([one["mid.weight"].astype(np.float64) for one in own], axis=0)
+        before = np.sum(comm.allgather(reducer.residual("mid.weight").astype(np.float64)), axis=0)
+        np.testing.assert_allclose(comm.size * mean + before, put_in, atol=2e-4)
+    reducer.close()
+
+
+def test_published_is_the_papers_values_and_its_first_layer():
+    compressor = mpicomp.get_compressor({"id": "lgc", "published": True})
+    config = json.loads(json.dumps(compressor.get_config()))
+    assert mpicomp.get_compressor(config) == compressor == LGC(published=True)
+    phases = compressor.ratio, compressor.dense_steps, compressor.training_steps
+    assert (phases, compressor.error, compressor.signs) == ((0.001, 200, 300), "selected", False)
+    assert (config["encoder"], config["decoder"]) == ([64, 128, 256, 64], [32, 64, 128, 32])
+    assert (config["learning_rate"], config["passes"]) == (0.001, 1)
+    assert LGC(published=True, dense_steps=3) == mpicomp.get_compressor(config | {"dense_steps": 3})
+    assert compressor.bind([], [], warm_up=False).published
+    # The first layer is dense whatever its size, the last one's largest values travel as they are.
+    assert [part.travels for part in parts(compressor, {"out": 10, "mid": 500, "in": 490})] == [
+        "sparse",
+        "coded",
+        "dense",
+    ]
+    assert LGC(ratio=0.001, error="selected") != compressor

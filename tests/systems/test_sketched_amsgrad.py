@@ -1,0 +1,280 @@
+import copy
+
+import numpy as np
+import oracle
+import pytest
+from sketches import estimates_of, table_of
+
+import mpicomp
+from mpicomp.compressors import Context
+from mpicomp.errors import ConfigurationError, NonFiniteError
+from mpicomp.transport import LocalWorld
+
+torch = pytest.importorskip("torch")
+from optimizers import Replicas  # noqa: E402, it needs torch
+
+from mpicomp.systems.optimizers.sketched_amsgrad import SketchedAMSGrad  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Reference:
+    """The algorithm on flat arrays, as SketchedAMSGrad has it in its notes; memories are without learning rate."""
+
+    def __init__(self, parameters, ranks, compressor, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        self.shapes = {name: value.shape for name, value in parameters.items()}
+        self.flat = np.concatenate([np.ravel(value) for value in parameters.values()]).astype(np.float64)
+        self.compressor, self.betas, self.weight_decay = compressor, betas, weight_decay
+        self.momenta, self.memories = ([np.zeros(self.flat.size) for _ in range(ranks)] for _ in range(2))
+        self.v, self.vhat = np.zeros(self.flat.size), np.full(self.flat.size, eps)
+        self.rate, self.steps = None, 0
+
+    def parameters(self):
+        sizes = [int(np.prod(shape)) for shape in self.shapes.values()]
+        parts = np.split(self.flat, np.cumsum(sizes)[:-1])
+        return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def step(self, gradients, rate):
+        """Take a mapping of gradients for each rank."""
+        beta1, beta2 = self.betas
+        key = Context(step=self.steps).key(shared=True)
+        self.steps += 1
+        for rank, own in enumerate(gradients):
+            flat = np.concatenate([np.ravel(own[name]) for name in self.shapes]) + self.weight_decay * self.flat
+            self.momenta[rank] = beta1 * self.momenta[rank] + (1 - beta1) * flat
+        factor = 1.0 if self.rate is None else self.rate / rate
+        self.rate = rate
+        sent = [m + factor * e for m, e in zip(self.momenta, self.memories, strict=True)]
+        shape = self.compressor.rows, oracle.kept(self.compressor.columns, self.flat.size)
+        estimates = estimates_of(table_of(sum(sent) / np.sqrt(self.vhat), key, *shape), key, *shape, self.flat.size)
+        count = self.compressor.candidates * oracle.kept(self.compressor.ratio, self.flat.size)
+        places = oracle.largest(estimates, count)
+        h = np.zeros(self.flat.size)
+        h[places] = sum(own[places] for own in sent) / len(sent)
+        for own in sent:
+            own[places] = 0
+        self.memories = sent
+        self.v = beta2 * self.v + (1 - beta2) * h**2
+        self.vhat = np.maximum(self.vhat, self.v / (1 - beta2**self.steps))
+        self.flat -= rate * h / np.sqrt(self.vhat)
+
+
+TRUTH = np.random.default_rng(7).normal(size=(21, 17))
+
+
+def linear():
+    torch.manual_seed(0)
+    return torch.nn.Linear(17, 21).double()
+
+
+def batch(rank, step, size=8):
+    rng = np.random.default_rng([rank, step])
+    inputs = rng.normal(size=(size, 17))
+    inputs[:, 6] *= 1e-2
+    return inputs, inputs @ TRUTH.T + rng.normal(size=(size, 21))
+
+
+def squares(model, rank, step):
+    inputs, targets = (torch.from_numpy(array) for array in batch(rank, step))
+    return (model(inputs) - targets).square().mean()
+
+
+def gradients_of_squares(parameters, rank, step):
+    inputs, targets = batch(rank, step)
+    error = 2 * (inputs @ parameters["weight"].T + parameters["bias"] - targets) / targets.size
+    return {"weight": error.T @ inputs, "bias": error.sum(axis=0)}
+
+
+SKETCH = mpicomp.CountSketch(ratio=0.02, rows=3, columns=0.1, candidates=4, wire=None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_it_is_what_the_reference_says(ranks, weight_decay):
+    together = Replicas(SketchedAMSGrad, linear, ranks, lr=0.01, weight_decay=weight_decay, compressor=SKETCH)
+    start = {name: value.detach().numpy() for name, value in linear().named_parameters()}
+    reference = Reference(start, ranks, SKETCH, weight_decay=weight_decay)
+    for step in range(12):
+        rate = 0.01 if step < 6 else 0.002  # what waits in memory does so at the rate of before
+        for optimizer in together.optimizers:
+            optimizer.param_groups[0]["lr"] = rate
+        own = reference.parameters()
+        reference.step([gradients_of_squares(own, rank, step) for rank in range(ranks)], rate)
+        together.train(squares, [step])
+        expected = reference.parameters()
+        for name, value in together.models[0].named_parameters():
+            np.testing.assert_allclose(value.detach(), expected[name], rtol=1e-8, atol=1e-10)
+        assert len(set(together.bits())) == 1
+    for optimizer, memory in zip(together.optimizers, reference.memories, strict=True):
+        held = np.concatenate([optimizer.reducer.residual(name).ravel() for name in start])
+        np.testing.assert_allclose(held, 0.002 * memory, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_it_learns_about_as_well_as_amsgrad():
+    ranks, steps = 2, 300
+    together = Replicas(
+        SketchedAMSGrad, linear, ranks, lr=0.05, compressor=mpicomp.CountSketch(ratio=0.02, columns=0.03)
+    )
+    losses = together.train(squares, range(steps))
+    plain = linear()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.05, amsgrad=True)
+    expected = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = sum(squares(plain, rank, step) for rank in range(ranks)) / ranks
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    start, end, dense = losses[0], np.mean(losses[-50:]), np.mean(expected[-50:])
+    print(f"squares from {start:.3f} to {end:.3f}; those of AMSGrad to {dense:.3f}")
+    assert start - end > 0.95 * (start - dense)
+
+
+@pytest.mark.slow
+def test_residuals_stay_bounded():
+    together = Replicas(SketchedAMSGrad, linear, 2, lr=0.02)
+    energies = []
+    for step in range(1000):
+        together.train(squares, [step])
+        if step % 100 == 99:
+            held = [o.reducer.residual(name) for o in together.optimizers for name in ("weight", "bias")]
+            energies.append(sum(np.square(own).sum() for own in held))
+    assert max(energies[5:]) < 1.3 * max(energies[:5])
+
+
+@pytest.mark.parametrize("at", [1, 7])
+def test_it_resumes_bit_for_bit(at):
+    settings = {"lr": 0.01, "compressor": SKETCH}
+    together, again = (
+        Replicas(SketchedAMSGrad, linear, 3, **settings),
+        Replicas(SketchedAMSGrad, linear, 3, **settings),
+    )
+    together.train(squares, range(at))
+    for model, other, optimizer, resumed in zip(
+        together.models, again.models, together.optimizers, again.optimizers, strict=True
+    ):
+        other.load_state_dict(model.state_dict())
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(at, 20):
+        together.train(squares, [step])
+        again.train(squares, [step])
+        assert together.bits() == again.bits()
+    assert again.optimizers[0].steps == 20
+
+
+def alone(parameters, **settings):
+    return SketchedAMSGrad(parameters, comm=LocalWorld(1).transports[0], **settings)
+
+
+def test_step_runs_a_closure_and_follows_the_learning_rate():
+    model = linear()
+    optimizer = alone(model.named_parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = squares(model, 0, 0)
+        loss.backward()
+        return loss
+
+    rates = []
+    for _ in range(3):
+        assert optimizer.step(closure).item() > 0
+        scheduler.step()
+        rates.append(optimizer.reducer.last_step.lr)
+    np.testing.assert_allclose(rates, [0.5, 0.05, 0.005])
+    record = optimizer.reducer.last_step.buckets[0]
+    assert (record.compressor, record.collective) == (mpicomp.CountSketch().get_config(), "sketched")
+    optimizer.close()
+
+
+def test_groups_have_settings_of_their_own_and_names_may_be_left_out():
+    model = linear()
+    groups = [{"params": [model.weight], "lr": 0.0}, {"params": [("offset", model.bias)]}]
+    optimizer = alone(groups, lr=0.1)
+    before = model.weight.detach().clone()
+    for step in range(4):
+        optimizer.zero_grad()
+        squares(model, 0, step).backward()
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert optimizer.reducer.residual("offset").any()
+    assert not optimizer.reducer.residual("0").any()
+    late = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
+    optimizer.add_param_group({"params": [("late", late)]})
+    late.grad = torch.ones_like(late)
+    optimizer.step()
+    assert late.detach().min() == pytest.approx(0.9)  # the first step of an element is the learning rate
+
+
+def test_parameters_of_several_types_and_strides_and_without_gradients():
+    torch.manual_seed(0)
+    half = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
+    double = torch.nn.Parameter(torch.randn(5, 6).double().t())
+    frozen, unused = torch.nn.Parameter(torch.ones(2), requires_grad=False), torch.nn.Parameter(torch.ones(2))
+    named = [("half", half), ("double", double), ("frozen", frozen), ("unused", unused)]
+    optimizer = alone(named, lr=0.01, compressor=mpicomp.CountSketch(ratio=1.0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        (half.float().sum() + double.square().sum()).backward()
+        optimizer.step()
+    assert optimizer.reducer.residual("half").dtype == np.float32
+    assert half.max() < 1
+    assert torch.equal(frozen, torch.ones(2))
+    assert torch.equal(unused, torch.ones(2))
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_bad_gradient_changes_nothing(steps):
+    together = Replicas(SketchedAMSGrad, linear, 2, lr=0.01)
+    together.train(squares, range(steps))
+    before = together.bits()
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in together.optimizers]
+    together.models[1].weight.grad[3, 3] = torch.nan
+    with pytest.raises(NonFiniteError):
+        together.step()
+    assert together.bits() == before
+    for optimizer, state in zip(together.optimizers, states, strict=True):
+        for place, own in optimizer.state_dict()["state"].items():
+            for name, value in own.items():
+                assert torch.equal(value, state["state"][place][name])
+    together.train(squares, range(steps, 8))
+    assert len(set(together.bits())) == 1
+
+
+def test_what_cannot_be_served_is_refused():
+    model = linear()
+    for settings, text in [
+        ({"lr": -1}, "lr must be at least 0, got -1"),
+        ({"eps": 0}, "eps must be above 0, got 0"),
+        ({"betas": (0.9, 1.0)}, "betas must be at least 0 and below 1"),
+        ({"compressor": mpicomp.TopK()}, r"compressor must be a CountSketch without momentum, got TopK\(\)"),
+        ({"compressor": mpicomp.CountSketch(momentum=0.9)}, "compressor must be a CountSketch without momentum"),
+    ]:
+        with pytest.raises(ConfigurationError, match=f"SketchedAMSGrad: {text}"):
+            alone(model.parameters(), **settings)
+    optimizer = alone(model.parameters())
+    with pytest.raises(ConfigurationError, match="the state is of another optimizer"):
+        optimizer.load_state_dict(torch.optim.Adam(model.parameters()).state_dict())
+    with pytest.raises(ConfigurationError, match="SketchedAMSGrad exchanges by itself"):
+        mpicomp.torch.DistributedOptimizer(optimizer, model.named_parameters())
+
+
+@pytest.mark.mpi
+def test_over_mpi_it_is_what_the_reference_says(comm):
+    model = linear()
+    optimizer = SketchedAMSGrad(model.named_parameters(), lr=0.01, compressor=SKETCH, comm=comm)
+    start = {name: value.detach().numpy() for name, value in linear().named_parameters()}
+    reference = Reference(start, comm.size, SKETCH)
+    for step in range(8):
+        optimizer.zero_grad()
+        squares(model, comm.rank, step).backward()
+        optimizer.step()
+        own = reference.parameters()
+        reference.step([gradients_of_squares(own, rank, step) for rank in range(comm.size)], 0.01)
+        expected = reference.parameters()
+        for name, value in model.named_parameters():
+            np.testing.assert_allclose(value.detach(), expected[name], rtol=1e-8, atol=1e-10)
+            assert len(set(comm.allgather(value.detach().numpy().tobytes()))) == 1
+    optimizer.close()
