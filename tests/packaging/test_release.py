@@ -16,7 +16,7 @@ import pytest
 from mpicomp import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = (".py", ".cu", ".cuh", ".html", "py.typed")
+SHIPPED = (".py", ".pyi", ".cu", ".cuh", ".html", "py.typed")
 SOURCE = "https://example.org/owner/mpicomp"
 RELATIVE = re.compile(r"\]\((?!https?:)")
 PLACES = {"kernels/": "mpicomp/kernels/", "bench/": "mpicomp/bench/", "mpicomp/": "mpicomp/"}
