@@ -52,8 +52,8 @@ class Settings:
     # Steps from one comparison of ranks' gradients to the next; 0 compares none. It needs two ranks
     compare_every: int = 0
     warmup: int | str = 0
-    # Settings of `mpicomp.torch.UpdateOptimizer`, ``sync_every`` among them; None exchanges gradients. ``"inner": "sgd"``
-    # has ranks step by plain gradient descent, in place of the task's optimizer
+    # Settings of `mpicomp.torch.UpdateOptimizer`, ``sync_every`` among them; None exchanges gradients.
+    # ``"inner": "sgd"`` has ranks step by plain gradient descent, in place of the task's optimizer.
     updates: dict[str, Any] | None = None
     lr_scale: float = 1.0  # times the task's learning rate, which is tuned for dense exchange of gradients
     on_failure: str = "abort"

@@ -24,7 +24,7 @@ html_css_files = ["page.css"]
 html_show_sourcelink = False
 html_copy_source = False
 
-myst_heading_anchors = 3
+myst_heading_anchors = 5
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # numpydoc docstrings say it in words

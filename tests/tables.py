@@ -22,7 +22,7 @@ _KINDS = {
 
 def documented(page, heading):
     """Give the fields below a heading of a page, with their types."""
-    sections = re.split(r"^#{2,3} (.+)$", (DOCS / page).read_text(), flags=re.MULTILINE)
+    sections = re.split(r"^#{2,5} (.+)$", (DOCS / page).read_text(), flags=re.MULTILINE)
     text = FILL(sections[sections.index(heading) + 1])
     return dict(re.findall(r"^\| `(\w+)` \| ([\w ]+?) \|", text, flags=re.MULTILINE))
 

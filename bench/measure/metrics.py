@@ -1,4 +1,4 @@
-"""JSON lines, one a step; the schema is in docs/metrics.md."""
+"""JSON lines, one a step; the schema is in docs/observability.md."""
 
 import contextlib
 import json

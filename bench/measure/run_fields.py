@@ -1,4 +1,4 @@
-"""The fields of what ``mpicomp train`` writes; the tables in docs/metrics.md are made of them."""
+"""The fields of what ``mpicomp train`` writes; the tables in docs/observability.md are made of them."""
 
 from typing import Annotated, Any, TypedDict
 

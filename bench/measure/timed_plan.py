@@ -133,7 +133,7 @@ class TimedPlan:
 
 
 def rows_of(timings: Sequence[TimedPlan], dense: Sequence[TimedPlan]) -> list[dict[str, Any]]:
-    """Return the rows of plans; docs/benchmarks.md says what is in them."""
+    """Return the rows of plans; docs/results.md says what is in them."""
     base = min(timing.median_s for timing in dense)
     return [_row(timing, base) for timing in timings]
 

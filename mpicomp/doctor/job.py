@@ -53,7 +53,7 @@ def examine() -> dict[str, Any]:
     -------
     dict
         Object that ``mpicomp doctor --json`` prints, the same on every rank. Fields are added, never changed, while
-        ``schema`` is 1. docs/doctor.md has all of them.
+        ``schema`` is 1. docs/cluster.md has all of them.
     """
     mine = local()
     launch: launcher.Launch | None = mine["launcher"]

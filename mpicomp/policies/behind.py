@@ -17,7 +17,7 @@ _OVERSHOOT = 0.5826
 # Exponent of an element's scale in what it counts: 1 is the first-order gain of a step of Adam, 2 of a plain one.
 _EXPONENT = 1.5
 # What is lost counts more than that of elements by themselves, since what others learn is worth less without them, and
-# for selections twice as much, since what was measured of them differs most: docs/how-auto-decides.md has both.
+# for selections twice as much, since what was measured of them differs most: docs/policies.md has both.
 _FACTOR = 2.0
 _FACTOR_OF_SELECTIONS = 4.0
 # Steps by which training falls behind for each local step beyond the first: measured, docs/updates.md has it.

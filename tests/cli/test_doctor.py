@@ -159,7 +159,7 @@ def test_the_fields_are_documented(mpiexec):
         "`launcher`": report["launcher"],
     }
     for heading, written in parts.items():
-        fields = documented("doctor.md", heading)
+        fields = documented("cluster.md", heading)
         assert list(written) == list(fields), heading
         numbers = {name for name, kind in fields.items() if kind == "list of integers"}
         assert all(isinstance(number, int) for name in numbers for number in written[name])
@@ -168,5 +168,5 @@ def test_the_fields_are_documented(mpiexec):
 
 def test_without_mpi_the_fields_are_the_same(alone):
     report = json.loads(alone("--json", MPI4PY_LIBMPI="/nowhere/libmpi.so").stdout)
-    assert list(report) == list(documented("doctor.md", "The report"))
-    check_types(report, documented("doctor.md", "The report"))
+    assert list(report) == list(documented("cluster.md", "The report"))
+    check_types(report, documented("cluster.md", "The report"))

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and docs/studies.md have every field that is written, and no other."""
+"""docs/results.md and docs/studies.md have every field that is written, and no other."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from tables import DOCS, check_types, documented
 from mpicomp.cli import main
 
 
-def compare(written, heading, page="benchmarks.md"):
+def compare(written, heading, page="results.md"):
     fields = documented(page, heading)
     assert list(written) == list(fields)
     check_types(written, fields)
@@ -80,13 +80,13 @@ def test_what_regret_adds():
 def test_every_row_is_explained(tmp_path):
     path = tmp_path / "out.json"
     assert main(["bench", "kernels", "--numel", "2000", "--repeats", "2", "--ratio", "0.1", "--json", str(path)]) == 0
-    page = (DOCS / "benchmarks.md").read_text()
+    page = (DOCS / "results.md").read_text()
     for name in {row["name"] for row in json.loads(path.read_text())["rows"]}:
         assert name.endswith((".compress", ".pack", ".unpack")) or f"`{name}`" in page
 
 
 def test_the_page_saves_gradients_that_are_read(tmp_path, monkeypatch, capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "studies.md").read_text(), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", (DOCS / "studies.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(code, {})
     assert call(estimators, ["--gradients", "mine.npz", "--ratio", "0.1"]) == 0

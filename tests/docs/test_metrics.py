@@ -1,4 +1,4 @@
-"""docs/metrics.md has every field that is written, and no other."""
+"""docs/observability.md has every field that is written, and no other."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from mpicomp.transport import LocalWorld
 
 
 def compare(written, heading, left_out=()):
-    fields = {name: kind for name, kind in documented("metrics.md", heading).items() if name not in left_out}
+    fields = {name: kind for name, kind in documented("observability.md", heading).items() if name not in left_out}
     assert set(written) == set(fields)
     check_types(written, fields)
 
@@ -139,7 +139,7 @@ def test_the_trace_of_a_run(run):
     folder, _, lines = run
     trace = json.loads((folder / "t.json").read_text())
     kinds = check(trace)
-    documented = re.findall(r"^\| `(\w+)` \|", (DOCS / "tracing.md").read_text(), re.MULTILINE)
+    documented = re.findall(r"^\| `(\w+)` \|", (DOCS / "observability.md").read_text(), re.MULTILINE)
     assert set(names(kinds)[1].values()) == set(documented)
     for line in lines:
         [event] = [own for own in kinds["X"] if own["pid"] == 0 and own["name"] == f"step {line['step']}"]

@@ -1,4 +1,4 @@
-"""Send mutated messages to everything that decodes any: see docs/faults.md, "Hostile input".
+"""Send mutated messages to everything that decodes any: see docs/sharp-bits.md, "Hostile input".
 
     python tests/faults/fuzz.py [--how whole|compiled|coverage] [--decoder GLOB] [--messages N] [--seed K] [--list]
 

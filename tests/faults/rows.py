@@ -1,4 +1,4 @@
-"""Run the tests that docs/faults.md names, several times each, with the limits that the table promises.
+"""Run the tests that docs/sharp-bits.md names, several times each, with the limits that the table promises.
 
     python tests/faults/rows.py [--repeat 3] [--ranks 2,3,4] [-k WORD]
 
@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import run
 
-TABLE = run.ROOT / "docs" / "faults.md"
+TABLE = run.ROOT / "docs" / "sharp-bits.md"
 START_S = 60  # of a job on a busy machine, with kernels that are not compiled yet
 
 
@@ -32,7 +32,9 @@ def rows(text: str) -> list[tuple[str, float, list[str]]]:
 
 def main() -> int:
     """Run what was asked for and return the exit status."""
-    parser = argparse.ArgumentParser(description="Run the tests of docs/faults.md within the times that it promises.")
+    parser = argparse.ArgumentParser(
+        description="Run the tests of each fault within the seconds that the page promises."
+    )
     parser.add_argument("--repeat", type=int, default=3, help="how many times")
     parser.add_argument("--ranks", default="2,3,4", help="numbers of ranks of parallel tests, with commas")
     parser.add_argument("-k", metavar="WORD", default="", help="only rows with this word")

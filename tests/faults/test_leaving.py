@@ -1,6 +1,6 @@
 """Ranks that fail or leave while the others are in an exchange, as real jobs: they end, and say why.
 
-The limit of each job is three times what docs/faults.md promises, and the start of Python on a busy machine.
+The limit of each job is three times what docs/sharp-bits.md promises, and the start of Python on a busy machine.
 """
 
 import re

@@ -10,7 +10,7 @@ from marks import slow
 import mpicomp
 from mpicomp.errors import MpicompError
 
-LIMIT_S = 2.0  # that docs/faults.md promises
+LIMIT_S = 2.0  # that docs/sharp-bits.md promises
 pytestmark = pytest.mark.timeout(60)
 
 
