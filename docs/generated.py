@@ -50,6 +50,7 @@ def fill(page: str) -> str:
 
 def built_in(kind: str) -> list[type]:
     """Return the built-in classes of a kind, in the order of their names."""
+    importlib.import_module(PACKAGES[kind])
     return [cls for cls in REGISTRIES[kind].classes() if REGISTRIES[kind].plugin(cls.id) is None]
 
 

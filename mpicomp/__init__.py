@@ -35,7 +35,7 @@ def __getattr__(name: str) -> _Any:
 def _compressor_class(name: str) -> _Any:
     """Return the class of a built-in compressor by the name of the class."""
     if name[:1].isupper():
-        from mpicomp.registry import COMPRESSORS
+        from mpicomp.compressors import COMPRESSORS
 
         for cls in COMPRESSORS.classes():
             if cls.__name__ == name and COMPRESSORS.plugin(cls.id) is None:

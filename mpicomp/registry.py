@@ -9,13 +9,16 @@ import os
 import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from mpicomp import plugins
 from mpicomp.errors import ConfigurationError, UnknownNameError
 
 Object = TypeVar("Object")
 Class = TypeVar("Class", bound=type)
+
+REGISTRIES: "dict[str, Registry[Any]]" = {}
+"""By kind; a registry stands beside the base class of its kind, and is here once that is imported."""
 
 
 def register(cls: Class) -> Class:
@@ -46,11 +49,11 @@ class Registry(Generic[Object]):
     Parameters
     ----------
     kind : str
-        What they are, for messages; their attribute ``kind``.
+        The attribute ``kind`` of the classes, also used in messages.
     packages : sequence of str
-        Where built-in ones are: all modules of these packages are imported at the first look-up.
+        Packages of built-in classes: their modules are imported at the first look-up.
     key : str
-        The attribute with a class's name.
+        The attribute with the name of a class.
     """
 
     def __init__(self, kind: str, packages: Sequence[str], key: str = "id") -> None:
@@ -59,30 +62,48 @@ class Registry(Generic[Object]):
         self._packages = packages
         self._loaded = False
         self._classes: dict[str, Any] = {}
-        self._places: dict[str, tuple[str, str]] = {}  # where each was defined, and what it is called there
+        self._origins: dict[str, tuple[str, str]] = {}  # the file that defines a class, and its name there
+        REGISTRIES[kind] = self
 
     def register(self, cls: Class) -> Class:
-        """Take up a class; see `register`."""
+        """Add a class; see `register`."""
         name = getattr(cls, self._key, None)
         if not isinstance(name, str):
             raise ConfigurationError(f"{self._kind}: {cls.__qualname__} needs {self._key}, a string, got {name!r}")
-        place = _file_of(cls), cls.__qualname__
-        if name in self._classes and self._places[name] != place:
+        origin = _file_of(cls), cls.__qualname__
+        if name in self._classes and self._origins[name] != origin:
             other = self._classes[name]
             raise ConfigurationError(f"{self._kind}: '{name}' is already {other.__module__}.{other.__qualname__}")
-        self._classes[name], self._places[name] = cls, place
+        self._classes[name], self._origins[name] = cls, origin
         return cls
 
-    def build(self, config: str | Mapping[str, Any]) -> Object:
-        """Build an object from a name, or from a configuration with its name under ``"id"``.
+    def build(self, config: str | Mapping[str, Any] | Object) -> Object:
+        """Return an object from a name, or from a configuration with its name under ``"id"``.
+
+        Parameters
+        ----------
+        config : str, mapping or object
+            An object is returned unchanged.
 
         Raises
         ------
         UnknownNameError
-            Where nothing has that name; the message gives the nearest one.
+            For an unknown name; the message suggests the nearest one.
         ConfigurationError
-            Where the configuration has a parameter that the class does not know, or a bad value.
+            For a setting that the class does not have, or a bad value.
+
+        Examples
+        --------
+        >>> from mpicomp import get_compressor
+        >>> get_compressor({"id": "topk", "ratio": 0.05})
+        TopK(ratio=0.05)
+        >>> get_compressor("dense").get_config()
+        {'id': 'dense', 'wire': None}
         """
+        if getattr(config, "kind", None) == self._kind:
+            return cast(Object, config)
+        if not isinstance(config, str | Mapping):
+            raise ConfigurationError(f"{self._kind}: a name or a configuration is needed, got {config!r}")
         parameters: dict[str, Any] = {"id": config} if isinstance(config, str) else dict(config)
         try:
             name = parameters.pop("id")
@@ -94,7 +115,14 @@ class Registry(Generic[Object]):
         return built
 
     def names(self) -> list[str]:
-        """Return all names, sorted."""
+        """Return all names, sorted.
+
+        Examples
+        --------
+        >>> from mpicomp import list_compressors
+        >>> {"dense", "topk"} <= set(list_compressors())
+        True
+        """
         self._load()
         return sorted(self._classes)
 
@@ -109,7 +137,7 @@ class Registry(Generic[Object]):
 
     def plugin(self, name: str) -> str | None:
         """Return the file that a class comes from, a module's name where it has none; None for a built-in one."""
-        return None if self._class(name).__module__.startswith("mpicomp.") else self._places[name][0]
+        return None if self._class(name).__module__.startswith("mpicomp.") else self._origins[name][0]
 
     def _class(self, name: str) -> Any:
         self._load()
@@ -136,10 +164,3 @@ def _file_of(cls: type) -> str:
     """Return the file in which a class is defined, under whatever name it was imported; its module without one."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return os.path.realpath(file) if file else cls.__module__
-
-
-COMPRESSORS: Registry[Any] = Registry("compressor", ["mpicomp.compressors", "mpicomp.algorithms", "mpicomp.systems"])
-COLLECTIVES: Registry[Any] = Registry("collective", ["mpicomp.collectives", "mpicomp.algorithms", "mpicomp.systems"])
-POLICIES: Registry[Any] = Registry("policy", ["mpicomp.policies", "mpicomp.systems"])
-TASKS: Registry[Any] = Registry("task", ["mpicomp.bench.tasks"], key="name")
-REGISTRIES = {"compressor": COMPRESSORS, "collective": COLLECTIVES, "policy": POLICIES, "task": TASKS}

@@ -17,11 +17,12 @@ from mpicomp.bench.measure.exchanges import Plan, Residuals, Runner, share
 from mpicomp.bench.measure.gradients import Gradients
 
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least, check_writable, read_compressors, read_list, read_numels, read_ratios
+from mpicomp.cli.options import check_writable, read_compressors, read_list, read_numels, read_ratios
 from mpicomp.compressors import Compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.plan_selector import names_for
 from mpicomp.rounds import Group
+from mpicomp.settings import check_least
 from mpicomp.system import launcher
 from mpicomp.transport import Transport
 

@@ -17,11 +17,12 @@ from mpicomp.bench.tasks.updating import Updater
 
 from mpicomp.arrays import Describer
 from mpicomp.cli import run_program
-from mpicomp.cli.options import add_task, check_least, check_writable
+from mpicomp.cli.options import add_task, check_writable
 from mpicomp.collectives import allgather, is_finite, packed_allgather, parameter_server
 from mpicomp.compressors.accumulated import Accumulated
 from mpicomp.reducer.layout import Layout
 from mpicomp.reducer.pace import Pace
+from mpicomp.settings import check_least
 from mpicomp.system.files import whole_file
 
 _STUDY = "checks"

@@ -18,8 +18,9 @@ import numpy as np
 from lab_jobs import CUT, DONE, FAILED, Finished, Network
 from mpicomp.bench.measure import results
 
-from mpicomp.cli.options import check_least, check_writable, read_list
+from mpicomp.cli.options import check_writable, read_list
 from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.settings import check_least
 
 DENSE = "dense"
 """The arm that all others are compared with."""

@@ -19,11 +19,12 @@ from mpicomp.bench.tasks import Task, get_task, list_tasks
 from numpy.typing import NDArray
 
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least, check_writable, read_list, read_ratios
+from mpicomp.cli.options import check_writable, read_list, read_ratios
 from mpicomp.compressors import Sparsifier, compressor_class, get_compressor, list_compressors
 from mpicomp.compressors.base import kept
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.reducer.bucket import Bucket
+from mpicomp.settings import check_least
 
 _STUDY = "estimators"
 _COLUMNS = {"name": "", "data": "", "ratio": "g", "mean": ".3f", "min": ".3f", "max": ".3f"}

@@ -13,8 +13,9 @@ import numpy as np
 from mpicomp.bench.tasks import Task, list_tasks
 from numpy.typing import NDArray
 
-from mpicomp.cli.options import check_least, check_writable, read_list
+from mpicomp.cli.options import check_writable, read_list
 from mpicomp.errors import MpicompError
+from mpicomp.settings import check_least
 
 
 def add_arguments(parser: argparse.ArgumentParser, task: str) -> None:

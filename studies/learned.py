@@ -14,11 +14,11 @@ from comparison import DENSE, Column, Comparison, Fields, Goal, Row, Training, f
 from lab_jobs import DONE, Finished, read_json, read_lines
 
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least
 from mpicomp.collectives import bind
 from mpicomp.compressors import get_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.rounds import Group
+from mpicomp.settings import check_least
 from mpicomp.systems.lgc import LGC
 
 _STUDY = "learned"

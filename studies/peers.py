@@ -13,8 +13,9 @@ from lab_jobs import Network
 from mpicomp.bench.training import DDP, DDP_BF16, DDP_POWERSGD, OTHERS
 
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least, read_list
+from mpicomp.cli.options import read_list
 from mpicomp.errors import ConfigurationError
+from mpicomp.settings import check_least
 from mpicomp.system import launcher
 
 _STUDY = "peers"

@@ -14,8 +14,8 @@ from lab_jobs import DONE, Finished
 from policy_runs import ARMS, GOALS, NETWORK_AWARE, NETWORKS, QUICK_NETWORKS, Timing, Trainings, runs_of
 
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least
 from mpicomp.errors import ConfigurationError
+from mpicomp.settings import check_least
 
 _STUDY = "policies"
 _MINUTES, _QUICK_MINUTES = 120.0, 45.0  # limits of the whole study

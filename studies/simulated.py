@@ -28,10 +28,10 @@ from mpicomp.bench.simulate.rows import Plan, Simulation
 from mpicomp.bench.simulate.topology import Links, Topology
 
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least
 from mpicomp.compressors import get_compressor
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
+from mpicomp.settings import check_least
 from mpicomp.system import launcher
 
 _STUDY = "simulated"

@@ -16,7 +16,8 @@ from mpicomp.bench.measure import results
 from mpicomp.bench.simulate.measured import Measured, read
 
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least, check_writable, read_list
+from mpicomp.cli.options import check_writable, read_list
+from mpicomp.settings import check_least
 
 _STUDY = "what_if"
 _BUFFER_S = 5e-3

@@ -8,11 +8,11 @@ import pytest
 from schemes import OWN, UNBIASED, USERS
 
 import mpicomp
+from mpicomp.collectives import COLLECTIVES
 from mpicomp.collectives.allreduce import Allreduce
-from mpicomp.compressors import SharedSparsifier
+from mpicomp.compressors import COMPRESSORS, SharedSparsifier
 from mpicomp.errors import ConfigurationError
-from mpicomp.policies import Static
-from mpicomp.registry import COLLECTIVES, COMPRESSORS, POLICIES
+from mpicomp.policies import POLICIES, Static
 from mpicomp.rounds import Round
 from mpicomp.testing import check_compressor, checks, example
 

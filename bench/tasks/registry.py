@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mpicomp.registry import TASKS
+from mpicomp.registry import Registry
 
 if TYPE_CHECKING:
     from mpicomp.bench.tasks.task import Task
+
+TASKS: Registry[Any] = Registry("task", ["mpicomp.bench.tasks"], key="name")
 
 
 def list_tasks() -> list[str]:

@@ -5,7 +5,8 @@ from typing import ClassVar
 
 import mpicomp
 from mpicomp.compressors import Accumulated, Context
-from mpicomp.compressors.base import check_ratio, kept
+from mpicomp.compressors.base import kept
+from mpicomp.settings import check_ratio
 
 
 @mpicomp.register

@@ -10,13 +10,13 @@ from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
 from mpicomp.collectives.scheme import Exchange, Scheme
 from mpicomp.collectives.values_at import exchange_at
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Entry, check_range, kept
+from mpicomp.compressors.base import Compressor, Entry, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
-from mpicomp.errors import ConfigurationError
 from mpicomp.places import here
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
+from mpicomp.settings import check_least, check_range
 
 
 @register
@@ -81,8 +81,7 @@ class CountSketch(Sketch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.candidates, int) or isinstance(self.candidates, bool) or self.candidates < 1:
-            raise ConfigurationError(f"countsketch: candidates must be at least 1, got {self.candidates!r}")
+        check_least("countsketch", "candidates", self.candidates)
         check_range("countsketch", "momentum", self.momentum, 0, 1)
         object.__setattr__(self, "momentum", float(self.momentum))
 

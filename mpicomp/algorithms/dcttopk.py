@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, is_finite
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Compressor, check_least
+from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.chunktopk import ChunkTopK
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Selection
 from mpicomp.places import here, numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
+from mpicomp.settings import check_least
 from mpicomp.workspace import Workspace
 
 

@@ -11,13 +11,14 @@ from mpicomp.algorithms.sketch import Sketch, largest_estimates, sum_of_tables
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, undelivered
 from mpicomp.collectives.sparse_mean import SparseMean
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, check_range, kept
+from mpicomp.compressors.base import Compressor, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Selection
 from mpicomp.places import here, numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
+from mpicomp.settings import check_range
 
 
 @register

@@ -13,7 +13,7 @@ from mpicomp import kernels
 from mpicomp.algorithms.matrix_batches import Matrix, Stack, multiply, orthonormal, stacked
 from mpicomp.collectives.scheme import Exchange, Result, Scheme, far_from_largest, undelivered
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Compressor, bound, check_choice, check_least, check_range, own_setting
+from mpicomp.compressors.base import Compressor, bound, own_setting
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import Selection
@@ -21,6 +21,7 @@ from mpicomp.errors import ConfigurationError, MessageError
 from mpicomp.places import here, numbers
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round
+from mpicomp.settings import check_choice, check_least, check_range
 
 
 @register

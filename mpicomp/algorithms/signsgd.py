@@ -17,6 +17,7 @@ from mpicomp.compressors.message import NONFINITE, STALE
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Round, parts_of
+from mpicomp.settings import is_number
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -57,8 +58,7 @@ class SignSGD(Compressor):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        number = isinstance(self.scale, (int, float, np.integer, np.floating)) and not isinstance(self.scale, bool)
-        if not number or not 0 < self.scale <= _LARGEST:
+        if not is_number(self.scale) or not 0 < self.scale <= _LARGEST:
             raise ConfigurationError(
                 f"signsgd: scale must be a positive number, got {self.scale!r}; at most {_LARGEST!r}, as a float32"
             )

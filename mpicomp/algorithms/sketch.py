@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.collectives.scheme import Exchange, Result, Scheme
 from mpicomp.compressors.accumulated import TAIL, Accumulated
-from mpicomp.compressors.base import Compressor, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.base import Compressor, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.dense import Dense
 from mpicomp.errors import ConfigurationError
+from mpicomp.settings import check_choice, check_range, check_ratio
 from mpicomp.workspace import Workspace
 
 _ROWS = 1, 3, 5, 7  # an odd number, so that the median is one of them and not a mean, which could round

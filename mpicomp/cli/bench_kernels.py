@@ -49,8 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     from mpicomp.bench import devices
     from mpicomp.bench.kernels import Settings, check_memory, measurable, measure
     from mpicomp.bench.measure import results
-    from mpicomp.cli.options import check_least, check_writable, read_ratios
+    from mpicomp.cli.options import check_writable, read_ratios
     from mpicomp.places import HOST
+    from mpicomp.settings import check_least
 
     check_least(_COMMAND, "--numel", arguments.numel)
     check_least(_COMMAND, "--threads", arguments.threads)

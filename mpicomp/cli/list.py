@@ -17,9 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the lists."""
-    from mpicomp.collectives import collective_class, list_collectives
-    from mpicomp.policies import list_policies, policy_class
-    from mpicomp.registry import COLLECTIVES, POLICIES
+    from mpicomp.collectives import COLLECTIVES, collective_class, list_collectives
+    from mpicomp.policies import POLICIES, list_policies, policy_class
 
     compressors = compressor_entries()
     collectives: list[dict[str, Any]] = [
@@ -73,8 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 def compressor_entries() -> list[dict[str, Any]]:
     """Describe every compressor that is registered, at its defaults."""
     from mpicomp.collectives import fitting
-    from mpicomp.compressors import compressor_class, list_compressors
-    from mpicomp.registry import COMPRESSORS
+    from mpicomp.compressors import COMPRESSORS, compressor_class, list_compressors
 
     entries: list[dict[str, Any]] = []
     for name in list_compressors():

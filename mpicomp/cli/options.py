@@ -72,19 +72,10 @@ def check_drawing(command: str) -> None:
         )
 
 
-def check_least(command: str, option: str, value: int, least: int = 1) -> int:
-    """Return a whole number, or raise where it is too small."""
-    from mpicomp.errors import ConfigurationError
-
-    if value < least:
-        raise ConfigurationError(f"{command}: {option} must be at least {least}, got {value}")
-    return value
-
-
 def read_ratios(command: str, text: str) -> list[float]:
     """Read kept fractions with commas between them; duplicates count once."""
-    from mpicomp.compressors.base import check_ratio
     from mpicomp.errors import ConfigurationError
+    from mpicomp.settings import check_ratio
 
     try:
         numbers = [float(word) for word in text.split(",")]
@@ -133,6 +124,7 @@ def read_policy(command: str, text: str) -> "Policy":
 def read_numels(command: str, text: str) -> list[int]:
     """Read lengths with commas between them; duplicates count once."""
     from mpicomp.errors import ConfigurationError
+    from mpicomp.settings import check_least
 
     try:
         numbers = [int(word) for word in text.split(",")]

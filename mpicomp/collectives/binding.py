@@ -3,7 +3,7 @@
 from typing import Any
 
 from mpicomp.collectives.scatter_reduce import ScatterReduce
-from mpicomp.collectives.scheme import Scheme
+from mpicomp.collectives.scheme import COLLECTIVES, Scheme
 from mpicomp.collectives.shared_positions import SharedPositions
 from mpicomp.collectives.two_phase import TwoPhase
 from mpicomp.compressors.base import Compressor
@@ -11,23 +11,9 @@ from mpicomp.compressors.dense import Dense
 from mpicomp.compressors.kinds import SharedSparsifier
 from mpicomp.compressors.wire import SHARING
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
-from mpicomp.registry import COLLECTIVES
 
-
-def list_collectives() -> list[str]:
-    """Return the names of all collectives, sorted.
-
-    Examples
-    --------
-    >>> list_collectives()[:2]
-    ['allgather', 'allreduce']
-    """
-    return COLLECTIVES.names()
-
-
-def collective_class(name: str) -> type[Scheme[Any]]:
-    """Return the class behind a name."""
-    return COLLECTIVES.cls(name)
+list_collectives = COLLECTIVES.names
+collective_class = COLLECTIVES.cls
 
 
 def fitting(compressor: type[Compressor] | Compressor) -> list[str]:

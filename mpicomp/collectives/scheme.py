@@ -18,6 +18,7 @@ from mpicomp.compressors.message import DAMAGED, NONFINITE, STALE
 from mpicomp.compressors.wire import SHARING
 from mpicomp.errors import MessageError
 from mpicomp.places import here
+from mpicomp.registry import Registry
 from mpicomp.rounds import Group, Round, Rounds
 
 Exchange = Rounds["Result"]
@@ -262,3 +263,8 @@ def gain_of(lost: float, energy: float) -> float:
         return 1.0
     with np.errstate(invalid="ignore", over="ignore"):
         return float(1 - np.float64(lost) / np.float64(energy))
+
+
+COLLECTIVES: Registry[Scheme[Any]] = Registry(
+    "collective", ["mpicomp.collectives", "mpicomp.algorithms", "mpicomp.systems"]
+)

@@ -1,7 +1,7 @@
 """Compressors: one file each. They turn arrays into messages and know no MPI."""
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, Entry
+from mpicomp.compressors.base import COMPRESSORS, Compressor, Entry
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.chunktopk import ChunkTopK
 from mpicomp.compressors.context import Context
@@ -18,11 +18,6 @@ from mpicomp.compressors.onebit import OneBit
 from mpicomp.compressors.qsgd import QSGD
 from mpicomp.compressors.randomk import BlockRandomK, RandomK
 from mpicomp.compressors.redsync import RedSync
-from mpicomp.compressors.registry import (
-    compressor_class,
-    get_compressor,
-    list_compressors,
-)
 from mpicomp.compressors.sidco import SIDCo
 from mpicomp.compressors.terngrad import TernGrad
 from mpicomp.compressors.threshold import Threshold
@@ -30,6 +25,7 @@ from mpicomp.compressors.topk import TopK
 from mpicomp.compressors.uniform import Uniform
 
 __all__ = [
+    "COMPRESSORS",
     "DGC",
     "QSGD",
     "Accumulated",
@@ -64,3 +60,7 @@ __all__ = [
     "get_compressor",
     "list_compressors",
 ]
+
+get_compressor = COMPRESSORS.build
+list_compressors = COMPRESSORS.names
+compressor_class = COMPRESSORS.cls

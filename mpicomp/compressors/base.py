@@ -7,9 +7,8 @@ from dataclasses import Field, dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
 
-import numpy as np
-
 from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.registry import Registry
 
 _BOUND = "bound"
 
@@ -182,6 +181,11 @@ class Compressor(ABC):
         return cls(**parameters)
 
 
+COMPRESSORS: Registry[Compressor] = Registry(
+    "compressor", ["mpicomp.compressors", "mpicomp.algorithms", "mpicomp.systems"]
+)
+
+
 @functools.cache
 def _parameters(compressor: type[Compressor]) -> list[Field[Any]]:
     """Return a compressor's parameters: its own first, then those that many have."""
@@ -203,33 +207,6 @@ def own_setting(layers: Mapping[str, Any] | None, name: str, default: Any) -> An
     (8, 2)
     """
     return next((own for pattern, own in (layers or {}).items() if fnmatchcase(name, pattern)), default)
-
-
-def check_ratio(subsystem: str, ratio: object) -> float:
-    """Return a kept fraction back as a float, or say why it is none."""
-    if isinstance(ratio, (int, float, np.integer, np.floating)) and not isinstance(ratio, bool) and 0 < ratio <= 1:
-        return float(ratio)
-    raise ConfigurationError(f"{subsystem}: ratio is the kept fraction and must be in (0, 1], got {ratio!r}")
-
-
-def check_choice(subsystem: str, name: str, value: object, choices: Sequence[object]) -> None:
-    """Raise where a parameter is none of its choices."""
-    if value not in choices:
-        *others, last = map(repr, choices)
-        raise ConfigurationError(f"{subsystem}: {name} must be {', '.join(others)} or {last}, got {value!r}")
-
-
-def check_least(subsystem: str, name: str, value: object, least: int) -> None:
-    """Raise where a parameter is no integer of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{subsystem}: {name} must be an integer of at least {least}, got {value!r}")
-
-
-def check_range(subsystem: str, name: str, value: object, least: float, most: float) -> None:
-    """Raise where a parameter is no number from ``least`` to ``most``."""
-    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not number or not least <= value <= most:  # type: ignore[operator]
-        raise ConfigurationError(f"{subsystem}: {name} must be a number from {least} to {most}, got {value!r}")
 
 
 def kept(ratio: float, numel: int) -> int:

@@ -11,13 +11,14 @@ import numpy as np
 
 from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Entry, check_choice, check_least, check_range, check_ratio, kept
+from mpicomp.compressors.base import Entry, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
+from mpicomp.settings import check_choice, check_least, check_range, check_ratio
 
 _FEW = 0.8  # times k; with fewer than that the threshold is lowered
 _LOWER = 0.8  # factor by which the threshold is lowered

@@ -11,12 +11,13 @@ import numpy as np
 
 from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import check_ratio, kept
+from mpicomp.compressors.base import kept
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.kernels import cpu
 from mpicomp.places import here
+from mpicomp.settings import check_ratio
 
 _ROOM = 8  # candidates that can be stored, as a multiple of k
 _MANY = 3  # candidates, as a multiple of those sent, from which on the gap between bound and threshold is halved

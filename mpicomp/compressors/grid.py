@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.base import check_choice, own_setting
+from mpicomp.compressors.base import own_setting
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.errors import ConfigurationError
+from mpicomp.settings import check_choice, is_integer
 
 _WORD = 64  # elements of a bucket come in multiples of this: a bit plane is made of 64-bit words
 
@@ -49,7 +50,7 @@ class Grid(Quantiser):
 
     def __post_init__(self) -> None:
         self._check_bits("bits", self.bits)
-        if not _is_whole(self.bucket) or self.bucket < 1 or self.bucket % _WORD:
+        if not is_integer(self.bucket) or self.bucket < 1 or self.bucket % _WORD:
             raise ConfigurationError(f"{self.id}: bucket must be a multiple of {_WORD}, got {self.bucket!r}")
         check_choice(self.id, "rounding", self.rounding, ("stochastic", "nearest"))
         object.__setattr__(self, "bits", int(self.bits))
@@ -62,7 +63,7 @@ class Grid(Quantiser):
             object.__setattr__(self, "layers", {str(name): int(own) for name, own in self.layers.items()})
 
     def _check_bits(self, name: str, bits: object) -> None:
-        if not _is_whole(bits) or not self.least_bits <= bits <= MOST_BITS:  # type: ignore[operator]
+        if not is_integer(bits) or not self.least_bits <= bits <= MOST_BITS:  # type: ignore[operator]
             raise ConfigurationError(
                 f"{self.id}: {name} must be a whole number from {self.least_bits} to {MOST_BITS}, got {bits!r}"
             )
@@ -162,7 +163,3 @@ class Grid(Quantiser):
         if self.numbers == 1:
             return words, None, numbers[:buckets]
         return words, numbers[:buckets], numbers[buckets : 2 * buckets]
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

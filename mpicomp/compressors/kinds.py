@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import Compressor, bound, check_choice, kept
+from mpicomp.compressors.base import Compressor, bound, kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.wire import INDICES, VALUES, Wire, compact, value_bytes
 from mpicomp.errors import MessageError
 from mpicomp.kernels import sizes
+from mpicomp.settings import check_choice
 
 
 @dataclass

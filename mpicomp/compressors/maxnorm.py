@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.base import Compressor, check_choice
+from mpicomp.compressors.base import Compressor
 from mpicomp.compressors.kinds import SharedQuantiser
 from mpicomp.errors import ConfigurationError
 from mpicomp.places import numbers
 from mpicomp.registry import register
+from mpicomp.settings import check_choice, is_integer
 
 
 @register
@@ -111,7 +112,7 @@ def check_bits(subsystem: str, bits: object) -> int | tuple[int, ...]:
     """Return bits of one grid as an int and of several as a tuple, or say why they are none."""
     several = isinstance(bits, Sequence) and not isinstance(bits, str)
     given: list[Any] = list(bits) if several else [bits]  # type: ignore[call-overload]
-    whole = all(isinstance(own, (int, np.integer)) and not isinstance(own, bool) for own in given)
+    whole = all(map(is_integer, given))
     if not given or not whole or not all(2 <= own <= 16 for own in given):
         raise ConfigurationError(f"{subsystem}: bits must be a whole number from 2 to 16, or several, got {bits!r}")
     if sorted(set(given)) != given:

@@ -8,12 +8,13 @@ import numpy as np
 
 from mpicomp import kernels
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import check_least, check_ratio, kept
+from mpicomp.compressors.base import kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Search
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.places import numbers
 from mpicomp.registry import register
+from mpicomp.settings import check_least, check_ratio
 
 
 @register

@@ -10,6 +10,7 @@ from mpicomp import kernels
 from mpicomp.compressors.kinds import Quantiser
 from mpicomp.errors import ConfigurationError
 from mpicomp.registry import register
+from mpicomp.settings import is_integer
 
 _WORD = 64  # signs in a word
 
@@ -51,8 +52,7 @@ class OneBit(Quantiser):
     block: int = 1024
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.block, (int, np.integer)) and not isinstance(self.block, bool)
-        if not whole or self.block < 1 or self.block % _WORD:
+        if not is_integer(self.block) or self.block < 1 or self.block % _WORD:
             raise ConfigurationError(f"onebit: block must be a multiple of {_WORD}, got {self.block!r}")
         object.__setattr__(self, "block", int(self.block))
 

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp import kernels
-from mpicomp.compressors.base import check_choice
 from mpicomp.compressors.grid import Grid
 from mpicomp.registry import register
+from mpicomp.settings import check_choice
 
 
 @register

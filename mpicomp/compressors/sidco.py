@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import check_choice, kept
+from mpicomp.compressors.base import kept
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.estimator import Estimator, Search, most_of
 from mpicomp.compressors.fits import DISTRIBUTIONS, excess_threshold, interpolated, whole_threshold
@@ -16,6 +16,7 @@ from mpicomp.compressors.topk import bounds_for, scratch_for
 from mpicomp.errors import ConfigurationError
 from mpicomp.published import published
 from mpicomp.registry import register
+from mpicomp.settings import check_choice, check_flag
 
 _FIRST = 0.25  # share of elements that the first of several stages leaves
 _STEPS = 5  # steps between two adjustments of the number of stages
@@ -89,8 +90,7 @@ class SIDCo(Estimator):
         check_choice("sidco", "distribution", self.distribution, DISTRIBUTIONS)
         if self.stages is not None and (not isinstance(self.stages, int) or not 1 <= self.stages <= 64):
             raise ConfigurationError(f"sidco: stages must be None or a number from 1 to 64, got {self.stages!r}")
-        if not isinstance(self.corrections, bool):
-            raise ConfigurationError(f"sidco: corrections must be True or False, got {self.corrections!r}")
+        check_flag("sidco", "corrections", self.corrections)
 
     @property
     def bounded(self) -> bool:

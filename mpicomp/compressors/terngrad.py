@@ -13,6 +13,7 @@ from mpicomp.compressors.maxnorm import largest
 from mpicomp.errors import ConfigurationError
 from mpicomp.places import numbers
 from mpicomp.registry import register
+from mpicomp.settings import is_number
 
 
 @register
@@ -55,8 +56,7 @@ class TernGrad(SharedQuantiser):
     def __post_init__(self) -> None:
         if self.clip is None:
             return
-        number = isinstance(self.clip, (int, float, np.integer, np.floating)) and not isinstance(self.clip, bool)
-        if not number or not 0 < self.clip < math.inf:
+        if not is_number(self.clip) or not 0 < self.clip < math.inf:
             raise ConfigurationError(f"terngrad: clip must be None or a positive number, got {self.clip!r}")
         object.__setattr__(self, "clip", float(self.clip))
 

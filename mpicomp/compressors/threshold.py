@@ -7,12 +7,13 @@ from typing import ClassVar
 import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import check_range, kept
+from mpicomp.compressors.base import kept
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Selection, Sparsifier
 from mpicomp.kernels import cpu
 from mpicomp.registry import register
+from mpicomp.settings import check_range
 
 _SHARE = 0.01  # assumed kept fraction of a fixed threshold before the first step
 _SLACK = 1024  # elements that can be listed beyond twice what the step before had

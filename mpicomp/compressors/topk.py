@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpicomp.compressors.accumulated import Accumulated
-from mpicomp.compressors.base import bound, check_ratio, kept, own_setting
+from mpicomp.compressors.base import bound, kept, own_setting
 from mpicomp.compressors.candidates import Candidates
 from mpicomp.compressors.context import Context
 from mpicomp.compressors.kinds import Selection, Sparsifier
@@ -16,6 +16,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import cpu
 from mpicomp.places import here
 from mpicomp.registry import register
+from mpicomp.settings import check_ratio
 
 _ROOM = 4  # candidates that are stored, as a multiple of k
 

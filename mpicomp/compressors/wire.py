@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicomp.compressors.base import check_choice
 from mpicomp.kernels import sizes
+from mpicomp.settings import check_choice
 
 BITS = {"q8": 8, "q4": 4, "q2": 2}
 """Bits of a value; see `mpicomp.kernels.cpu.squares`."""

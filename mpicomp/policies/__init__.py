@@ -2,12 +2,12 @@
 
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.joint import Joint
-from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepReport
-from mpicomp.policies.registry import get_policy, list_policies, policy_class
+from mpicomp.policies.policy import POLICIES, Delivered, Named, Plan, Policy, Shape, StepReport
 from mpicomp.policies.schedule import Schedule
 from mpicomp.policies.static import Static
 
 __all__ = [
+    "POLICIES",
     "Adaptive",
     "Delivered",
     "Joint",
@@ -22,3 +22,7 @@ __all__ = [
     "list_policies",
     "policy_class",
 ]
+
+get_policy = POLICIES.build
+list_policies = POLICIES.names
+policy_class = POLICIES.cls

@@ -2,8 +2,7 @@
 
 from typing import Any, cast
 
-from mpicomp.compressors import Compressor, Learner, Quantiser
-from mpicomp.registry import COMPRESSORS
+from mpicomp.compressors import COMPRESSORS, Compressor, Learner, Quantiser
 
 
 def families(named: Compressor | None) -> tuple[list[Compressor], list[Quantiser], list[Learner]]:

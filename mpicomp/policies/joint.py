@@ -27,6 +27,7 @@ from mpicomp.policies.surveys import Survey
 from mpicomp.policies.tradeoff import Balance
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Rounds
+from mpicomp.settings import is_number
 from mpicomp.transport.base import Transport
 
 _LEAST = 0.001  # lowest ratio among the candidates: below it indices take more than values
@@ -78,8 +79,7 @@ class Joint(Policy):
 
     def check(self) -> None:
         """See `Policy.check`."""
-        number = isinstance(self.fidelity, int | float) and not isinstance(self.fidelity, bool)
-        if not number or not 0 < self.fidelity <= 1:
+        if not is_number(self.fidelity) or not 0 < self.fidelity <= 1:
             raise ConfigurationError(f"auto: fidelity must be in (0, 1], got {self.fidelity!r}")
 
     def adopt(self, named: Named) -> None:

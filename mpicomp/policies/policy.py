@@ -15,6 +15,7 @@ from mpicomp.cost import CostModel, Prediction
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.places import HOST, Place
 from mpicomp.policies.surveys import Survey
+from mpicomp.registry import Registry
 from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
 
@@ -281,3 +282,6 @@ def feedback_of(compressor: Compressor, feedback: bool | None) -> bool:
             "leave feedback out, or set momentum=0"
         )
     return chosen
+
+
+POLICIES: Registry[Policy] = Registry("policy", ["mpicomp.policies", "mpicomp.systems"])

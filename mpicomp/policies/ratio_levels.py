@@ -10,21 +10,15 @@ from numpy.typing import NDArray
 from mpicomp.compressors import Compressor, TopK
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.surveys import Spectra
+from mpicomp.settings import check_ratio
 
 
 def check_ratios(policy: str, least: object, most: object) -> None:
     """Raise where two ratios are no range in (0, 1]."""
     for name, ratio in (("least", least), ("most", most)):
-        if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio <= 1:
-            raise ConfigurationError(f"{policy}: {name} is a kept fraction and must be in (0, 1], got {ratio!r}")
+        check_ratio(policy, ratio, name)
     if least > most:  # type: ignore[operator]
         raise ConfigurationError(f"{policy}: least must not be above most, got least={least} and most={most}")
-
-
-def check_least(policy: str, name: str, value: object, least: int = 1) -> None:
-    """Raise where a setting is no whole number of at least something."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{policy}: {name} must be a whole number of at least {least}, got {value!r}")
 
 
 def default_compressor() -> Compressor:

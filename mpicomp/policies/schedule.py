@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpicomp.compressors import Compressor
-from mpicomp.compressors.base import check_choice, check_range, check_ratio
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.policy import Delivered, Named, Shape
-from mpicomp.policies.ratio_levels import at_ratio, check_least, ladder
+from mpicomp.policies.ratio_levels import at_ratio, ladder
 from mpicomp.registry import register
 from mpicomp.rounds import Rounds
+from mpicomp.settings import check_choice, check_least, check_range, check_ratio
 from mpicomp.transport.base import Transport
 
 _SHAPES = ("linear", "exponential", "step", "varco")

@@ -31,7 +31,7 @@ def read_warmup(warmup: int | str) -> tuple[int, bool]:
     Raises
     ------
     ConfigurationError
-        Where it is neither a whole number of at least 0, nor ``"ramp:N"`` with N of at least 1.
+        Where it is neither an integer of at least 0, nor ``"ramp:N"`` with N of at least 1.
 
     Examples
     --------

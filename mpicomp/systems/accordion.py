@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor
-from mpicomp.compressors.base import check_range
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
-from mpicomp.policies.ratio_levels import at_ratio, check_least, check_ratios, ladder
+from mpicomp.policies.ratio_levels import at_ratio, check_ratios, ladder
 from mpicomp.policies.surveys import SpectrumSurvey, Survey
 from mpicomp.registry import register
 from mpicomp.rounds import Rounds
+from mpicomp.settings import check_least, check_range
 from mpicomp.transport.base import Transport
 
 _STRIDE = 8  # of a survey: one group of elements in so many

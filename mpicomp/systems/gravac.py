@@ -12,17 +12,18 @@ from numpy.typing import NDArray
 from mpicomp import kernels
 from mpicomp.compressors import Compressor, Context, SharedSparsifier, Sparsifier
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
-from mpicomp.compressors.base import check_choice, check_range, kept
+from mpicomp.compressors.base import kept
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.places import Place, here, numbers
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
-from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_least, check_ratios, lost_share
+from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, lost_share
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.published import published
 from mpicomp.registry import register
 from mpicomp.rounds import Rounds
+from mpicomp.settings import check_choice, check_least, check_range
 from mpicomp.transport.base import Transport
 from mpicomp.workspace import Workspace
 

@@ -4,9 +4,8 @@ import contextlib
 from dataclasses import fields
 from typing import Any
 
-from mpicomp.compressors import Compressor, Sparsifier, get_compressor
+from mpicomp.compressors import COMPRESSORS, Compressor, Sparsifier, get_compressor
 from mpicomp.errors import ConfigurationError
-from mpicomp.registry import COMPRESSORS
 
 _SMALL = {"ratio": 0.05, "rank": 1}  # of what has one: all laws have something to look at
 _LENGTH = 1000  # of an array, for the number of selected elements

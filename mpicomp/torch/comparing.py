@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mpicomp.errors import ConfigurationError, DisagreementError, warn_user
+from mpicomp.errors import DisagreementError, warn_user
 from mpicomp.rounds import Group, Round, Rounds
 from mpicomp.torch.broadcast import as_bytes
 from mpicomp.torch.named import MAX_NORM
@@ -129,13 +129,6 @@ class Fingerprint:
                     "share of the data, as by torch.utils.data.DistributedSampler(dataset, ranks, rank), or seed what "
                     "draws batches by the rank. same_batches=True says that it is meant",
                 )
-
-
-def check_every(subsystem: str, every: Any) -> int:
-    """Return a setting for `Fingerprint`, or say what is wrong with it."""
-    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-        raise ConfigurationError(f"{subsystem}: compare_every must be a whole number of at least 0, got {every!r}")
-    return every
 
 
 def sum_of_bits(tensors: Iterable[torch.Tensor]) -> np.int64:

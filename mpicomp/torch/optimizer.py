@@ -14,7 +14,8 @@ from mpicomp.reducer import Reducer
 from mpicomp.reducer.agreement import together
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.reducer.reducer import check_settings
-from mpicomp.torch.comparing import COMPARE_EVERY, check_every
+from mpicomp.settings import check_least
+from mpicomp.torch.comparing import COMPARE_EVERY
 from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.gradients import Gradients
 from mpicomp.torch.join import Join, follow
@@ -423,7 +424,7 @@ def _check(
             "DistributedOptimizer: LBFGS asks for gradients many times in a step; use mpicomp.torch.UpdateOptimizer, "
             "which serves it and exchanges what its steps have changed"
         )
-    check_every("DistributedOptimizer", compare_every)
+    check_least("DistributedOptimizer", "compare_every", compare_every, 0)
     chosen = None if compressor is None else get_compressor(compressor)
     own = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
     if chosen is not None and chosen.entry.momentum and own:

@@ -9,7 +9,7 @@ import torch
 from mpicomp.compressors import Compressor, get_compressor
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.reducer import check_settings
-from mpicomp.torch.comparing import check_every
+from mpicomp.settings import check_flag, check_least
 from mpicomp.torch.exchanging import Exchanging
 from mpicomp.torch.moments import DECAYS
 from mpicomp.torch.named import parameters_of
@@ -58,12 +58,9 @@ def check(
         )
     most = 1 if isinstance(sync_every, str) else sync_every
     if isinstance(sync_every, str) and sync_every != AUTO:
-        raise ConfigurationError(
-            f"{WHO}: sync_every must be a whole number of at least 1, or '{AUTO}', got {sync_every!r}"
-        )
+        raise ConfigurationError(f"{WHO}: sync_every must be an integer of at least 1, or '{AUTO}', got {sync_every!r}")
     for name, value, least in (("sync_every", most, 1), ("sync_delay", sync_delay, 0), ("fragments", fragments, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"{WHO}: {name} must be a whole number of at least {least}, got {value!r}")
+        check_least(WHO, name, value, least)
     if fragments > most:
         raise ConfigurationError(f"{WHO}: fragments must be at most sync_every={most}, got {fragments}")
     if sync_delay > most // fragments:
@@ -71,13 +68,12 @@ def check(
             f"{WHO}: sync_delay must be at most sync_every // fragments = {most // fragments}, so that one exchange "
             f"ends before the next begins, got {sync_delay}"
         )
-    check_every(WHO, compare_every)
+    check_least(WHO, "compare_every", compare_every, 0)
     if outer is not None:
         unknown = sorted(set(outer) - set(_OUTER)) if isinstance(outer, Mapping) else [outer]
         if unknown:
             raise ConfigurationError(f"{WHO}: outer must have some of {', '.join(_OUTER)}, got {unknown[0]!r}")
-        if not isinstance(outer.get("sign", False), bool):
-            raise ConfigurationError(f"{WHO}: outer['sign'] must be True or False, got {outer['sign']!r}")
+        check_flag(WHO, "outer['sign']", outer.get("sign", False))
         if outer.get("sign") and outer.get("momentum"):
             raise ConfigurationError(
                 f"{WHO}: outer has momentum and takes the sign of changes, which have no scale any more; leave "
@@ -126,10 +122,7 @@ def check_moments(optimizer: torch.optim.Optimizer, moments: Any) -> Sharing | N
     if unknown:
         raise ConfigurationError(f"{WHO}: second_moments must have some of compressor, sync_every, got {unknown[0]!r}")
     every = given.get("sync_every", _EVERY)
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ConfigurationError(
-            f"{WHO}: second_moments['sync_every'] must be a whole number of at least 1, got {every!r}"
-        )
+    check_least(WHO, "second_moments['sync_every']", every)
     compressor = get_compressor(given.get("compressor", "natural"))
     if compressor.id not in ("natural", "dense") or getattr(compressor, "wire", None) == "fp16":
         raise ConfigurationError(

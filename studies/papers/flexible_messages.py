@@ -16,9 +16,9 @@ import paper_runs
 from mpicomp.bench.measure.exchanges import share
 
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least
 from mpicomp.cost import formulas
 from mpicomp.rounds import Group, Round
+from mpicomp.settings import check_least
 from mpicomp.transport import Transport
 
 _STUDY = "flexible_messages"

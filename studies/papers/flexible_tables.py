@@ -23,11 +23,12 @@ from mpicomp.bench.measure.gradients import Gradients
 
 from mpicomp import TopK
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least, read_list
+from mpicomp.cli.options import read_list
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense
 from mpicomp.cost import formulas
 from mpicomp.rounds import Group, Round, Rounds
+from mpicomp.settings import check_least
 from mpicomp.system import launcher
 from mpicomp.transport import Transport
 

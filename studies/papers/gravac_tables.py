@@ -15,9 +15,10 @@ from mpicomp.bench.measure.gradients import Gradients
 from paper_runs import of_seeds
 
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least, read_list
+from mpicomp.cli.options import read_list
 from mpicomp.compressors import SharedSparsifier, Sparsifier, get_compressor
 from mpicomp.policies.surveys import SpectrumSurvey
+from mpicomp.settings import check_least
 
 _STUDY = "gravac_tables"
 _KEY = ("table", "task", "name", "seed")

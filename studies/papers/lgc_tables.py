@@ -10,7 +10,8 @@ import lgc_models
 import paper_runs
 
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least, read_list
+from mpicomp.cli.options import read_list
+from mpicomp.settings import check_least
 from mpicomp.systems.lgc import LGC
 
 _STUDY = "lgc_tables"

@@ -16,8 +16,8 @@ import paper_runs
 from numpy.typing import NDArray
 
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least
 from mpicomp.policies.allocate import Choice, least_total, total
+from mpicomp.settings import check_least
 from mpicomp.systems.lgreco import layer_policy as policy
 
 _STUDY = "lgreco_parts"

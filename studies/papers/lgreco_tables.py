@@ -9,7 +9,8 @@ from typing import Any
 import paper_runs
 
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least, read_list
+from mpicomp.cli.options import read_list
+from mpicomp.settings import check_least
 
 _STUDY = "lgreco_tables"
 _KEY = ("task", "family", "arm", "seed")

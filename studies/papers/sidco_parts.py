@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from mpicomp import SIDCo
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least
 from mpicomp.compressors import Context, sidco
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.compressors.base import kept
+from mpicomp.settings import check_least
 
 _STUDY = "sidco_parts"
 _NUMEL = 1_000_000

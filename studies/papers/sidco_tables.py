@@ -13,8 +13,8 @@ import paper_runs  # first, since it has Python find the studies of the folder a
 import estimators
 
 from mpicomp.cli import run_program
-from mpicomp.cli.options import check_least, read_list
-from mpicomp.compressors.base import check_ratio
+from mpicomp.cli.options import read_list
+from mpicomp.settings import check_least, check_ratio
 
 _STUDY = "sidco_tables"
 _KEY = ("table", "data", "name", "ratio", "seed")

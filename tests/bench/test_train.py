@@ -346,10 +346,12 @@ def test_updates_are_exchanged_in_place_of_gradients(mpiexec, tmp_path, argument
         slow(["--task", "digits", "--policy", '{"id": "auto", "fidelity": 2}'], "must be in (0, 1], got 2"),
         slow(["--task", "digits", "--policy", '{"id": "auto", "fidel": 1}'], "name 'fidel'; did you mean 'fidelity'"),
         slow(["--task", "digits", "--policy", "auto", "--compressor", "onebit"], "which onebit cannot give"),
-        slow(["--task", "digits", "--evaluate-every", "-1"], "--evaluate-every must be at least 0, got -1"),
+        slow(
+            ["--task", "digits", "--evaluate-every", "-1"], "--evaluate-every must be an integer of at least 0, got -1"
+        ),
         (["--task", "digits", "--replay", "nowhere"], "replay: 'nowhere' cannot be read"),
         slow(["--task", "digits", "--replay", "m.jsonl", "--policy", "auto"], "--policy says nothing; leave one out"),
-        slow(["--task", "digits", "--steps", "0"], "--steps must be at least 1, got 0"),
+        slow(["--task", "digits", "--steps", "0"], "--steps must be an integer of at least 1, got 0"),
         (["--task", "digits", "--compressor", "topk", "--warmup", "-3"], "warmup: must be a number of dense steps"),
         slow(["--task", "digits", "--compressor", "onebit", "--warmup", "ramp:1"], "which onebit does not have"),
         slow(["--task", "digits", "--compressor", "lgc", "--warmup", "1"], "begins with a warm-up of its own"),
@@ -361,7 +363,10 @@ def test_updates_are_exchanged_in_place_of_gradients(mpiexec, tmp_path, argument
             ["--task", "digits", "--second-moments", "shared"], "--second-moments says nothing; name --exchange updates"
         ),
         slow(["--task", "digits", "--exchange", "update"], "unknown name 'update'; did you mean 'updates'"),
-        slow(["--task", "digits", "--exchange", "updates", "--every", "0"], "--every must be at least 1, got 0"),
+        slow(
+            ["--task", "digits", "--exchange", "updates", "--every", "0"],
+            "--every must be an integer of at least 1",
+        ),
         slow(
             ["--task", "digits", "--exchange", "updates", "--every", "often"],
             "a number of steps or 'auto', got 'often'",

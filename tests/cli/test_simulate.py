@@ -62,8 +62,8 @@ def test_a_picture(source, tmp_path):
     [
         (["--compressor", "auto"], "auto needs what it learns of elements"),
         (["--ranks", "one"], "--ranks must be whole numbers"),
-        (["--ranks", "1"], "--ranks must be at least 2"),
-        (["--per-host", "0"], "--per-host must be at least 1"),
+        (["--ranks", "1"], "--ranks must be an integer of at least 2"),
+        (["--per-host", "0"], "--per-host must be an integer of at least 1"),
         (["--switch", "fast"], "--switch must be a number with bit"),
         (["--latency", "5"], "--latency must be a number with ns"),
         (["--compressor", "topk", "--collective", "allreduce"], "does not fit collective 'allreduce'"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import mpicomp.policies  # noqa: F401 (with the packages below it)
 from mpicomp.registry import REGISTRIES
 
 ROOT = Path(__file__).resolve().parents[2]

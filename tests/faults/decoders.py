@@ -23,7 +23,7 @@ from mpicomp.arrays import Described
 from mpicomp.checkpoint.file import Header, RankFile, encode, write_file
 from mpicomp.collectives import Context, bind, dense_message, fitting, variants
 from mpicomp.collectives.sparse_mean import SparseMean
-from mpicomp.compressors import Quantiser, Selection, compressor_class
+from mpicomp.compressors import COMPRESSORS, Quantiser, Selection, compressor_class
 from mpicomp.compressors.accumulated import TAIL, Accumulated, Piece
 from mpicomp.compressors.message import DAMAGED, look_at, message_bytes, read_message, read_padded, write_message
 from mpicomp.compressors.wire import INDICES, VALUES, Wire
@@ -32,9 +32,9 @@ from mpicomp.cost.model import CostModel
 from mpicomp.cost.network import Network
 from mpicomp.errors import DisagreementError, MpicompError
 from mpicomp.places.place import entered
+from mpicomp.policies import POLICIES
 from mpicomp.policies.surveys import RankSurvey, Spectra, SpectrumSurvey
 from mpicomp.reducer.agreement import Signature, agree
-from mpicomp.registry import COMPRESSORS, POLICIES
 from mpicomp.rounds import Round, observe
 from mpicomp.rounds.drive import Returned, advance, drive
 from mpicomp.systems.lgc.lead import Lead, follow, leader_of

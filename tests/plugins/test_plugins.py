@@ -145,7 +145,7 @@ def test_a_plugin_may_look_names_up(plugin, python):
 
 def test_what_was_registered_can_be_told_from_what_is_built_in(plugin, python):
     path = plugin()
-    code = "from mpicomp.registry import COMPRESSORS as own; print(own.plugin('mine'), own.plugin('topk'))"
+    code = "from mpicomp.compressors import COMPRESSORS as own; print(own.plugin('mine'), own.plugin('topk'))"
     assert python(code, [path]).stdout.splitlines()[-1] == f"{path} None"
 
 

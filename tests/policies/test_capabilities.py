@@ -10,8 +10,8 @@ from networks import Link
 from worlds import Ranks
 
 import mpicomp
+from mpicomp.compressors import COMPRESSORS
 from mpicomp.policies import families, get_policy
-from mpicomp.registry import COMPRESSORS
 
 ROOT = Path(__file__).resolve().parents[2] / "mpicomp"
 FILES = sorted((ROOT / "policies").glob("*.py"))

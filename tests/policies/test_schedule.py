@@ -173,10 +173,10 @@ def test_nothing_is_lost_and_ranks_agree(size, collective):
     [
         ({"begin": 0}, r"^schedule: begin: ratio is the kept fraction and must be in \(0, 1\], got 0$"),
         ({"end": 1.5}, r"^schedule: end: ratio is the kept fraction and must be in \(0, 1\], got 1.5$"),
-        ({"steps": 0}, "schedule: steps must be a whole number of at least 1, got 0"),
-        ({"steps": 2, "shape": "varco"}, "schedule: steps must be a whole number of at least 3, got 2"),
+        ({"steps": 0}, "schedule: steps must be an integer of at least 1, got 0"),
+        ({"steps": 2, "shape": "varco"}, "schedule: steps must be an integer of at least 3, got 2"),
         ({"shape": "cosine"}, "schedule: shape must be 'linear', 'exponential', 'step' or 'varco', got 'cosine'"),
-        ({"stages": 1}, "schedule: stages must be a whole number of at least 2, got 1"),
+        ({"stages": 1}, "schedule: stages must be an integer of at least 2, got 1"),
         ({"slope": 0.5}, "schedule: slope must be a number from 1 to"),
         ({"begn": 0.5}, "schedule setting: unknown name 'begn'; did you mean 'begin'"),
     ],

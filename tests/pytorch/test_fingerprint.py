@@ -137,7 +137,7 @@ def test_replicas_are_compared(comm, compressor):
 @pytest.mark.parametrize("every", [-1, 1.5, None, True])
 def test_a_setting_that_cannot_be(wrap, every):
     model = torch.nn.Linear(2, 1)
-    with pytest.raises(ConfigurationError, match="compare_every must be a whole number of at least 0"):
+    with pytest.raises(ConfigurationError, match="compare_every must be an integer of at least 0"):
         wrap(
             torch.optim.SGD(model.parameters(), lr=0.1),
             model.named_parameters(),

@@ -418,7 +418,7 @@ def test_optimizers_that_are_refused(kind, settings, match):
     [
         ("mine", r"second_moments must be 'local', 'shared' or a mapping, got 'mine'"),
         ({"ratio": 1}, "second_moments must have some of compressor, sync_every, got 'ratio'"),
-        ({"sync_every": 0}, r"second_moments\['sync_every'\] must be a whole number of at least 1, got 0"),
+        ({"sync_every": 0}, r"second_moments\['sync_every'\] must be an integer of at least 1, got 0"),
         ({"compressor": "topk"}, r"second_moments\['compressor'\] must be 'natural' or 'dense', got TopK"),
         (
             {"compressor": {"id": "dense", "wire": "fp16"}},

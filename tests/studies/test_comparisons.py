@@ -267,7 +267,7 @@ def test_steps_to_quality_of_values_that_are_not_finite():
         ("policies", ["--policies", "atuo"], "policies: --policies: unknown name 'atuo'; did you mean 'auto'?"),
         ("policies", ["--policies", ","], "policies: --policies names nothing"),
         ("policies", ["--networks", "1gbit"], "lab: a network must be like 50mbit/1ms, got '1gbit'"),
-        ("policies", ["--seeds", "-1"], "policies: --seeds must be at least 0, got -1"),
+        ("policies", ["--seeds", "-1"], "policies: --seeds must be an integer of at least 0, got -1"),
         ("policies", ["--limit", "0"], "policies: --limit must be minutes above 0, got 0.0"),
         ("policies", ["--keep", "a,b"], "policies: --keep must be a folder without commas, got 'a,b'"),
         ("policies", ["--keep", "/proc/none"], "policies: '/proc/none/files' cannot be written"),

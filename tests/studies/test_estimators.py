@@ -171,7 +171,7 @@ def test_gradients_of_other_shapes_are_refused(arrays, text, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--steps", "0"], "estimators: --steps must be at least 1, got 0"),
+        (["--steps", "0"], "estimators: --steps must be an integer of at least 1, got 0"),
         (["--ratio", "2"], "estimators: ratio is the kept fraction and must be in (0, 1], got 2.0"),
         (["--data", "norml"], "unknown name 'norml'; did you mean 'normal'?"),
         (["--gradients", "/nonexistent.npz"], "estimators: cannot read '/nonexistent.npz'"),

@@ -132,7 +132,7 @@ def test_change_runs_steps_of_auto():
     ("study", "words", "text"),
     [
         (regret, ["--networks", "1gbit"], "lab: a network must be like 50mbit/1ms, got '1gbit'"),
-        (regret, ["--numel", "0"], "regret: --numel must be at least 1, got 0"),
+        (regret, ["--numel", "0"], "regret: --numel must be an integer of at least 1, got 0"),
         (change, ["--bandwidths", "1"], "lab: bandwidth must be a number with bit, kbit, mbit or gbit, got '1'"),
         (change, ["--ratio", "0.1,0.2"], "change: --compressor and --ratio must give one plan's, got 2"),
     ],

@@ -219,8 +219,8 @@ def test_nothing_is_lost(size, collective):
     ("settings", "text"),
     [
         ({"least": 0.2, "most": 0.1}, "accordion: least must not be above most, got least=0.2 and most=0.1"),
-        ({"most": 0}, r"accordion: most is a kept fraction and must be in \(0, 1\], got 0"),
-        ({"every": 0}, "accordion: every must be a whole number of at least 1, got 0"),
+        ({"most": 0}, r"accordion: most is the kept fraction and must be in \(0, 1\], got 0"),
+        ({"every": 0}, "accordion: every must be an integer of at least 1, got 0"),
         ({"threshold": 0}, "accordion: threshold must be above 0, got 0"),
         ({"threshold": "a"}, "accordion: threshold must be a number from 0"),
     ],

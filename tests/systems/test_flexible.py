@@ -348,13 +348,13 @@ def test_the_policy_is_its_configuration():
     ("settings", "text"),
     [
         ({"least": 0.2}, "least must not be above most"),
-        ({"most": 2}, r"most is a kept fraction and must be in \(0, 1\], got 2"),
+        ({"most": 2}, r"most is the kept fraction and must be in \(0, 1\], got 2"),
         ({"factor": 1}, "factor must be above 1, got 1"),
         ({"factor": 0.5}, "factor must be a number from 1"),
         ({"gain_threshold": 0}, "gain_threshold must be above 0"),
         ({"choice": "best"}, "choice must be 'weighted' or 'knee', got 'best'"),
         ({"solver": "guess"}, "solver must be 'exact' or 'nsga2', got 'guess'"),
-        ({"every": 0}, "every must be a whole number of at least 1"),
+        ({"every": 0}, "every must be an integer of at least 1"),
     ],
 )
 def test_settings_that_cannot_be(settings, text):

@@ -493,8 +493,8 @@ def test_nothing_is_lost_and_ranks_agree(size, collective):
     ("settings", "text"),
     [
         ({"least": 0.2}, "gravac: least must not be above most, got least=0.2 and most=0.1"),
-        ({"most": 2}, r"gravac: most is a kept fraction and must be in \(0, 1\], got 2"),
-        ({"window": 0}, "gravac: window must be a whole number of at least 1, got 0"),
+        ({"most": 2}, r"gravac: most is the kept fraction and must be in \(0, 1\], got 2"),
+        ({"window": 0}, "gravac: window must be an integer of at least 1, got 0"),
         ({"omega": -0.1}, "gravac: omega must be a number from 0 to 1, got -0.1"),
         ({"epsilon": 0}, "gravac: epsilon must be above 0, got 0"),
         ({"epsilon": 1.1}, "gravac: epsilon must be a number from 0 to 1, got 1.1"),

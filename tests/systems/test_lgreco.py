@@ -9,9 +9,9 @@ import pytest
 import mpicomp
 from mpicomp.algorithms.matrix_batches import Matrix
 from mpicomp.errors import ConfigurationError
+from mpicomp.policies import POLICIES
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.surveys import RankSurvey, SpectrumSurvey
-from mpicomp.registry import POLICIES
 from mpicomp.systems.lgreco import LGreCo
 from mpicomp.transport import LocalWorld
 
@@ -363,8 +363,8 @@ def test_the_policy_is_its_configuration():
     [
         ({"alpha": 0}, "alpha must be above 0"),
         ({"alpha": -1}, "alpha must be a number from 0"),
-        ({"every": 1}, "every must be a whole number of at least 2, got 1"),
-        ({"first": 2.5}, "first must be a whole number of at least 2"),
+        ({"every": 1}, "every must be an integer of at least 2, got 1"),
+        ({"first": 2.5}, "first must be an integer of at least 2"),
         ({"span": 0.5}, "span must be a number from 1"),
         ({"on": "static"}, "on must be a policy that chooses a setting .* got static"),
         ({"on": "lgreco"}, "on must be a policy that chooses a setting"),

@@ -10,23 +10,16 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives import bind
 from mpicomp.compressors import Compressor, Dense
-from mpicomp.compressors.base import check_choice, check_range
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
 from mpicomp.policies.plan_selector import PlanSelector, PlanTable, names_for
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepReport, feedback_of
-from mpicomp.policies.ratio_levels import (
-    at_ratio,
-    check_adaptable,
-    check_least,
-    check_ratios,
-    default_compressor,
-    lost_share,
-)
+from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, default_compressor, lost_share
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
 from mpicomp.published import published
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Rounds
+from mpicomp.settings import check_choice, check_least, check_range
 from mpicomp.systems.flexible import pareto
 from mpicomp.transport.base import Transport
 

@@ -10,15 +10,14 @@ from importlib.util import find_spec
 from itertools import groupby, product
 from typing import ClassVar
 
-import numpy as np
-
-from mpicomp.compressors.base import bound, check_choice, check_range, check_ratio, kept
+from mpicomp.compressors.base import bound, kept
 from mpicomp.compressors.kinds import Learner
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import sizes
 from mpicomp.published import published
 from mpicomp.registry import register
+from mpicomp.settings import check_choice, check_least, check_range, check_ratio
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.learned_code import LearnedCode
 from mpicomp.systems.lgc.linear_code import LinearCode
@@ -237,7 +236,7 @@ class LGC(Learner):
         check_range("lgc", "learning_rate", self.learning_rate, 0, 1)
         object.__setattr__(self, "innovation", check_ratio("lgc: innovation", self.innovation))
         for name, least in (("dense_steps", 0), ("training_steps", 1), ("passes", 1)):
-            _check_least(name, getattr(self, name), least)
+            check_least(self.id, name, getattr(self, name), least)
         for name in ("signs", "backward"):
             check_choice("lgc", name, getattr(self, name), (True, False))
         for name in ("encoder", "decoder"):
@@ -245,7 +244,7 @@ class LGC(Learner):
             if isinstance(channels, str) or not isinstance(channels, Sequence) or not channels:
                 raise ConfigurationError(f"lgc: {name} must list numbers of channels, got {channels!r}")
             for own in channels:
-                _check_least(f"channels in {name}", own, 1)
+                check_least(self.id, f"channels in {name}", own, 1)
             object.__setattr__(self, name, tuple(channels))
         check_choice("lgc", "wire", self.wire, (None, "fp16", "bf16"))
         if self.wire is not None and self.instance == "server":
@@ -389,9 +388,3 @@ def _layer_of(name: str) -> str:
     ('encoder.0', 'weight')
     """
     return name.rpartition(".")[0] or name
-
-
-def _check_least(name: str, value: object, least: int) -> None:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not whole or value < least:  # type: ignore[operator]
-        raise ConfigurationError(f"lgc: {name} must be a whole number of at least {least}, got {value!r}")

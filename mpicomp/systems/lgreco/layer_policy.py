@@ -9,18 +9,18 @@ from numpy.typing import NDArray
 
 from mpicomp.collectives import fitting
 from mpicomp.compressors import Compressor, get_compressor
-from mpicomp.compressors.base import check_choice, check_range
 from mpicomp.cost import CostModel
 from mpicomp.errors import ConfigurationError
+from mpicomp.policies import get_policy
 from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.allocate import least_total, total
 from mpicomp.policies.policy import Delivered, Named, Shape, StepReport, feedback_of
-from mpicomp.policies.ratio_levels import at_ratio, check_least, ladder
-from mpicomp.policies.registry import get_policy
+from mpicomp.policies.ratio_levels import at_ratio, ladder
 from mpicomp.policies.surveys import Both, SumSurvey, Survey
 from mpicomp.published import published
 from mpicomp.registry import register
 from mpicomp.rounds import Rounds
+from mpicomp.settings import check_choice, check_least, check_range
 from mpicomp.systems.lgreco.layer_tables import Table, mixed_table, table_for
 from mpicomp.transport.base import Transport
 

@@ -11,6 +11,7 @@ from mpicomp.arrays import WORK_DTYPES, Described
 from mpicomp.errors import ConfigurationError
 from mpicomp.reducer.agreement import Signature, agree, together
 from mpicomp.rounds import Graph, Rounds, make_graph
+from mpicomp.settings import check_least
 from mpicomp.systems.optimizers.gossip_rounds import Gossip
 from mpicomp.torch.exchanging import Exchanging, refuse_join
 from mpicomp.torch.named import as_real, check_kind
@@ -120,8 +121,7 @@ def PowerGossip(  # noqa: N802, a factory that reads like the class that it stan
                 f"PowerGossip: {type(optimizer).__name__} exchanges already; pass a plain optimizer"
             )
         for name, value in (("rank", rank), ("iterations", iterations)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"PowerGossip: {name} must be an integer of at least 1, got {value!r}")
+            check_least("PowerGossip", name, value)
         if not isinstance(rate, (int, float)) or not 0 < rate <= 1:
             raise ConfigurationError(f"PowerGossip: rate must be above 0 and at most 1, got {rate!r}")
         for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):

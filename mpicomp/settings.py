@@ -1,0 +1,51 @@
+"""Checks of settings. A wrong one raises an error with the subsystem, the rule and the value, before any data moves."""
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from mpicomp.errors import ConfigurationError
+
+
+def check_least(subsystem: str, name: str, value: Any, least: int = 1) -> int:
+    """Return an integer of at least ``least``."""
+    if not is_integer(value) or value < least:
+        raise ConfigurationError(f"{subsystem}: {name} must be an integer of at least {least}, got {value!r}")
+    return int(value)
+
+
+def check_range(subsystem: str, name: str, value: Any, least: float, most: float) -> float:
+    """Return a number from ``least`` to ``most``."""
+    if not is_number(value) or not least <= value <= most:
+        raise ConfigurationError(f"{subsystem}: {name} must be a number from {least} to {most}, got {value!r}")
+    return float(value)
+
+
+def check_ratio(subsystem: str, ratio: Any, name: str = "ratio") -> float:
+    """Return a kept fraction."""
+    if not is_number(ratio) or not 0 < ratio <= 1:
+        raise ConfigurationError(f"{subsystem}: {name} is the kept fraction and must be in (0, 1], got {ratio!r}")
+    return float(ratio)
+
+
+def check_choice(subsystem: str, name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise unless a value is one of its choices."""
+    if value not in choices:
+        *others, last = map(repr, choices)
+        raise ConfigurationError(f"{subsystem}: {name} must be {', '.join(others)} or {last}, got {value!r}")
+
+
+def check_flag(subsystem: str, name: str, value: object) -> None:
+    """Raise unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{subsystem}: {name} must be True or False, got {value!r}")
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a real number, Python's or NumPy's, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_integer(value: object) -> bool:
+    """Return whether a value is an integer, Python's or NumPy's, and no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
