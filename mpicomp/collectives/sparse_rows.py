@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from mpicomp.rounds import Group, Round, Rounds
+from mpicomp.rounds import Group, Round, Rounds, gather_rows
 
 _INDEX = np.dtype(np.int64)
 _NONE = -1  # sent by a rank without a gradient in place of the number of its rows
@@ -33,11 +33,10 @@ def mean_of_rows(
         Their means. Instead of both None, where no rank has a gradient.
     """
     width = rows.shape[1]
-    own = np.array([_NONE if indices is None else indices.size], _INDEX)
-    told = yield Round("allgatherv", [1] * group.size, _INDEX, send=own, recv=np.empty(group.size, _INDEX))
-    if (told == _NONE).all():
+    lengths = yield from gather_rows(np.array(_NONE if indices is None else indices.size, _INDEX), group)
+    if (lengths == _NONE).all():
         return None
-    counts = [max(0, int(count)) for count in told]
+    counts = [max(0, int(length)) for length in lengths]
     send = np.empty(0, _INDEX) if indices is None else np.ascontiguousarray(indices)
     everyones = yield Round("allgatherv", counts, _INDEX, send=send, recv=np.empty(sum(counts), _INDEX))
     task = Round(

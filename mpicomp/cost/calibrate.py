@@ -13,7 +13,7 @@ from mpicomp.cost.network import Network
 from mpicomp.cost.probe import QUICK, THOROUGH, Effort, probe
 from mpicomp.errors import ConfigurationError
 from mpicomp.places import HOST, Place
-from mpicomp.rounds import Round, Rounds
+from mpicomp.rounds import Round, Rounds, gather_rows
 from mpicomp.rounds.reports import from_one
 from mpicomp.transport.base import Transport
 from mpicomp.transport.clocks import compare_clocks
@@ -142,11 +142,7 @@ def measure_kernels(
         ends = sorted(alike, key=lambda scheme: float(getattr(scheme.compressor, "ratio", 1.0)))
         apart = getattr(ends[0].compressor, "ratio", 1.0) < getattr(ends[-1].compressor, "ratio", 1.0)
         alone.append(measure_alone(ends[0], ends[-1] if apart else None, feedback, transport.clock, place))
-    send = np.array(alone).reshape(-1)
-    ranks = transport.group.size
-    recv = np.empty(send.size * ranks)
-    everyones = yield Round("allgatherv", [send.size] * ranks, recv.dtype, send=send, recv=recv)
-    slowest = everyones.reshape(ranks, len(unknown), 3).max(axis=0)
+    slowest = (yield from gather_rows(np.array(alone), transport.group)).max(axis=0)
     for key, numbers in zip(unknown, slowest, strict=True):
         model.kernels[key] = Alone(*map(float, numbers))
 

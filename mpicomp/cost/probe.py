@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mpicomp.cost.formulas import terms
 from mpicomp.cost.network import OPERATIONS, Network
-from mpicomp.rounds import ACROSS, HOST, WORLD, Group, Round, Rounds
+from mpicomp.rounds import ACROSS, HOST, WORLD, Group, Round, Rounds, gather_rows
 from mpicomp.transport.base import Transport
 
 _SMALL = 64  # bytes that a rank sends where latency is measured
@@ -147,9 +147,7 @@ def _measure(
             yield task
             times[place, 1] = transport.clock()
     world = transport.group
-    recv = np.empty(times.size * world.size)
-    everyones = yield Round("allgatherv", [times.size] * world.size, recv.dtype, send=times.reshape(-1), recv=recv)
-    starts, ends = everyones.reshape(world.size, len(tasks), 2).max(axis=0).T
+    starts, ends = (yield from gather_rows(times, world)).max(axis=0).T
     seconds: NDArray[np.float64] = np.maximum(ends - starts, 1e-7)
     return seconds
 
@@ -164,9 +162,7 @@ def _as_all_see_it(name: str, size: int, world: Group) -> Group:
 
 
 def _largest(size: int, world: Group) -> Rounds[int]:
-    send, recv = np.array([size]), np.empty(world.size, np.int64)
-    sizes = yield Round("allgatherv", [1] * world.size, recv.dtype, send=send, recv=recv)
-    return int(sizes.max())
+    return int((yield from gather_rows(np.int64(size), world)).max())
 
 
 def _ring(group: Group | None, nbytes: int) -> Round:

@@ -14,7 +14,7 @@ from mpicomp.cost import CostModel, measure_kernels, seen_by_some
 from mpicomp.places import HOST
 from mpicomp.policies.policy import Shape, model_of
 from mpicomp.policies.tradeoff import Balance
-from mpicomp.rounds import Group, Round, Rounds
+from mpicomp.rounds import Group, Rounds, gather_rows
 from mpicomp.transport.base import Transport
 
 _LATER = 3.5  # times the delay of the values themselves, under either code: 2.6 to 4.3 on digits
@@ -174,11 +174,9 @@ class Codes:
 
     def _agree(self, transport: Transport) -> Rounds[None]:
         """Leave out codes that need packages, where some rank lacks one. Collective: a round of two bytes."""
-        ranks = transport.group.size
         there = all(find_spec(name) is not None for code in self._templates for name in code.needs)
         own = np.array([there, any(shape.place is not HOST for shape in self._shapes)], np.uint8)
-        task = Round("allgatherv", [own.size] * ranks, own.dtype, send=own, recv=np.empty(2 * ranks, np.uint8))
-        everyones = (yield task).reshape(ranks, 2)
+        everyones = yield from gather_rows(own, transport.group)
         if not everyones[:, 0].all():
             self._templates = [own for own in self._templates if not own.needs]
         self._on_device = bool(everyones[0, 1])

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mpicomp import errors
 from mpicomp.arrays import Described
 from mpicomp.errors import DisagreementError, MessageError, MpicompError, OutOfMemoryError
-from mpicomp.rounds import Group, Round, Rounds
+from mpicomp.rounds import Group, Round, Rounds, gather_rows
 from mpicomp.rounds.reports import checked_lengths, read_object
 from mpicomp.transport import Transport
 
@@ -68,18 +67,14 @@ def agree(
         content |= {"error": type(problem).__name__, "message": str(problem)}
     report = json.dumps(content, sort_keys=True).encode()
     short = np.frombuffer(hashlib.blake2b(report, digest_size=16).digest() + bytes([problem is not None]), _BYTE)
-    digests = yield _gather(short, [short.size] * group.size)
-    rows = digests.reshape(group.size, -1)
+    rows = yield from gather_rows(short, group)
     if (rows == rows[0]).all() and problem is None:
         return
-    length = np.array([len(report)], np.int64)
-    lengths = yield Round(
-        "allgatherv", [1] * group.size, length.dtype, send=length, recv=np.empty(group.size, np.int64)
-    )
-    counts = checked_lengths(lengths, subsystem)
+    counts = checked_lengths((yield from gather_rows(np.int64(len(report)), group)), subsystem)
     if counts[group.rank] != len(report):
         raise MessageError(f"{subsystem}: a report of {len(report)} bytes is taken for one of {counts[group.rank]}")
-    everything = yield _gather(np.frombuffer(report, _BYTE), counts)
+    send, recv = np.frombuffer(report, _BYTE), np.empty(sum(counts), np.uint8)
+    everything = yield Round("allgatherv", counts, _BYTE, send=send, recv=recv)
     bounds = np.concatenate(([0], np.cumsum(counts)))
     parts = [everything[bounds[rank] : bounds[rank + 1]] for rank in range(group.size)]
     reports = [read_object(part, subsystem, rank) for rank, part in enumerate(parts)]
@@ -127,10 +122,6 @@ def no_memory(error: MemoryError, subsystem: str) -> OutOfMemoryError:
         f"{subsystem}: no memory is left for the buckets and residuals of this rank ({error or 'not said for what'}); "
         "start fewer ranks on its host, or raise its limit"
     )
-
-
-def _gather(send: NDArray[np.uint8], counts: list[int]) -> Round:
-    return Round("allgatherv", counts, _BYTE, send=send, recv=np.empty(sum(counts), np.uint8))
 
 
 def _difference(reports: list[dict[str, Any]], subsystem: str) -> MpicompError:

@@ -22,7 +22,7 @@ from mpicomp.reducer.core import Core
 from mpicomp.reducer.exchange import Exchanged, exchange
 from mpicomp.reducer.layout import LARGE_BUCKET
 from mpicomp.reducer.record import StepRecord, Tally
-from mpicomp.rounds import Round, Rounds
+from mpicomp.rounds import Rounds, gather_rows
 from mpicomp.system import stopping
 from mpicomp.transport.route_probe import choose_routes
 
@@ -341,12 +341,7 @@ class Step:
 
     def _share(self, own: list[bool]) -> Rounds[NDArray[np.uint8]]:
         """Return everyone's flags, a row for each rank."""
-        ranks = self._core.transport.group.size
-        send = np.array(own, _FLAG)
-        recv = np.empty(ranks * send.size, _FLAG)
-        everyones = yield Round("allgatherv", [send.size] * ranks, _FLAG, send=send, recv=recv)
-        flags: NDArray[np.uint8] = everyones.reshape(ranks, send.size)
-        return flags
+        return (yield from gather_rows(np.array(own, _FLAG), self._core.transport.group))
 
     def _find_overflow(self) -> Rounds[None]:
         """Find out, on all ranks alike, whether gradients are finite, so that the exchange has overflowed."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mpicomp.reducer.trace_events import TAIL, Events, head
 from mpicomp.reducer.trace_notes import About, NotedBucket, NotedRound, NotedStep, read
-from mpicomp.rounds import Group, Round, Rounds
+from mpicomp.rounds import Group, Round, Rounds, gather_rows
 
 _STEPS = 4096  # that are looked at together, over all ranks: some megabytes
 _BYTE = np.dtype(np.uint8)
@@ -177,6 +177,4 @@ def _everyones_bytes(text: str, group: Group) -> Rounds[str | None]:
 
 
 def _everyones_numbers(own: int, group: Group) -> Rounds[list[int]]:
-    send = np.array([own], np.int64)
-    numbers = yield Round("allgatherv", [1] * group.size, send.dtype, send=send, recv=np.empty(group.size, np.int64))
-    return [int(number) for number in numbers]
+    return [int(number) for number in (yield from gather_rows(np.int64(own), group))]

@@ -3,7 +3,7 @@
 from mpicomp.rounds.drive import Returned, advance, drive, observe
 from mpicomp.rounds.graph import Graph, make_graph
 from mpicomp.rounds.group import ACROSS, HOST, WORLD, Group, layout_groups, parts_of
-from mpicomp.rounds.round import Pending, Request, Round, Rounds, dense_ring_bytes
+from mpicomp.rounds.round import Pending, Request, Round, Rounds, dense_ring_bytes, gather_rows
 
 __all__ = [
     "ACROSS",
@@ -19,6 +19,7 @@ __all__ = [
     "advance",
     "dense_ring_bytes",
     "drive",
+    "gather_rows",
     "layout_groups",
     "make_graph",
     "observe",

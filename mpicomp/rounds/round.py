@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from mpicomp.rounds.graph import Graph
 from mpicomp.rounds.group import WORLD, Group
@@ -130,6 +130,15 @@ Request = Round | Pending
 
 Rounds = Generator[Request, Any, Value]
 """A generator that yields requests, is sent what they received, and returns a value."""
+
+
+def gather_rows(values: ArrayLike, group: Group) -> Rounds[NDArray[Any]]:
+    """Return the values of all ranks, shape (ranks, ...); shape and dtype are the same on all ranks."""
+    array = np.asarray(values)
+    send = np.ascontiguousarray(array).reshape(-1)
+    recv = np.empty(group.size * send.size, send.dtype)
+    rows: NDArray[Any] = yield Round("allgatherv", [send.size] * group.size, send.dtype, send=send, recv=recv)
+    return rows.reshape(group.size, *array.shape)
 
 
 def dense_ring_bytes(numel: int, ranks: int, itemsize: int = 4) -> float:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from mpicomp.errors import DisagreementError, warn_user
-from mpicomp.rounds import Group, Round, Rounds
+from mpicomp.rounds import Group, Rounds, gather_rows
 from mpicomp.torch.broadcast import as_bytes
 from mpicomp.torch.named import MAX_NORM
 
@@ -28,12 +28,7 @@ DRIFT_ADVICE = (
 
 def share(own: Any, group: Group) -> Rounds[NDArray[np.uint8]]:
     """Return everyone's bytes, of which all have equally many, a row for each rank. As rounds."""
-    send = np.asarray(own, _BYTE)
-    everyones = yield Round(
-        "allgatherv", [send.size] * group.size, _BYTE, send=send, recv=np.empty(group.size * send.size, _BYTE)
-    )
-    told: NDArray[np.uint8] = everyones.reshape(group.size, -1)
-    return told
+    return (yield from gather_rows(np.asarray(own, _BYTE), group))
 
 
 def check_same(tensors: Mapping[str, torch.Tensor], group: Group, subsystem: str, advice: str) -> Rounds[None]:

@@ -2,11 +2,10 @@
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from mpicomp.errors import LaunchError, warn_user
 from mpicomp.reducer import Reducer
-from mpicomp.rounds import Round, Rounds
+from mpicomp.rounds import gather_rows
 from mpicomp.transport.interleave import ProgressThread
 
 _FLAG = np.dtype(np.uint8)
@@ -34,14 +33,7 @@ def overlap_thread(reducer: Reducer, wanted: bool | None) -> tuple[ProgressThrea
         problem = error
     crowded = transport.group.hosts == 1 and transport.cores < torch.get_num_threads() + 1
     mine = np.array([problem is None, not crowded if wanted is None else wanted, wanted is None], _FLAG)
-
-    def share() -> Rounds[NDArray[np.uint8]]:
-        told: NDArray[np.uint8] = yield Round(
-            "allgatherv", [3] * ranks, _FLAG, send=mine, recv=np.empty(3 * ranks, _FLAG)
-        )
-        return told
-
-    everyones = transport.run(reducer.counted(share())).reshape(ranks, 3)
+    everyones = transport.run(reducer.counted(gather_rows(mine, transport.group)))
     able, useful = (bool(flags.all()) for flags in everyones[:, :2].T)
     left_open = bool(everyones[:, 2].any())
     if able and useful:
