@@ -189,20 +189,6 @@ class Policy(ABC):
         return None
 
     @property
-    def rewinds(self) -> bool:
-        """Whether it makes steps for a trial, after which parameters are put back; see `rewind`."""
-        return False
-
-    @property
-    def rewind(self) -> str | None:
-        """What is to be done once the means of the step that was delivered last have been applied.
-
-        ``"keep"`` copies parameters, the optimizer's state and residuals, ``"restore"`` puts back what was copied; None
-        is neither. The same on all ranks.
-        """
-        return None
-
-    @property
     def listens(self) -> bool:
         """Whether ranks are to tell each other of this step; see `learn`."""
         return False

@@ -182,16 +182,6 @@ class WarmUp(Policy):
         return self.then.bucket_bytes
 
     @property
-    def rewinds(self) -> bool:
-        """See `Policy.rewinds`."""
-        return self.then.rewinds
-
-    @property
-    def rewind(self) -> str | None:
-        """See `Policy.rewind`: none within the warm-up."""
-        return self._planning.rewind
-
-    @property
     def listens(self) -> bool:
         """See `Policy.listens`."""
         return self._planning.listens

@@ -83,8 +83,6 @@ class Core:
         Tells reducers of this process apart.
     describer : Describer
         Describes the gradients of a step.
-    owed : str or None
-        What `mpicomp.Reducer.applied` is to do before the next step; see `mpicomp.policies.Policy.rewind`.
     """
 
     settings: dict[str, Any]
@@ -109,7 +107,6 @@ class Core:
     stop: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
     describer: Describer = field(default_factory=Describer)
-    owed: str | None = None
 
     def expect(self, gradients: Mapping[str, Any]) -> None:
         """Begin to take gradients to where they are exchanged, in the thread that made them; nothing waits."""

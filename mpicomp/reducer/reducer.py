@@ -22,7 +22,6 @@ from mpicomp.reducer.core import Core, Loaded
 from mpicomp.reducer.layout import LARGE_BUCKET, Layout
 from mpicomp.reducer.pace import Pace
 from mpicomp.reducer.record import StepRecord, Value
-from mpicomp.reducer.rewinding import Rewinding, check_rewinds
 from mpicomp.reducer.step import AGREED, Step
 from mpicomp.reducer.stream import Stream
 from mpicomp.reducer.survivors import common_state, leave_the_dead
@@ -119,9 +118,6 @@ class Reducer:
     on_shrink : callable, optional
         Called on each rank that is left, before the step is made again, with the list of those that died, by their
         numbers in the whole job, and the number of those that are left: a script may share out their data.
-    checkpoint, restore : callable, optional
-        For policies that make steps for a trial: ``checkpoint()`` returns a copy of this rank's parameters and of its
-        optimizer's state, and ``restore(copy)`` puts them back, maybe several times. Both are called in `applied`.
 
     Raises
     ------
@@ -164,8 +160,6 @@ class Reducer:
         local_steps: Sequence[int] = (1,),
         on_failure: str = "abort",
         on_shrink: Callable[[list[int], int], None] | None = None,
-        checkpoint: Callable[[], Any] | None = None,
-        restore: Callable[[Any], None] | None = None,
     ) -> None:
         self._closed = False
         self._owned = not isinstance(comm, Transport)
@@ -194,8 +188,6 @@ class Reducer:
                     f"reducer: how many steps ranks make between exchanges is chosen by policy='auto', got policy="
                     f"'{chosen.id}'; name one number of steps"
                 )
-            if chosen.rewinds:
-                check_rewinds(chosen.id, checkpoint, restore, survives)
             named = Named(own, collective, feedback, cost, normalises, local_steps)
             before = choose_warmup(warmup, named.compressor, collective, policy, feedback)
             runs = WarmUp(chosen, before) if before else chosen
@@ -230,7 +222,6 @@ class Reducer:
 
         self._make = make
         self._on_shrink = on_shrink
-        self._rewinding = Rewinding(checkpoint, restore)
         self._generation = transport.generation
         self._past: list[Core] = []  # whose arrays MPI may still know, of ranks that have died
         try:
@@ -441,14 +432,6 @@ class Reducer:
             return None
         return Stream(self._core, thread, scale, beside)
 
-    def applied(self) -> None:
-        """Note that parameters have taken the last step, for policies that make steps for a trial. Not collective.
-
-        These have parameters and residuals copied or put back here, the same on all ranks, and `reduce` raises where it
-        was not called. For all other policies it does nothing. `mpicomp.torch.DistributedOptimizer` calls it.
-        """
-        self._rewinding.follow(self._core)
-
     def residual(self, name: str) -> NDArray[np.floating]:
         """Return a copy of the residual of an array, shaped like it.
 
@@ -498,7 +481,24 @@ class Reducer:
         cost = None if state.get("cost") is None else CostModel.from_json(state["cost"])
         self._core.layout.load(state)
         self._core.loaded = Loaded(step, state.get("policy", {}), cost)
-        self._core.owed = None
+
+    def load_residuals(self, state: Mapping[str, Any]) -> None:
+        """Load residuals, velocities and memories of compressors of a state, and nothing else of it.
+
+        For a script that undoes steps: each rank loads its own, between the same two steps on all ranks. Not
+        collective.
+
+        Parameters
+        ----------
+        state : mapping
+            What `state_dict` returned.
+
+        Raises
+        ------
+        ConfigurationError
+            Where a residual's shape is not its array's. Nothing is loaded then.
+        """
+        self._core.layout.load(state)
 
     def close(self) -> None:
         """Release its MPI resources. It waits for no other rank, and a second call does nothing."""

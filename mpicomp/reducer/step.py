@@ -113,11 +113,6 @@ class Step:
             self._record.lr = _number("lr", lr)
         except MpicompError as error:
             self._unread = error
-        if self._core.owed is not None:
-            self._unread = ConfigurationError(
-                f"reduce: policy '{self._core.policy.id}' makes steps for a trial and has yet to put parameters back; "
-                "call reducer.applied() each time the means have been applied"
-            )
         self._look(gradients, absent)
         known = self._known and (self._beside.idle or all(name in layout.conditional for name in absent))
         self._stale = self._problem is not None or not known or self._beside.stale or self._core.loaded is not None
@@ -192,7 +187,7 @@ class Step:
             core.failed = RankFailedError("a rank has died")  # the step is applied, here and elsewhere
         if self._damaged is not None:  # in the last message: nothing has followed that could tell the others
             self.forget()
-            core.suspect, core.owed = True, None
+            core.suspect = True
             raise MessageError(
                 f"{self._damaged} (on rank {group.rank}); nothing was applied on this rank, and at the next step all "
                 "ranks compare whether that is so on all of them"
@@ -222,7 +217,6 @@ class Step:
         finite = not any(done.result.nonfinite for done in self._done)
         if finite and not record.skipped:
             core.policy.deliver(record.step, delivered)
-            core.owed = core.policy.rewind
         yield from tally.count(core.telemetry.receive(core.policy), group)
         surveys = {done.record.bucket: done.survey for done in self._done if done.survey is not None}
         if self._done and (core.policy.listens or surveys):

@@ -6,7 +6,6 @@ from mpicomp.torch.onebit_adam import OneBitAdam
 from mpicomp.torch.optimizer import DistributedOptimizer
 from mpicomp.torch.optimizer_state import broadcast_optimizer_state
 from mpicomp.torch.profiling import show_ranges
-from mpicomp.torch.trials import trial_hooks
 from mpicomp.torch.updates import UpdateOptimizer
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ddp_comm_hook",
-    "trial_hooks",
 ]
 
 show_ranges()

@@ -220,11 +220,6 @@ class Gradients(Beside):
             raise ConfigurationError(
                 "join: one optimizer's join() at a time: a rank that has no batches left takes part in the steps of one"
             )
-        if self._reducer.policy.rewinds:
-            raise ConfigurationError(
-                f"join: policy '{self._reducer.policy.id}' makes steps for a trial, which would undo those of the last "
-                "batches; leave join() out, or take another policy"
-            )
         if self.under_way:
             raise ConfigurationError(
                 "join: it began between backward() and step(), when the exchange had begun already; put the whole loop "

@@ -22,7 +22,6 @@ from mpicomp.torch.join import Join, follow
 from mpicomp.torch.named import Named, as_real, named_group, named_of, parameters_of
 from mpicomp.torch.replica_checks import SettingsCheck
 from mpicomp.torch.states import name_of, to_arrays, to_tensors
-from mpicomp.torch.trials import trial_hooks
 from mpicomp.torch.wrapped import Arguments, Wrapped, check_no_ddp, unwrap, warn_of_nested, wrap
 from mpicomp.transport import Transport
 from mpicomp.transport.connect import connect
@@ -144,7 +143,6 @@ def DistributedOptimizer(  # noqa: N802, a factory that reads like the class tha
             selects = chosen.message in ("sparse", "shared")
             bucket_bytes = LARGE_BUCKET if selects else _SMALL_BUCKET
         settings |= {"bucket_bytes": bucket_bytes, "warmup": warmup}
-        settings = trial_hooks(optimizer) | settings
         reducer = Reducer(chosen, collective, policy, feedback, nonfinite, transport, **settings)
     except BaseException:
         if transport is not comm:
@@ -257,10 +255,6 @@ class _Distributed(Wrapped):
         if gradients.frozen:
             gradients.run(follow(self, gradients))
         return args, kwargs
-
-    def _mpicomp_after(self) -> None:
-        """Have parameters put back where the step was one of a trial."""
-        self.reducer.applied()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; see `torch.optim.Optimizer.zero_grad`."""

@@ -20,6 +20,8 @@ import mpicomp
 from mpicomp.cost.formulas import terms
 from mpicomp.errors import ConfigurationError, UnknownNameError
 from mpicomp.rounds import Group, Round, Rounds, dense_ring_bytes
+from mpicomp.systems.flexible import TrialDriver
+from mpicomp.systems.flexible.published_search import FlexibleSearch
 from mpicomp.transport import LocalWorld
 from mpicomp.transport.base import Value
 from mpicomp.transport.local import LocalTransport
@@ -147,7 +149,7 @@ def train(
     """
     import resnet  # noqa: F401, registers its task
 
-    from mpicomp.torch.trials import trial_hooks  # loads torch
+    from mpicomp.systems.flexible.torch_state import copies_of  # loads torch
 
     shared = SharedModel(get_task(task_name, seed), steps)
     now, compute_s = 0, 0.0 if simulated is None else simulated.compute_s
@@ -159,11 +161,12 @@ def train(
     def clock() -> float:
         return time.monotonic() if simulated is None else max(end.seconds for end in world.transports)
 
-    hooks = trial_hooks(shared.optimizer, shared.model if arm.buffers else None)
     reducers = [
-        mpicomp.Reducer(arm.compressor, arm.collective, arm.policy, comm=end, warmup=arm.warmup, **hooks)
+        mpicomp.Reducer(arm.compressor, arm.collective, arm.policy, comm=end, warmup=arm.warmup)
         for end in world.transports
     ]
+    copies = copies_of(shared.optimizer, shared.model if arm.buffers else None)
+    drivers = [TrialDriver(reducer, *copies) for reducer in reducers if isinstance(reducer.policy, FlexibleSearch)]
     clocks = [_ComputeClock(end) for end in world.transports] if simulated is not None else []
     lines: list[dict[str, Any]] = []
     code_errors: list[float] = []
@@ -193,8 +196,8 @@ def train(
             shared.optimizer.step()  # the rate stays what it is
         else:
             shared.updater.update()
-        for reducer in reducers:
-            reducer.applied()  # all have one model, and put back the same
+        for driver in drivers:
+            driver.after_step()  # all have one model, and restore the same
         line = record.to_json() | {"seconds": clock() - begin, "quality": None}
         total += 1
         now += not is_trial

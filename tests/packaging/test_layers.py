@@ -35,6 +35,7 @@ HOMES = {
     "mpi4py": ("mpicomp/transport/mpi", "mpicomp/system/abort.py", "mpicomp/doctor/"),
     "torch": (
         "mpicomp/torch/",
+        "mpicomp/systems/flexible/torch_state.py",
         "mpicomp/systems/lgc/autoencoder.py",
         "mpicomp/systems/optimizers/",
         "bench/train.py",

@@ -14,7 +14,7 @@ from mpicomp.collectives import bind
 from mpicomp.cost import CostModel, Network
 from mpicomp.errors import ConfigurationError, IncompatiblePairError
 from mpicomp.rounds import layout_groups
-from mpicomp.systems.flexible import Flexible
+from mpicomp.systems.flexible import Flexible, TrialDriver
 from mpicomp.systems.flexible.option_policy import Option
 from mpicomp.transport import LocalWorld
 
@@ -64,19 +64,23 @@ class Training:
         self.reducers = [
             mpicomp.Reducer(
                 compressor, collective, {"id": "flexible", "published": True, **settings}, comm=end, bucket_bytes=8000,
-                checkpoint=own.checkpoint, restore=own.restore, cost=CostModel(network) if size > 1 else None,
+                cost=CostModel(network) if size > 1 else None,
             )
-            for end, own in zip(self.world.transports, self.models, strict=True)
+            for end in self.world.transports
         ]  # fmt: skip
+        self.drivers = [
+            TrialDriver(reducer, model.checkpoint, model.restore)
+            for reducer, model in zip(self.reducers, self.models, strict=True)
+        ]
         self.policy = self.reducers[0].policy
         self.count = 0
 
     def step(self, gradient=gradient):
         given = [cut(gradient(own.parameters, self.count, rank)) for rank, own in enumerate(self.models)]
         means = self.world.run([r.rounds(g) for r, g in zip(self.reducers, given, strict=True)])
-        for own, mean, reducer in zip(self.models, means, self.reducers, strict=True):
-            own.update(np.concatenate([mean[name].ravel() for name in SHAPES]))
-            reducer.applied()
+        for model, mean, driver in zip(self.models, means, self.drivers, strict=True):
+            model.update(np.concatenate([mean[name].ravel() for name in SHAPES]))
+            driver.after_step()
         assert len({own.parameters.tobytes() for own in self.models}) == 1
         self.count += 1
         [bucket] = self.reducers[0].last_step.buckets  # one bucket of everything, whatever was asked for
@@ -241,7 +245,7 @@ def test_a_change_of_the_network_makes_the_choice_anew_without_trials():
     kinds = []
     for _ in range(20):
         kinds.append(training.step().collective)
-        assert training.policy.rewind is None
+        assert training.policy.trial_action is None
     after = training.policy.objectives()
     np.testing.assert_array_equal(after[:, [0, 2]], before[:, [0, 2]])
     for ratio, seconds in zip(CANDIDATES, after[:, 1], strict=True):
@@ -346,22 +350,30 @@ def test_links_of_all_kinds_are_named_by_the_rule():
     assert len(seen) >= 2
 
 
-def test_a_reducer_alone_needs_a_way_back():
-    alone = LocalWorld(1).transports[0]
-    for given in ({}, {"checkpoint": dict}, {"restore": print}):
-        with pytest.raises(ConfigurationError, match=r"flexible: .*needs checkpoint= and restore=.*applied\(\)"):
-            mpicomp.Reducer(policy={"id": "flexible", "published": True, "solver": "exact"}, comm=alone, **given)
+def test_search_without_driver_on_one_rank_is_one_error():
+    world = LocalWorld(2)
+    search = {"id": "flexible", "published": True, "solver": "exact"}
+    reducers = [mpicomp.Reducer(policy=search, comm=end) for end in world.transports]
+    TrialDriver(reducers[0], dict, print)
+    with pytest.raises(ConfigurationError, match=r"flexible: .* make a .*TrialDriver .*\(on rank 1\)"):
+        world.run([reducer.rounds({"w": np.ones(9)}) for reducer in reducers])
 
 
-def test_a_rank_that_does_not_say_that_means_were_applied_is_heard_by_all():
+def test_driver_not_called_on_one_rank_is_one_error():
     training = Training(2, solver="exact")
-    given = [cut(gradient(own.parameters, 0, rank)) for rank, own in enumerate(training.models)]
-    training.world.run([r.rounds(g) for r, g in zip(training.reducers, given, strict=True)])
-    training.reducers[0].applied()
-    with pytest.raises(ConfigurationError, match=r"flexible.*call reducer\.applied\(\) each time"):
-        training.world.run([r.rounds(g) for r, g in zip(training.reducers, given, strict=True)])
-    training.reducers[1].applied()
+    gradients = [cut(gradient(model.parameters, 0, rank)) for rank, model in enumerate(training.models)]
+    training.world.run([r.rounds(g) for r, g in zip(training.reducers, gradients, strict=True)])
+    training.drivers[0].after_step()
+    with pytest.raises(ConfigurationError, match=r"flexible: .*call its after_step\(\) after each step.*\(on rank 1\)"):
+        training.world.run([r.rounds(g) for r, g in zip(training.reducers, gradients, strict=True)])
+    training.drivers[1].after_step()
     training.step()
+
+
+def test_driver_of_another_policy_is_refused():
+    reducer = mpicomp.Reducer(policy="flexible", comm=LocalWorld(1).transports[0])
+    with pytest.raises(ConfigurationError, match="TrialDriver: the policy must be flexible with published=True"):
+        TrialDriver(reducer, dict, print)
 
 
 def test_other_arrays_within_a_trial_undo_it():
@@ -372,9 +384,9 @@ def test_other_arrays_within_a_trial_undo_it():
     more = {"late": np.ones(5)}
     given = [cut(gradient(own.parameters, 9, rank)) | more for rank, own in enumerate(training.models)]
     training.world.run([r.rounds(g) for r, g in zip(training.reducers, given, strict=True)])
-    for reducer in training.reducers:
-        assert reducer.policy.rewind == "restore"
-        reducer.applied()
+    for reducer, driver in zip(training.reducers, training.drivers, strict=True):
+        assert reducer.policy.trial_action == "restore"
+        driver.after_step()
     assert not np.array_equal(training.models[0].parameters, trial)
     assert training.reducers[0].last_step.buckets[0].compressor["ratio"] == 0.1
 

@@ -17,6 +17,7 @@ from mpicomp.errors import ConfigurationError
 from mpicomp.policies.policy import Delivered, Named, Plan, Shape, StepReport
 from mpicomp.policies.ratio_levels import at_ratio, ladder
 from mpicomp.policies.surveys import Survey
+from mpicomp.reducer.agreement import agree
 from mpicomp.rounds import Group, Rounds
 from mpicomp.systems.flexible import pareto
 from mpicomp.systems.flexible.option_policy import Flexible, Option, candidates
@@ -50,7 +51,7 @@ class FlexibleSearch(Flexible):
     changed: the formulas then give the seconds in rounds, and the other objectives are those of the last search.
 
     The batches of a trial are spent, and schedules of learning rates go on. A model's buffers, such as averages of
-    a batch norm, are put back where ``checkpoint`` and ``restore`` know them: see `mpicomp.torch.trial_hooks`. A
+    a batch norm, are put back where ``checkpoint`` and ``restore`` of the driver know them. A
     model that is saved within a trial is the trial's, and a run that is resumed searches anew. It cannot run inside
     ``optimizer.join()``, nor with ``on_failure="shrink"``.
 
@@ -81,7 +82,9 @@ class FlexibleSearch(Flexible):
         self._trial: int | None = None  # the candidate that runs
         self._steps = 0  # that it has run
         self._back = False  # whether a trial was broken off, so that its steps are to be undone
-        self._rewind: str | None = None
+        self.trial_action: str | None = None  # for `TrialDriver`: "keep" copies, "restore" loads the copy
+        self.has_driver = False
+        self._action_due = False  # whether the last step has ended with an action
         self._candidate_of: dict[int, int] = {}  # by step, until its seconds are known
         self._energies = np.zeros((2, len(self._tried)))  # that were sent and that there were, in trials
         self._seconds: list[list[tuple[float, float]]] = []  # own and in rounds, of each step of each candidate
@@ -97,16 +100,6 @@ class FlexibleSearch(Flexible):
         return _ALL
 
     @property
-    def rewinds(self) -> bool:
-        """See `Policy.rewinds`."""
-        return True
-
-    @property
-    def rewind(self) -> str | None:
-        """See `Policy.rewind`."""
-        return self._rewind
-
-    @property
     def listens(self) -> bool:
         """See `Policy.listens`: in trials."""
         return self._selector.listens or bool(self._candidate_of)
@@ -120,11 +113,15 @@ class FlexibleSearch(Flexible):
         self._back = self._back or self._trial is not None
         self._trial, self._candidate_of, self._objectives = None, {}, None
         self._group = transport.group
+        yield from self._check_driver()
         yield from super().start(shapes, transport)
         self._look_at_link()
 
     def refresh(self, transport: Transport) -> Rounds[None]:
         """See `Policy.refresh`. Where the network has changed the formulas tell the seconds in rounds."""
+        if self._action_due:
+            yield from self._check_driver()
+            self._action_due = False
         if (yield from self._selector.refresh(transport)):
             self._look_at_link()
             if self._objectives is not None:
@@ -143,15 +140,15 @@ class FlexibleSearch(Flexible):
 
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
         """See `Policy.deliver`: what is gained, and what is to become of this step."""
-        self._rewind = None
+        self.trial_action = None
         if self._back:
-            self._back, self._rewind = False, "restore"
+            self._back, self.trial_action = False, "restore"
         elif self._ramping:
             self._ramped += 1
         elif self._trial is not None:
             self._deliver_trial(self._trial, step, delivered)
         elif self._asking:
-            self._rewind, self._asking = "keep", False
+            self.trial_action, self._asking = "keep", False
             self._trial, self._steps, self._awaited = 0, 0, None
             self._energies[:] = 0
             self._seconds = [[] for _ in self._tried]
@@ -161,6 +158,7 @@ class FlexibleSearch(Flexible):
             self._since += 1
             self._follow_gain(delivered)
             self._asking = self._since >= (self.every or math.inf) or self._changed()
+        self._action_due = self.trial_action is not None
 
     def learn(self, told: StepReport) -> None:
         """See `Policy.learn`."""
@@ -187,12 +185,24 @@ class FlexibleSearch(Flexible):
         """See `Policy.load_state_dict`: what was chosen runs on until the next search."""
         super().load_state_dict(state, cost)
         self._trial, self._candidate_of, self._awaited, self._back = None, {}, None, False
+        self.trial_action, self._action_due = None, False
         self._objectives = None
 
     def objectives(self) -> pareto.Objectives:
         """Return seconds of own work, seconds in rounds and 1 / gain of each candidate, shape (candidates, 3)."""
         assert self._objectives is not None
         return self._objectives
+
+    def _check_driver(self) -> Rounds[None]:
+        """Raise on all ranks where some rank has no driver, or has not called it after the last step."""
+        problem = None
+        if self.trial_action is not None or not self.has_driver:
+            problem = ConfigurationError(
+                f"{self.id}: makes steps for a trial, after which parameters are restored; make a "
+                "mpicomp.systems.flexible.TrialDriver and call its after_step() after each step, on all ranks and "
+                "without join()"
+            )
+        yield from agree(None, problem, self._group, self.id)
 
     def _deliver_trial(self, trial: int, step: int, delivered: Sequence[Delivered]) -> None:
         self._candidate_of[step] = trial
@@ -201,7 +211,7 @@ class FlexibleSearch(Flexible):
         ]  # fmt: skip
         self._steps += 1
         if self._steps == TRIAL:
-            self._rewind, self._steps, self._trial = "restore", 0, trial + 1
+            self.trial_action, self._steps, self._trial = "restore", 0, trial + 1
         if self._trial == len(self._tried):
             self._trial, self._awaited = None, step
 

@@ -13,6 +13,8 @@ torch = pytest.importorskip("torch")
 
 from replicas import assert_replicas, distribute, network, square  # noqa: E402
 
+from mpicomp.systems.flexible.torch_state import drive_trials  # noqa: E402
+
 torch.set_num_threads(1)
 
 SEARCH = {"id": "flexible", "published": True, "solver": "exact"}
@@ -46,12 +48,14 @@ def test_what_a_trial_changes_comes_back(comm, overlap):
     optimizer = mpicomp.torch.DistributedOptimizer(
         optimizer, model.named_parameters(), policy=SEARCH, comm=comm, overlap=overlap
     )
+    driver = drive_trials(optimizer)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     kept = None
     for step in range(55):
         optimizer.zero_grad()
         square(model, step, comm.rank).backward()
         optimizer.step()
+        driver.after_step()
         schedule.step()
         assert_replicas(model, comm)
         now = state_of(model, optimizer)
@@ -71,14 +75,14 @@ def test_buffers_of_a_model_that_is_given_come_back(comm):
     model = torch.nn.Sequential(network(), torch.nn.BatchNorm1d(2))
     norm = model[1]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    optimizer = mpicomp.torch.DistributedOptimizer(
-        optimizer, model.named_parameters(), policy=SEARCH, comm=comm, **mpicomp.torch.trial_hooks(optimizer, model)
-    )
+    optimizer = mpicomp.torch.DistributedOptimizer(optimizer, model.named_parameters(), policy=SEARCH, comm=comm)
+    driver = drive_trials(optimizer, model)
     kept = None
     for step in range(22):
         optimizer.zero_grad()
         square(model, step, comm.rank).backward()
         optimizer.step()
+        driver.after_step()
         now = [own.clone() for own in norm.buffers()]
         if step == 0:
             kept = now
@@ -88,8 +92,9 @@ def test_buffers_of_a_model_that_is_given_come_back(comm):
 
 
 @pytest.mark.mpi(max_size=2)
-def test_it_cannot_join(comm):
+def test_join_with_trials_is_refused(comm):
     optimizer = distribute(network(), comm, policy=SEARCH, compressor=None, collective="auto")
-    with pytest.raises(ConfigurationError, match=r"join: policy 'flexible' makes steps for a trial"), optimizer.join():
+    drive_trials(optimizer)
+    with pytest.raises(ConfigurationError, match=r"join: trials of policy 'flexible' would undo"), optimizer.join():
         pass
     optimizer.close()
