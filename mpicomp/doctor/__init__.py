@@ -4,10 +4,8 @@
 pieces are there for others too, `cuda_aware` above all.
 """
 
-from mpicomp.doctor.devices import gpus
-from mpicomp.doctor.installed import packages, wheels
 from mpicomp.doctor.job import SCHEMA, examine, local
-from mpicomp.doctor.loaded import origin
+from mpicomp.doctor.probes import gpus, origin, packages, wheels
 from mpicomp.doctor.text import render
 from mpicomp.system.cuda import cuda_aware
 from mpicomp.system.libraries import library

@@ -1,54 +1,65 @@
-"""The report of one rank about itself, which is gathered from all ranks: host, cores, threads, GPU, versions."""
+"""One rank's description of itself, gathered from all ranks: host, cores, threads, GPU, versions."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from mpicomp.doctor.probes import cpus_per_task, resolves, thread_count
 from mpicomp.system.gpus import Gpu
-from mpicomp.system.launcher import Problem
 
 
 @dataclass(frozen=True)
 class Rank:
-    """The report of one rank.
+    """What one rank reports about itself."""
 
-    Parameters
-    ----------
-    rank
-        In MPI.COMM_WORLD.
-    leader
-        The lowest rank of its host: two hosts may have the same name.
-    host
-        The name of its host.
-    cpus
-        The numbers of the cores that it may run on.
-    threads, threads_from
-        Number of threads that NumPy, Numba and torch compute with, and the setting that it comes from.
-    cpus_per_task
-        Number of CPUs of a task according to Slurm; None where Slurm does not say.
-    device
-        The GPU that this rank computes on, None without one.
-    gpu_mask, gpu_error
-        ``CUDA_VISIBLE_DEVICES``, and the error that it causes.
-    unresolved
-        Names of hosts, this one or the next, for which this host knows no address.
-    versions
-        Versions of MPI, Python and packages.
-    """
-
-    rank: int
-    leader: int
+    rank: int  # in MPI.COMM_WORLD
+    leader: int  # lowest rank of the host: two hosts may have the same name
     host: str
-    cpus: tuple[int, ...]
-    threads: int
-    threads_from: str
-    cpus_per_task: int | None
+    cpus: tuple[int, ...]  # cores that it may run on
+    threads: int  # of NumPy, Numba and torch
+    threads_from: str  # the setting that `threads` comes from
+    cpus_per_task: int | None  # Slurm's; None where it is not set
     device: Gpu | None
-    gpu_mask: str | None
-    gpu_error: str | None
-    unresolved: tuple[str, ...]
-    versions: dict[str, str | None]
+    gpu_mask: str | None  # CUDA_VISIBLE_DEVICES
+    gpu_error: str | None  # the error that the mask causes
+    unresolved: tuple[str, ...]  # host names, this one's or the next one's, without an address here
+    versions: dict[str, str | None]  # of MPI, Python and packages
+
+
+def gather_ranks(mpi: Any, local: dict[str, Any], mpi_version: str) -> list[Rank]:
+    """Return the description of every rank; `local` is this one's result of `mpicomp.doctor.local`. Collective."""
+    world = mpi.COMM_WORLD
+    shared = world.Split_type(mpi.COMM_TYPE_SHARED)
+    local_rank, leader = shared.rank, shared.bcast(world.rank)
+    shared.Free()
+    names = {leader_of_host: host for host, leader_of_host in world.allgather((local["host"], leader))}
+    unresolved: tuple[str, ...] = ()
+    if world.rank == leader:
+        # Each name is looked up twice, on its host and on another one, however many hosts there are.
+        following = min((other for other in names if other > leader), default=min(names))
+        unresolved = tuple(name for name in dict.fromkeys((local["host"], names[following])) if not resolves(name))
+    threads, threads_from = thread_count(os.environ, len(local["cores"]))
+    devices = local["devices"]
+    ranks: list[Rank] = world.allgather(
+        Rank(
+            rank=world.rank,
+            leader=leader,
+            host=local["host"],
+            cpus=tuple(local["cores"]),
+            threads=threads,
+            threads_from=threads_from,
+            cpus_per_task=cpus_per_task(os.environ),
+            device=devices[local_rank % len(devices)] if devices else None,
+            gpu_mask=local["gpu_mask"],
+            gpu_error=local["gpu_error"],
+            unresolved=unresolved,
+            versions={**local["packages"], "python_version": local["python"]["version"], "mpi_version": mpi_version},
+        )
+    )
+    return ranks
 
 
 def by_host(ranks: Iterable[Rank]) -> list[list[Rank]]:
@@ -59,8 +70,8 @@ def by_host(ranks: Iterable[Rank]) -> list[list[Rank]]:
     return [hosts[leader] for leader in sorted(hosts)]
 
 
-def spans(numbers: Sequence[int]) -> str:
-    """Write numbers in the short form of Linux and Slurm.
+def spans(numbers: Iterable[int]) -> str:
+    """Format numbers in the short form of Linux and Slurm.
 
     Examples
     --------
@@ -78,20 +89,4 @@ def spans(numbers: Sequence[int]) -> str:
 
 def named(ranks: Sequence[Rank]) -> str:
     """Name ranks in a sentence: ``rank 3`` or ``ranks 0-3``."""
-    return f"rank{'s' * (len(ranks) != 1)} {spans([rank.rank for rank in ranks])}"
-
-
-def difference_problems(ranks: Sequence[Rank]) -> list[Problem]:
-    """Find ranks that run other versions than rank 0: another node with another environment."""
-    problems = []
-    for name in ("mpi_version", "python_version", "mpicomp", "mpi4py", "numpy", "numba", "torch"):
-        first = next((rank for rank in ranks if rank.versions[name] != ranks[0].versions[name]), None)
-        if first is not None:
-            problems.append(
-                Problem(
-                    f"ranks differ in {name.replace('_', ' ')}: {ranks[0].versions[name]} on "
-                    f"{ranks[0].host}, {first.versions[name]} on {first.host}",
-                    "use the same environment on every host",
-                )
-            )
-    return problems
+    return f"rank{'s' * (len(ranks) != 1)} {spans(rank.rank for rank in ranks)}"

