@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.measure.config_diff import differing_settings
 from mpicomp.bench.measure.exchanges import Plan, Residuals, Runner, in_turn
-from mpicomp.bench.measure.gradients import Gradients
+from mpicomp.bench.measure.feedback import Gradients
 from mpicomp.bench.measure.intervals import LEAST, is_narrow, ratio_interval
-from mpicomp.bench.measure.timed_plan import TimedPlan, rows_of
+from mpicomp.bench.measure.timed_plan import TimedPlan, differing_settings, rows_of
 
 from mpicomp.collectives import bind, variants
 from mpicomp.compressors import Compressor, Dense

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 
 import numpy as np
-from mpicomp.bench.measure.exchanges import share
+from mpicomp.bench.measure.timings import gather
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not said to be exported
 
@@ -33,7 +33,7 @@ def process_group(transport: Transport) -> Iterator[None]:
     with _interface("lo" if one_host else None):
         host = address()
         is_unknown = host is None or (host.startswith("127.") and not one_host)
-        if share(np.array([float(is_unknown)]), transport).any():
+        if gather(np.array([float(is_unknown)]), transport).any():
             raise ConfigurationError(
                 f"ddp: some rank does not know its address on the network; set {INTERFACE} to the interface that "
                 "joins the hosts, for example eth0"
@@ -50,13 +50,13 @@ def process_group(transport: Transport) -> Iterator[None]:
         yield
         # Not after an error: it waits for exchanges that other ranks have yet to take part in.
         distributed.destroy_process_group()
-    share(np.zeros(1), transport)  # the store is the first rank's, and has to outlive the others' use of it
+    gather(np.zeros(1), transport)  # the store is the first rank's, and has to outlive the others' use of it
 
 
 def address_of_rank_0(host: str, port: int, transport: Transport) -> tuple[str, int]:
     """Return the host's IPv4 address and the port that rank 0 passes. Collective."""
     *octets, server_port = (
-        share(np.array([*socket.inet_aton(host), port], np.float64), transport)[0].astype(int).tolist()
+        gather(np.array([*socket.inet_aton(host), port], np.float64), transport)[0].astype(int).tolist()
     )
     return ".".join(map(str, octets)), server_port
 

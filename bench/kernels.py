@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.measure.feedback import DTYPE, Selecting, make_bucket, write_plain
-from mpicomp.bench.measure.gradients import POOL, Gradients, Settled
+from mpicomp.bench.measure.feedback import DTYPE, POOL, Gradients, Selecting, Settled, make_bucket, write_plain
 from mpicomp.bench.measure.interleaved import Kernel, rows_of, take_turns
 from mpicomp.bench.timed_kernels import (
     Argpartition,

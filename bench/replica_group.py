@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from mpicomp.bench import gloo
-from mpicomp.bench.measure.exchanges import share
+from mpicomp.bench.measure.timings import gather
 from mpicomp.bench.training import TORCHFT_DILOCO
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not said to be exported
 
@@ -62,7 +62,7 @@ def replica_group(transport: Transport, exchange: str) -> Iterator[Any]:
     )
     yield manager
     manager.shutdown(wait=False)
-    share(np.zeros(1), transport)  # the lighthouse is the first rank's, and has to outlive the others' use of it
+    gather(np.zeros(1), transport)  # the lighthouse is the first rank's, and has to outlive the others' use of it
     if lighthouse is not None:
         lighthouse.shutdown()
 

@@ -9,8 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.measure.feedback import DTYPE, Selecting
-from mpicomp.bench.measure.gradients import Gradients, Settled, steps_to_settle
+from mpicomp.bench.measure.feedback import DTYPE, Gradients, Selecting, Settled, steps_to_settle
 from mpicomp.bench.measure.interleaved import Kernel
 from mpicomp.kernels import cpu
 from numpy.typing import NDArray

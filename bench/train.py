@@ -7,25 +7,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpicomp.bench.measure.backward import Backward
 from mpicomp.bench.measure.chosen_plans import Choices, Ran, leading
 from mpicomp.bench.measure.correlation import Comparison
 from mpicomp.bench.measure.metrics import MetricsWriter
 from mpicomp.bench.measure.probe import probe, probe_dense
 from mpicomp.bench.measure.progress import Progress
-from mpicomp.bench.measure.slowest import Slowest
-from mpicomp.bench.measure.timings import PHASES, Timings, by_rank, gather, medians, of_slowest
+from mpicomp.bench.measure.timings import PHASES, Slowest, Timings, by_rank, gather, medians, of_slowest
 from mpicomp.bench.outcome import Outcome
 from mpicomp.bench.replica import CPU, Replica, threads_of_rank
 from mpicomp.bench.resuming import Checkpoints
-from mpicomp.bench.simulate.dense import time_dense
-from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured
+from mpicomp.bench.simulate.recording import Backward, record_training
 from mpicomp.bench.tasks import Task
 from mpicomp.bench.tasks.updating import Updater
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor
-from mpicomp.cost import calibrate_for_elsewhere
 from mpicomp.errors import ConfigurationError, MpicompError
 from mpicomp.policies import Policy
 from mpicomp.policies.warmup import read_warmup
@@ -206,13 +202,13 @@ def train(
         }
         own_probe = probe(steady, named, numel, transport, cost=cost, **there)
         dense_probe = probe_dense(numel, transport, **there)
-    totals = gather(transport, np.array([sent, wire, dense_wire], np.float64)).mean(axis=0)
-    layers = choices.layers(gather(transport, choices.sums()))
+    totals = gather(np.array([sent, wire, dense_wire], np.float64), transport).mean(axis=0)
+    layers = choices.layers(gather(choices.sums(), transport))
     correlations = None if comparison is None else transport.run(comparison.outcome())
     measured = None
     if backward is not None:
         backward.close()
-        measured = _measured(task.name, backward, skipped, reducer, transport)
+        measured = record_training(task.name, backward, skipped, reducer, transport)
     progress.evaluating()
     quality = _quality(task, model, transport)
     return Outcome(
@@ -250,30 +246,6 @@ def train(
     )
 
 
-def _measured(name: str, backward: Backward, skipped: int, reducer: Any, transport: Transport) -> Measured:
-    """Return what simulations of this training start from, the same on all ranks. Collective."""
-    numbers = np.median(gather(transport, backward.rows()).max(axis=0)[skipped:], axis=0).tolist()
-    forward_s, backward_s, update_s, *ready = numbers
-    when = dict(zip(backward.names, ready, strict=True))
-    record = reducer.last_step
-    buckets = [
-        Bucket(tuple(Gradient(name, backward.shapes[name], when[name]) for name in bucket.layers.names))
-        for bucket in record.buckets
-    ]
-    state = reducer.state_dict()
-    auto = None
-    if reducer.policy.id == "auto":
-        auto = {
-            "config": reducer.policy.get_config(),
-            "state": reducer.policy.state_dict(),
-            "normalises": state["settings"]["normalises"],
-        }
-    cost = calibrate_for_elsewhere(reducer.cost, transport)
-    dense = time_dense(max(bucket.numel for bucket in buckets), transport)
-    group = transport.group
-    return Measured(name, group.size, group.hosts, cost, forward_s, backward_s, update_s, buckets, auto, dense)
-
-
 def _wrapped(optimizer: Any, model: torch.nn.Module, settings: Settings, transport: Transport) -> Any:
     """Have the task's optimizer exchange as the settings say. Collective."""
     words: dict[str, Any] = {
@@ -309,7 +281,7 @@ def _line(record: StepRecord, fields: dict[str, Any]) -> dict[str, Any]:
 def _quality(task: Task, model: torch.nn.Module, transport: Transport, share: float = 1.0) -> float:
     """Return the quality on held-out data on rank 0, for which the others wait, and NaN on them. Collective."""
     quality = task.evaluate(model, share) if transport.group.rank == 0 else float("nan")
-    gather(transport, np.zeros(1))
+    gather(np.zeros(1), transport)
     return quality
 
 
@@ -361,7 +333,7 @@ def _gradients(model: torch.nn.Module) -> dict[str, NDArray[np.floating]]:
 
 def _check_replicas(replica: Replica, transport: Transport) -> None:
     """Compare all ranks' parameters, bit for bit. Collective."""
-    digests = gather(transport, np.frombuffer(replica.digest(), np.uint8).astype(np.float64))
+    digests = gather(np.frombuffer(replica.digest(), np.uint8).astype(np.float64), transport)
     different = [rank for rank, digest in enumerate(digests) if (digest != digests[0]).any()]
     if different:
         raise MpicompError(

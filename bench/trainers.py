@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpicomp.bench import demo
 from mpicomp.bench.gloo import process_group
 from mpicomp.bench.measure.exchanges import name_of
 from mpicomp.bench.plain_topk import PlainTopK, over_gloo, over_mpi
@@ -25,6 +24,8 @@ from mpicomp.bench.training import (
     DDP_POWERSGD,
     DDP_POWERSGD_1BUCKET,
     DECODE,
+    DEMO,
+    DEMO_SETTINGS,
     FIELDS,
     FORWARD,
     NONE,
@@ -68,9 +69,7 @@ class NoExchange(Replica):
     """Trains without an exchange, every rank on its share of the data; the base of the others."""
 
     def __init__(self, exchange: Exchange, job: Job) -> None:
-        super().__init__(
-            job.task, job.transport.group, job.settings.total, job.device, is_sgd=exchange.name == demo.NAME
-        )
+        super().__init__(job.task, job.transport.group, job.settings.total, job.device, is_sgd=exchange.name == DEMO)
         self.exchange = exchange
         self._steps = 0
         self._every = job.settings.every if exchange.updates else 1  # steps from one exchange to the next
@@ -137,7 +136,7 @@ class _Mpicomp(NoExchange):
             "warmup": 0,  # what is named is what is timed
         }
         if exchange.updates:
-            words |= demo.SETTINGS if exchange.name == demo.NAME else {}
+            words |= DEMO_SETTINGS if exchange.name == DEMO else {}
             self.optimizer = UpdateOptimizer(self.optimizer, sync_every=self._every, **words)
         else:
             settings, replay = job.settings, None

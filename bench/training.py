@@ -3,17 +3,19 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import numpy as np
-from mpicomp.bench import demo
 from mpicomp.bench.lab.network import read_counters
-from mpicomp.bench.measure.exchanges import share
 from mpicomp.bench.measure.intervals import block_interval
+from mpicomp.bench.measure.timings import gather
 from numpy.typing import NDArray
 
 from mpicomp.compressors import Compressor
 from mpicomp.transport import Transport
+
+if TYPE_CHECKING:  # trainers load torch
+    from mpicomp.bench.trainers import NoExchange
 
 NONE, AUTO = "none", "auto"
 DDP, DDP_FP16, DDP_BF16 = "ddp", "ddp-fp16", "ddp-bf16"
@@ -37,6 +39,12 @@ INLINE = "-inline"
 """Suffix of the name of an exchange that waits for backward to end."""
 UPDATES = "updates:"
 """Prefix of the name of an exchange of updates, in place of gradients; that of the exchange follows."""
+DEMO = "demo"
+"""Name of DeMo with small chunks, as docs/updates.md recommends it."""
+DEMO_COMPRESSOR: dict[str, Any] = {"id": "dcttopk", "ratio": 0.0125, "side": 16, "wire": "q4"}
+"""Three of 256 coefficients, in four bits."""
+DEMO_SETTINGS: dict[str, Any] = {"outer": {"sign": True, "lr": 1.0}, "feedback_decay": 0.999}
+"""Settings of `mpicomp.torch.UpdateOptimizer`, around plain gradient descent."""
 REPLAY = "replay:"
 """Prefix of the name of an exchange that runs recorded plans; the path of their file follows."""
 
@@ -135,7 +143,7 @@ class Exchange:
     @property
     def updates(self) -> bool:
         """Whether what ranks' optimizers change is exchanged, in place of gradients."""
-        return self.name.startswith(UPDATES) or self.name in (TORCHFT_DILOCO, demo.NAME)
+        return self.name.startswith(UPDATES) or self.name in (TORCHFT_DILOCO, DEMO)
 
     @property
     def in_line(self) -> bool:
@@ -159,23 +167,6 @@ class Settings:
         return self.warm_up + self.steps * self.blocks
 
 
-class Trainer(Protocol):
-    """A training with one exchange; see `mpicomp.bench.trainers.NoExchange`. Its methods are collective."""
-
-    exchange: Exchange
-
-    @property
-    def overlaps(self) -> bool: ...  # noqa: D102
-
-    def block(self, steps: int) -> NDArray[np.float64]: ...  # noqa: D102
-
-    def ran(self) -> str | None: ...  # noqa: D102
-
-    def digest(self) -> bytes: ...  # noqa: D102
-
-    def evaluate(self) -> float: ...  # noqa: D102
-
-
 @dataclass
 class Trained:
     """Result of a training, the same on all ranks except for ``quality``, which rank 0 has."""
@@ -197,7 +188,7 @@ class Trained:
 
 
 def train_in_turn(
-    trainers: Sequence[Trainer], settings: Settings, transport: Transport, say: Callable[[str], None]
+    trainers: "Sequence[NoExchange]", settings: Settings, transport: Transport, say: Callable[[str], None]
 ) -> list[Trained]:
     """Train with every exchange, block by block, another one first each round. Collective."""
     for trainer in trainers:
@@ -213,7 +204,7 @@ def train_in_turn(
             _meet(transport)
             before = _sent_by_host()
             block = trainer.block(settings.steps)
-            ranks = share(block.reshape(-1), transport).reshape(-1, *block.shape)
+            ranks = gather(block, transport)
             blocks[name].append(slowest(ranks))
             link_bytes[name] += _sent_by_host() - before
         done = (f"{name} {np.median(taken[-1][:, SECONDS]):.3g} s" for name, taken in blocks.items())
@@ -221,10 +212,10 @@ def train_in_turn(
     trained = []
     for trainer in trainers:
         name = trainer.exchange.name
-        digests = share(np.frombuffer(trainer.digest(), np.uint8).astype(np.float64), transport)
+        digests = gather(np.frombuffer(trainer.digest(), np.uint8).astype(np.float64), transport)
         equal = bool((digests == digests[0]).all())
         quality = trainer.evaluate() if equal and transport.group.rank == 0 else None
-        link = share(np.array([link_bytes[name] / (settings.steps * settings.blocks)]), transport).mean()
+        link = gather(np.array([link_bytes[name] / (settings.steps * settings.blocks)]), transport).mean()
         link_or_none = float(link) if _is_in_lab() else None
         steps, ran, overlaps = np.array(blocks[name]), trainer.ran(), trainer.overlaps
         trained.append(Trained(trainer.exchange, steps, link_or_none, ran, overlaps, equal, quality))
@@ -354,7 +345,7 @@ def hidden_parts(
 
 def _meet(transport: Transport) -> None:
     """Wait for all ranks."""
-    share(np.zeros(1), transport)
+    gather(np.zeros(1), transport)
 
 
 def _is_in_lab() -> bool:

@@ -10,31 +10,6 @@ _NOISE = 0.03  # differences below this share of a step say nothing
 _ALWAYS = 0.95  # share of the exchanged elements from which on a plan counts as run always; the rest was explored
 
 
-def exchange_s(outcome: Outcome) -> float | None:
-    """Seconds of our exchange for each step: its kernels as they ran in them, its rounds as they ran by themselves.
-
-    None where that was not measured, here and in `dense_step_s`.
-    """
-    if outcome.own_probe is None:
-        return None
-    return (
-        outcome.late_phases_s["compress"] + outcome.own_probe.rounds_s / outcome.every + outcome.late_phases_s["decode"]
-    )
-
-
-def dense_step_s(outcome: Outcome) -> float | None:
-    """Seconds that a step would have taken with the best dense exchange.
-
-    What a step spends besides its exchange, waiting for the slowest rank among it, is taken to be the same.
-    """
-    own = exchange_s(outcome)
-    if own is None or outcome.dense_probe is None:
-        return None
-    besides = outcome.late_step_s - own
-    phases = outcome.late_phases_s
-    return max(besides, phases["compute"] + phases["update"]) + outcome.dense_probe.seconds
-
-
 def judge(outcome: Outcome, dense: Outcome | None = None, quality_name: str = "quality") -> str:
     """Return whether compression paid in seconds, and the delay of gradients; where plans changed, of the second half.
 
@@ -83,7 +58,7 @@ def _steps(delay: float) -> str:
 
 def _judge_seconds(outcome: Outcome) -> str:
     times = outcome.dense_wire_bytes / outcome.wire_bytes if outcome.wire_bytes else float("inf")
-    dense, own = dense_step_s(outcome), outcome.late_step_s
+    dense, own = outcome.dense_step_s, outcome.late_step_s
     fewer = f"{times:.1f} times fewer bytes left each rank than with a dense ring"
     if _is_exact(outcome.compressor):
         if not outcome.adapts:
@@ -132,7 +107,7 @@ def table(outcome: Outcome, quality_name: str, steps: int) -> str:
     ]
     if outcome.own_probe is not None and outcome.dense_probe is not None:
         lines.append(
-            f"an exchange without waiting: {exchange_s(outcome):.4f} s; dense {outcome.dense_probe.seconds:.4f} s "
+            f"an exchange without waiting: {outcome.exchange_s:.4f} s; dense {outcome.dense_probe.seconds:.4f} s "
             f"by {outcome.dense_probe.collective}, the fastest (medians of {outcome.own_probe.repeats} and "
             f"{outcome.dense_probe.repeats})"
         )

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 from lab_jobs import Network, check_lab, rows_in_lab, run_in_lab
-from mpicomp.bench.measure.exchanges import Plan, Residuals, Runner, share
-from mpicomp.bench.measure.gradients import Gradients
+from mpicomp.bench.measure.exchanges import Plan, Residuals, Runner
+from mpicomp.bench.measure.feedback import Gradients
+from mpicomp.bench.measure.timings import gather
 
 from mpicomp.cli import run_program
 from mpicomp.cli.options import check_writable, read_compressors, read_list, read_numels, read_ratios
@@ -64,7 +65,7 @@ def run_steps(compressor: Compressor, numel: int, seconds: float, transport: Tra
     gradients = Gradients(numel, seed=transport.group.rank)
     runner = Runner(Plan(compressor, "auto"), gradients, transport, Residuals(transport.group.rank), None)
     times: list[float] = []
-    while share(np.array([at_s := time.monotonic() - begin]), transport).max() < seconds:
+    while gather(np.array([at_s := time.monotonic() - begin]), transport).max() < seconds:
         times.append(at_s)
         runner.step()
     runner.catch_up()

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from mpicomp.bench.gloo import process_group
-from mpicomp.bench.measure.exchanges import share
 from mpicomp.bench.measure.intervals import median_interval
+from mpicomp.bench.measure.timings import gather
 from torch import distributed
 
 import mpicomp
@@ -49,13 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
         for turn in range(-_WARM, arguments.turns):
             took = []
             for call in calls:
-                share(np.zeros(1), transport)  # all begin at once
+                gather(np.zeros(1), transport)  # all begin at once
                 begin = time.perf_counter()
                 call()
                 took.append(time.perf_counter() - begin)
             theirs.mul_(1 / transport.group.size)
             if turn >= 0:
-                rows.append(share(np.array(took), transport).max(axis=0))
+                rows.append(gather(np.array(took), transport).max(axis=0))
     record = reducer.last_step
     assert record is not None
     seconds = np.array(rows)

@@ -159,7 +159,7 @@ def predict(measured: Measured, hosts: int, network: Network) -> list[dict[str, 
 
 def _replay(measured: Measured, path: str) -> int:
     """Make the steps of every plan among the ranks of this job; rank 0 writes their seconds."""
-    from mpicomp.bench.measure.exchanges import share
+    from mpicomp.bench.measure.timings import gather
 
     from mpicomp.reducer import Reducer
     from mpicomp.transport.interleave import ProgressThread
@@ -173,7 +173,7 @@ def _replay(measured: Measured, path: str) -> int:
     thread = ProgressThread(transport, lanes=1).start()
 
     def step(reducer: Reducer, overlap: bool) -> float:
-        share(np.zeros(1), transport)  # all ranks begin at once
+        gather(np.zeros(1), transport)  # all ranks begin at once
         began = time.perf_counter()
         if overlap:
             stream = reducer.stream(thread)
@@ -187,7 +187,7 @@ def _replay(measured: Measured, path: str) -> int:
             _sleep_until(began + measured.forward_s + measured.backward_s)
             reducer.reduce(arrays)
         time.sleep(measured.update_s)
-        return float(share(np.array([time.perf_counter() - began]), transport).max())
+        return float(gather(np.array([time.perf_counter() - began]), transport).max())
 
     seconds: dict[tuple[int, bool], list[float]] = {}
     for _ in range(_ROUNDS):

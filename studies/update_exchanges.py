@@ -16,10 +16,11 @@ from typing import Any
 import in_process
 import numpy as np
 import torch
-from mpicomp.bench import demo, devices
+from mpicomp.bench import devices
 from mpicomp.bench.measure import results
 from mpicomp.bench.tasks import Task, get_task
 from mpicomp.bench.tasks.updating import plain
+from mpicomp.bench.training import DEMO_COMPRESSOR, DEMO_SETTINGS
 from penalties import steps_behind
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -88,9 +89,9 @@ ARMS = {
         {"id": "qsgd", "bits": 4},
         settings={"sync_every": 10, "fragments": 3, "sync_delay": 1, "outer": _OUTER},
     ),
-    "demo": Arm({"id": "dcttopk"}, settings=demo.SETTINGS, inner="sgd"),
+    "demo": Arm({"id": "dcttopk"}, settings=DEMO_SETTINGS, inner="sgd"),
     **{
-        f"demo-side-{side}": Arm(demo.COMPRESSOR | {"side": side}, settings=demo.SETTINGS, inner="sgd")
+        f"demo-side-{side}": Arm(DEMO_COMPRESSOR | {"side": side}, settings=DEMO_SETTINGS, inner="sgd")
         for side in (8, 16, 32)
     },
 }  # fmt: skip

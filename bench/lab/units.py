@@ -2,7 +2,10 @@
 
 import re
 
-from mpicomp.bench.lab.errors import LabError
+
+class LabError(ValueError):
+    """Something the user has to change; its text says what and how, without the leading ``lab:``."""
+
 
 _NUMBER = r"(?P<number>\d+(?:\.\d*)?|\.\d+)"
 _BANDWIDTH = re.compile(_NUMBER + r"(?P<unit>bit|kbit|mbit|gbit)", re.IGNORECASE)

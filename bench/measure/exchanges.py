@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.measure.feedback import DTYPE, make_bucket
-from mpicomp.bench.measure.gradients import Gradients, Settled
+from mpicomp.bench.measure.feedback import DTYPE, Gradients, Settled, make_bucket
 from mpicomp.bench.measure.mean_check import Check, judge, statement
+from mpicomp.bench.measure.timings import gather
 from numpy.typing import NDArray
 
 from mpicomp.arrays import to_host
@@ -16,7 +16,6 @@ from mpicomp.compressors import Compressor, SharedSparsifier, Sparsifier
 from mpicomp.cost import CostModel
 from mpicomp.places import HOST, Place
 from mpicomp.reducer import Reducer, StepRecord
-from mpicomp.rounds import Round
 from mpicomp.transport import Transport
 
 NAME = "gradient"
@@ -125,12 +124,12 @@ class Runner:
         if check:
             self.catch_up()
             after = None if before is None else reducer.residual(NAME)
-            told = share(statement(to_host(gradient), before, after, to_host(mean)), self._transport)
+            told = gather(statement(to_host(gradient), before, after, to_host(mean)), self._transport)
             self.checks.append(judge(told, self._lossless))
 
     def catch_up(self) -> None:
         """Meet the other ranks, and receive the seconds of their last steps. Collective."""
-        shared = share(np.zeros(_FIELDS) if self._last is None else self._last, self._transport)
+        shared = gather(np.zeros(_FIELDS) if self._last is None else self._last, self._transport)
         if self._last is not None:
             self.steps.append(shared)
         self._last = None
@@ -174,14 +173,6 @@ def _route_of(place: Place, nbytes: int, summed: bool) -> str | None:
     if place is HOST:
         return None
     return "staged" if place.routes is None else place.routes.faster(nbytes, summed)
-
-
-def share(numbers: NDArray[np.float64], transport: Transport) -> NDArray[np.float64]:
-    """Return the numbers of all ranks, shape (ranks, numbers), once all ranks have come. Collective."""
-    ranks = transport.group.size
-    received = np.empty(ranks * numbers.size)
-    task = Round("allgatherv", [numbers.size] * ranks, numbers.dtype, send=numbers, recv=received)
-    return transport.perform(task).reshape(ranks, numbers.size)
 
 
 def in_turn(runners: Sequence[Runner]) -> Iterator[Runner]:

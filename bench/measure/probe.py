@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.measure.exchanges import share
+from mpicomp.bench.measure.timings import gather
 from numpy.typing import NDArray
 
 from mpicomp.collectives import fitting
@@ -60,7 +60,7 @@ def probe(
     rounds: list[float] = []
 
     def of_all(seconds: float) -> NDArray[np.float64]:
-        return share(np.array([seconds]), transport)
+        return gather(np.array([seconds]), transport)
 
     def exchange() -> float:
         of_all(0.0)  # nobody starts before the others are there

@@ -6,9 +6,12 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
+
+import numpy as np
 
 from mpicomp._version import __version__
 from mpicomp.system import abort
@@ -194,3 +197,17 @@ def _cpu() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+_READINGS = 1000  # readings of the clock, of which its resolution and its cost are taken
+
+
+def clock() -> tuple[float, float]:
+    """Return the clock's resolution and the seconds of timing nothing; both measured."""
+    readings = [time.perf_counter() for _ in range(_READINGS)]
+    steps = np.diff(readings)
+    empty = []
+    for _ in range(_READINGS):
+        start = time.perf_counter()
+        empty.append(time.perf_counter() - start)
+    return float(steps[steps > 0].min()), float(np.median(empty))

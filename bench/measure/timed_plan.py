@@ -1,6 +1,6 @@
-"""A plan that was timed at full size, and its row."""
+"""A plan that was timed at full size: its row, and its lines in the text format of the OSU micro-benchmarks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypedDict
 
@@ -200,3 +200,73 @@ def _measured(timing: TimedPlan, runner: Runner, base: float) -> dict[str, Any]:
         "busbw_gb_s": algbw * 2 * (timing.ranks - 1) / timing.ranks,
         "wirebw_gb_s": wire / median / 1e9,
     }
+
+
+def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return for each configuration the settings in which it differs from others of the same compressor, ratio aside.
+
+    Examples
+    --------
+    >>> lgc = {"id": "lgc", "ratio": 0.01, "code": "linear", "instance": "ring"}
+    >>> differing_settings([lgc, {**lgc, "code": "autoencoder"}, {**lgc, "ratio": 0.1}, {"id": "topk", "ratio": 0.01}])
+    ['code=linear', 'code=autoencoder', 'code=linear', '']
+    """
+    words = []
+    for own in configs:
+        others = [other for other in configs if other["id"] == own["id"]]
+        names = [name for name in own if name != "ratio" and any(other[name] != own[name] for other in others)]
+        words.append(", ".join(f"{name}={own[name]}" for name in names))
+    return words
+
+
+_OSU_WIDTH = 18  # of OSU's columns of latencies; sizes have 10 and iterations 12
+_TIME_COLUMNS = (
+    "Median(us)",
+    "P95(us)",
+    "P99(us)",
+    "Wire(bytes)",
+    "Ratio",
+    "algbw(GB/s)",
+    "busbw(GB/s)",
+    "wirebw(GB/s)",
+)
+_LAST_COLUMNS = ("Speed-up", "Error")
+
+OSU_HEADER = (
+    "# Size    "
+    + "".join(name.rjust(_OSU_WIDTH) for name in ("Avg Latency(us)", "Min Latency(us)", "Max Latency(us)"))
+    + "Iterations".rjust(12)
+)
+"""OSU's line, with the columns of its full statistics."""
+
+
+def osu_blocks(rows: Sequence[Mapping[str, Any]], where: str) -> str:
+    """Lay out rows of ``mpicomp bench collectives``: a block for each plan, a line for each size.
+
+    Latencies are OSU's: the mean, least and most over ranks of each rank's mean. Columns of ours come after OSU's.
+    """
+    plans: dict[tuple[str, Any, str | None, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["median_s"] is not None:
+            plan = row["compressor"], row["ratio"], row["settings"], row["collective"]
+            plans.setdefault(plan, []).append(row)
+    lines = []
+    for (compressor, ratio, settings, collective), own in plans.items():
+        at = "" if ratio is None else f" at ratio {ratio:g}"
+        which = "" if settings is None else f" ({settings})"
+        lines += [f"# mpicomp {compressor}{at}{which}, {collective}: float32, {where}"]
+        lines += [OSU_HEADER + "".join(name.rjust(14) for name in (*_TIME_COLUMNS, *_LAST_COLUMNS))]
+        lines += [_osu_line(row) for row in sorted(own, key=lambda row: int(row["numel"]))]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _osu_line(row: Mapping[str, Any]) -> str:
+    size = f"{4 * row['numel']:<10d}"
+    latencies = "".join(f"{1e6 * row[name]:{_OSU_WIDTH}.2f}" for name in ("rank_mean_s", "rank_min_s", "rank_max_s"))
+    ours = [f"{1e6 * row[name]:.2f}" for name in ("median_s", "p95_s", "p99_s")]
+    ours += [f"{row['wire_bytes']:.0f}", "-" if row["ratio"] is None else f"{row['ratio']:g}"]
+    ours += [f"{row[name]:.4f}" for name in ("algbw_gb_s", "busbw_gb_s", "wirebw_gb_s")]
+    ours += ["-" if row["speedup"] is None else f"{row['speedup']:.2f}"]
+    ours += ["-" if row["error"] is None else f"{row['error']:.1e}"]
+    return size + latencies + f"{row['samples']:12d}" + "".join(cell.rjust(14) for cell in ours)

@@ -4,9 +4,8 @@ import time
 from typing import Any
 
 import numpy as np
-from mpicomp.bench.simulate.exchange import Exchanges
 from mpicomp.bench.simulate.measured import Measured
-from mpicomp.bench.simulate.step import Seconds, ends
+from mpicomp.bench.simulate.steps import Exchanges, Seconds, ends
 from mpicomp.bench.simulate.topology import Topology
 
 from mpicomp.collectives import Scheme

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import numpy as np
-from mpicomp.bench.measure.exchanges import share
+from mpicomp.bench.measure.timings import gather
 from mpicomp.bench.simulate.clock import Clock
 from mpicomp.bench.simulate.topology import Topology
 
@@ -105,14 +105,14 @@ def _of_first(found: list[Timed], transport: Transport) -> list[Timed]:
 
 def _exchange(reducer: Reducer, gradient: dict[str, Any], transport: Transport) -> tuple[float, float]:
     """Return the seconds of the slowest rank's own work and those of the rest."""
-    share(np.zeros(1), transport)  # nobody starts before the others are there
+    gather(np.zeros(1), transport)  # nobody starts before the others are there
     began = time.perf_counter()
     reducer.reduce(gradient)
     seconds = time.perf_counter() - began
     record = reducer.last_step
     assert record is not None
     phases = record.buckets[0].phases_s
-    own, whole = share(np.array([phases["compress"] + phases["decode"], seconds]), transport).max(axis=0).tolist()
+    own, whole = gather(np.array([phases["compress"] + phases["decode"], seconds]), transport).max(axis=0).tolist()
     return own, max(whole - own, 0.0)
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 from mpicomp.bench.simulate.automatic import choose
-from mpicomp.bench.simulate.exchange import Exchanges
 from mpicomp.bench.simulate.measured import Bucket, Measured
 from mpicomp.bench.simulate.own_work import OwnWork
-from mpicomp.bench.simulate.step import Seconds, step_seconds
+from mpicomp.bench.simulate.steps import Exchanges, Seconds, step_seconds
 from mpicomp.bench.simulate.topology import Topology
 
 from mpicomp.collectives import bind

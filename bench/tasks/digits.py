@@ -9,8 +9,8 @@ import zipfile
 import numpy as np
 import torch
 from mpicomp.bench.tasks.sampling import Sampler, Shards, evenly
-from mpicomp.bench.tasks.seeding import seeded
 from mpicomp.bench.tasks.task import Task
+from mpicomp.bench.tasks.updating import seeded
 from torch import nn
 from torch.nn import functional
 

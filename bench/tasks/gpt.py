@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 from mpicomp.bench.tasks.language import LanguageTask
-from mpicomp.bench.tasks.schedules import warm_up_and_cosine
-from mpicomp.bench.tasks.seeding import seeded
+from mpicomp.bench.tasks.updating import seeded, warm_up_and_cosine
 from torch import nn
 from torch.nn import functional
 

@@ -1,7 +1,10 @@
-"""The end of a step, when the gradient is averaged: clipping, the update, the next step's rate."""
+"""Parts of trainings that tasks share: initialization from a seed, learning rates, and the end of a step."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,3 +41,35 @@ class Updater:
 def plain(optimizer: torch.optim.Optimizer) -> torch.optim.SGD:
     """Return plain gradient descent with the parameters and the rates of an optimizer's groups."""
     return torch.optim.SGD([{"params": group["params"], "lr": group["lr"]} for group in optimizer.param_groups])
+
+
+_WARM_UP = 0.1  # share of the steps in which the rate rises
+_LAST = 0.1  # share of the rate that is left in the last step
+
+
+def warm_up_and_cosine(step: int, steps: int) -> float:
+    """Return the share of the rate in a step: it rises linearly to all of it, and falls on a cosine to a tenth.
+
+    Examples
+    --------
+    >>> [warm_up_and_cosine(step, 20) for step in (0, 1, 10, 19)]
+    [0.5, 1.0, 0.55, 0.1]
+    """
+    warm_up = max(1, round(_WARM_UP * steps))
+    done = min(step + 1, steps)
+    if done <= warm_up:
+        return done / warm_up
+    fallen = (done - warm_up) / (steps - warm_up)
+    return _LAST + (1 - _LAST) * (1 + math.cos(math.pi * fallen)) / 2
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw torch's CPU random numbers from a seed inside the block, and restore the generator after it.
+
+    A user's own seed must survive the building of a model, and devices are left alone: models are built on
+    the CPU, so that every rank holds the same bits whichever device it trains on.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield

@@ -7,7 +7,7 @@ import os
 
 import torch
 from mpicomp.bench.tasks.digits import Digits
-from mpicomp.bench.tasks.seeding import seeded
+from mpicomp.bench.tasks.updating import seeded
 from torch import nn
 
 from mpicomp.registry import register

@@ -204,7 +204,7 @@ class _Printer:
 
     def head(self, settings: Any) -> None:
         """Print where and how plans are measured, and the pairs that are left out."""
-        from mpicomp.bench.measure.clock import clock
+        from mpicomp.bench.measure.results import clock
         from mpicomp.collectives import bind
         from mpicomp.errors import IncompatiblePairError
 
@@ -237,13 +237,14 @@ class _Printer:
 
     def end(self, found: Sequence[Mapping[str, Any]]) -> int:
         """Print the tables, and return the exit status."""
-        from mpicomp.bench.measure import osu, results
+        from mpicomp.bench.measure import results
+        from mpicomp.bench.measure.timed_plan import osu_blocks
 
         wrong = [row for row in found if row["correct"] is False]
         if not self.first:
             return 1 if wrong else 0
         print()
-        print(osu.blocks(found, self.where))
+        print(osu_blocks(found, self.where))
         results.show(found, _columns(found, _COLUMNS))
         chosen = [row for row in found if row["chosen"] is not None]
         if chosen:

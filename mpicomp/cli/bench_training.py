@@ -176,9 +176,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _exchange(word: str, ratio: float) -> "Exchange":
     """Read the name of an exchange."""
-    from mpicomp.bench import demo
     from mpicomp.bench.replay import Replay
-    from mpicomp.bench.training import AUTO, INLINE, OTHERS, PLAIN_TOPK, PLAIN_TOPK_MPI, REPLAY, UPDATES, Exchange
+    from mpicomp.bench.training import (
+        AUTO,
+        DEMO,
+        DEMO_COMPRESSOR,
+        INLINE,
+        OTHERS,
+        PLAIN_TOPK,
+        PLAIN_TOPK_MPI,
+        REPLAY,
+        UPDATES,
+        Exchange,
+    )
     from mpicomp.cli.options import read_configuration
     from mpicomp.compressors import get_compressor, list_compressors
     from mpicomp.errors import ConfigurationError, UnknownNameError
@@ -188,8 +198,8 @@ def _exchange(word: str, ratio: float) -> "Exchange":
         return Exchange(word, get_compressor({"id": "topk", "ratio": ratio}))
     if word in OTHERS:
         return Exchange(word)
-    if word == demo.NAME:
-        return Exchange(word, get_compressor(demo.COMPRESSOR))
+    if word == DEMO:
+        return Exchange(word, get_compressor(DEMO_COMPRESSOR))
     if word.startswith(REPLAY):
         path = word.removeprefix(REPLAY)
         Replay(path)  # what holds no plans is refused here
@@ -198,7 +208,7 @@ def _exchange(word: str, ratio: float) -> "Exchange":
     if updates and word.endswith(INLINE):
         raise ConfigurationError(f"{_COMMAND}: updates are there after backward in any case, got '{word}'")
     name, colon, collective = word.removeprefix(UPDATES).removesuffix(INLINE).partition(":")
-    alone = (*OTHERS, demo.NAME)
+    alone = (*OTHERS, DEMO)
     if name in alone:
         raise ConfigurationError(
             f"{_COMMAND}: '{name}' has no other collective, no form in line and none with updates:, got '{word}'; name "

@@ -195,8 +195,7 @@ def _ranks(text: str) -> list[int]:
 
 
 def _links(arguments: argparse.Namespace) -> "Links":
-    from mpicomp.bench.lab.errors import LabError
-    from mpicomp.bench.lab.units import parse_bandwidth, parse_latency
+    from mpicomp.bench.lab.units import LabError, parse_bandwidth, parse_latency
     from mpicomp.bench.simulate.topology import Links
     from mpicomp.errors import ConfigurationError
 

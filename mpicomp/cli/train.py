@@ -5,14 +5,12 @@ import contextlib
 import json
 import math
 import os
-import statistics
 import tempfile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicomp.cli.options import add_device, add_plugin, add_task
 
 if TYPE_CHECKING:
-    from mpicomp.bench.measure.run_fields import RunObject
     from mpicomp.bench.outcome import Outcome
     from mpicomp.bench.tasks import Task
     from mpicomp.bench.train import Settings
@@ -318,12 +316,13 @@ def _tell(
     dense: _Dense | None,
 ) -> None:
     """Print what a training came to, and write the files that were asked for."""
+    from mpicomp.bench.outcome import run_object
     from mpicomp.bench.verdict import judge, table
 
     verdict = judge(outcome, None if dense is None else dense.outcome, task.quality_name)
     print(table(outcome, task.quality_name, settings.steps))
     print(f"verdict: {verdict}", flush=True)
-    result = _result(task, settings, outcome, verdict)
+    result = run_object(task, settings, outcome, verdict)
     if arguments.measured is not None:
         assert outcome.measured is not None
         _write(arguments.measured, outcome.measured.to_json())
@@ -334,7 +333,7 @@ def _tell(
 
         beside = None
         if dense is not None:
-            own = _result(task, dense.settings, dense.outcome, judge(dense.outcome))
+            own = run_object(task, dense.settings, dense.outcome, judge(dense.outcome))
             beside = own, dense.lines
         report_of_run(result, lines, arguments.report, beside)
 
@@ -361,12 +360,12 @@ def _compressor(arguments: argparse.Namespace) -> "Compressor | None":
 
 def _expand(arguments: argparse.Namespace) -> None:
     """Replace ``--exchange demo`` by what it is short for; what else is named stays as it is."""
-    from mpicomp.bench import demo
+    from mpicomp.bench.training import DEMO, DEMO_COMPRESSOR, DEMO_SETTINGS
 
-    if arguments.exchange == demo.NAME:
+    if arguments.exchange == DEMO:
         ratio = {} if arguments.ratio is None else {"ratio": arguments.ratio}
-        arguments.exchange = json.dumps({"id": "updates", "inner": "sgd"} | demo.SETTINGS)
-        arguments.compressor = arguments.compressor or json.dumps(demo.COMPRESSOR | ratio)
+        arguments.exchange = json.dumps({"id": "updates", "inner": "sgd"} | DEMO_SETTINGS)
+        arguments.compressor = arguments.compressor or json.dumps(DEMO_COMPRESSOR | ratio)
 
 
 def _updates(arguments: argparse.Namespace) -> dict[str, Any] | None:
@@ -447,55 +446,3 @@ def _replay(arguments: argparse.Namespace) -> "Policy":
                 f"train: --replay runs the plans in '{arguments.replay}', so --{option} says nothing; leave one out"
             )
     return Replay(arguments.replay, arguments.steps)
-
-
-def _result(task: "Task", settings: "Settings", outcome: "Outcome", verdict: str) -> dict[str, Any]:
-    """Return the object that --json writes."""
-    from mpicomp.bench.verdict import dense_step_s, exchange_s
-
-    ratios = sorted(outcome.ratios)
-    written: RunObject = {
-        "schema": 1,
-        "task": task.name,
-        "shards": task.shards,
-        "compressor": outcome.compressor.id,
-        "compressor_config": outcome.compressor.get_config(),
-        "ratio": getattr(outcome.compressor, "ratio", 1.0),
-        "collective": outcome.collective,
-        "exchange": "gradients" if settings.updates is None else "updates",
-        "updates": settings.updates,
-        "lr_scale": settings.lr_scale,
-        "policy": settings.policy.id,
-        "policy_config": settings.policy.get_config(),
-        "warmup": settings.warmup,
-        "ranks": outcome.ranks,
-        "hosts": outcome.hosts,
-        "steps": settings.steps,
-        "resumed_at": outcome.resumed_at,
-        "seed": settings.seed,
-        "parameters": outcome.parameters,
-        "quality": {"name": task.quality_name, "value": outcome.quality, "better": task.better},
-        "median_step_s": outcome.median_step_s,
-        "phases_s": outcome.phases_s,
-        "choosing_s": outcome.choosing_s,
-        "exchange_s": exchange_s(outcome),
-        "dense_exchange_s": None if outcome.dense_probe is None else outcome.dense_probe.seconds,
-        "dense_collective": None if outcome.dense_probe is None else outcome.dense_probe.collective,
-        "dense_step_s": dense_step_s(outcome),
-        "slowest_rank": None if outcome.slowest is None else outcome.slowest.rank,
-        "slowest_costs_s": None if outcome.slowest is None else outcome.slowest.costs_s,
-        "gain": outcome.gain,
-        "delay": outcome.delay,
-        "by_rank": [{"rank": own.rank, "slowest": own.slowest, "phases_s": own.phases_s} for own in outcome.by_rank],
-        "ratios": {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]},
-        "plans": [plan.to_json() for plan in outcome.plans],
-        "layers": [layer.to_json() for layer in outcome.layers],
-        "correlation": None if outcome.correlations is None else outcome.correlations.to_json(),
-        "sent_bytes": outcome.sent_bytes,
-        "wire_bytes": outcome.wire_bytes,
-        "dense_wire_bytes": outcome.dense_wire_bytes,
-        "dense_bytes": 4 * outcome.parameters * (settings.steps - outcome.resumed_at),
-        "once_bytes": outcome.once_bytes,
-        "verdict": verdict,
-    }
-    return dict(written)

@@ -13,7 +13,7 @@ from statistics import median
 import flexible_tables
 import numpy as np
 import paper_runs
-from mpicomp.bench.measure.exchanges import share
+from mpicomp.bench.measure.timings import gather
 
 from mpicomp.cli import run_program
 from mpicomp.cost import formulas
@@ -39,10 +39,10 @@ def timed(tasks: Sequence[Round], transport: Transport, turns: int) -> float:
     """Return the median of the seconds from when the last rank begins to when the last one ends. Collective."""
     seconds = []
     for turn in range(turns + 1):
-        share(np.zeros(1), transport)
+        gather(np.zeros(1), transport)
         start = transport.clock()
         transport.run(flexible_tables.communicate(tasks))
-        clocks = share(np.array([start, transport.clock()]), transport)
+        clocks = gather(np.array([start, transport.clock()]), transport)
         if turn > 0:  # the first makes connections
             seconds.append(float(clocks[:, 1].max() - clocks[:, 0].max()))
     return median(seconds)

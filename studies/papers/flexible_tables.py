@@ -17,9 +17,8 @@ import numpy as np
 import paper_runs
 from in_process import Rows
 from lab_jobs import Network, check_lab, run_in_lab
-from mpicomp.bench.measure.exchanges import share
-from mpicomp.bench.measure.feedback import Selecting, make_bucket
-from mpicomp.bench.measure.gradients import Gradients
+from mpicomp.bench.measure.feedback import Gradients, Selecting, make_bucket
+from mpicomp.bench.measure.timings import gather
 
 from mpicomp import TopK
 from mpicomp.cli import run_program
@@ -170,10 +169,10 @@ def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any
     begin = time.monotonic()
     for turn in range(_TURNS[1] + 1):
         for name, tasks in rounds.items():
-            share(np.zeros(1), transport)
+            gather(np.zeros(1), transport)
             start = transport.clock()
             transport.run(communicate(tasks))
-            clocks = share(np.array([start, transport.clock(), time.monotonic() - begin]), transport)
+            clocks = gather(np.array([start, transport.clock(), time.monotonic() - begin]), transport)
             took = float(clocks[:, 1].max() - clocks[:, 0].max())
             if turn > 0 or took > _SLOW_S:  # the first makes connections
                 found.setdefault(name, []).append(took)
@@ -181,7 +180,7 @@ def time_cell(cell: Cell, transport: Transport, limit_s: float) -> dict[str, Any
         if len(found) == len(rounds) and passed > (limit_s if turn >= _TURNS[0] else _LONG_S):
             break
     select = _select_s(cell, numel) if group.rank == 0 and cell.ratio < 1 else None
-    share(np.zeros(1), transport)
+    gather(np.zeros(1), transport)
     times = {name: 1e3 * float(np.median(seconds)) for name, seconds in found.items()}
     turns = min(map(len, found.values()))
     row = {"hosts": group.size, "numel": numel, "ms": times, "turns": turns, "select_ms": select, "seed": 0}

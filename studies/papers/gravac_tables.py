@@ -10,8 +10,7 @@ from typing import Any
 import gravac_gains
 import numpy as np
 import paper_runs
-from mpicomp.bench.measure.feedback import Selecting, make_bucket
-from mpicomp.bench.measure.gradients import Gradients
+from mpicomp.bench.measure.feedback import Gradients, Selecting, make_bucket
 from paper_runs import of_seeds
 
 from mpicomp.cli import run_program

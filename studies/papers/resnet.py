@@ -11,7 +11,7 @@ import importlib.resources
 import numpy as np
 import torch
 from mpicomp.bench.tasks.digits import Digits
-from mpicomp.bench.tasks.seeding import seeded
+from mpicomp.bench.tasks.updating import seeded
 from torch import nn
 from torch.nn import functional
 

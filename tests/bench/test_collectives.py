@@ -6,7 +6,7 @@ from mpicomp.bench import collectives
 from mpicomp.bench.collectives import Settings, measure, plans_of
 from mpicomp.bench.measure.exchanges import Plan
 from mpicomp.bench.measure.mean_check import Check
-from mpicomp.bench.measure.osu import HEADER, blocks
+from mpicomp.bench.measure.timed_plan import OSU_HEADER, osu_blocks
 
 from mpicomp import Dense, SIDCo, TopK
 from mpicomp.collectives import variants
@@ -274,10 +274,10 @@ def test_rows_are_handed_over_cell_by_cell():
 
 @pytest.mark.slow
 def test_text_that_reads_like_osu(rows):
-    text = blocks(rows, "1 rank on 1 host")
-    assert HEADER == "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"
+    text = osu_blocks(rows, "1 rank on 1 host")
+    assert OSU_HEADER == "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"
     lines = text.splitlines()
-    headers = [at for at, line in enumerate(lines) if line.startswith(HEADER)]
+    headers = [at for at, line in enumerate(lines) if line.startswith(OSU_HEADER)]
     plans = {(row["compressor"], row["ratio"], row["collective"]) for row in rows}
     assert len(headers) == len(plans)
     for at in headers:
@@ -297,7 +297,7 @@ def test_configurations_of_one_compressor_are_told_apart():
     found = run(Settings([50], compressors, ["allgather"], False, 0.01))
     rows = [row for row in found if row["compressor"] != "dense"]
     assert [row["settings"] for row in rows] == ["wire=None", "wire=None", "wire=bf16", None]
-    headings = [line for line in blocks(rows, "1 rank on 1 host").splitlines() if line.startswith("# mpicomp ")]
+    headings = [line for line in osu_blocks(rows, "1 rank on 1 host").splitlines() if line.startswith("# mpicomp ")]
     assert headings == [
         "# mpicomp topk at ratio 0.1 (wire=None), allgather: float32, 1 rank on 1 host",
         "# mpicomp topk at ratio 0.2 (wire=None), allgather: float32, 1 rank on 1 host",

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 SCRIPT = """
 import numpy as np
 import torch
-from mpicomp.bench.measure.exchanges import share
+from mpicomp.bench.measure.timings import gather
 from mpicomp.bench.gloo import process_group
 from mpicomp.transport.mpi import MPITransport
 from torch import distributed
@@ -18,7 +18,7 @@ with process_group(transport):
     if transport.group.rank == 1:
         pending = distributed.all_reduce(torch.ones(4), async_op=True)
         raise RuntimeError("only this rank fails")
-    share(np.zeros(1), transport)
+    gather(np.zeros(1), transport)
 """
 
 

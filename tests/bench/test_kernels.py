@@ -16,7 +16,7 @@ import pytest
 from gpu import device, standin
 from mpicomp.bench import kernels
 from mpicomp.bench.kernels import Settings
-from mpicomp.bench.measure.gradients import Gradients
+from mpicomp.bench.measure.feedback import Gradients
 
 from mpicomp.cli import main
 from mpicomp.compressors import TopK, get_compressor

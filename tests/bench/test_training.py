@@ -213,12 +213,12 @@ def test_block_of_updates_has_means_over_steps():
 
 
 def test_demo_moves_each_parameter_by_the_rate():
-    from mpicomp.bench import demo
     from mpicomp.bench.tasks import get_task
     from mpicomp.bench.trainers import Job, trainers
+    from mpicomp.bench.training import DEMO_COMPRESSOR
 
     task = get_task("digits", 1)
-    exchange = Exchange("demo", get_compressor(demo.COMPRESSOR))
+    exchange = Exchange("demo", get_compressor(DEMO_COMPRESSOR))
     with trainers([exchange], Job(task, Settings(1, 1, 0), 1, LocalWorld(1).transports[0])) as [ours]:
         ours.block(1)
     assert exchange.updates

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from mpicomp.bench.measure.chosen_plans import Ran
 from mpicomp.bench.measure.probe import Probe
-from mpicomp.bench.measure.slowest import Slowest
-from mpicomp.bench.measure.timings import PHASES
+from mpicomp.bench.measure.timings import PHASES, Slowest
 from mpicomp.bench.outcome import Outcome
-from mpicomp.bench.verdict import dense_step_s, exchange_s, judge, table
+from mpicomp.bench.verdict import judge, table
 
 import mpicomp
 
@@ -38,8 +37,8 @@ def outcome(**changed):
 
 def test_a_step_with_dense_exchange_is_what_is_besides_and_the_dense_exchange():
     run = outcome()
-    assert exchange_s(run) == pytest.approx(0.02)
-    assert dense_step_s(run) == pytest.approx(0.1 + 0.2)
+    assert run.exchange_s == pytest.approx(0.02)
+    assert run.dense_step_s == pytest.approx(0.1 + 0.2)
     assert judge(run) == (
         "compression paid in seconds: a step took 0.120 s, 2.5 times faster than the 0.300 s with a dense exchange "
         "here, and 10.0 times fewer bytes left each rank than with a dense ring; delay 4.9 steps: so many steps' worth "
@@ -61,7 +60,7 @@ def test_where_plans_changed_the_later_steps_count_which_ran_what_was_probed():
     # Dense at first: the median of all steps is that of dense ones, and says nothing of what was found in the end.
     slow = phases(compute=0.1, exchange=0.2)
     run = outcome(adapts=True, median_step_s=0.3, phases_s=slow)
-    assert dense_step_s(run) == pytest.approx(0.3)
+    assert run.dense_step_s == pytest.approx(0.3)
     assert "2.5 times faster" in judge(run)
     assert "seconds a step: 0.3000" in table(run, "held-out accuracy", 100)
 
@@ -130,7 +129,7 @@ def test_one_rank_and_nothing_to_gain():
 
 def test_without_a_dense_exchange_there_is_no_verdict():
     run = outcome(own_probe=None, dense_probe=None)
-    assert exchange_s(run) is dense_step_s(run) is None
+    assert run.exchange_s is run.dense_step_s is None
     assert judge(run).startswith(
         "none, since no dense exchange was measured: a step took 0.120 s, and 10.0 times fewer"
     )

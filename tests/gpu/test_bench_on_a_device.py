@@ -10,7 +10,7 @@ from gpu import device
 from marks import once
 from mpicomp.bench import devices
 from mpicomp.bench.collectives import Settings, measure
-from mpicomp.bench.measure.gradients import Gradients
+from mpicomp.bench.measure.feedback import Gradients
 from networks import Link
 from schemes import REPRESENTED
 from worlds import Ranks

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from mpicomp.bench.lab import launch
-from mpicomp.bench.lab.errors import LabError
 from mpicomp.bench.lab.settings import make_settings
+from mpicomp.bench.lab.units import LabError
 
 SETTINGS = make_settings(2, 2, "1gbit", "0us", ["program", "an argument"])
 

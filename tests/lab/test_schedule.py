@@ -1,7 +1,6 @@
 import pytest
-from mpicomp.bench.lab.errors import LabError
-from mpicomp.bench.lab.schedule import parse_schedule, read_schedule
-from mpicomp.bench.lab.settings import Change, Link
+from mpicomp.bench.lab.settings import Change, Link, parse_schedule, read_schedule
+from mpicomp.bench.lab.units import LabError
 
 
 def test_comments_blank_lines_and_lists():

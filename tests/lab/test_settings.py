@@ -1,6 +1,6 @@
 import pytest
-from mpicomp.bench.lab.errors import LabError
 from mpicomp.bench.lab.settings import Link, make_settings
+from mpicomp.bench.lab.units import LabError
 
 
 def make(**changes):

@@ -1,6 +1,5 @@
 import pytest
-from mpicomp.bench.lab.errors import LabError
-from mpicomp.bench.lab.units import format_bandwidth, parse_bandwidth, parse_latency, parse_loss
+from mpicomp.bench.lab.units import LabError, format_bandwidth, parse_bandwidth, parse_latency, parse_loss
 
 
 @pytest.mark.parametrize(

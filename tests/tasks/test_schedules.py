@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from mpicomp.bench.tasks.schedules import warm_up_and_cosine
+from mpicomp.bench.tasks.updating import warm_up_and_cosine
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 10, 60, 300])

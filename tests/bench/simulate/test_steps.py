@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mpicomp.bench.simulate.measured import Bucket, Gradient, Measured, read
 from mpicomp.bench.simulate.own_work import OwnWork, received_bytes
 from mpicomp.bench.simulate.rows import Plan, Simulation
-from mpicomp.bench.simulate.step import ends, step_seconds
+from mpicomp.bench.simulate.steps import ends, step_seconds
 from mpicomp.bench.simulate.topology import Links, Topology
 from networks import Link
 from trainings import Training

@@ -1,16 +1,52 @@
-"""Seconds of exchanges among the ranks of a topology."""
+"""Seconds of a step: backward as it was recorded, and exchanges among the ranks of a topology."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from mpicomp.bench.simulate.clock import Clock
 from mpicomp.bench.simulate.dense import Corrections
+from mpicomp.bench.simulate.measured import Measured
 from mpicomp.bench.simulate.own_work import OwnWork
-from mpicomp.bench.simulate.step import Seconds
 from mpicomp.bench.simulate.topology import Topology
 
 from mpicomp.collectives import Scheme
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What one bucket's exchange takes: the slowest rank's own work, and rounds."""
+
+    own: float
+    rounds: float
+
+    @property
+    def whole(self) -> float:
+        """Both, one after the other."""
+        return self.own + self.rounds
+
+
+def ends(measured: Measured, exchanges: Sequence[float], overlap: bool) -> tuple[list[float], list[float]]:
+    """Return when buckets are ready and when each has been exchanged, from the beginning of the step.
+
+    Buckets are exchanged one after the other, each as soon as backward has come to all that is in it, the last one
+    when backward is over; without overlap all of them then.
+    """
+    over = measured.forward_s + measured.backward_s
+    ready = [measured.forward_s + own.ready_s if overlap else over for own in measured.buckets]
+    ready[-1] = over  # what only then is known goes with it
+    now, finished = 0.0, []
+    for start, seconds in zip(ready, exchanges, strict=True):
+        now = max(now, start) + seconds
+        finished.append(now)
+    return ready, finished
+
+
+def step_seconds(measured: Measured, exchanges: Sequence[float], overlap: bool) -> float:
+    """Return the seconds of a step; see `ends`."""
+    return ends(measured, exchanges, overlap)[1][-1] + measured.update_s
 
 
 class Exchanges:
