@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from mpicomp.bench.measure import gradients
-from mpicomp.bench.measure.feedback import make_bucket
+from mpicomp.bench.measure import feedback
+from mpicomp.bench.measure.feedback import Gradients, Settled, make_bucket
 
 from mpicomp.compressors import TopK, get_compressor
 from mpicomp.compressors.kinds import SharedSparsifier
@@ -16,7 +16,7 @@ def test_a_settled_residual_stays_as_large_as_it_is(name):
     """Twice as many steps later its energy is the same. These are those that reach the ratio asked for."""
     entry = get_compressor({"id": name, "ratio": 0.01})
     energies = []
-    settled = gradients.Settled(entry, gradients.Gradients(NUMEL))
+    settled = Settled(entry, Gradients(NUMEL))
     bucket = make_bucket(NUMEL, entry, True)
     for _ in range(2):
         settled.give(bucket)
@@ -24,14 +24,14 @@ def test_a_settled_residual_stays_as_large_as_it_is(name):
         for _ in range(200):
             settled.advance()
     if isinstance(entry, SharedSparsifier):  # elements wait as long as chance has it; 2 is the variance of a gradient
-        assert energies[0] / NUMEL == pytest.approx(2 / 0.01 * (1 - np.exp(-gradients._TURNOVERS)), rel=0.1)
+        assert energies[0] / NUMEL == pytest.approx(2 / 0.01 * (1 - np.exp(-feedback._TURNOVERS)), rel=0.1)
     else:
         assert energies[1] == pytest.approx(energies[0], rel=0.1)
 
 
 def test_a_long_residual_repeats_the_short_one():
-    short = gradients.Gradients(1000)
-    settled = gradients.Settled(TopK(ratio=0.1), short)
+    short = Gradients(1000)
+    settled = Settled(TopK(ratio=0.1), short)
     bucket = make_bucket(2500, TopK(), True)
     settled.give(bucket)
     ((_, residual),) = bucket.residuals()
@@ -44,7 +44,7 @@ def test_a_long_residual_repeats_the_short_one():
 
 
 def test_gradients_are_fresh_and_laplace():
-    laplace = gradients.Gradients(100_000)
+    laplace = Gradients(100_000)
     first, second = laplace.fresh(), laplace.fresh()
     assert first.shape == second.shape == (100_000,)
     assert first.flags.c_contiguous
