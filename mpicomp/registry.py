@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from mpicomp import plugins
 from mpicomp.errors import ConfigurationError, UnknownNameError
+from mpicomp.settings import check_flag
 
 Object = TypeVar("Object")
 Class = TypeVar("Class", bound=type)
@@ -83,7 +84,8 @@ class Registry(Generic[Object]):
         Parameters
         ----------
         config : str, mapping or object
-            An object is returned unchanged.
+            An object is returned unchanged. With ``"as_published": True`` in a configuration, settings that are not
+            given have the values of the paper.
 
         Raises
         ------
@@ -111,7 +113,12 @@ class Registry(Generic[Object]):
             raise ConfigurationError(
                 f"{self._kind}: a configuration names its {self._kind} under 'id', got {parameters!r}"
             ) from None
-        built: Object = self._class(name).from_config(parameters)
+        cls = self._class(name)
+        published = parameters.pop("as_published", False)
+        check_flag(name, "as_published", published)
+        if published and not hasattr(cls, "as_published"):
+            raise ConfigurationError(f"{name}: has no published form that differs; leave as_published out")
+        built: Object = cls.as_published(**parameters) if published else cls.from_config(parameters)
         return built
 
     def names(self) -> list[str]:

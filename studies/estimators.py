@@ -167,7 +167,7 @@ def estimators(ratio: float) -> dict[str, Sparsifier]:
         else:
             configs = {f"{name}.{value}": {variant: value} for value in values}
         if "published" in parameters:
-            configs |= {f"{label}.published": config | {"published": True} for label, config in configs.items()}
+            configs |= {f"{label}.published": config | {"as_published": True} for label, config in configs.items()}
         for label, config in configs.items():
             compressor = get_compressor({"id": name, "ratio": ratio} | config)
             assert isinstance(compressor, Sparsifier)

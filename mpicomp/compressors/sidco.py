@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from mpicomp.compressors.fits import DISTRIBUTIONS, excess_threshold, interpolat
 from mpicomp.compressors.kinds import Selection
 from mpicomp.compressors.topk import bounds_for, scratch_for
 from mpicomp.errors import ConfigurationError
-from mpicomp.published import published
 from mpicomp.registry import register
 from mpicomp.settings import check_choice, check_flag
 
@@ -28,7 +27,6 @@ _SAMPLE = 1 << 21  # elements that are enough for a fit: thresholds come from ev
 
 
 @register
-@published(corrections=False)
 @dataclass(frozen=True, repr=False)
 class SIDCo(Estimator):
     """Everything above a threshold that is estimated from fitted distributions, so that about k elements are sent.
@@ -50,8 +48,7 @@ class SIDCo(Estimator):
         False is the paper's estimator, to compare with: what the notes call a deviation is off, but for the exact
         quantile and the exact top-k of few elements and of failed estimates.
     published : bool
-        True is the paper's SIDCo: ``corrections=False`` where nothing else is given, and every estimate is sent as it
-        is, one that selects nothing or far too much among them.
+        Whether every estimate is sent as it is, even one that selects nothing or far too much. `as_published` sets it.
     wire, indices
         See `Sparsifier`.
 
@@ -85,8 +82,15 @@ class SIDCo(Estimator):
     corrections: bool = field(default=True, kw_only=True)
     published: bool = field(default=False, kw_only=True)
 
+    @classmethod
+    def as_published(cls, **settings: Any) -> Self:
+        """Return the paper's SIDCo, but for ``settings``."""
+        values: dict[str, Any] = {"published": True, "corrections": False}
+        return cls.from_config(values | settings)
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_flag("sidco", "published", self.published)
         check_choice("sidco", "distribution", self.distribution, DISTRIBUTIONS)
         if self.stages is not None and (not isinstance(self.stages, int) or not 1 <= self.stages <= 64):
             raise ConfigurationError(f"sidco: stages must be None or a number from 1 to 64, got {self.stages!r}")

@@ -13,7 +13,6 @@ from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepR
 from mpicomp.policies.schedule import Schedule
 from mpicomp.policies.static import Static
 from mpicomp.policies.surveys import Survey
-from mpicomp.published import is_published
 from mpicomp.rounds import Rounds
 from mpicomp.transport.base import Transport
 
@@ -83,7 +82,7 @@ def choose_warmup(
     if compressor is None or collective != "auto" or policy is not None or feedback is not None:
         return 0
     plain = compressor.message != "dense" and compressor.replaceable and not _begins_otherwise(compressor)
-    return DENSE_STEPS if plain and not is_published(compressor) else 0
+    return DENSE_STEPS if plain and not getattr(compressor, "published", False) else 0
 
 
 def _begins_otherwise(compressor: Compressor) -> bool:

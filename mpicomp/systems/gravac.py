@@ -4,7 +4,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,9 @@ from mpicomp.policies.adaptive import Adaptive
 from mpicomp.policies.policy import Delivered, Named, Shape, StepReport
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, lost_share
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
-from mpicomp.published import published
 from mpicomp.registry import register
 from mpicomp.rounds import Rounds
-from mpicomp.settings import check_choice, check_least, check_range
+from mpicomp.settings import check_choice, check_flag, check_least, check_range
 from mpicomp.transport.base import Transport
 from mpicomp.workspace import Workspace
 
@@ -86,7 +85,6 @@ class LevelsSurvey:
 
 
 @register
-@published(window=500, every=1, gains="multilevel")
 @dataclass(eq=False)
 class GraVAC(Adaptive):
     """One ratio for the whole model, lowered while that pays and raised where too little of the gradient would be sent.
@@ -138,8 +136,7 @@ class GraVAC(Adaptive):
     gains : {"spectrum", "multilevel"}
         What gains come from.
     published : bool
-        True is the paper's GraVAC: ``window=500``, ``every=1`` and ``gains="multilevel"`` where nothing else is given,
-        and what the notes say.
+        What the notes say; `as_published` sets it with the paper's other values.
 
     Notes
     -----
@@ -178,8 +175,15 @@ class GraVAC(Adaptive):
     gains: str = "spectrum"
     published: bool = field(default=False, kw_only=True)
 
+    @classmethod
+    def as_published(cls, **settings: Any) -> Self:
+        """Return the paper's GraVAC, but for ``settings``."""
+        values: dict[str, Any] = {"published": True, "window": 500, "every": 1, "gains": "multilevel"}
+        return cls.from_config(values | settings)
+
     def check(self) -> None:
         """See `Policy.check`."""
+        check_flag(self.id, "published", self.published)
         check_ratios(self.id, self.least, self.most)
         check_choice(self.id, "scaling", self.scaling, _SCALINGS)
         check_choice(self.id, "gains", self.gains, _GAINS)

@@ -25,7 +25,7 @@ _COMPUTE_S = 0.01
 
 def arms(steps: int) -> dict[str, paper_runs.Arm]:
     """Return the exchanges of schedules; as five of the paper's fifty epochs, a tenth of the steps is a ramp."""
-    published = {"id": "flexible", "published": True, "ramp": steps // 10}
+    published = {"id": "flexible", "as_published": True, "ramp": steps // 10}
     here = {"id": "flexible", "every": 50}
     return {
         "dense": paper_runs.DENSE,

@@ -38,7 +38,7 @@ def arms(steps: int) -> dict[str, paper_runs.Arm]:
     Windows are as large a part of the training as the paper's 500 are of its 16,000 steps, or there would be no search.
     """
     window = max(2, steps // 32)
-    published = {"id": "gravac", "published": True, **_LIMITS, "window": window}
+    published = {"id": "gravac", "as_published": True, **_LIMITS, "window": window}
     dgc = ({"id": "dgc"}, "allgather")
     static = {
         f"{name} {factor}x": paper_runs.Arm(

@@ -27,7 +27,7 @@ PRINTED = {  # CIFAR10, ResNet-50 on 2 nodes and ResNet-101 on 4: accuracy, dens
 }  # fmt: skip
 """8: ResNet-50 on ImageNet, top-1."""
 
-_PAPER = {"id": "lgc", "published": True}
+_PAPER = {"id": "lgc", "as_published": True}
 _HERE = {"id": "lgc", "ratio": _RATIO}
 
 
@@ -57,7 +57,7 @@ def arms(steps: int) -> dict[str, paper_runs.Arm]:
 
 def ablations(steps: int) -> dict[str, paper_runs.Arm]:
     """Return those of the ring with a phase or a part changed."""
-    phases, published = _phases(steps), LGC(published=True)
+    phases, published = _phases(steps), LGC.as_published()
     base = {**_HERE, **phases}
     changed: dict[str, dict[str, Any]] = {
         "no dense phase": {"dense_steps": 0},

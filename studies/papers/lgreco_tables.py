@@ -31,8 +31,8 @@ def arms(steps: int) -> dict[str, dict[str, Any]]:
     found |= {f"here, alpha {alpha:g}": base | {"alpha": alpha} for alpha in ALPHAS}
     found |= {"here, span 2": base | {"span": 2.0}, "here, errors of sums": base | {"error": "sum"}}
     return found | {
-        "as published": base | {"published": True, "span": 2.0},
-        "as published, span 8": base | {"published": True, "span": 8.0},
+        "as published": base | {"as_published": True, "span": 2.0},
+        "as published, span 8": base | {"as_published": True, "span": 8.0},
     }
 
 

@@ -50,7 +50,8 @@ def with_zeros(turns: int) -> list[dict[str, Any]]:
     for distribution in ("exponential", "gamma", "pareto"):
         for published in (True, False):
             random, context = np.random.default_rng(0), Context()
-            compressor = SIDCo(ratio=0.001, distribution=distribution, published=published)
+            make = SIDCo.as_published if published else SIDCo
+            compressor = make(ratio=0.001, distribution=distribution)
             shares = [select(compressor, laplace(random, _NUMEL, 0.9), context)[0] / kept(0.001, _NUMEL)
                       for _ in range(2 * turns)]  # fmt: skip
             rows.append({"distribution": distribution, "published": published, "share": fmean(shares[turns:])})
@@ -62,7 +63,7 @@ def of_few(turns: int) -> list[dict[str, Any]]:
     rows = []
     for published in (True, False):
         random, context = np.random.default_rng(1), Context()
-        compressor = SIDCo(ratio=0.01, published=published)
+        compressor = (SIDCo.as_published if published else SIDCo)(ratio=0.01)
         found = [select(compressor, laplace(random, _FEW), context) for _ in range(20 * turns)][turns:]
         shares = [count / kept(0.01, _FEW) for count, _ in found]
         rows.append({"published": published, "share": fmean(shares), "deviation": stdev(shares),
@@ -97,7 +98,7 @@ def adapting(turns: int) -> list[dict[str, Any]]:
         random, one = np.random.default_rng(3), Context()
         contexts = {kind: one if shared else Context() for kind in kinds}
         found: dict[str, list[float]] = {kind: [] for kind in kinds}
-        compressor = SIDCo(ratio=0.001, published=True)
+        compressor = SIDCo.as_published(ratio=0.001)
         for _ in range(4 * turns):
             for kind, draw in kinds.items():
                 array = draw(random, _NUMEL).astype(np.float32)

@@ -40,7 +40,7 @@ def arms(ratio: float) -> dict[str, paper_runs.Arm]:
     sparse: dict[str, dict[str, Any]] = {
         "topk": {"id": "topk"},
         "dgc": {"id": "dgc"},
-        "sidco published": {"id": "sidco", "published": True},
+        "sidco published": {"id": "sidco", "as_published": True},
         "sidco here": {"id": "sidco"},
     }
     found = {name: paper_runs.Arm({**config, "ratio": ratio}, "allgather") for name, config in sparse.items()}

@@ -316,7 +316,7 @@ class Paper:
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize(("parent", "numel", "ratio"), [("normal", 5000, 0.002), ("student", 1500, 0.001)])
 def test_as_published_it_does_what_the_paper_says(size, distribution, parent, numel, ratio):
-    compressor = {"id": "sidco", "published": True, "ratio": ratio, "distribution": distribution}
+    compressor = {"id": "sidco", "as_published": True, "ratio": ratio, "distribution": distribution}
     ranks = Ranks(size, compressor, "allgather")
     papers = [Paper(distribution, ratio, numel) for _ in range(size)]
     rng = np.random.default_rng(11)
@@ -354,10 +354,8 @@ def test_as_published_zeros_are_fitted_too(distribution):
     array = random.laplace(size=50_000) * (random.random(50_000) < 0.5)
     expected = (np.abs(array) > published(distribution, array, 0.01, 1)).sum()
     found = [
-        SIDCo(ratio=0.01, distribution=distribution, stages=1, published=own)
-        .select(accumulated(array), Context())
-        .indices.size
-        for own in (True, False)
+        make(ratio=0.01, distribution=distribution, stages=1).select(accumulated(array), Context()).indices.size
+        for make in (SIDCo.as_published, SIDCo)
     ]
     assert found[0] == expected
     assert abs(found[0] / 500 - 1) > 0.2 > abs(found[1] / 500 - 1)
@@ -389,11 +387,11 @@ def test_as_published_nothing_or_far_too_much_may_be_sent():
 
 
 def test_the_switch_has_the_papers_values_and_no_warm_up():
-    compressor = get_compressor({"id": "sidco", "published": True})
-    assert compressor == SIDCo(published=True)
+    compressor = get_compressor({"id": "sidco", "as_published": True})
+    assert compressor == SIDCo.as_published()
     assert (compressor.corrections, compressor.bounded) == (False, False)
     assert get_compressor(json.loads(json.dumps(compressor.get_config()))) == compressor
-    assert SIDCo(published=True, corrections=True).corrections
+    assert SIDCo.as_published(corrections=True).corrections
     assert SIDCo(corrections=False) != compressor
     assert SIDCo(corrections=False).bounded
     assert (choose_warmup(None, SIDCo()), choose_warmup(None, compressor)) == (20, 0)

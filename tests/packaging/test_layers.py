@@ -27,7 +27,7 @@ LAYERS = [
     ["mpicomp.places"],
     ["mpicomp.arrays", "mpicomp.registry"],
     ["mpicomp.plugins", "mpicomp.kernels"],
-    ["mpicomp.system", "mpicomp.published", "mpicomp.settings"],
+    ["mpicomp.system", "mpicomp.settings"],
     ["mpicomp.errors", "mpicomp._version"],
 ]
 # Who may import what from outside, at whatever place in the file.

@@ -94,7 +94,7 @@ def test_schedule_has_the_network_of_each_epoch():
     [
         ({"id": "topk", "ratio": 0.01}, "allgather"),
         ({"id": "lgc", "ratio": 0.01, "code": "linear"}, "learned"),
-        ({"id": "lgc", "ratio": 0.01, "code": "linear", "published": True}, "learned"),
+        ({"id": "lgc", "ratio": 0.01, "code": "linear", "as_published": True}, "learned"),
         ({"id": "lgc", "ratio": 0.01, "code": "linear", "instance": "server"}, "learned"),
     ],
 )
@@ -121,7 +121,7 @@ def test_lgc_step_bytes_are_those_that_are_sent(config, collective, monkeypatch)
 def test_lgc_parts_are_all_but_indices(monkeypatch):
     """In a model of more layers than a bucket holds: the first layer, the last one's values, and a code."""
     monkeypatch.setattr(lgc_models, "_STEPS", 1)
-    config = {"id": "lgc", "published": True, "dense_steps": 2, "training_steps": 4}
+    config = {"id": "lgc", "as_published": True, "dense_steps": 2, "training_steps": 4}
     ratio = mpicomp.get_compressor(config).ratio
     counted = lgc_models.parts("ResNet-50", ratio)
     whole, _ = lgc_models.step_bytes("ResNet-50", config, "learned", 2, 7)

@@ -63,7 +63,8 @@ class Training:
         self.models = [Model() for _ in range(size)]
         self.reducers = [
             mpicomp.Reducer(
-                compressor, collective, {"id": "flexible", "published": True, **settings}, comm=end, bucket_bytes=8000,
+                compressor, collective, {"id": "flexible", "as_published": True, **settings}, comm=end,
+                bucket_bytes=8000,
                 cost=CostModel(network) if size > 1 else None,
             )
             for end in self.world.transports
@@ -352,7 +353,7 @@ def test_links_of_all_kinds_are_named_by_the_rule():
 
 def test_search_without_driver_on_one_rank_is_one_error():
     world = LocalWorld(2)
-    search = {"id": "flexible", "published": True, "solver": "exact"}
+    search = {"id": "flexible", "as_published": True, "solver": "exact"}
     reducers = [mpicomp.Reducer(policy=search, comm=end) for end in world.transports]
     TrialDriver(reducers[0], dict, print)
     with pytest.raises(ConfigurationError, match=r"flexible: .* make a .*TrialDriver .*\(on rank 1\)"):
@@ -372,7 +373,7 @@ def test_driver_not_called_on_one_rank_is_one_error():
 
 def test_driver_of_another_policy_is_refused():
     reducer = mpicomp.Reducer(policy="flexible", comm=LocalWorld(1).transports[0])
-    with pytest.raises(ConfigurationError, match="TrialDriver: the policy must be flexible with published=True"):
+    with pytest.raises(ConfigurationError, match="TrialDriver: the policy must be flexible with as_published"):
         TrialDriver(reducer, dict, print)
 
 
@@ -392,15 +393,15 @@ def test_other_arrays_within_a_trial_undo_it():
 
 
 def test_the_switch():
-    policy = Flexible(published=True)
+    policy = Flexible.as_published()
     assert (policy.solver, policy.every) == ("nsga2", None)
-    assert Flexible(published=True, solver="exact").solver == "exact"
+    assert Flexible.as_published(solver="exact").solver == "exact"
     again = mpicomp.get_policy(policy.get_config())
     assert again.get_config() == policy.get_config()
     assert type(again) is type(policy) is not Flexible
     assert type(dataclasses.replace(policy, every=7)) is type(policy)
     assert type(copy.copy(policy)) is type(policy)
-    with pytest.raises(ConfigurationError, match="flexible: FlexibleSearch has published=True"):
+    with pytest.raises(ConfigurationError, match="flexible: FlexibleSearch is made by"):
         dataclasses.replace(policy, published=False)
     assert Flexible().get_config()["published"] is False
     with pytest.raises(ConfigurationError, match="flexible: published must be True or False, got 'yes'"):

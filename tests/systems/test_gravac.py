@@ -251,7 +251,7 @@ def test_ratios_are_those_of_the_paper(every, record, scaling, size, pauses):
 def test_as_published_two_compressions_give_the_gains(kind, record, scaling, size):
     phases, settings, _ = RECORDS[record]
     own = {"most": 0.1, "scaling": scaling} | settings
-    switch = {"published": True} if kind == "published" else {"gains": "multilevel"}
+    switch = {"as_published": True} if kind == "published" else {"gains": "multilevel"}
     # As published each array is a bucket of its own, whatever was named.
     named = 1 << 20 if kind == "published" else 4 * SIZES["a"]
     timed = Timed(size, Link(1e-5, 4e6), own | switch, bucket_bytes=named)
@@ -270,21 +270,21 @@ def test_as_published_two_compressions_give_the_gains(kind, record, scaling, siz
 
 
 def test_published_is_the_papers_values_and_no_dense_step_that_gains_do_not_ask_for():
-    policy = mpicomp.get_policy({"id": "gravac", "published": True})
+    policy = mpicomp.get_policy({"id": "gravac", "as_published": True})
     config = policy.get_config()
     assert (config["window"], config["every"], config["gains"], config["published"]) == (500, 1, "multilevel", True)
     assert mpicomp.get_policy(json.loads(json.dumps(config))).get_config() == config
-    assert mpicomp.get_policy({"id": "gravac", "published": True, "window": 20}).window == 20
+    assert mpicomp.get_policy({"id": "gravac", "as_published": True, "window": 20}).window == 20
     assert (mpicomp.get_policy("gravac").window, mpicomp.get_policy("gravac").gains) == (20, "spectrum")
     for published, ratios in ((False, {None}), (True, {1.0, 0.9})):
         # Nearly all elements of four ranks are more than a sum of all of them.
-        policy = {"published": published, "least": 0.9, "most": 1.0, "epsilon": 0.3}
+        policy = {"as_published": published, "least": 0.9, "most": 1.0, "epsilon": 0.3}
         timed = Timed(4, Link(1e-5, 4e6), policy, collective="auto", **FIXED)
         assert {timed.step(levels([], ranks=4))[0] for _ in range(8)} == ratios
 
 
 def test_any_selection_by_a_ratio_gives_gains_of_two_levels():
-    policy = {"id": "gravac", "published": True, "least": 0.05, "most": 0.2}
+    policy = {"id": "gravac", "as_published": True, "least": 0.05, "most": 0.2}
     gains = {}
     for compressor in (mpicomp.TopK(), mpicomp.DGC(), mpicomp.SIDCo(), mpicomp.RandomK(), mpicomp.BlockRandomK()):
         ranks = Ranks(2, compressor, policy=policy, **FIXED)

@@ -198,13 +198,14 @@ SETTINGS = [
     {"instance": "server"},
     {"instance": "server", "innovation": 0.5, "signs": False},
     {"instance": "server", "error": "selected"},
-    {"instance": "ring", "published": True},
-    slow({"instance": "server", "published": True}),
+    {"instance": "ring", "as_published": True},
+    slow({"instance": "server", "as_published": True}),
 ]
 
 
 def lgc(**settings):
-    return mpicomp.LGC(ratio=RATIO, dense_steps=DENSE, training_steps=LEARNING, **settings)
+    phases = {"ratio": RATIO, "dense_steps": DENSE, "training_steps": LEARNING}
+    return mpicomp.get_compressor({"id": "lgc"} | phases | settings)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

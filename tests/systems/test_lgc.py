@@ -272,14 +272,14 @@ def test_a_network_over_mpi(comm, instance):
 
 
 def test_published_is_the_papers_values_and_its_first_layer():
-    compressor = mpicomp.get_compressor({"id": "lgc", "published": True})
+    compressor = mpicomp.get_compressor({"id": "lgc", "as_published": True})
     config = json.loads(json.dumps(compressor.get_config()))
-    assert mpicomp.get_compressor(config) == compressor == LGC(published=True)
+    assert mpicomp.get_compressor(config) == compressor == LGC.as_published()
     phases = compressor.ratio, compressor.dense_steps, compressor.training_steps
     assert (phases, compressor.error, compressor.signs) == ((0.001, 200, 300), "selected", False)
     assert (config["encoder"], config["decoder"]) == ([64, 128, 256, 64], [32, 64, 128, 32])
     assert (config["learning_rate"], config["passes"]) == (0.001, 1)
-    assert LGC(published=True, dense_steps=3) == mpicomp.get_compressor(config | {"dense_steps": 3})
+    assert LGC.as_published(dense_steps=3) == mpicomp.get_compressor(config | {"dense_steps": 3})
     assert compressor.bind([], [], warm_up=False).published
     # The first layer is dense whatever its size, the last one's largest values travel as they are.
     assert [part.travels for part in parts(compressor, {"out": 10, "mid": 500, "in": 490})] == [

@@ -15,7 +15,7 @@ from mpicomp.transport import LocalWorld
 SHAPES = {"conv": (24, 9, 5), "flat": (3000,), "heavy": (60, 40), "bias": (12,), "even": (50, 30)}
 SIZES = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
 PERIODS = {"first": 12, "every": 15}
-PUBLISHED = {"id": "lgreco", "published": True, "span": 2.0, **PERIODS}
+PUBLISHED = {"id": "lgreco", "as_published": True, "span": 2.0, **PERIODS}
 
 
 def gradients(step, rank):
@@ -252,10 +252,10 @@ def test_what_cannot_be_is_refused(settings, compressor, collective, text):
 
 
 def test_the_switch():
-    policy = LGreCo(published=True)
+    policy = LGreCo.as_published()
     assert (policy.error, policy.first, policy.every, policy.alpha) == ("sum", 1000, 1000, 1.0)
     assert (LGreCo().error, LGreCo().first, LGreCo().every) == ("mean", 20, 50)
-    mixed = LGreCo(published=True, every=30, families=[{"id": "powersgd", "rank": 1}])
+    mixed = LGreCo.as_published(every=30, families=[{"id": "powersgd", "rank": 1}])
     assert mixed.every == 30
     for own in (policy, mixed):
         assert mpicomp.get_policy(own.get_config()).get_config() == own.get_config()

@@ -17,7 +17,7 @@ from mpicomp.systems.flexible.torch_state import drive_trials  # noqa: E402
 
 torch.set_num_threads(1)
 
-SEARCH = {"id": "flexible", "published": True, "solver": "exact"}
+SEARCH = {"id": "flexible", "as_published": True, "solver": "exact"}
 
 
 def state_of(model, optimizer):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,9 @@ from mpicomp.policies.plan_selector import PlanSelector, PlanTable, names_for
 from mpicomp.policies.policy import Delivered, Named, Plan, Policy, Shape, StepReport, feedback_of
 from mpicomp.policies.ratio_levels import at_ratio, check_adaptable, check_ratios, default_compressor, lost_share
 from mpicomp.policies.surveys import Spectra, SpectrumSurvey, Survey
-from mpicomp.published import published
 from mpicomp.registry import register
 from mpicomp.rounds import Group, Rounds
-from mpicomp.settings import check_choice, check_least, check_range
+from mpicomp.settings import check_choice, check_flag, check_least, check_range
 from mpicomp.systems.flexible import pareto
 from mpicomp.transport.base import Transport
 
@@ -40,7 +39,6 @@ class Option:
 
 
 @register
-@published(solver="nsga2", every=None)
 @dataclass(eq=False)
 class Flexible(Policy):
     """Chooses a ratio, and allgather, star-topk, var-topk or dense, by seconds and by gain.
@@ -89,7 +87,7 @@ class Flexible(Policy):
         Steps in which the ratio falls from 1 to ``most``, all by the same amount, before anything is measured; in the
         paper's code five epochs.
     published : bool
-        True is the paper's search; settings not given have its values, see `as_published`.
+        True is the paper's search; `as_published` sets it, with the paper's other values.
     """
 
     id: ClassVar[str] = "flexible"
@@ -115,8 +113,15 @@ class Flexible(Policy):
 
         return super().__new__(FlexibleSearch if published is True else cls)
 
+    @classmethod
+    def as_published(cls, **settings: Any) -> Self:
+        """Return the paper's Flexible Communication, but for ``settings``."""
+        values: dict[str, Any] = {"published": True, "solver": "nsga2", "every": None}
+        return cls.from_config(values | settings)
+
     def check(self) -> None:
         """See `Policy.check`."""
+        check_flag(self.id, "published", self.published)
         check_ratios(self.id, self.least, self.most)
         check_range(self.id, "factor", self.factor, 1, float("inf"))
         check_range(self.id, "gain_threshold", self.gain_threshold, 0, float("inf"))

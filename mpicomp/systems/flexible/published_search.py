@@ -35,7 +35,7 @@ _INNER = {"ring": "ring", "tree": "recursive-doubling"}
 
 
 class FlexibleSearch(Flexible):
-    """The paper's checkpoint-and-search; `Flexible` with ``published=True`` is of this class.
+    """The paper's checkpoint-and-search; `Flexible.as_published` makes it.
 
     All arrays of one dtype are one bucket, so that the ratio is one of the whole gradient. A selection is averaged by
     allgather, or by star-topk with a ring or a tree, whichever the paper's inequalities (5a to 5c) name for the ratio
@@ -69,7 +69,7 @@ class FlexibleSearch(Flexible):
         """See `Policy.check`."""
         super().check()
         if not self.published:
-            raise ConfigurationError("flexible: FlexibleSearch has published=True; make a Flexible without it")
+            raise ConfigurationError("flexible: FlexibleSearch is made by Flexible.as_published()")
 
     def adopt(self, named: Named) -> None:
         """See `Policy.adopt`. Where no compressor was named it is top-k."""

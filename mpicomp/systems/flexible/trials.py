@@ -9,7 +9,7 @@ from mpicomp.systems.flexible.published_search import FlexibleSearch
 
 
 class TrialDriver:
-    """Runs the trials of ``Flexible(published=True)`` around a training loop.
+    """Runs the trials of `Flexible.as_published` around a training loop.
 
     The search asks for a checkpoint before its trials, and for a way back after each of them. The script calls
     `after_step` once its parameters have taken the mean of a step; a step before which some rank has not done so is an
@@ -21,8 +21,8 @@ class TrialDriver:
     Parameters
     ----------
     reducer : Reducer
-        With the policy ``{"id": "flexible", "published": True}``; that of `mpicomp.torch.DistributedOptimizer` is its
-        ``reducer``: see `mpicomp.systems.flexible.torch_state.drive_trials`.
+        With the policy ``{"id": "flexible", "as_published": True}``; that of `mpicomp.torch.DistributedOptimizer`
+        is its ``reducer``: see `mpicomp.systems.flexible.torch_state.drive_trials`.
     checkpoint : callable
         Returns a copy of this rank's parameters and of its optimizer's state.
     restore : callable
@@ -38,7 +38,7 @@ class TrialDriver:
     >>> import numpy as np
     >>> import mpicomp
     >>> from mpicomp.transport import LocalWorld
-    >>> search = {"id": "flexible", "published": True, "solver": "exact"}
+    >>> search = {"id": "flexible", "as_published": True, "solver": "exact"}
     >>> reducer = mpicomp.Reducer(policy=search, comm=LocalWorld(1).transports[0])
     >>> weights = np.ones(1000)
     >>> def restore(kept):
@@ -54,7 +54,7 @@ class TrialDriver:
     def __init__(self, reducer: Reducer, checkpoint: Callable[[], Any], restore: Callable[[Any], None]) -> None:
         if not isinstance(reducer.policy, FlexibleSearch):
             raise ConfigurationError(
-                f"TrialDriver: the policy must be flexible with published=True, got '{reducer.policy.id}'; other "
+                f"TrialDriver: the policy must be flexible with as_published, got '{reducer.policy.id}'; other "
                 "policies need no driver"
             )
         if reducer.survives:

@@ -8,16 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import groupby, product
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from mpicomp.compressors.base import bound, kept
 from mpicomp.compressors.kinds import Learner
 from mpicomp.compressors.wire import compact
 from mpicomp.errors import ConfigurationError
 from mpicomp.kernels import sizes
-from mpicomp.published import published
 from mpicomp.registry import register
-from mpicomp.settings import check_choice, check_least, check_range, check_ratio
+from mpicomp.settings import check_choice, check_flag, check_least, check_range, check_ratio
 from mpicomp.systems.lgc.autoencoder import Autoencoder
 from mpicomp.systems.lgc.learned_code import LearnedCode
 from mpicomp.systems.lgc.linear_code import LinearCode
@@ -101,17 +100,6 @@ class Selected:
 
 
 @register
-@published(
-    ratio=0.001,
-    dense_steps=200,
-    training_steps=300,
-    error="selected",
-    signs=False,
-    encoder=(64, 128, 256, 64),
-    decoder=(32, 64, 128, 32),
-    learning_rate=0.001,
-    passes=1,
-)
 @dataclass(frozen=True, repr=False)
 class LGC(Learner):
     """LGC (arXiv 2103.08870): the largest values of each layer, at one rank's indices, in a code learned in the run.
@@ -158,9 +146,7 @@ class LGC(Learner):
         How codes, values and all that is dense travel, with ``instance="ring"`` alone. The 16-bit forms are summed in
         at least float32, as those of `mpicomp.Dense` are, and what rounding takes stays in the residual.
     published : bool
-        True is the paper's LGC: ``ratio=0.001``, ``dense_steps=200``, ``training_steps=300``, ``error="selected"``,
-        ``signs=False``, the published channels, ``learning_rate=0.001`` and ``passes=1`` where nothing else is given,
-        and what the notes say.
+        What the notes say; `as_published` sets it with the paper's other values.
 
     Notes
     -----
@@ -228,7 +214,25 @@ class LGC(Learner):
     parts: tuple[Part, ...] = bound(())
     """The parts of a bucket, each with the number of its elements that are sent."""
 
+    @classmethod
+    def as_published(cls, **settings: Any) -> Self:
+        """Return the paper's LGC, but for ``settings``."""
+        values: dict[str, Any] = {
+            "published": True,
+            "ratio": 0.001,
+            "dense_steps": 200,
+            "training_steps": 300,
+            "error": "selected",
+            "signs": False,
+            "encoder": (64, 128, 256, 64),
+            "decoder": (32, 64, 128, 32),
+            "learning_rate": 0.001,
+            "passes": 1,
+        }
+        return cls.from_config(values | settings)
+
     def __post_init__(self) -> None:
+        check_flag("lgc", "published", self.published)
         object.__setattr__(self, "ratio", check_ratio("lgc", self.ratio))
         check_choice("lgc", "instance", self.instance, ("ring", "server"))
         check_choice("lgc", "code", self.code, ("autoencoder", "linear"))

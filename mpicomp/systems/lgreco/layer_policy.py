@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,9 @@ from mpicomp.policies.allocate import least_total, total
 from mpicomp.policies.policy import Delivered, Named, Shape, StepReport, feedback_of
 from mpicomp.policies.ratio_levels import at_ratio, ladder
 from mpicomp.policies.surveys import Both, SumSurvey, Survey
-from mpicomp.published import published
 from mpicomp.registry import register
 from mpicomp.rounds import Rounds
-from mpicomp.settings import check_choice, check_least, check_range
+from mpicomp.settings import check_choice, check_flag, check_least, check_range
 from mpicomp.systems.lgreco.layer_tables import Table, mixed_table, table_for
 from mpicomp.transport.base import Transport
 
@@ -30,7 +29,6 @@ _NARROW = 2.0  # the same for ranks and bits
 
 
 @register
-@published(error="sum", first=1000, every=1000)
 @dataclass(eq=False)
 class LGreCo(Adaptive):
     """Gives each layer its own ratio (top-k), rank (PowerSGD) or bits (QSGD, uniform), anew every few steps.
@@ -86,7 +84,7 @@ class LGreCo(Adaptive):
     families : sequence of str or mapping
         Names or configurations of further compressors that layers may take; empty leaves all to the one that was named.
     published : bool
-        True is the paper's; settings not given have its values, see `as_published`, of its Transformer-XL.
+        True is the paper's; `as_published` sets it, with the other values of its Transformer-XL.
     """
 
     id: ClassVar[str] = "lgreco"
@@ -106,8 +104,15 @@ class LGreCo(Adaptive):
     families: Sequence[str | Mapping[str, Any]] = ()
     published: bool = field(default=False, kw_only=True)
 
+    @classmethod
+    def as_published(cls, **settings: Any) -> Self:
+        """Return the paper's L-GreCo, as for its Transformer-XL, but for ``settings``."""
+        values: dict[str, Any] = {"published": True, "error": "sum", "first": 1000, "every": 1000}
+        return cls.from_config(values | settings)
+
     def check(self) -> None:
         """See `Policy.check`."""
+        check_flag(self.id, "published", self.published)
         check_range(self.id, "alpha", self.alpha, 0, float("inf"))
         if self.alpha == 0:
             raise ConfigurationError(f"{self.id}: alpha must be above 0, got {self.alpha!r}")
