@@ -118,15 +118,15 @@ class _Bench:
             late = compressor.bind([], [], warm_up=False)
             plans = plans_of(late, settings.collectives, flat) if compressor != Dense() else []
             others.append(self._expect(plans, numel, words))
-        everything = [*dense, *(timing for own in others for timing in own)]
+        everything = [*dense, *(timing for timings in others for timing in timings)]
         self._time_all(dense, everything, [], gradients)
         rows = rows_of(dense, dense)
         done(rows)
-        for compressor, words, own in zip(settings.compressors, apart, others, strict=True):
-            self._time_all(own, [*dense, *own], dense, gradients)
+        for compressor, words, timings in zip(settings.compressors, apart, others, strict=True):
+            self._time_all(timings, [*dense, *timings], dense, gradients)
             if settings.auto:
-                own.append(self._auto(Plan(compressor, AUTO), words, [*dense, *own], dense, gradients))
-            rows += rows_of(own, dense)
+                timings.append(self._auto(Plan(compressor, AUTO), words, [*dense, *timings], dense, gradients))
+            rows += rows_of(timings, dense)
             done(rows)
         return rows
 
@@ -286,7 +286,7 @@ def _interleave(runners: Sequence[Runner], firsts: Sequence[int], limit_s: float
     while True:
         samples = [runner.slowest()[first:] for runner, first in zip(runners, firsts, strict=True)]
         number = min(map(len, samples))
-        if number >= _SAMPLES and all(is_narrow(own) for own in samples):
+        if number >= _SAMPLES and all(is_narrow(sample) for sample in samples):
             stopped = "interval"
             break
         if number >= _MOST or (number >= LEAST and sum(map(sum, samples)) >= _CARE * limit_s * len(runners)):

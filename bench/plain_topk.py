@@ -57,10 +57,10 @@ class PlainTopK:
             self.phases_s += [compressed - start, gathered - compressed, time.perf_counter() - gathered]
 
 
-def over_gloo(own: Tensor) -> list[Tensor]:
+def over_gloo(array: Tensor) -> list[Tensor]:
     """Gather by torch.distributed's default group."""
-    everyones = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
-    distributed.all_gather(everyones, own)
+    everyones = [torch.empty_like(array) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(everyones, array)
     return everyones
 
 
@@ -68,8 +68,8 @@ def over_mpi(transport: Transport) -> Gather:
     """Return an allgather of MPI among a transport's ranks."""
     ranks = transport.group.size
 
-    def gather(own: Tensor) -> list[Tensor]:
-        send = own.numpy()
+    def gather(array: Tensor) -> list[Tensor]:
+        send = array.numpy()
         recv = np.empty(ranks * send.size, send.dtype)
         task = Round("allgatherv", [send.size] * ranks, send.dtype, send=send, recv=recv)
         return list(torch.from_numpy(transport.perform(task)).view(ranks, -1))

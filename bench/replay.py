@@ -78,8 +78,8 @@ class Replay(Policy):
         if named.compressor is not None or named.collective != "auto":
             raise ConfigurationError("replay: what was recorded is run; name no compressor and no collective with it")
         found = [get_compressor(json.loads(config)) for config in self._configs()]
-        self.compressor: Compressor = next((own for own in found if own.id != "dense"), found[0])
-        self.feedback = any(feedback_of(own, named.feedback) for own in found)
+        self.compressor: Compressor = next((compressor for compressor in found if compressor.id != "dense"), found[0])
+        self.feedback = any(feedback_of(compressor, named.feedback) for compressor in found)
 
     def start(self, shapes: Sequence[Shape], transport: Transport) -> Rounds[None]:
         """See `Policy.start`.
@@ -92,7 +92,10 @@ class Replay(Policy):
         here = [(shape.names, shape.sizes) for shape in shapes]
         for line, buckets in enumerate(self._recorded, 1):
             there = [
-                (tuple(own["name"] for own in bucket["layers"]), tuple(own["numel"] for own in bucket["layers"]))
+                (
+                    tuple(layer["name"] for layer in bucket["layers"]),
+                    tuple(layer["numel"] for layer in bucket["layers"]),
+                )
                 for bucket in buckets
             ]
             if there != here:
@@ -114,8 +117,8 @@ class Replay(Policy):
         key = bucket, json.dumps(recorded["compressor"]), recorded["collective"]
         if key not in self._bound:
             shape = self._shapes[bucket]
-            own = get_compressor(recorded["compressor"]).bind(shape.names, shape.sizes, shape.shapes)
-            self._bound[key] = bind(own, recorded["collective"])
+            compressor = get_compressor(recorded["compressor"]).bind(shape.names, shape.sizes, shape.shapes)
+            self._bound[key] = bind(compressor, recorded["collective"])
         return Plan(self._bound[key], f"replay: step {place}")
 
     def deliver(self, step: int, delivered: Sequence[Delivered]) -> None:
@@ -132,13 +135,13 @@ class Replay(Policy):
 
     def get_config(self) -> dict[str, Any]:
         """See `Policy.get_config`, with a digest of the plans: ranks that have read different ones are told so."""
-        plans = [[(own["compressor"], own["collective"]) for own in buckets] for buckets in self._recorded]
+        plans = [[(bucket["compressor"], bucket["collective"]) for bucket in buckets] for buckets in self._recorded]
         digest = hashlib.blake2b(json.dumps(plans).encode(), digest_size=8).hexdigest()
         return super().get_config() | {"plans": digest}
 
     def _configs(self) -> list[str]:
         """Return the recorded compressors' configurations, each once."""
-        return list(dict.fromkeys(json.dumps(own["compressor"]) for buckets in self._recorded for own in buckets))
+        return list(dict.fromkeys(json.dumps(bucket["compressor"]) for buckets in self._recorded for bucket in buckets))
 
 
 def _read(path: str) -> list[list[dict[str, Any]]]:

@@ -58,31 +58,31 @@ def _steps(delay: float) -> str:
 
 def _judge_seconds(outcome: Outcome) -> str:
     times = outcome.dense_wire_bytes / outcome.wire_bytes if outcome.wire_bytes else float("inf")
-    dense, own = outcome.dense_step_s, outcome.late_step_s
+    dense, step_s = outcome.dense_step_s, outcome.late_step_s
     fewer = f"{times:.1f} times fewer bytes left each rank than with a dense ring"
     if _is_exact(outcome.compressor):
         if not outcome.adapts:
-            return f"dense exchange: nothing was compressed; a step took {own:.3f} s"
+            return f"dense exchange: nothing was compressed; a step took {step_s:.3f} s"
         share = sum(plan.share for plan in outcome.late_plans if plan.compressor.message == "dense")
         mostly = "" if share > _ALWAYS else f" for {100 * share:.0f} % of the later steps"
         return (
             f"mpicomp chose dense exchange{mostly}: nothing that sends enough of the gradient beats it here; "
-            f"a step took {own:.3f} s"
+            f"a step took {step_s:.3f} s"
         )
     if dense is None:
-        return f"none, since no dense exchange was measured: a step took {own:.3f} s, and {fewer}"
-    ratio = dense / own
+        return f"none, since no dense exchange was measured: a step took {step_s:.3f} s, and {fewer}"
+    ratio = dense / step_s
     if ratio > 1 + _NOISE:
         return (
-            f"compression paid in seconds: a step took {own:.3f} s, {_faster(ratio)} than "
+            f"compression paid in seconds: a step took {step_s:.3f} s, {_faster(ratio)} than "
             f"the {dense:.3f} s with a dense exchange here, and {fewer}"
         )
     if ratio < 1 - _NOISE:
         return (
-            f"compression did not pay in seconds: a step took {own:.3f} s, with a dense exchange it would take "
+            f"compression did not pay in seconds: a step took {step_s:.3f} s, with a dense exchange it would take "
             f"{dense:.3f} s here, although {fewer}; use --compressor dense on this network"
         )
-    return f"compression made no difference to the time of a step ({own:.3f} s), and {fewer}"
+    return f"compression made no difference to the time of a step ({step_s:.3f} s), and {fewer}"
 
 
 def _faster(ratio: float) -> str:

@@ -126,7 +126,7 @@ class Choices:
 
 def _energies(record: StepRecord) -> tuple[float, float]:
     """Return the energy left after a step, and the energy sent in it; 0 where unknown or undone."""
-    known = [(own.gain, own.energy) for own in record.buckets if not record.skipped]
+    known = [(bucket.gain, bucket.energy) for bucket in record.buckets if not record.skipped]
     waits = sum((1 - gain) * energy for gain, energy in known if gain is not None and energy is not None)
     sent = sum(gain * energy for gain, energy in known if gain is not None and energy is not None)
     return waits, sent
@@ -156,8 +156,8 @@ def chosen_table(plans: Sequence[Ran], layers: Sequence[Layer]) -> str:
         rest = sum(plan.share for plan in plans[_PLANS:])
         lines.append(f"  and {len(plans) - _PLANS} more, {100 * rest:.1f} % together")
     largest = sorted(sorted(layers, key=lambda layer: -layer.numel)[:_LAYERS], key=layers.index)
-    own = [(f"  {each.name}", f"{each.numel:,}", f"{each.ratio:.3g}", _gain(each)) for each in largest]
-    lines.append(plain(("layer", "elements", "ratio", "gain"), own, (True, False, False, False)))
+    cells = [(f"  {each.name}", f"{each.numel:,}", f"{each.ratio:.3g}", _gain(each)) for each in largest]
+    lines.append(plain(("layer", "elements", "ratio", "gain"), cells, (True, False, False, False)))
     if len(layers) > _LAYERS:
         lines.append(f"  and {len(layers) - _LAYERS} smaller ones")
     return "\n".join(lines)

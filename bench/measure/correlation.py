@@ -54,8 +54,8 @@ class Common:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able object."""
-        own = {name: getattr(self, name) for name in _FIELDS}
-        return own | {"share": self.share, "control_share": self.control_share}
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return fields | {"share": self.share, "control_share": self.control_share}
 
 
 def common(one: NDArray[np.floating], other: NDArray[np.floating], random: np.random.Generator) -> Common:
@@ -97,8 +97,8 @@ def _information(table: NDArray[np.float64]) -> float:
 
 
 def _entropy(shares: NDArray[np.float64]) -> float:
-    own = shares[shares > 0]
-    return float(-(own * np.log(own)).sum())
+    positive = shares[shares > 0]
+    return float(-(positive * np.log(positive)).sum())
 
 
 def _pearson(one: NDArray[np.floating], other: NDArray[np.floating]) -> float:
@@ -119,7 +119,7 @@ class Correlations:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able object."""
-        layers = [{"name": name, "numel": numel} | own.to_json() for name, (numel, own) in self.layers.items()]
+        layers = [{"name": name, "numel": numel} | layer.to_json() for name, (numel, layer) in self.layers.items()]
         whole = None if self.whole is None else self.whole.to_json()
         return {"every": self.every, "looks": self.looks, "bins": BINS, "whole": whole, "layers": layers}
 
@@ -127,14 +127,14 @@ class Correlations:
         """Lay it out for people."""
         if self.whole is None:
             return f"what ranks' gradients have in common: no look at a layer of at least {LEAST} finite elements"
-        rows = [(f"  {name}", f"{numel:,}", *_cells(own)) for name, (numel, own) in self.layers.items()]
+        rows = [(f"  {name}", f"{numel:,}", *_cells(layer)) for name, (numel, layer) in self.layers.items()]
         rows.append(("  all of them", f"{sum(numel for numel, _ in self.layers.values()):,}", *_cells(self.whole)))
         header = ("what ranks' gradients have in common", "elements", "correlation", "information", "control")
         return plain(header, rows, (True, False, False, False, False))
 
 
-def _cells(own: Common) -> tuple[str, str, str]:
-    return f"{own.correlation:.3f}", f"{100 * own.share:.1f} %", f"{100 * own.control_share:.1f} %"
+def _cells(common: Common) -> tuple[str, str, str]:
+    return f"{common.correlation:.3f}", f"{100 * common.share:.1f} %", f"{100 * common.control_share:.1f} %"
 
 
 class Comparison:
@@ -153,11 +153,11 @@ class Comparison:
         if step % self._every:
             return
         rank, size = self._group.rank, self._group.size
-        own = np.concatenate([array.ravel() for array in gradients.values()])
+        flat = np.concatenate([array.ravel() for array in gradients.values()])
         peers = ((rank - 1) % size, (rank + 1) % size)
-        task = Round("sendrecv", (own.size, own.size), own.dtype, send=own, recv=np.empty_like(own), peers=peers)
+        task = Round("sendrecv", (flat.size, flat.size), flat.dtype, send=flat, recv=np.empty_like(flat), peers=peers)
         other: NDArray[np.floating] = yield task
-        finite = yield from self._everyones(np.array([np.isfinite(own).all()], np.float64))
+        finite = yield from self._everyones(np.array([np.isfinite(flat).all()], np.float64))
         if not finite.all():
             return
         self._looks += 1
@@ -166,7 +166,7 @@ class Comparison:
         for name, array in gradients.items():
             stop = start + array.size
             if array.size >= LEAST:
-                found = common(own[start:stop], other[start:stop], random)
+                found = common(flat[start:stop], other[start:stop], random)
                 self._numels[name] = array.size
                 sums = self._sums.setdefault(name, np.zeros(len(_FIELDS)))
                 sums += [getattr(found, field) for field in _FIELDS]
@@ -174,8 +174,8 @@ class Comparison:
 
     def outcome(self) -> Rounds[Correlations]:
         """Return the means over looks and pairs, the same on all ranks. As rounds."""
-        own = np.array(list(self._sums.values())).reshape(-1)
-        everyones = yield from self._everyones(own)
+        sums = np.array(list(self._sums.values())).reshape(-1)
+        everyones = yield from self._everyones(sums)
         means = everyones.mean(axis=0).reshape(-1, len(_FIELDS)) / max(1, self._looks)
         layers = {
             name: (numel, Common(*values.tolist()))
@@ -185,9 +185,9 @@ class Comparison:
         whole = Common(*(weights @ means / weights.sum()).tolist()) if layers else None
         return Correlations(self._every, self._looks, whole, layers)
 
-    def _everyones(self, own: NDArray[np.float64]) -> Rounds[NDArray[np.float64]]:
+    def _everyones(self, array: NDArray[np.float64]) -> Rounds[NDArray[np.float64]]:
         """Stack an array of all ranks."""
         size = self._group.size
-        task = Round("allgatherv", [own.size] * size, own.dtype, send=own, recv=np.empty(size * own.size))
-        everyones: NDArray[np.float64] = (yield task).reshape(size, own.size)
+        task = Round("allgatherv", [array.size] * size, array.dtype, send=array, recv=np.empty(size * array.size))
+        everyones: NDArray[np.float64] = (yield task).reshape(size, array.size)
         return everyones

@@ -153,8 +153,8 @@ class Runner:
         phases = [bucket.phases_s[name] for name in ("compress", "exchange", "decode")]
         if record.agreed:  # the first step: what else it does is done once
             start = end - sum(phases)
-        own = [end - start, *phases, record.choosing_s, bucket.sent_bytes, bucket.wire_bytes, start, end]
-        self._last = np.array(own, np.float64)
+        numbers = [end - start, *phases, record.choosing_s, bucket.sent_bytes, bucket.wire_bytes, start, end]
+        self._last = np.array(numbers, np.float64)
         self.ran.append(name_of(bucket.compressor["id"], bucket.collective))
         self.predicted.append(bucket.predicted_s)
         self.gains.append(bucket.gain)

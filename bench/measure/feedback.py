@@ -145,9 +145,9 @@ class Settled:
 
     def give(self, bucket: Bucket, shift: int = 0) -> None:
         """Make the residual of a long array like this one's, which may begin elsewhere."""
-        for (_, own), (_, residual) in zip(self._bucket.residuals(), bucket.residuals(), strict=True):
-            if own.size:
-                tile = np.roll(own, shift)
+        for (_, settled), (_, residual) in zip(self._bucket.residuals(), bucket.residuals(), strict=True):
+            if settled.size:
+                tile = np.roll(settled, shift)
                 whole = residual.size - residual.size % tile.size
                 residual[:whole].reshape(-1, tile.size)[:] = tile
                 residual[whole:] = tile[: residual.size - whole]

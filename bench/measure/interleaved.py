@@ -111,8 +111,8 @@ def take_turns(kernels: Sequence[Kernel], copy: Kernel, repeats: int, clock: Cal
     gc.disable()
     try:
         for turn in range(repeats):
-            for kernel, own in zip(kernels, times, strict=True):
-                if turn * own // repeats != (turn + 1) * own // repeats:
+            for kernel, calls in zip(kernels, times, strict=True):
+                if turn * calls // repeats != (turn + 1) * calls // repeats:
                     kernel.prepare()
                     copy.seconds.append(timed(copy))
                     kernel.seconds.append(clock(kernel))

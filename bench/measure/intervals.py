@@ -80,7 +80,7 @@ def ratio_interval(samples: Sequence[float], others: Sequence[float]) -> tuple[f
     if number < LEAST:
         return None
     drawn = np.random.default_rng(0).integers(number, size=(_RESAMPLED, number))
-    medians: list[NDArray[np.float64]] = [np.median(np.asarray(own)[drawn], axis=1) for own in (samples, others)]
+    medians: list[NDArray[np.float64]] = [np.median(np.asarray(values)[drawn], axis=1) for values in (samples, others)]
     low, high = np.percentile(medians[0] / medians[1], [2.5, 97.5])
     return float(low), float(high)
 
@@ -104,7 +104,7 @@ def block_interval(
     if number < LEAST:
         return None
     drawn = np.random.default_rng(0).integers(number, size=(_RESAMPLED, number))
-    values = [float(value(*(own[blocks] for own in samples))) for blocks in drawn]
+    values = [float(value(*(sample[blocks] for sample in samples))) for blocks in drawn]
     if not np.isfinite(values).all():
         return None
     low, high = np.percentile(values, [2.5, 97.5])

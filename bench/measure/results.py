@@ -133,7 +133,9 @@ def write_csv(path: str, rows: Sequence[Mapping[str, Any]]) -> None:
         writer = csv.DictWriter(file, list(rows[0]) if rows else [])
         writer.writeheader()
         for row in rows:
-            plain_values = {name: json.dumps(own) if isinstance(own, dict) else own for name, own in row.items()}
+            plain_values = {
+                name: json.dumps(value) if isinstance(value, dict) else value for name, value in row.items()
+            }
             writer.writerow(plain_values)
 
 

@@ -212,10 +212,10 @@ def differing_settings(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     ['code=linear', 'code=autoencoder', 'code=linear', '']
     """
     words = []
-    for own in configs:
-        others = [other for other in configs if other["id"] == own["id"]]
-        names = [name for name in own if name != "ratio" and any(other[name] != own[name] for other in others)]
-        words.append(", ".join(f"{name}={own[name]}" for name in names))
+    for config in configs:
+        others = [other for other in configs if other["id"] == config["id"]]
+        names = [name for name in config if name != "ratio" and any(other[name] != config[name] for other in others)]
+        words.append(", ".join(f"{name}={config[name]}" for name in names))
     return words
 
 
@@ -251,12 +251,12 @@ def osu_blocks(rows: Sequence[Mapping[str, Any]], where: str) -> str:
             plan = row["compressor"], row["ratio"], row["settings"], row["collective"]
             plans.setdefault(plan, []).append(row)
     lines = []
-    for (compressor, ratio, settings, collective), own in plans.items():
+    for (compressor, ratio, settings, collective), of_plan in plans.items():
         at = "" if ratio is None else f" at ratio {ratio:g}"
         which = "" if settings is None else f" ({settings})"
         lines += [f"# mpicomp {compressor}{at}{which}, {collective}: float32, {where}"]
         lines += [OSU_HEADER + "".join(name.rjust(14) for name in (*_TIME_COLUMNS, *_LAST_COLUMNS))]
-        lines += [_osu_line(row) for row in sorted(own, key=lambda row: int(row["numel"]))]
+        lines += [_osu_line(row) for row in sorted(of_plan, key=lambda row: int(row["numel"]))]
         lines += [""]
     return "\n".join(lines)
 

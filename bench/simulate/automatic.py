@@ -32,7 +32,7 @@ def choose(
     policy = get_policy(measured.auto["config"])
     policy.adopt(Named(normalises=measured.auto["normalises"], cost=cost))
     policy.load_state_dict(measured.auto["state"], cost)
-    shapes = [Shape(own.names, own.sizes, own.shapes, np.dtype(np.float32)) for own in measured.buckets]
+    shapes = [Shape(bucket.names, bucket.sizes, bucket.shapes, np.dtype(np.float32)) for bucket in measured.buckets]
     group = topology.group(0)
     transport = _Transport(group, {}, lambda task, group: 0.0)
 
@@ -47,11 +47,11 @@ def choose(
         drive(policy.refresh(transport), _alike)
         plans = [policy.plan(bucket) for bucket in range(len(shapes))]
         told = [take(plan.scheme, shape) for plan, shape in zip(plans, shapes, strict=True)]
-        ready, end = ends(measured, [own.whole for own in told], overlap)
+        ready, end = ends(measured, [seconds.whole for seconds in told], overlap)
         times = np.array(
             [
-                (now + finish - own.whole, now + finish, own.own, now + start)
-                for start, finish, own in zip(ready, end, told, strict=True)
+                (now + finish - seconds.whole, now + finish, seconds.compute, now + start)
+                for start, finish, seconds in zip(ready, end, told, strict=True)
             ]
         )[None]
         delivered = [Delivered(1.0, 1.0, float(shape.numel)) for shape in shapes]
@@ -59,7 +59,7 @@ def choose(
         policy.learn(StepReport(step, None, plans, delivered, times, {}))
         now += end[-1] + measured.update_s
         done.append((end[-1], step, plans, told))
-    steady = sorted(done[-_STEADY:], key=lambda own: own[:2])
+    steady = sorted(done[-_STEADY:], key=lambda step: step[:2])
     _, _, plans, told = steady[len(steady) // 2]
     return plans, told
 

@@ -67,7 +67,9 @@ class Clock:
         under_way: deque[float] = deque()
         for place in _places(ranks):
             met = [
-                (own, own.rounds[place[0]][place[1]]) for own in ranks if len(own.rounds.get(place[0], ())) > place[1]
+                (rank, rank.rounds[place[0]][place[1]])
+                for rank in ranks
+                if len(rank.rounds.get(place[0], ())) > place[1]
             ]
             task = met[0][1]
             if not task.background:
@@ -108,8 +110,8 @@ class Clock:
         """Return the seconds of an operation of all ranks of a group, the slowest one's."""
         name, operation = met[0][1].group, met[0][1].operation
         costs = []
-        for own, task in met:
-            group = own.view.part(name)
+        for rank, task in met:
+            group = rank.view.part(name)
             if group is not None:
                 costs.append(terms(task, group))
         cost = slowest(costs)
@@ -120,13 +122,13 @@ class Clock:
         leaving: Counter[int] = Counter()
         coming: Counter[int] = Counter()
         legs = []
-        for own, task in met:
+        for rank, task in met:
             for direction, (peer, count) in enumerate(zip(task.peers, task.counts, strict=True)):
                 if peer is not None:
-                    across = self._crosses(own, task.group, peer)
-                    legs.append((own.host, direction, across, count * task.dtype.itemsize))
+                    across = self._crosses(rank, task.group, peer)
+                    legs.append((rank.host, direction, across, count * task.dtype.itemsize))
                     if across:
-                        (coming if direction else leaving)[own.host] += 1
+                        (coming if direction else leaving)[rank.host] += 1
         name = met[0][1].group
         latency = volume = 0.0
         for host, direction, across, nbytes in legs:
@@ -135,11 +137,11 @@ class Clock:
             latency, volume = max(latency, units[0]), max(volume, nbytes * units[1] * sharing)
         return _Message(latency, volume)
 
-    def _crosses(self, own: _Rank, name: str, peer: int) -> bool:
+    def _crosses(self, rank: _Rank, name: str, peer: int) -> bool:
         """Return whether a peer in a group is on another host."""
         if name == ACROSS:
             return True
-        return name != HOST and peer // self._topology.per_host != own.host
+        return name != HOST and peer // self._topology.per_host != rank.host
 
     def _unit(self, operation: str, name: str) -> tuple[float, float]:
         """Return the seconds of an operation's latency, and of a byte of it, in a group."""
@@ -155,7 +157,7 @@ class Clock:
 
 def _places(ranks: Sequence[_Rank]) -> list[tuple[str, int]]:
     """Return the rounds of the rank that has most, each by its group and its number among that group's."""
-    longest = max(ranks, key=lambda own: sum(map(len, own.rounds.values())))
+    longest = max(ranks, key=lambda rank: sum(map(len, rank.rounds.values())))
     return [(name, place) for name, rounds in longest.rounds.items() for place in range(len(rounds))]
 
 

@@ -99,8 +99,8 @@ def _meet(transport: Transport) -> None:
 
 def _of_first(found: list[Timed], transport: Transport) -> list[Timed]:
     """Return what rank 0 has found, on all ranks. Collective."""
-    told = transport.run(from_one({"timed": [own.to_json() for own in found]}, transport.group, "simulate"))
-    return [Timed.from_json(own) for own in told["timed"]]
+    told = transport.run(from_one({"timed": [timed.to_json() for timed in found]}, transport.group, "simulate"))
+    return [Timed.from_json(content) for content in told["timed"]]
 
 
 def _exchange(reducer: Reducer, gradient: dict[str, Any], transport: Transport) -> tuple[float, float]:
@@ -112,8 +112,8 @@ def _exchange(reducer: Reducer, gradient: dict[str, Any], transport: Transport) 
     record = reducer.last_step
     assert record is not None
     phases = record.buckets[0].phases_s
-    own, whole = gather(np.array([phases["compress"] + phases["decode"], seconds]), transport).max(axis=0).tolist()
-    return own, max(whole - own, 0.0)
+    compute, whole = gather(np.array([phases["compress"] + phases["decode"], seconds]), transport).max(axis=0).tolist()
+    return compute, max(whole - compute, 0.0)
 
 
 class Corrections:
@@ -125,16 +125,18 @@ class Corrections:
 
     def __init__(self, timed: Sequence[Timed], network: Network, measured_ranks: int, hosts: int, ranks: int) -> None:
         self._timed: dict[str, list[Timed]] = {}
-        for own in sorted(timed, key=lambda own: own.numel):
-            self._timed.setdefault(own.collective, []).append(own)
+        for timing in sorted(timed, key=lambda timing: timing.numel):
+            self._timed.setdefault(timing.collective, []).append(timing)
         per_host = -(-measured_ranks // hosts)
         self._factors: dict[str, list[float]] = {}
         for name, of_name in self._timed.items():
-            nearest = _nearest(ranks, {own.ranks for own in of_name})
-            self._timed[name] = [own for own in of_name if own.ranks == nearest]
+            nearest = _nearest(ranks, {timing.ranks for timing in of_name})
+            self._timed[name] = [timing for timing in of_name if timing.ranks == nearest]
             clock = Clock(Topology(nearest, per_host, network, measured_ranks))
             scheme = bind(Dense(), name)
-            self._factors[name] = [own.rounds_s / clock.seconds(scheme, own.numel, _DTYPE) for own in self._timed[name]]
+            self._factors[name] = [
+                timing.rounds_s / clock.seconds(scheme, timing.numel, _DTYPE) for timing in self._timed[name]
+            ]
 
     def knows(self, scheme: Scheme[Any]) -> bool:
         """Return whether a scheme is a dense exchange that was timed."""
@@ -142,14 +144,14 @@ class Corrections:
 
     def own_s(self, scheme: Scheme[Any], numel: int) -> float:
         """Return the seconds of own work, for each element as many as at the nearest length."""
-        return numel * self._at(numel, scheme, (own.own_s / own.numel for own in self._timed[scheme.id]))
+        return numel * self._at(numel, scheme, (timing.own_s / timing.numel for timing in self._timed[scheme.id]))
 
     def factor(self, scheme: Scheme[Any], numel: int) -> float:
         """Return how many times longer rounds take than is told of them."""
         return self._at(numel, scheme, self._factors[scheme.id])
 
     def _at(self, numel: int, scheme: Scheme[Any], values: Iterable[float]) -> float:
-        lengths = [math.log(own.numel) for own in self._timed[scheme.id]]
+        lengths = [math.log(timing.numel) for timing in self._timed[scheme.id]]
         return float(np.interp(math.log(max(1, numel)), lengths, list(values)))
 
 
@@ -161,7 +163,9 @@ def _nearest(ranks: int, known: Iterable[int]) -> int:
     >>> _nearest(16, [2, 3, 4, 5]), _nearest(6, [2, 3, 4, 5]), _nearest(8, [5])
     (4, 5, 5)
     """
-    return min(known, key=lambda own: (_is_power_of_two(own) != _is_power_of_two(ranks), abs(math.log(own / ranks))))
+    return min(
+        known, key=lambda other: (_is_power_of_two(other) != _is_power_of_two(ranks), abs(math.log(other / ranks)))
+    )
 
 
 def _is_power_of_two(number: int) -> bool:

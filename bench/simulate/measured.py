@@ -40,17 +40,17 @@ class Bucket:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of its gradients."""
-        return tuple(own.name for own in self.gradients)
+        return tuple(gradient.name for gradient in self.gradients)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Elements of each."""
-        return tuple(own.numel for own in self.gradients)
+        return tuple(gradient.numel for gradient in self.gradients)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shape of each."""
-        return tuple(own.shape for own in self.gradients)
+        return tuple(gradient.shape for gradient in self.gradients)
 
     @property
     def numel(self) -> int:
@@ -60,7 +60,7 @@ class Bucket:
     @property
     def ready_s(self) -> float:
         """When the last one is complete, in seconds from the beginning of backward."""
-        return max(own.ready_s for own in self.gradients)
+        return max(gradient.ready_s for gradient in self.gradients)
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ class Measured:
     def bucket_bytes(self) -> int:
         """Length at which a reducer cuts the gradients into these buckets."""
         *closed, last = self.buckets
-        return min(4 * own.numel for own in closed or [last])
+        return min(4 * bucket.numel for bucket in closed or [last])
 
     def cut(self, bucket_bytes: int) -> Self:
         """Return the same with the gradients cut into other buckets, as a reducer does; there ``auto`` knows none."""
-        gradients = {own.name: own for bucket in self.buckets for own in bucket.gradients}
-        members = [Described(own.name, "float32", own.shape) for own in gradients.values()]
-        buckets = [Bucket(tuple(gradients[own.name] for own in part)) for part in cut(members, bucket_bytes)]
+        gradients = {gradient.name: gradient for bucket in self.buckets for gradient in bucket.gradients}
+        members = [Described(gradient.name, "float32", gradient.shape) for gradient in gradients.values()]
+        buckets = [Bucket(tuple(gradients[member.name] for member in part)) for part in cut(members, bucket_bytes)]
         return replace(self, buckets=buckets, auto=None)
 
     def to_json(self) -> dict[str, Any]:
@@ -112,11 +112,14 @@ class Measured:
             "backward_s": self.backward_s,
             "update_s": self.update_s,
             "buckets": [
-                [{"name": own.name, "shape": list(own.shape), "ready_s": own.ready_s} for own in bucket.gradients]
+                [
+                    {"name": gradient.name, "shape": list(gradient.shape), "ready_s": gradient.ready_s}
+                    for gradient in bucket.gradients
+                ]
                 for bucket in self.buckets
             ],
             "auto": self.auto,
-            "dense": [own.to_json() for own in self.dense],
+            "dense": [timed.to_json() for timed in self.dense],
             "cost": self.cost.to_json(),
         }
 
@@ -137,11 +140,16 @@ def read(path: str) -> Measured:
             backward_s=float(content["backward_s"]),
             update_s=float(content["update_s"]),
             buckets=[
-                Bucket(tuple(Gradient(str(own["name"]), tuple(own["shape"]), float(own["ready_s"])) for own in bucket))
+                Bucket(
+                    tuple(
+                        Gradient(str(gradient["name"]), tuple(gradient["shape"]), float(gradient["ready_s"]))
+                        for gradient in bucket
+                    )
+                )
                 for bucket in content["buckets"]
             ],
             auto=content["auto"],
-            dense=[Timed.from_json(own) for own in content.get("dense", ())],
+            dense=[Timed.from_json(timed) for timed in content.get("dense", ())],
         )
         if not measured.buckets or any(bucket.numel == 0 for bucket in measured.buckets):
             raise ValueError("a bucket has no elements")

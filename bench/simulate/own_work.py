@@ -86,8 +86,8 @@ def received_bytes(task: Round, group: Group) -> int:
         case "gatherv":
             elements = sum(task.counts) - task.counts[group.rank] if group.rank == task.root else 0
         case "alltoallv":
-            own = task.counts[group.rank]
-            elements = (own * group.size if task.received is None else sum(task.received)) - own
+            count = task.counts[group.rank]
+            elements = (count * group.size if task.received is None else sum(task.received)) - count
         case "bcast":
             elements = task.counts[0] if group.rank != task.root else 0
         case "sendrecv":

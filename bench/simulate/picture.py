@@ -38,7 +38,7 @@ def draw(path: str, rows: Sequence[dict[str, Any]], here: float) -> None:
         1, len(plans), figsize=(1.5 + 4.5 * len(plans), 4.2), squeeze=False, sharey=True, layout="constrained"
     )
     for axis, plan in zip(axes[0], plans, strict=True):
-        grid = np.array([[table[plan, own, bandwidth] for own in ranks] for bandwidth in bandwidths])
+        grid = np.array([[table[plan, rank, bandwidth] for rank in ranks] for bandwidth in bandwidths])
         mesh = axis.pcolormesh(
             ranks, bandwidths, grid, cmap="RdBu", norm=TwoSlopeNorm(0.0, least, most), shading="nearest"
         )
@@ -47,14 +47,14 @@ def draw(path: str, rows: Sequence[dict[str, Any]], here: float) -> None:
         axis.axhline(here, color="black", linewidth=0.8, linestyle=":")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        axis.set_xticks(ranks, [f"{own:,}" for own in ranks], rotation=45)
+        axis.set_xticks(ranks, [f"{rank:,}" for rank in ranks], rotation=45)
         axis.set_xlabel("ranks")
         axis.set_title(plan)
     axes[0][0].set_ylabel("bits a second of a host's link")
     bar = figure.colorbar(mesh, ax=axes[0].tolist())
     ticks = range(math.floor(least), math.ceil(most) + 1)
-    bar.set_ticks([own for own in ticks if least <= own <= most])
-    bar.ax.set_yticklabels([f"{2.0**own:g}" for own in ticks if least <= own <= most])
+    bar.set_ticks([tick for tick in ticks if least <= tick <= most])
+    bar.ax.set_yticklabels([f"{2.0**tick:g}" for tick in ticks if least <= tick <= most])
     bar.set_label("speed-up over dense exchange")
     figure.suptitle("black line: beyond it compression stops to pay; dotted: the bandwidth of the table", fontsize=9)
     figure.savefig(path)

@@ -53,7 +53,7 @@ class Simulation:
         if plan.compressor is None:
             plans, told = choose(self._measured, self._topology, overlap, self._exchanges)
             ran = [
-                (f"{own.scheme.compressor!r} {own.scheme.id}", own_s) for own, own_s in zip(plans, told, strict=True)
+                (f"{plan.scheme.compressor!r} {plan.scheme.id}", own_s) for plan, own_s in zip(plans, told, strict=True)
             ]
         elif plan == Plan(Dense()):
             ran = self._fastest_dense()
@@ -69,7 +69,7 @@ class Simulation:
             "overlap": overlap,
             "step_s": step_s,
             "exchange_s": sum(seconds.whole for _, seconds in ran),
-            "own_work_s": sum(seconds.own for _, seconds in ran),
+            "own_work_s": sum(seconds.compute for _, seconds in ran),
             "dense_step_s": dense_s,
             "speedup": dense_s / step_s,
             "efficiency": self._measured.compute_s / step_s,
@@ -86,14 +86,14 @@ class Simulation:
 
     def _fastest(self, compressor: Compressor, collective: str, bucket: Bucket) -> tuple[str, Seconds]:
         """Return the fastest of the collectives that are meant for one bucket, and what it takes."""
-        own = compressor.bind(bucket.names, bucket.sizes, bucket.shapes, warm_up=False)
+        bound = compressor.bind(bucket.names, bucket.sizes, bucket.shapes, warm_up=False)
         names = [collective]
         if collective == AUTO:
-            names = names_for(own, self._topology.group(0), whole=True)
+            names = names_for(bound, self._topology.group(0), whole=True)
         best: tuple[str, Seconds] | None = None
         for name in names:
             most = math.inf if best is None else best[1].whole
-            told = self._exchanges.seconds(bind(own, name), bucket.numel, _DTYPE, most)
+            told = self._exchanges.seconds(bind(bound, name), bucket.numel, _DTYPE, most)
             if told is not None and (best is None or told.whole < best[1].whole):
                 best = f"{compressor!r} {name}", told
         assert best is not None

@@ -17,15 +17,15 @@ from mpicomp.collectives import Scheme
 
 @dataclass(frozen=True)
 class Seconds:
-    """What one bucket's exchange takes: the slowest rank's own work, and rounds."""
+    """What one bucket's exchange takes: the slowest rank's computation, and rounds."""
 
-    own: float
+    compute: float
     rounds: float
 
     @property
     def whole(self) -> float:
         """Both, one after the other."""
-        return self.own + self.rounds
+        return self.compute + self.rounds
 
 
 def ends(measured: Measured, exchanges: Sequence[float], overlap: bool) -> tuple[list[float], list[float]]:
@@ -35,7 +35,7 @@ def ends(measured: Measured, exchanges: Sequence[float], overlap: bool) -> tuple
     when backward is over; without overlap all of them then.
     """
     over = measured.forward_s + measured.backward_s
-    ready = [measured.forward_s + own.ready_s if overlap else over for own in measured.buckets]
+    ready = [measured.forward_s + bucket.ready_s if overlap else over for bucket in measured.buckets]
     ready[-1] = over  # what only then is known goes with it
     now, finished = 0.0, []
     for start, seconds in zip(ready, exchanges, strict=True):
@@ -69,8 +69,8 @@ class Exchanges:
             if rounds >= most:
                 return None
             if timed:
-                own = self._corrections.own_s(scheme, numel)
+                compute = self._corrections.own_s(scheme, numel)
             else:
-                own = self._own_work.seconds(scheme, numel, dtype, self._topology)
-            self._known[key] = Seconds(own, rounds)
+                compute = self._own_work.seconds(scheme, numel, dtype, self._topology)
+            self._known[key] = Seconds(compute, rounds)
         return self._known[key]

@@ -89,9 +89,9 @@ class Shards:
         """Return the numbers of all samples of a rank."""
         groups = int(self._groups.max()) + 1
         turn = min(groups, ranks)
-        own = np.flatnonzero(self._groups % turn == rank % turn)
+        samples = np.flatnonzero(self._groups % turn == rank % turn)
         sharing = len(range(rank % turn, ranks, turn))
-        return np.array_split(own, sharing)[rank // turn]
+        return np.array_split(samples, sharing)[rank // turn]
 
 
 def check_rank(name: str, rank: int, ranks: int) -> None:

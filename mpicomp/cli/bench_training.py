@@ -152,7 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
     trained, numel, threads = train_all(exchanges, task, settings, arguments.seed, transport, say, device)
     transport.close()
     if group.rank != 0:
-        return int(any(own.is_wrong for own in trained))
+        return int(any(training.is_wrong for training in trained))
     facts = {
         "task": task.name,
         "shards": task.shards,
@@ -168,10 +168,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         results.write(arguments.json, found, threads, name, job)
     _show(found)
-    for own in trained:
-        if own.is_wrong:
-            print(f"\nWRONG: {own.exchange.name}: the ranks did not end with the same parameters")
-    return int(any(own.is_wrong for own in trained))
+    for training in trained:
+        if training.is_wrong:
+            print(f"\nWRONG: {training.exchange.name}: the ranks did not end with the same parameters")
+    return int(any(training.is_wrong for training in trained))
 
 
 def _exchange(word: str, ratio: float) -> "Exchange":
@@ -235,7 +235,8 @@ def _show(found: Sequence[Mapping[str, Any]]) -> None:
     if phases:
         print("\nphases: seconds of the exchange up to its last round, in rounds and after them")
         results.show(
-            [{"exchange": name} | {f"{phase}_s": own[phase] for phase in own} for name, own in phases], _PHASE_COLUMNS
+            [{"exchange": name} | {f"{phase}_s": seconds[phase] for phase in seconds} for name, seconds in phases],
+            _PHASE_COLUMNS,
         )
     pairs = [row for row in found if row["hidden_s"] is not None]
     if pairs:

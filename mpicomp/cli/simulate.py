@@ -87,13 +87,13 @@ def run(arguments: argparse.Namespace) -> int:
         measured = _cut(arguments.bucket_bytes, measured, plans)
     overlaps = {"on": [True], "off": [False], "both": [True, False]}[arguments.overlap]
     links = _links(arguments)
-    places = [_topology(arguments, measured, own, links) for own in ranks]
+    places = [_topology(arguments, measured, rank, links) for rank in ranks]
     print(
         f"from {measured.task} on {_count(measured.ranks, 'rank')} of {_count(measured.hosts, 'host')}: "
-        f"{sum(own.numel for own in measured.buckets):,} elements in {_count(len(measured.buckets), 'bucket')}, "
+        f"{sum(bucket.numel for bucket in measured.buckets):,} elements in {_count(len(measured.buckets), 'bucket')}, "
         f"{measured.compute_s:.4g} s a step without exchange"
     )
-    for note in dict.fromkeys(note for own in places for note in own.notes):
+    for note in dict.fromkeys(note for place in places for note in place.notes):
         print(f"note: {note}")
     rows = list(simulate(measured, places, plans, overlaps))
     show(rows, _COLUMNS)
@@ -127,8 +127,8 @@ def _draw(
     for place in range(_GRID):
         rate = _AROUND ** (2 * place / (_GRID - 1) - 1) / per_byte
         there = replace(links, seconds_per_byte=1 / rate)
-        for own in ranks:
-            simulation = Simulation(measured, _topology(arguments, measured, own, there), own_work)
+        for rank in ranks:
+            simulation = Simulation(measured, _topology(arguments, measured, rank, there), own_work)
             for plan in shown:
                 row = simulation.row(plan, arguments.overlap != "off")
                 names = ("ranks", "plan", "step_s", "dense_step_s", "speedup")
@@ -148,7 +148,7 @@ def _plans(arguments: argparse.Namespace, measured: "Measured") -> "list[Plan]":
     words = read_list(arguments.compressor or ("topk" if measured.auto is None else _AUTO))
     plans = [Plan(Dense())]
     for compressor in read_compressors(
-        _COMMAND, [own for own in words if own != _AUTO], read_ratios(_COMMAND, arguments.ratio)
+        _COMMAND, [word for word in words if word != _AUTO], read_ratios(_COMMAND, arguments.ratio)
     ):
         fitting = []
         for name in read_list(arguments.collective):
@@ -160,7 +160,7 @@ def _plans(arguments: argparse.Namespace, measured: "Measured") -> "list[Plan]":
                 problem = error
         if not fitting:
             raise problem
-        plans += [own for own in fitting if own not in plans]
+        plans += [plan for plan in fitting if plan not in plans]
     if _AUTO in words:
         if measured.auto is None:
             raise ConfigurationError(

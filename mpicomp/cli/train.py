@@ -333,8 +333,8 @@ def _tell(
 
         beside = None
         if dense is not None:
-            own = run_object(task, dense.settings, dense.outcome, judge(dense.outcome))
-            beside = own, dense.lines
+            dense_object = run_object(task, dense.settings, dense.outcome, judge(dense.outcome))
+            beside = dense_object, dense.lines
         report_of_run(result, lines, arguments.report, beside)
 
 

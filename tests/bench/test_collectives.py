@@ -213,18 +213,18 @@ def rows():
 def test_everything_has_its_row(rows):
     dense = [name for name in variants(Dense()) if "hierarchical" not in name]
     for numel in (50, 3000):
-        own = [row for row in rows if row["numel"] == numel]
-        assert [row["collective"] for row in own if row["compressor"] == "dense"] == dense
+        of_length = [row for row in rows if row["numel"] == numel]
+        assert [row["collective"] for row in of_length if row["compressor"] == "dense"] == dense
         for ratio in (0.1, 0.01):
-            names = [row["collective"] for row in own if row["ratio"] == ratio]
+            names = [row["collective"] for row in of_length if row["ratio"] == ratio]
             assert names == ["allgather", "star-topk", "auto"]
 
 
 def test_speed_ups_are_over_the_best_dense_plan(rows):
     for numel in (50, 3000):
-        own = [row for row in rows if row["numel"] == numel]
-        base = min(row["median_s"] for row in own if row["compressor"] == "dense")
-        for row in own:
+        of_length = [row for row in rows if row["numel"] == numel]
+        base = min(row["median_s"] for row in of_length if row["compressor"] == "dense")
+        for row in of_length:
             assert row["speedup"] == pytest.approx(base / row["median_s"])
             assert row["correct"] is True
             assert row["ranks"] == row["hosts"] == 1
@@ -265,9 +265,9 @@ def test_rows_are_handed_over_cell_by_cell():
         LocalWorld(1).transports[0],
         None,
         silent,
-        lambda own: seen.append([(row["numel"], row["compressor"]) for row in own]),
+        lambda rows: seen.append([(row["numel"], row["compressor"]) for row in rows]),
     )
-    assert [len(own) for own in seen] == sorted(len(own) for own in seen)
+    assert [len(rows) for rows in seen] == sorted(len(rows) for rows in seen)
     assert len(seen) == 4
     assert seen[-1] == [(row["numel"], row["compressor"]) for row in found]
 
@@ -283,12 +283,12 @@ def test_text_that_reads_like_osu(rows):
     for at in headers:
         assert lines[at - 1].startswith("# mpicomp ")
         cells = [line.split() for line in lines[at + 1 : at + 3]]
-        assert [own[0] for own in cells] == ["200", "12000"]
-        assert all(len(own) == 15 for own in cells)
-        for own in cells:
-            mean, low, high = map(float, own[1:4])
+        assert [cell[0] for cell in cells] == ["200", "12000"]
+        assert all(len(cell) == 15 for cell in cells)
+        for cell in cells:
+            mean, low, high = map(float, cell[1:4])
             assert low <= mean <= high
-            assert int(own[4]) >= 1
+            assert int(cell[4]) >= 1
 
 
 @pytest.mark.slow

@@ -29,7 +29,9 @@ PLANS = [
 
 def gradients(ranks, step):
     random = [np.random.default_rng((step, rank)) for rank in range(ranks)]
-    return [{name: own.laplace(size=size).astype(np.float32) for name, size in SIZES.items()} for own in random]
+    return [
+        {name: generator.laplace(size=size).astype(np.float32) for name, size in SIZES.items()} for generator in random
+    ]
 
 
 @pytest.fixture
@@ -74,11 +76,11 @@ def test_every_part_of_the_recorded_run_has_its_share(recorded, ranks, steps):
         place = min(step * len(PLANS) // total, len(PLANS) - 1)
         expected = [PLANS[(place + bucket) % len(PLANS)] for bucket in range(3)]
         for reducer in world.reducers:
-            ran = [(own.compressor, own.collective, own.reason) for own in reducer.last_step.buckets]
-            assert ran == [(own.get_config(), name, f"replay: step {place}") for own, name in expected]
+            ran = [(bucket.compressor, bucket.collective, bucket.reason) for bucket in reducer.last_step.buckets]
+            assert ran == [(compressor.get_config(), name, f"replay: step {place}") for compressor, name in expected]
         for name in SIZES:
             assert all(np.array_equal(mean[name], means[0][name]) for mean in means)
-            entered = sum(own[name].astype(float) for own in given) + before[name]
+            entered = sum(gradient[name].astype(float) for gradient in given) + before[name]
             left = ranks * means[0][name].astype(float) + world.residual_sum(name)
             np.testing.assert_allclose(left, entered, atol=1e-4)
 
@@ -89,11 +91,13 @@ def test_any_arrays_are_cut_as_they_were(sizes, limit):
 
     def cut(limit_bytes):
         buckets = make_buckets(members, True, limit_bytes, mpicomp.Dense().entry, 1)
-        return [[{"name": own.name, "numel": own.numel} for own in bucket.members] for bucket in buckets]
+        return [[{"name": member.name, "numel": member.numel} for member in bucket.members] for bucket in buckets]
 
     there = cut(4 * limit)
-    recorded = [{"layers": own, "numel": sum(layer["numel"] for layer in own)} for own in there]
-    line = json.dumps({"buckets": [own | {"compressor": {"id": "dense"}, "collective": "ring"} for own in recorded]})
+    recorded = [{"layers": layers, "numel": sum(layer["numel"] for layer in layers)} for layers in there]
+    line = json.dumps(
+        {"buckets": [bucket | {"compressor": {"id": "dense"}, "collective": "ring"} for bucket in recorded]}
+    )
     with tempfile.NamedTemporaryFile("w") as file:
         file.write(line + "\n")
         file.flush()
@@ -104,7 +108,7 @@ def test_arrays_are_cut_as_they_were(recorded):
     assert Replay(str(recorded)).bucket_bytes == CUT
     world = make(2, recorded)
     world.reduce(gradients(2, 0))
-    assert [own.numel for own in world.reducers[0].last_step.buckets] == [1000, 2000, 40]
+    assert [bucket.numel for bucket in world.reducers[0].last_step.buckets] == [1000, 2000, 40]
 
 
 def test_other_buckets_are_refused(recorded):
@@ -113,7 +117,7 @@ def test_other_buckets_are_refused(recorded):
         ConfigurationError, match="line 1 has buckets of 1,000, 2,000, 40 elements, here they are of 9 "
     ):
         world.reduce([{"a": np.ones(9, np.float32)}] * 2)
-    renamed = [{name.upper(): array for name, array in own.items()} for own in gradients(2, 0)]
+    renamed = [{name.upper(): array for name, array in gradient.items()} for gradient in gradients(2, 0)]
     with pytest.raises(ConfigurationError, match="or of other parameters; train the same model"):
         make(2, recorded).reduce(renamed)
 
@@ -133,8 +137,8 @@ def test_a_restart_goes_on_where_it_was(recorded):
     world, again = make(2, recorded), make(2, recorded)
     for step in range(2):
         world.reduce(gradients(2, step))
-    for reducer, own in zip(again.reducers, world.reducers, strict=True):
-        reducer.load_state_dict(own.state_dict())
+    for reducer, stopped in zip(again.reducers, world.reducers, strict=True):
+        reducer.load_state_dict(stopped.state_dict())
     means = [each.reduce(gradients(2, 2))[0] for each in (world, again)]
     assert all(np.array_equal(means[0][name], means[1][name]) for name in SIZES)
     assert again.reducers[0].last_step.buckets[0].reason == "replay: step 2"

@@ -92,7 +92,7 @@ def test_digits_learns_and_the_outcome_is_told(mpiexec, tmp_path, ranks, argumen
     if numel_sent == 0:
         assert result["sent_bytes"] == result["wire_bytes"] == 0
     assert f"verdict: {result['verdict']}" in done.stdout
-    told = [(own["gain"], own["energy"]) for line in lines[30:] for own in line["buckets"]]
+    told = [(bucket["gain"], bucket["energy"]) for line in lines[30:] for bucket in line["buckets"]]
     sent = sum(gain * energy for gain, energy in told)
     assert result["delay"] == pytest.approx(sum(energy for _, energy in told) / sent - 1, rel=1e-6, abs=1e-9)
     assert [line["step"] for line in lines] == list(range(60))
@@ -108,17 +108,17 @@ def test_digits_learns_and_the_outcome_is_told(mpiexec, tmp_path, ranks, argumen
 
 def check_choices(result, lines):
     """Compare what is said of plans and layers with the lines."""
-    kept = [sum(own["ratio_reached"] * own["numel"] for own in line["buckets"]) for line in lines]
+    kept = [sum(bucket["ratio_reached"] * bucket["numel"] for bucket in line["buckets"]) for line in lines]
     ratios = sorted(np.array(kept) / result["parameters"])
     assert result["ratios"]["least"] == pytest.approx(ratios[0])
     assert result["ratios"]["most"] == pytest.approx(ratios[-1])
     assert result["ratios"]["median"] == pytest.approx(np.median(ratios))
     for plan in result["plans"]:
         same = [
-            own["numel"]
+            bucket["numel"]
             for line in lines
-            for own in line["buckets"]
-            if (own["compressor"], own["collective"]) == (plan["compressor_config"], plan["collective"])
+            for bucket in line["buckets"]
+            if (bucket["compressor"], bucket["collective"]) == (plan["compressor_config"], plan["collective"])
         ]
         assert plan["share"] == pytest.approx(sum(same) / result["parameters"] / len(lines))
         assert plan["compressor"] == plan["compressor_config"]["id"]
@@ -145,10 +145,10 @@ def test_a_policy_chooses_among_settings_of_the_compressor_and_dense(mpiexec, tm
     assert {bucket["compressor"].get("wire") for line in lines for bucket in line["buckets"]} == {None}
     if adapts:
         assert lines[0]["buckets"][0]["compressor"]["id"] == "dense"  # careful at first
-        half = [own for line in lines[20:] for own in line["buckets"]]
-        kinds = [own["compressor"]["id"] for own in half]
+        half = [bucket for line in lines[20:] for bucket in line["buckets"]]
+        kinds = [bucket["compressor"]["id"] for bucket in half]
         assert result["compressor"] == max(set(kinds), key=kinds.count)
-        assert result["collective"] in {own["collective"] for own in half}
+        assert result["collective"] in {bucket["collective"] for bucket in half}
         assert any(layer["gain"] is not None for layer in result["layers"])
     else:
         assert result["compressor"] == "topk"
@@ -201,8 +201,8 @@ def test_recorded_plans_are_run_again(mpiexec, tmp_path):
     assert result["policy"] == "replay"
     for step, line in enumerate(lines):
         expected = recorded[step * 30 // steps]["buckets"]
-        for own, other in zip(line["buckets"], expected, strict=True):
-            assert (own["compressor"], own["collective"]) == (other["compressor"], other["collective"])
+        for bucket, other in zip(line["buckets"], expected, strict=True):
+            assert (bucket["compressor"], bucket["collective"]) == (other["compressor"], other["collective"])
 
 
 @pytest.mark.slow

@@ -83,11 +83,13 @@ def test_from_a_training_to_a_row(mpiexec, tmp_path):
     done = mpiexec(2, "-m", "mpicomp", "train", "--task", "digits", "--steps", "24", "--measured", path, timeout=100)
     assert done.returncode == 0, done.stderr
     content = json.loads(path.read_text())
-    names = [own["name"] for bucket in content["buckets"] for own in bucket]
+    names = [gradient["name"] for bucket in content["buckets"] for gradient in bucket]
     assert len(names) == len(set(names)) > 2
-    assert all(0 < own["ready_s"] <= 1.5 * content["backward_s"] for bucket in content["buckets"] for own in bucket)
-    longest = max(sum(math.prod(own["shape"]) for own in bucket) for bucket in content["buckets"])
-    assert {(own["ranks"], own["numel"]) for own in content["dense"]} == {(2, longest // 4), (2, longest)}
+    assert all(
+        0 < gradient["ready_s"] <= 1.5 * content["backward_s"] for bucket in content["buckets"] for gradient in bucket
+    )
+    longest = max(sum(math.prod(gradient["shape"]) for gradient in bucket) for bucket in content["buckets"])
+    assert {(timed["ranks"], timed["numel"]) for timed in content["dense"]} == {(2, longest // 4), (2, longest)}
     rows = tmp_path / "rows.json"
     words = ["--bandwidth", "10mbit", "--latency", "1ms", "--per-host", "1", "--json", rows]
     assert run(path, *words) == 0

@@ -33,9 +33,9 @@ def submit(slurm, folder, template, *options, meanwhile=lambda number: None, **k
     # Ranks take turns on the cores of a machine that plays four nodes.
     knobs = {name: str(value) for name, value in ({"VENV": BIN.parent, "MPICOMP_NAPS": 1} | knobs).items()}
     # --export cannot take what has a comma in it; the environment can.
-    own = {name: value for name, value in knobs.items() if "," in value}
-    export = ",".join(["ALL", *(f"{name}={value}" for name, value in knobs.items() if name not in own)])
-    done = slurm.run("sbatch", "--parsable", f"--export={export}", *options, SLURM / template, cwd=folder, **own)
+    listed = {name: value for name, value in knobs.items() if "," in value}
+    export = ",".join(["ALL", *(f"{name}={value}" for name, value in knobs.items() if name not in listed)])
+    done = slurm.run("sbatch", "--parsable", f"--export={export}", *options, SLURM / template, cwd=folder, **listed)
     assert done.returncode == 0, done.stderr
     number = done.stdout.strip()
     try:

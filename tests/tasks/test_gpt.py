@@ -94,7 +94,7 @@ def test_size_of_the_model(task, least, most):
 
 def test_there_are_buckets_to_choose_for():
     model = GPT(TextGPT.vocabulary, TextGPT.length, TextGPT.width, TextGPT.layers)
-    gradients = {name: own.detach().numpy() for name, own in model.named_parameters()}
+    gradients = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
     reducer = mpicomp.Reducer("dense", comm=LocalWorld(1).transports[0], bucket_bytes=2 << 20)
     reducer.reduce(gradients)
     assert len(reducer.last_step.buckets) >= 5
@@ -103,12 +103,12 @@ def test_there_are_buckets_to_choose_for():
 
 def test_initial_weights(tiny):
     model = GPT(1000, 64, 128, 8)
-    deviations = {name: own.std().item() for name, own in model.named_parameters() if own.ndim > 1}
+    deviations = {name: parameter.std().item() for name, parameter in model.named_parameters() if parameter.ndim > 1}
     for name, deviation in deviations.items():
         added = name.endswith(("attended.weight", "contract.weight"))
         assert deviation == pytest.approx(0.02 / 4 if added else 0.02, rel=0.03), name  # 4 is sqrt(2 * 8)
     assert sum(name.endswith(("attended.weight", "contract.weight")) for name in deviations) == 16
-    assert all((own == 1).all() for own in model.parameters() if own.ndim == 1)
+    assert all((parameter == 1).all() for parameter in model.parameters() if parameter.ndim == 1)
     # Nothing is known of the next token: the loss is that of any of them, equally likely.
     assert tiny.loss(tiny.model(), tiny.batch(0, 0, 1)).item() == pytest.approx(math.log(tiny.tokens), abs=0.3)
 
@@ -116,10 +116,10 @@ def test_initial_weights(tiny):
 def test_logits_are_those_of_plain_arithmetic():
     torch.manual_seed(0)
     model = GPT(tokens=30, length=10, width=128, layers=2)
-    for own in model.parameters():
-        torch.nn.init.normal_(own, std=0.3)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
     tokens = torch.randint(0, 30, (2, 7))
-    weights = {name: own.detach().double().numpy() for name, own in model.named_parameters()}
+    weights = {name: parameter.detach().double().numpy() for name, parameter in model.named_parameters()}
 
     def norm(values, scale):
         centred = values - values.mean(axis=-1, keepdims=True)
@@ -127,8 +127,8 @@ def test_logits_are_those_of_plain_arithmetic():
 
     erf = np.vectorize(math.erf)
     expected = np.empty((2, 7, 30))
-    for sample, own in enumerate(tokens.numpy()):
-        hidden = weights["embedding.weight"][own] + weights["positions.weight"][:7]
+    for sample, token in enumerate(tokens.numpy()):
+        hidden = weights["embedding.weight"][token] + weights["positions.weight"][:7]
         for layer in range(2):
             block = {
                 name.removeprefix(f"blocks.{layer}."): value
@@ -164,8 +164,8 @@ def test_matrices_decay_and_scales_do_not(tiny):
     model = tiny.model()
     matrices, scales = tiny.optimizer(model).param_groups
     assert (matrices["weight_decay"], scales["weight_decay"]) == (0.1, 0)
-    assert all(own.ndim == 2 for own in matrices["params"])
-    assert all(own.ndim == 1 for own in scales["params"])
+    assert all(matrix.ndim == 2 for matrix in matrices["params"])
+    assert all(scale.ndim == 1 for scale in scales["params"])
     assert len(matrices["params"]) + len(scales["params"]) == len(list(model.parameters()))
 
 
@@ -187,14 +187,14 @@ def test_the_rate_of_a_training_is_the_schedule_and_its_gradient_is_clipped(tiny
 
     def update():
         rates.append({group["lr"] for group in optimizer.param_groups})
-        for own in model.parameters():
-            own.grad *= 100
+        for parameter in model.parameters():
+            parameter.grad *= 100
         updater.update()
-        norms.append(math.hypot(*(own.grad.norm().item() for own in model.parameters())))
+        norms.append(math.hypot(*(parameter.grad.norm().item() for parameter in model.parameters())))
 
     train(tiny, model, optimizer, update, range(20))
     shares = [0.5, 1, *(0.55 + 0.45 * math.cos(math.pi * step / 18) for step in range(1, 19))]
-    assert [own for [own] in rates] == pytest.approx([tiny.rate * share for share in shares])
+    assert [rate for [rate] in rates] == pytest.approx([tiny.rate * share for share in shares])
     assert norms == pytest.approx([1] * 20, rel=1e-3)
 
 
@@ -224,7 +224,7 @@ def test_every_exchange_has_the_same_rates(tiny):
     model = tiny.model()
     optimizer = tiny.optimizer(model)
     train(tiny, model, optimizer, Updater(tiny, optimizer, 10).update, range(10))
-    assert [own.quality for own in trained] == [tiny.evaluate(model)] * 2
+    assert [training.quality for training in trained] == [tiny.evaluate(model)] * 2
 
 
 def test_a_training_that_resumes_ends_with_the_bits_of_one_that_did_not(tiny, tmp_path):
@@ -252,12 +252,12 @@ def test_a_training_that_resumes_ends_with_the_bits_of_one_that_did_not(tiny, tm
     stopped = start()
     assert go_on(*stopped, range(5)) == losses[:5]
     names = ("model", "optimizer", "schedule")
-    state = {name: own.state_dict() for name, own in zip(names, stopped, strict=True)}
+    state = {name: part.state_dict() for name, part in zip(names, stopped, strict=True)}
     mpicomp.save_checkpoint(tmp_path, state, transport)
     resumed = start()
     saved = mpicomp.load_checkpoint(tmp_path, transport)
-    for name, own in zip(names, resumed, strict=True):
-        own.load_state_dict(saved[name])
+    for name, part in zip(names, resumed, strict=True):
+        part.load_state_dict(saved[name])
     assert go_on(*resumed, range(5, 12)) == losses[5:]
     assert all(map(torch.equal, resumed[0].parameters(), straight[0].parameters()))
     assert resumed[2].get_last_lr() == straight[2].get_last_lr()

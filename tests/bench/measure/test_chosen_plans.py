@@ -45,18 +45,18 @@ def test_the_delay_is_what_waits_over_what_was_sent():
         energies = [energy for _, energy in pairs]
         return record(*map(with_energy, buckets, energies), skipped=skipped)
 
-    def with_energy(own, energy):
-        return dataclasses.replace(own, energy=energy)
+    def with_energy(bucket, energy):
+        return dataclasses.replace(bucket, energy=energy)
 
     choices = Choices()
-    for own in (
+    for taken in (
         step((0.1, 100.0), (1.0, 30.0)),  # 90 wait, 40 were sent
         step((0.25, 40.0), (0.5, 4.0)),  # 32 wait, 12 were sent
         step((None, 50.0), (0.5, None)),  # overflowed
         step((0.5, 8.0), skipped=True),  # nothing was delivered
         step((0.5, 4.0), (1.0, 2.0)),  # 2 wait, 4 were sent
     ):
-        choices.add(own)
+        choices.add(taken)
     assert choices.delay() == pytest.approx(124 / 56)
     assert choices.delay(1) == pytest.approx(34 / 16)
     assert choices.delay(4) == pytest.approx(0.5)
@@ -109,8 +109,8 @@ def test_plans_by_the_elements_that_they_have_carried():
 def test_the_leading_plan_is_of_the_kind_that_carried_most():
     choices = Choices()
     for step in range(10):
-        own = DENSE if step < 4 else mpicomp.TopK(ratio=0.1 / step)  # 4 dense, and no ratio twice but one
-        choices.add(record(bucket(["a"], 100, 10, own if step != 9 else mpicomp.TopK(ratio=0.1 / 8))))
+        compressor = DENSE if step < 4 else mpicomp.TopK(ratio=0.1 / step)  # 4 dense, and no ratio twice but one
+        choices.add(record(bucket(["a"], 100, 10, compressor if step != 9 else mpicomp.TopK(ratio=0.1 / 8))))
     assert choices.plans()[0].compressor == DENSE
     assert leading(choices.plans()).compressor == mpicomp.TopK(ratio=0.1 / 8)
 
@@ -156,4 +156,4 @@ def test_what_a_reducer_has_run():
     assert plan.compressor == reducer.compressor
     assert plan.ratio_reached == pytest.approx(20 / 110)
     assert "  TopK(ratio=0.1) by layer  " in chosen_table([plan], [])
-    assert [(own.name, own.ratio) for own in choices.layers(choices.sums()[None])] == [("a", 0.1), ("b", 1.0)]
+    assert [(layer.name, layer.ratio) for layer in choices.layers(choices.sums()[None])] == [("a", 0.1), ("b", 1.0)]

@@ -128,9 +128,9 @@ def test_constants_have_nothing_to_share(value):
 
 def gradients_of(rank, step, sizes):
     """What all ranks have in common, and noise of their own."""
-    shared, own = np.random.default_rng([step, 99]), np.random.default_rng([step, rank])
+    shared, private = np.random.default_rng([step, 99]), np.random.default_rng([step, rank])
     return {
-        name: (shared.standard_normal(size) + own.standard_normal(size)).astype(np.float32).reshape(-1, 4)
+        name: (shared.standard_normal(size) + private.standard_normal(size)).astype(np.float32).reshape(-1, 4)
         for name, size in sizes.items()
     }
 
@@ -145,15 +145,15 @@ def all_of(ranks, every, steps, sizes, spoil=None):
             gradients[1]["small"][0] = np.nan
         elif step % every == 0:
             seen.append(gradients)
-        world.run([own.look(step, arrays) for own, arrays in zip(comparisons, gradients, strict=True)])
-    return world.run([own.outcome() for own in comparisons]), seen
+        world.run([comparison.look(step, arrays) for comparison, arrays in zip(comparisons, gradients, strict=True)])
+    return world.run([comparison.outcome() for comparison in comparisons]), seen
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_rank_is_compared_with_the_next(ranks):
     sizes = {"small": LEAST - 4, "middle": 400, "large": 2000}
     outcomes, seen = all_of(ranks, 3, 8, sizes)
-    assert all(own == outcomes[0] for own in outcomes)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
     outcome = outcomes[0]
     assert (outcome.every, outcome.looks, list(outcome.layers)) == (3, 3, ["middle", "large"])
     for name, (numel, found) in outcome.layers.items():
@@ -174,7 +174,7 @@ def test_a_look_at_what_is_not_finite_does_not_count():
     sizes = {"small": 300, "large": 2000}
     outcomes, seen = all_of(3, 2, 6, sizes, spoil=2)
     assert (outcomes[0].looks, len(seen)) == (2, 2)
-    assert all(np.isfinite(own.information) for _, own in outcomes[0].layers.values())
+    assert all(np.isfinite(layer.information) for _, layer in outcomes[0].layers.values())
 
 
 def test_nothing_large_enough():

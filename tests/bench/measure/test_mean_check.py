@@ -21,11 +21,11 @@ def exchange(compressor, collective, ranks=3, steps=5):
     after = world.residuals("g")
     if not world.reducers[0].feedback:
         before = after = [None] * ranks
-    return [list(own) for own in zip(gradients, before, after, (mean["g"].copy() for mean in means), strict=True)]
+    return [list(side) for side in zip(gradients, before, after, (mean["g"].copy() for mean in means), strict=True)]
 
 
 def check(sides):
-    return judge(np.array([statement(*own) for own in sides]), lossless=True)
+    return judge(np.array([statement(*side) for side in sides]), lossless=True)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ class TestExchanges:
     def test_one_lost_element_is_seen(self, compressor, collective):
         sides = exchange(compressor, collective)
         place = int(np.abs(sides[0][3]).argmax())
-        for own in sides:
-            own[3][place] = 0
+        for side in sides:
+            side[3][place] = 0
         found = check(sides)
         assert found.identical
         assert not found.correct
@@ -72,14 +72,14 @@ def test_a_residual_that_forgets_is_seen():
 
 def test_elements_that_change_places_are_seen():
     sides = exchange(Dense(), "allreduce")
-    for own in sides:
-        own[3][3:23] = own[3][3:23][::-1].copy()
+    for side in sides:
+        side[3][3:23] = side[3][3:23][::-1].copy()
     assert not check(sides).correct
 
 
 def test_what_is_lost_on_purpose_is_no_mistake():
     sides = exchange(TopK(ratio=0.01), "allgather")
-    lossy = np.array([statement(own[0], None, None, own[3]) for own in sides])
+    lossy = np.array([statement(side[0], None, None, side[3]) for side in sides])
     assert not judge(lossy, lossless=True).correct
     found = judge(lossy, lossless=False)
     assert found.correct

@@ -185,8 +185,8 @@ def test_a_topology_groups_ranks_as_transports_do(ranks, per_host):
 
 @pytest.mark.quick
 def test_a_switch_gives_every_host_an_even_share():
-    clocks = [Clock(topology(8, links=Links(1e-9, 1e-6, own))) for own in (None, 1e-9 / 16, 1e-9)]
-    free, wide, narrow = (own.seconds(bind(mpicomp.Dense(), "allreduce"), 10**7, FLOAT) for own in clocks)
+    clocks = [Clock(topology(8, links=Links(1e-9, 1e-6, switch))) for switch in (None, 1e-9 / 16, 1e-9)]
+    free, wide, narrow = (clock.seconds(bind(mpicomp.Dense(), "allreduce"), 10**7, FLOAT) for clock in clocks)
     assert wide == free
     assert narrow == pytest.approx(8 * free, rel=1e-3)
 
@@ -194,8 +194,8 @@ def test_a_switch_gives_every_host_an_even_share():
 @pytest.mark.quick
 def test_a_switch_is_shared_by_those_that_send_at_a_time():
     latency, per_byte, hosts = 1e-6, 1e-9, 8
-    clocks = [Clock(topology(hosts, links=Links(per_byte, latency, own))) for own in (None, per_byte / 4)]
-    free, shared = (own.seconds(bind(mpicomp.Dense(), "parameter-server"), 10**7, FLOAT) for own in clocks)
+    clocks = [Clock(topology(hosts, links=Links(per_byte, latency, switch))) for switch in (None, per_byte / 4)]
+    free, shared = (clock.seconds(bind(mpicomp.Dense(), "parameter-server"), 10**7, FLOAT) for clock in clocks)
     gathered, back = 7, 2 * 7 / 8  # arrays through the server's link; all 7 pass the switch on their way back
     assert shared / free == pytest.approx((gathered + 7 / 4) / (gathered + back), rel=1e-3)
 

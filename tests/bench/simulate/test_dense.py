@@ -51,7 +51,7 @@ def test_what_was_not_timed_is_told_by_the_cost_model_alone():
     for steps in (timed, untimed):
         assert exchange_s(steps, collective="scatter-reduce") >= rounds
     topk = mpicomp.TopK(ratio=0.01)
-    told = [exchange_s(own, collective="star-topk:ring", compressor=topk) for own in (timed, untimed)]
+    told = [exchange_s(steps, collective="star-topk:ring", compressor=topk) for steps in (timed, untimed)]
     assert told[0] == pytest.approx(told[1], rel=0.5)  # own work is measured each time
 
 
@@ -59,8 +59,8 @@ def test_among_other_ranks_and_links_rounds_take_as_many_times_longer():
     untimed = measured([])
     scheme, links = bind(DENSE, "ring"), Links(1 / 1e7, 1e-3)
     here, there = (
-        Clock(Topology(ranks, 1, untimed.cost.network, 4, own)).seconds(scheme, N, np.dtype(np.float32))
-        for ranks, own in ((4, None), (16, links))
+        Clock(Topology(ranks, 1, untimed.cost.network, 4, links)).seconds(scheme, N, np.dtype(np.float32))
+        for ranks, links in ((4, None), (16, links))
     )
     steps = measured([Timed("ring", 4, N, 0.02, 1.3 * here)])
     assert exchange_s(steps, 16, links) == pytest.approx(0.02 + 1.3 * there)
@@ -101,18 +101,18 @@ def test_every_dense_exchange_that_makes_sense_is_timed_at_two_lengths(comm, per
     from mpicomp.transport.mpi import MPITransport
 
     transport = MPITransport(comm, layout=[rank // per_host for rank in range(comm.size)])
-    timed = [own for own in time_dense(N // 16, transport) if own.ranks == comm.size]
+    timed = [timing for timing in time_dense(N // 16, transport) if timing.ranks == comm.size]
     if comm.size > 1:
         names = names_for(DENSE, transport.group)
         assert ("hierarchical:ring" in names) == (1 < per_host < comm.size)
-        assert [(own.numel, own.collective) for own in timed] == list(product((N // 64, N // 16), names))
-    assert all(own.own_s > 0 and own.rounds_s >= 0 for own in timed)
+        assert [(timing.numel, timing.collective) for timing in timed] == list(product((N // 64, N // 16), names))
+    assert all(timing.own_s > 0 and timing.rounds_s >= 0 for timing in timed)
     transport.close()
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(2, 2), (3, 3), (4, 4), (5, 5), (8, 4), (1024, 4), (6, 5), (1000, 5)])
 def test_it_is_taken_from_ranks_that_are_alike(ranks, expected):
-    steps = measured([Timed("ring", own, N, 0.01 * own, 0.5) for own in (2, 3, 4, 5)])
+    steps = measured([Timed("ring", ranks, N, 0.01 * ranks, 0.5) for ranks in (2, 3, 4, 5)])
     assert steps.corrections(ranks).own_s(bind(DENSE, "ring"), N) == pytest.approx(0.01 * expected)
 
 
@@ -124,5 +124,5 @@ def test_fewer_ranks_are_timed_as_well_where_each_has_a_host(comm, apart):
     transport = MPITransport(comm, layout=range(comm.size) if apart else [0] * comm.size)
     timed = time_dense(1000, transport)
     assert timed == comm.bcast(timed)
-    assert {own.ranks for own in timed} == ({*range(2, comm.size + 1)} if apart else {comm.size} - {1})
+    assert {timing.ranks for timing in timed} == ({*range(2, comm.size + 1)} if apart else {comm.size} - {1})
     transport.close()

@@ -47,7 +47,7 @@ def test_a_bucket_waits_for_backward_and_for_those_before_it():
 def test_overlap_is_never_slower_than_none(parts):
     steps = measured(sorted(ready for ready, _ in parts))
     exchanges = [seconds for _, seconds in parts]
-    beside, after = (step_seconds(steps, exchanges, own) for own in (True, False))
+    beside, after = (step_seconds(steps, exchanges, overlap) for overlap in (True, False))
     assert beside <= after * (1 + 1e-12)
     assert beside >= steps.compute_s
     assert after == pytest.approx(steps.compute_s + sum(exchanges))
@@ -60,9 +60,9 @@ def test_what_was_measured_is_read_again(tmp_path):
     path.write_text(json.dumps(before.to_json()))
     after = read(str(path))
     assert after.to_json() == before.to_json()
-    assert [own.names for own in after.cut(1).buckets] == [("w0",), ("w1",)]
-    assert [own.names for own in after.cut(1 << 20).buckets] == [("w0", "w1")]
-    assert [own.names for own in after.cut(after.bucket_bytes).buckets] == [("w0",), ("w1",)]
+    assert [bucket.names for bucket in after.cut(1).buckets] == [("w0",), ("w1",)]
+    assert [bucket.names for bucket in after.cut(1 << 20).buckets] == [("w0", "w1")]
+    assert [bucket.names for bucket in after.cut(after.bucket_bytes).buckets] == [("w0",), ("w1",)]
 
 
 @pytest.mark.quick
@@ -109,10 +109,12 @@ def test_a_row_is_the_sum_of_its_parts_and_dense_has_a_speed_up_of_one():
 
 
 def test_messages_of_more_ranks_take_longer_to_decode():
-    own = OwnWork(CostModel(Network(4)))
+    work = OwnWork(CostModel(Network(4)))
     network = Network(4)
     scheme = mpicomp.collectives.bind(mpicomp.TopK(ratio=0.05), "allgather")
-    told = [own.seconds(scheme, 1 << 20, np.dtype(np.float32), Topology(ranks, 1, network, 4)) for ranks in (1, 8, 512)]
+    told = [
+        work.seconds(scheme, 1 << 20, np.dtype(np.float32), Topology(ranks, 1, network, 4)) for ranks in (1, 8, 512)
+    ]
     assert told == sorted(told)
     assert told[2] > 4 * told[0]
 
@@ -166,7 +168,7 @@ def test_auto_needs_a_run_in_which_it_has_learnt():
 def by_the_millisecond(steps, ranks, bandwidth, compression, add_s):
     """Return the scaling factor as the authors' programme finds it: two processes with a queue, a tick at a time."""
     tick = 1e-6
-    layers = [(own.ready_s, 4 * own.numel) for bucket in steps.buckets for own in bucket.gradients]
+    layers = [(gradient.ready_s, 4 * gradient.numel) for bucket in steps.buckets for gradient in bucket.gradients]
     queue, held, since, now, busy = [], 0, 0.0, 0.0, 0.0
     layers.sort()
     finished = 0.0
