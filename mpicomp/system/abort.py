@@ -29,6 +29,7 @@ import faulthandler
 import hashlib
 import io
 import os
+import signal
 import sys
 import threading
 import time
@@ -96,6 +97,20 @@ def install() -> bool:
     _hook_threads(threading.excepthook)
     _replace_exit()
     return True
+
+
+def crash_at_once() -> None:
+    """Let a crash end this process, with Python's traceback, instead of calling the handlers that Open MPI has set.
+
+    Those collect a backtrace in the process that has crashed, which deadlocks if the crash came inside ``malloc``: the
+    process stays, and the others wait for it. Handlers that Python code has set stay, and so does ``faulthandler``.
+    """
+    if faulthandler.is_enabled() or threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE):
+        if signal.getsignal(number) in (signal.SIG_DFL, None):  # Python does not see a handler that C code has set
+            signal.signal(number, signal.SIG_DFL)
+    faulthandler.enable(file=sys.__stderr__ or 2)
 
 
 def end_job(status: int) -> None:

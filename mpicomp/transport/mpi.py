@@ -4,10 +4,11 @@ Only buffer operations are used, on communicators that are duplicated once, so t
 Importing this module imports mpi4py.MPI, which starts MPI, and sets the hooks that end the job when this rank fails.
 """
 
+import contextlib
 import functools
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -217,6 +218,7 @@ class MPITransport(Transport):
     def check_survives(self, subsystem: str) -> None:
         """See `Transport.check_survives`."""
         check_survives(subsystem)
+        abort.crash_at_once()
 
     def revoke(self) -> None:
         """See `Transport.revoke`; of all transports of these ranks."""
@@ -225,7 +227,8 @@ class MPITransport(Transport):
     def agree(self, flag: bool) -> bool:
         """See `Transport.agree`."""
         try:
-            return bool(self._front[WORLD].comm.Agree(int(flag)))
+            with self._inside_mpi():
+                return bool(self._front[WORLD].comm.Agree(int(flag)))
         except MPI.Exception as error:
             if not isinstance(failure_of(error), RankFailedError):
                 raise
@@ -234,7 +237,8 @@ class MPITransport(Transport):
     def shrink(self) -> list[int]:
         """See `Transport.shrink`."""
         before, offset, generation = self._front[WORLD].comm, self.offset, self.generation
-        comm = before.Shrink()
+        with self._inside_mpi():
+            comm = before.Shrink()
         gone = MPI.Group.Difference(before.group, comm.group)
         lost = sorted(MPI.Group.Translate_ranks(gone, None, MPI.COMM_WORLD.group))
         self._finalizer.detach()
@@ -252,6 +256,18 @@ class MPITransport(Transport):
             ) from error
         self.offset, self.generation = offset, generation + 1
         return lost
+
+    @contextlib.contextmanager
+    def _inside_mpi(self) -> Iterator[None]:
+        """Note that this rank waits inside of MPI."""
+        if self._watch is None:
+            yield
+            return
+        self._watch.inside_mpi = True
+        try:
+            yield
+        finally:
+            self._watch.inside_mpi = False
 
     def close(self) -> None:
         """See `Transport.close`."""

@@ -43,6 +43,8 @@ def leave() -> None:
         abort.end_job(abort.status)  # once the others have heard that this rank leaves, they end with their own status
     for pool in mine:
         pool.over = True
+        if pool.deaths is not None:
+            pool.deaths.stop()
     leave_all()
     lookout.stop()
     deadline, naps = time.monotonic() + _LAST_ROUNDS_S, Naps()

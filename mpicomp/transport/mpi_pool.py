@@ -7,6 +7,7 @@ in the same state is handed out again.
 """
 
 import gc
+import os
 import sys
 import threading
 import time
@@ -18,11 +19,12 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpicomp.rounds import ACROSS, HOST, WORLD, Group, layout_groups
-from mpicomp.transport.mpi_failures import kept
+from mpicomp.transport.mpi_failures import fault_tolerant, kept
 from mpicomp.transport.mpi_layout import hosts_of_ranks
 from mpicomp.transport.mpi_rounds import Channel
 from mpicomp.transport.mpi_watch import STALL_END_S, STALL_S, Watch, check_seconds, lookout, wanted_seconds
 from mpicomp.transport.naps import wait
+from mpicomp.transport.unreported_deaths import Process, UnreportedDeaths, running_process
 
 _NAMES = (WORLD, HOST, ACROSS)
 _MEETING, _ALONE = -1, -2  # keys of channels that are none of a set's
@@ -110,6 +112,7 @@ class Pool:
         if self.watch is not None:
             self.watch.add([self._meeting])
             lookout.add(self.watch)
+        self.deaths = self._watch_processes(comm, names) if fault_tolerant() and comm.size > 1 else None
 
     def take(self, comm: MPI.Comm, count: int) -> list[ChannelSet]:
         """Return sets of channels that nobody else uses, the same on all ranks. Collective over ``comm``.
@@ -169,6 +172,8 @@ class Pool:
     def abandon(self) -> None:
         """Give these ranks up, one of which has died: nobody waits for them at the end."""
         self.abandoned = True
+        if self.deaths is not None:
+            self.deaths.stop()
         kept.append(self)
         for key, pool in list(pools.items()):
             if pool is self:
@@ -179,6 +184,16 @@ class Pool:
     def settle(self) -> bool:
         """Move on everything that is under way and return whether nothing is."""
         return False not in [own.settle() for own in list(self._sets.values())]
+
+    def _watch_processes(self, comm: MPI.Comm, names: Sequence[int]) -> UnreportedDeaths:
+        """Watch the processes of the other ranks on this rank's host. Collective."""
+        mine = np.array(running_process(os.getpid()), np.int64)
+        everyones = np.empty((comm.size, mine.size), np.int64)
+        wait(comm.Iallgather(mine, everyones).Test)
+        here = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[comm.rank] and rank != comm.rank]
+        peers = {names[rank]: Process(*everyones[rank].tolist()) for rank in here}
+        watch = self.watch
+        return UnreportedDeaths(names[comm.rank], peers, lambda: watch is not None and watch.waits)
 
     def _offer(self) -> list[ChannelSet]:
         """Return the channels that this rank knows to be free; nobody else offers them meanwhile."""

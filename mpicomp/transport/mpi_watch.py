@@ -118,6 +118,8 @@ class Watch:
         self.seconds = STALL_S
         self.end_s = STALL_END_S
         self.left = False
+        self.inside_mpi = False
+        """Whether this rank waits in a call of MPI that asks nobody meanwhile."""
         self.failed = False
         """Whether one of the ranks has died, so that nobody hears or says anything any more."""
         self._comm = comm
@@ -144,6 +146,11 @@ class Watch:
     def alone(self) -> bool:
         """Whether all the other ranks have left, and know that this one has; or one has died, and nobody waits here."""
         return self.failed or (len(self._gone) == self._comm.size - 1 and not self._sent)
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank waits for others, in a round or inside of MPI."""
+        return bool(self._waits) or self.inside_mpi
 
     def add(self, channels: Iterable[Counted]) -> None:
         """Answer questions about these."""
